@@ -14,6 +14,7 @@ from engine.config.config import Config, ServerConfig
 from server import errors, openapi
 from server.access_log import ANTHROPIC_HEADER, AccessLog
 from server.access_log import HEADER as REQUEST_ID_HEADER
+from server.batches.runner import BatchRunner, open_store
 from server.endpoints import ENDPOINTS, all_endpoints
 from server.frontend import Frontend
 from server.limits.keys import ApiKeys
@@ -38,11 +39,17 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        starting = asyncio.create_task(frontend.start(on_ready))
+        async def start() -> None:
+            await frontend.start(on_ready)
+            if frontend.why_ended is None:
+                batches.start()
+
+        starting = asyncio.create_task(start())
         watching = asyncio.create_task(keys.watch())
         yield
         starting.cancel()
         watching.cancel()
+        await batches.close()
         frontend.close()
         await service.close()
 
@@ -59,6 +66,8 @@ def create_app(
     )
     app.state.frontend = frontend
     app.state.responses = service
+    lines = settings.batch_concurrency or min(32, max(1, config.max_num_seqs // 2))
+    app.state.batches = batches = BatchRunner(open_store(settings), app.answer, lambda: frontend.hub.num_live, lines)
     errors.install(app)
     routers = [ENDPOINTS[name].router for name in ENDPOINTS]
     for router in routers:
@@ -74,6 +83,13 @@ class _Application(FastAPI):
         super().__init__(**keywords)
         self._settings = settings
         self._keys = keys
+        self._routes_alone: ASGIApp | None = None
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of the server's own, whose owner is set: without keys, and without a line in the log."""
+        if self._routes_alone is None:
+            self._routes_alone = super().build_middleware_stack()
+        await self._routes_alone({**scope, "app": self}, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -9,6 +9,7 @@ Kaon, an OpenAI-compatible LLM inference server
 
 usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; without MODEL the embedded model
        kaon chat [MODEL | URL]      chat in the terminal with a running server, or with one of its own
+       kaon run-batch IN OUT [...]  answer the requests of a batch's file, without a server
        kaon pull ID [REVISION]      download what serving needs of a hub repository
        kaon list                    checkpoints in the hub's cache
        kaon rm ID [ID ...]          delete checkpoints from the hub's cache
@@ -61,6 +62,12 @@ def _checkpoints(arguments: list[str], command: str) -> int:
     from server.checkpoints import run
 
     return run(arguments, command)
+
+
+def _run_batch(arguments: list[str], command: str) -> int:
+    from server.run_batch import run
+
+    return run(arguments)
 
 
 def _completion(arguments: list[str], command: str) -> int:
@@ -127,6 +134,7 @@ def _complain(sentence: str, exit_code: int) -> int:
 _COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "serve": _serve,
     "chat": _chat,
+    "run-batch": _run_batch,
     "pull": _checkpoints,
     "list": _checkpoints,
     "rm": _checkpoints,

@@ -1,8 +1,11 @@
 """Settings of every test process. Imported by pytest before any test, so before torch."""
 
+import atexit
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -14,6 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton decides when it is imported whether kernels are compiled for a GPU or interpreted on CPU tensors.
 if not any(any(Path("/dev").glob(device)) for device in ("kfd", "nvidia[0-9]*", "dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Where servers keep batches by default: not among those of the user who runs the tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="kaon-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

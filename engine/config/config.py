@@ -221,6 +221,22 @@ class ServerConfig(Section):
 
     Replicas behind one address need the same; default: a new random key with each start."""
 
+    data_dir: Annotated[str, Field(min_length=1)] | None = None
+    """Directory of uploaded files and of batches, for one server alone.
+
+    Default: `kaon/port-N` in `$XDG_STATE_HOME` or `~/.local/state`; a temporary directory where that cannot be written
+    or `port` is 0."""
+
+    max_file_bytes: Annotated[int, Field(ge=1)] = 200 * 2**20
+    """Largest file that may be uploaded, in bytes; a larger one is answered 413."""
+
+    max_file_bytes_per_key: Annotated[int, Field(ge=1)] = 4 * 2**30
+    """Most bytes of files of one API key; further uploads are answered 429."""
+
+    batch_concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Most lines of batches that are computed at a time, an eighth of it while other requests run; default: half of
+    `max_num_seqs`, at most 32."""
+
     max_queued_requests: Annotated[int, Field(ge=1)] | None = None
     """Most sequences that may wait for their first token; further requests are answered 429; default:
     `max_num_seqs` of all replicas together."""

@@ -720,7 +720,7 @@ class ReasoningConfig(RequestModel):
     mode: Annotated[str | None, Field(description=NO_CHANGE)] = None
 
 
-def _fits_metadata(value: dict[str, str]) -> dict[str, str]:
+def fits_metadata(value: dict[str, str]) -> dict[str, str]:
     if len(value) > _MAX_METADATA:
         raise rule(f"it may have at most {_MAX_METADATA} keys, and has {len(value)}")
     for key, text in value.items():
@@ -773,7 +773,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: Annotated[int, Between(0, MAX_LOGPROBS)] | None = None
     """Report this many of the most probable alternatives with each log probability."""
 
-    metadata: Annotated[dict[str, str], FewFields, AfterValidator(_fits_metadata)] = {}  # noqa: RUF012
+    metadata: Annotated[dict[str, str], FewFields, AfterValidator(fits_metadata)] = {}  # noqa: RUF012
     """Stored with the response."""
 
     chat_template_kwargs: Annotated[dict[str, Any], FewFields] = {}  # noqa: RUF012

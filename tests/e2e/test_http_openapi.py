@@ -20,6 +20,15 @@ POOLS = {"/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rer
 COUNTS = {"/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize"}
 READS = sorted({*GENERATES, *POOLS, *COUNTS, "/detokenize"})
 GETS = ["/", "/v1/models", "/v1/models/{model}", "/version", "/livez", "/readyz", "/health", "/ping", "/metrics"]
+BATCHES = {
+    "/v1/files",
+    "/v1/files/{file_id}",
+    "/v1/files/{file_id}/content",
+    "/v1/batches",
+    "/v1/batches/{batch_id}",
+    "/v1/batches/{batch_id}/cancel",
+}
+"""`test_http_batches` answers with these."""
 STORED = {
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",
@@ -57,7 +66,7 @@ def example(document: dict[str, Any], operation: dict[str, Any]) -> tuple[dict[s
 
 
 def test_it_knows_every_route_and_resolves(http: httpx.Client, document: dict[str, Any]) -> None:
-    assert set(document["paths"]) == {*READS, *GETS, *STORED}
+    assert set(document["paths"]) == {*READS, *GETS, *STORED, *BATCHES}
     schemas = document["components"]["schemas"]
     for reference in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)):
         assert reference in schemas

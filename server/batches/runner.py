@@ -1,0 +1,319 @@
+"""`BatchRunner`: validates batches and computes their lines by the server's own routes, behind live traffic.
+
+A line is answered as a request of the same body would be, but at low priority and as work of a party of its own, which
+weighs little. Where the server is too busy or not ready, the line waits. A batch that was not done when the server
+ended goes on with those lines that have no answer yet.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from engine.config.config import ServerConfig
+from server.access_log import RequestFacts, new_request_id
+from server.batches.store import Batch, BatchStore, FileNotFound, Line, LineAt, output_line
+from server.limits.owners import Owner
+from server.schemas.batches import BatchError, BatchObject, BatchStatus
+
+_log = logging.getLogger(__name__)
+
+MAX_LINES = 50_000
+"""Most requests in a batch (OpenAI's limit)."""
+
+_MAX_ERRORS = 100
+"""Most wrong lines that a failed batch reports."""
+_MAX_CUSTOM_ID = 512
+
+_PRIORITY = 100
+"""Priority of lines: the lowest that a request may have."""
+_WEIGHT = 0.1
+"""Weight of an owner's batches next to owners' live requests."""
+
+_FETCHED_LINES = 64
+_BUSY_SHARE = 8
+"""With live traffic, only one in so many lines runs at a time."""
+_RECHECK_SECONDS = 0.2
+_RETRY_SECONDS = (0.25, 8.0)
+"""The first and the longest wait before a line that the server could not take is tried again."""
+_ATTEMPTS = 3
+"""How often a line that the server failed on is tried."""
+_TRY_AGAIN = (429, 503)
+
+_PRIORITISED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Endpoints whose requests have a priority."""
+
+
+class _Answer(NamedTuple):
+    status: int
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+
+def open_store(config: ServerConfig) -> BatchStore:
+    """The store of a server. Raises `OSError` for a `data_dir` that cannot be used.
+
+    Without `data_dir`, a folder for the port keeps batches over restarts. A server on no fixed port, or that may not
+    write there, has a temporary one.
+    """
+    if config.data_dir is not None:
+        return BatchStore(Path(config.data_dir).expanduser(), config.max_file_bytes_per_key)
+    states = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    existing = next(each for each in (states, *states.parents) if each.exists())
+    if config.port and os.access(existing, os.W_OK):
+        try:
+            return BatchStore(states / "kaon" / f"port-{config.port}", config.max_file_bytes_per_key)
+        except OSError as error:
+            _log.warning("batches are not kept over a restart, because %s", error)
+    return BatchStore(None, config.max_file_bytes_per_key)
+
+
+class BatchRunner:
+    """The batches of one server. Used from its event loop."""
+
+    def __init__(self, store: BatchStore, answer: ASGIApp, num_live: Callable[[], int], max_lines: int) -> None:
+        """`answer` is the application without authentication and log.
+
+        `num_live` returns the sequences that run in the server; at most `max_lines` lines run at a time.
+        """
+        self.store = store
+        self._answer = answer
+        self._num_live = num_live
+        self._max_lines = max_lines
+        self._num_running = 0
+        self._line_ended = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Go on with the batches of an earlier server."""
+        for batch in self.store.unfinished():
+            _log.info("%s goes on: it is %s", batch.object.id, batch.object.status)
+            self.run(batch)
+
+    def run(self, batch: Batch) -> None:
+        """Run a batch of the store in the background."""
+        id = batch.object.id
+        self._tasks[id] = task = asyncio.create_task(self._run(batch), name=id)
+        task.add_done_callback(lambda _: self._tasks.pop(id, None))
+
+    async def cancel(self, batch: Batch) -> BatchObject:
+        """End a batch with what is done; the batch as it is then."""
+        id = batch.object.id
+        task = self._tasks.get(id)
+        if task is None:
+            return batch.object
+        cancelling = await asyncio.to_thread(self.store.update, id, "cancelling")
+        task.cancel()
+        return cancelling
+
+    async def close(self) -> None:
+        """Stop all batches; what they were computing is computed again by the next server."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self.store.close)
+
+    # -- one batch ----------------------------------------------------------------------------------------------
+
+    async def _run(self, batch: Batch) -> None:
+        id = batch.object.id
+        try:
+            if batch.object.status == "validating" and not await self._validate(batch):
+                return
+            if batch.object.status == "cancelling":
+                raise asyncio.CancelledError
+            try:
+                async with asyncio.timeout(batch.object.expires_at - time.time()):
+                    await self._run_lines(batch)
+                await asyncio.to_thread(self.store.update, id, "finalizing")
+                status: BatchStatus = "completed"
+            except TimeoutError:
+                status = "expired"
+            await asyncio.to_thread(self.store.finish, batch, status)
+        except asyncio.CancelledError:
+            if id not in self._tasks:
+                raise  # The server ends.
+            await asyncio.to_thread(self.store.finish, batch, "cancelled")
+        except Exception as error:  # noqa: BLE001 - the client reads it in the batch
+            _log.exception("%s failed", id)
+            why = BatchError("server_error", f"the server could not compute the batch: {error}")
+            await asyncio.to_thread(self.store.fail, id, [why])
+
+    async def _validate(self, batch: Batch) -> bool:
+        """Read the lines of a new batch. False if they are wrong: the batch has failed."""
+        store, id = self.store, batch.object.id
+        try:
+            path = await asyncio.to_thread(store.path, batch.object.input_file_id, batch.owner)
+        except FileNotFound as error:
+            await asyncio.to_thread(store.fail, id, [BatchError("file_not_found", str(error), param="input_file_id")])
+            return False
+        lines, errors = await asyncio.to_thread(read_lines, path, batch.object.endpoint)
+        if errors:
+            await asyncio.to_thread(store.fail, id, errors)
+            return False
+        await asyncio.to_thread(store.begin, id, lines)
+        return True
+
+    async def _run_lines(self, batch: Batch) -> None:
+        """Compute every line that is pending."""
+        number = -1
+        async with asyncio.TaskGroup() as running:
+            while lines := await asyncio.to_thread(self.store.pending, batch, number, _FETCHED_LINES):
+                number = lines[-1].number
+                for line in lines:
+                    await self._wait_for_room()
+                    self._num_running += 1
+                    running.create_task(self._run_line(batch, line)).add_done_callback(self._end_line)
+
+    async def _wait_for_room(self) -> None:
+        """Wait until another line may run: fewer do while live requests run."""
+        while True:
+            is_busy = self._num_live() > self._num_running
+            if self._num_running < max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1)):
+                return
+            self._line_ended.clear()
+            try:
+                async with asyncio.timeout(_RECHECK_SECONDS):
+                    await self._line_ended.wait()
+            except TimeoutError:
+                continue  # Live requests may have ended.
+
+    def _end_line(self, _: object) -> None:
+        self._num_running -= 1
+        self._line_ended.set()
+
+    async def _run_line(self, batch: Batch, line: Line) -> None:
+        owner = Owner(f"{batch.party} (batches)", batch.owner or None, _WEIGHT)
+        output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, line.content, owner)
+        await asyncio.to_thread(self.store.record, batch.object.id, line.number, output, succeeded=succeeded)
+
+    async def compute(self, endpoint: str, custom_id: str, content: bytes, owner: Owner) -> tuple[bytes, bool]:
+        """The output's line for the line `content` of the input, and whether it succeeded.
+
+        Waits while the server is too busy for it, or not ready.
+        """
+        request_id, body = new_request_id(), _body(content, endpoint)
+        wait, failures = _RETRY_SECONDS[0], 0
+        while True:
+            answer = await self._request(endpoint, body, owner, request_id)
+            if answer.status not in _TRY_AGAIN:
+                failures += answer.status >= 500
+                if answer.status < 500 or failures == _ATTEMPTS or b"x-should-retry" in answer.headers:
+                    break
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _RETRY_SECONDS[1])
+        response = {"status_code": answer.status, "request_id": request_id, "body": msgspec.Raw(answer.body)}
+        return output_line(custom_id, response), 200 <= answer.status < 300
+
+    async def _request(self, path: str, body: bytes, owner: Owner, request_id: str) -> _Answer:
+        """Have the routes answer a request that comes from no connection."""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+            "client": None,
+            "server": None,
+            "state": {"owner": owner, "request_id": request_id, "facts": RequestFacts()},
+        }
+        unread = [body]
+        status, headers, content = 500, dict[bytes, bytes](), bytearray()
+
+        async def receive() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            nonlocal status, headers
+            if message["type"] == "http.response.start":
+                status, headers = message["status"], dict(message["headers"])
+            elif message["type"] == "http.response.body":
+                content.extend(message.get("body", b""))
+
+        await self._answer(scope, receive, send)
+        return _Answer(status, headers, bytes(content))
+
+
+def _body(content: bytes, endpoint: str) -> bytes:
+    """The body of the request that a line asks for, at low priority."""
+    body: dict[str, Any] = msgspec.json.decode(content)["body"]
+    if endpoint in _PRIORITISED:
+        body["priority"] = _PRIORITY
+    return msgspec.json.encode(body)
+
+
+# -- the input --------------------------------------------------------------------------------------------------
+
+
+def read_lines(path: Path, endpoint: str) -> tuple[list[LineAt], list[BatchError]]:
+    """Where the requests of a batch's input are, or what is wrong with it. Empty lines count as none."""
+    lines: list[LineAt] = []
+    errors: list[BatchError] = []
+    seen: set[str] = set()
+    start = 0
+    with path.open("rb") as file:
+        for number, content in enumerate(file, 1):
+            if content.strip():
+                checked = _checked(content, endpoint, seen)
+                if isinstance(checked, BatchError):
+                    checked.line = number
+                    errors.append(checked)
+                else:
+                    seen.add(checked)
+                    lines.append(LineAt(start, len(content), checked))
+                if len(lines) > MAX_LINES:
+                    why = f"the input has more than {MAX_LINES} lines, the most that a batch may have"
+                    return [], [BatchError("too_many_tasks", why)]
+                if len(errors) == _MAX_ERRORS:
+                    return [], errors
+            start += len(content)
+    if not lines and not errors:
+        errors.append(BatchError("empty_file", "the input holds no request; write a JSON object a line"))
+    return lines, errors
+
+
+def _checked(content: bytes, endpoint: str, seen: set[str]) -> str | BatchError:
+    """The custom id of a line, or what is wrong with it."""
+    try:
+        line = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return BatchError("invalid_json_line", f"the line is not JSON: {error}")
+    if not isinstance(line, dict):
+        return BatchError("invalid_json_line", "the line is not a JSON object")
+    for field, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+        if not isinstance(line.get(field), kind):
+            noun = "an object" if kind is dict else "a string"
+            return BatchError("missing_required_parameter", f"{field} is missing, or is not {noun}", param=field)
+    custom_id: str = line["custom_id"]
+    if not 1 <= len(custom_id) <= _MAX_CUSTOM_ID:
+        sentence = f"custom_id has {len(custom_id)} characters; it must have between 1 and {_MAX_CUSTOM_ID}"
+        return BatchError("invalid_custom_id", sentence, param="custom_id")
+    if custom_id in seen:
+        sentence = f"custom_id is {custom_id[:60]!r}, as in an earlier line; each line needs its own"
+        return BatchError("duplicate_custom_id", sentence, param="custom_id")
+    if line["method"] != "POST":
+        return BatchError("invalid_method", f"method is {line['method'][:60]!r}; it must be POST", param="method")
+    if line["url"] != endpoint:
+        return BatchError("mismatched_url", f"url is {line['url'][:60]!r}; the batch's is {endpoint}", param="url")
+    for field in ("stream", "background"):
+        if line["body"].get(field):
+            return BatchError(
+                "invalid_request", f"body.{field} is set; a batch has whole answers", param=f"body.{field}"
+            )
+    return custom_id

@@ -1,0 +1,462 @@
+"""`BatchStore`: files and batches on disk: the contents as files, all else in a SQLite database.
+
+    FOLDER/lock            held by the server that uses the folder
+    FOLDER/batches.sqlite  files, batches, and a row for each line of a batch that is not deleted
+    FOLDER/files/ID        contents
+
+A line's answer and its state are written in one transaction, before the line counts as done. What a killed server was
+computing is still pending, and is computed again: in the output each line is there exactly once, because the output is
+written from the rows. All methods block, and may be called from any thread.
+"""
+
+import fcntl
+import os
+import secrets
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+
+from server.errors import ApiError, BadRequest
+from server.schemas.batches import (
+    BATCH_ENDED,
+    BatchError,
+    BatchErrors,
+    BatchObject,
+    BatchStatus,
+    FileObject,
+    RequestCounts,
+)
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER, bytes INTEGER NOT NULL,
+    filename TEXT NOT NULL, purpose TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS files_of_owner ON files (owner, created_at);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, party TEXT NOT NULL, status TEXT NOT NULL, created_at INTEGER NOT NULL,
+    output_seconds INTEGER, object TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS batches_of_owner ON batches (owner, created_at);
+CREATE TABLE IF NOT EXISTS lines (
+    batch TEXT NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL,
+    custom_id TEXT NOT NULL, state INTEGER NOT NULL DEFAULT 0, answer BLOB, PRIMARY KEY (batch, number))
+    WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS pending_lines ON lines (batch, state, number);
+"""
+
+PENDING, SUCCEEDED, FAILED = range(3)
+"""States of a line."""
+
+_EXPIRED = {"code": "batch_expired", "message": "the batch's completion window ended before this line was computed"}
+_CANCELLED = {"code": "batch_cancelled", "message": "the batch was cancelled before this line was computed"}
+
+
+class FileNotFound(BadRequest):
+    """There is no such file for this client."""
+
+    status = 404
+
+
+class BatchNotFound(BadRequest):
+    """There is no such batch for this client."""
+
+    status = 404
+
+
+class NoRoom(ApiError):
+    """The files of an owner fill its share of the disk."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class Line(NamedTuple):
+    """A line of a batch that is to be computed."""
+
+    number: int
+    """From 0."""
+    custom_id: str
+    content: bytes
+    """The JSON object."""
+
+
+class LineAt(NamedTuple):
+    """Where a line is in its file."""
+
+    start: int
+    length: int
+    custom_id: str
+
+
+class Batch(NamedTuple):
+    """A batch with what its clients do not see."""
+
+    object: BatchObject
+    owner: str
+    """Digest of the API key that created it; empty without keys."""
+    party: str
+    """To whom its work is accounted."""
+
+
+class BatchStore:
+    """The folder of one server."""
+
+    def __init__(self, folder: Path | None, max_bytes_per_owner: int) -> None:
+        """`folder` is made when the first file is written; None: a temporary one, which ends with the server.
+
+        Raises `OSError` for a folder that another server uses, or that cannot be read.
+        """
+        self._folder = folder
+        self._is_temporary = folder is None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._max_bytes_per_owner = max_bytes_per_owner
+        self._lock = threading.RLock()
+        self._database: sqlite3.Connection | None = None
+        self._lock_file: IO[bytes] | None = None
+        if folder is not None and (folder / "batches.sqlite").exists():
+            self._open()
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+            if self._lock_file is not None:
+                self._lock_file.close()
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def new_file(self) -> Iterator[IO[bytes]]:
+        """A file to write contents to, for `add_file`; it is deleted at the end, if it was not added."""
+        self._open()
+        with tempfile.NamedTemporaryFile(dir=self._files, prefix="part-", delete=False) as file:
+            try:
+                yield file
+            finally:
+                Path(file.name).unlink(missing_ok=True)
+
+    def add_file(
+        self, file: IO[bytes], owner: str, filename: str, purpose: str = "batch", seconds: int | None = None
+    ) -> FileObject:
+        """Keep what was written to a `new_file`, for `seconds` or until it is deleted. Raises `NoRoom`."""
+        file.flush()
+        os.fsync(file.fileno())
+        size, now = os.fstat(file.fileno()).st_size, int(time.time())
+        added = FileObject(
+            id=_new_id("file"),
+            bytes=size,
+            created_at=now,
+            filename=filename,
+            purpose="batch" if purpose == "batch" else "batch_output",
+            expires_at=None if seconds is None else now + seconds,
+        )
+        with self._transaction() as database:
+            [used] = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM files WHERE owner = ?", (owner,)).fetchone()
+            # What a batch wrote is not refused: its work is done.
+            if purpose == "batch" and used + size > self._max_bytes_per_owner:
+                raise NoRoom(
+                    f"the files of this key have {used} bytes, and with the {size} of this one more than "
+                    f"{self._max_bytes_per_owner}, the most that this server keeps for one (max_file_bytes_per_key); "
+                    "delete files that are not needed"
+                )
+            Path(file.name).rename(self._files / added.id)
+            database.execute(
+                "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (added.id, owner, now, added.expires_at, size, filename, added.purpose),
+            )
+        return added
+
+    def file(self, id: str, owner: str) -> FileObject:
+        """Raises `FileNotFound`, also for a file of another owner."""
+        rows = self._query("SELECT * FROM files WHERE id = ? AND owner = ?", id, owner)
+        if not rows:
+            raise FileNotFound(f"there is no file {id[:80]!r}: it never existed, or it was deleted or has expired")
+        return _file(rows[0])
+
+    def files(self, owner: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool) -> "Page":
+        """A page of an owner's files. Raises `FileNotFound` for `after`."""
+        if after is not None:
+            self.file(after, owner)
+        condition = "owner = ?" if purpose is None else "owner = ? AND purpose = ?"
+        rows = self._page(
+            "files", condition, (owner,) if purpose is None else (owner, purpose), after, limit, newest_first
+        )
+        return Page([_file(row) for row in rows[:limit]], len(rows) > limit)
+
+    def path(self, id: str, owner: str) -> Path:
+        """The contents of a file. Raises `FileNotFound`."""
+        self.file(id, owner)
+        return self._files / id
+
+    def delete_file(self, id: str, owner: str) -> None:
+        """Raises `FileNotFound`, and `BadRequest` for the input of a batch that has not ended."""
+        self.file(id, owner)
+        with self._transaction() as database:
+            rows = database.execute("SELECT object FROM batches WHERE owner = ?", (owner,)).fetchall()
+            for batch in (_decode_batch(row["object"]) for row in rows):
+                if batch.input_file_id == id and batch.status not in BATCH_ENDED:
+                    raise BadRequest(f"file {id} is the input of {batch.id}, which is {batch.status}; cancel it first")
+            database.execute("DELETE FROM files WHERE id = ?", (id,))
+        (self._files / id).unlink(missing_ok=True)
+
+    def delete_expired_files(self) -> None:
+        """Delete the files whose time has come."""
+        for row in self._query("SELECT * FROM files WHERE expires_at <= ?", int(time.time())):
+            try:
+                self.delete_file(row["id"], row["owner"])
+            except BadRequest:
+                continue  # A batch still reads it.
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    def add_batch(self, batch: BatchObject, owner: str, party: str, output_seconds: int | None) -> None:
+        """Keep a new batch."""
+        with self._transaction() as database:
+            database.execute(
+                "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (batch.id, owner, party, batch.status, batch.created_at, output_seconds, _encoded(batch)),
+            )
+
+    def batch(self, id: str, owner: str) -> BatchObject:
+        """Raises `BatchNotFound`, also for a batch of another owner."""
+        rows = self._query("SELECT object FROM batches WHERE id = ? AND owner = ?", id, owner)
+        if not rows:
+            raise BatchNotFound(f"there is no batch {id[:80]!r}")
+        return self._with_counts(_decode_batch(rows[0]["object"]))
+
+    def batches(self, owner: str, after: str | None, limit: int) -> "Page":
+        """A page of an owner's batches, newest first. Raises `BatchNotFound` for `after`."""
+        if after is not None:
+            self.batch(after, owner)
+        rows = self._page("batches", "owner = ?", (owner,), after, limit, newest_first=True)
+        return Page([self._with_counts(_decode_batch(row["object"])) for row in rows[:limit]], len(rows) > limit)
+
+    def unfinished(self) -> list[Batch]:
+        """The batches of all owners that have not ended, oldest first."""
+        marks = ", ".join("?" * len(BATCH_ENDED))
+        rows = self._query(f"SELECT * FROM batches WHERE status NOT IN ({marks}) ORDER BY created_at", *BATCH_ENDED)
+        return [Batch(_decode_batch(row["object"]), row["owner"], row["party"]) for row in rows]
+
+    def update(self, id: str, status: BatchStatus, **fields: Any) -> BatchObject:
+        """Set a batch's status, its time, and further fields, unless it has ended; the batch as it is then."""
+        with self._transaction() as database:
+            row = database.execute("SELECT object FROM batches WHERE id = ?", (id,)).fetchone()
+            batch = _decode_batch(row["object"])
+            if batch.status not in BATCH_ENDED:
+                times = {} if status == "validating" else {f"{status}_at": int(time.time())}
+                batch = msgspec.structs.replace(batch, status=status, **times, **fields)
+                database.execute(
+                    "UPDATE batches SET status = ?, object = ? WHERE id = ?", (status, _encoded(batch), id)
+                )
+        return self._with_counts(batch)
+
+    def begin(self, id: str, lines: list[LineAt]) -> None:
+        """Add the lines of a batch that was validated, and set it in progress."""
+        with self._transaction() as database:
+            database.execute("DELETE FROM lines WHERE batch = ?", (id,))
+            database.executemany(
+                "INSERT INTO lines (batch, number, start, length, custom_id) VALUES (?, ?, ?, ?, ?)",
+                ((id, number, *line) for number, line in enumerate(lines)),
+            )
+        self.update(id, "in_progress")
+
+    def fail(self, id: str, errors: list[BatchError]) -> None:
+        """End a batch whose input is wrong."""
+        self.update(id, "failed", errors=BatchErrors(errors))
+
+    def pending(self, batch: Batch, after: int, limit: int) -> list[Line]:
+        """The next lines to compute, behind number `after`. Raises `FileNotFound`."""
+        path = self.path(batch.object.input_file_id, batch.owner)
+        rows = self._query(
+            "SELECT * FROM lines WHERE batch = ? AND state = 0 AND number > ? ORDER BY number LIMIT ?",
+            batch.object.id,
+            after,
+            limit,
+        )
+        with path.open("rb") as file:
+            lines = []
+            for row in rows:
+                file.seek(row["start"])
+                lines.append(Line(row["number"], row["custom_id"], file.read(row["length"])))
+        return lines
+
+    def num_pending(self, id: str) -> int:
+        """Lines that are not computed."""
+        [row] = self._query("SELECT COUNT(*) AS n FROM lines WHERE batch = ? AND state = 0", id)
+        return int(row["n"])
+
+    def record(self, id: str, number: int, answer: bytes, *, succeeded: bool) -> None:
+        """Keep the answer of a line: JSON of a line in the output. A second answer to the same line is dropped."""
+        with self._transaction() as database:
+            database.execute(
+                "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = 0",
+                (SUCCEEDED if succeeded else FAILED, answer, id, number),
+            )
+
+    def finish(self, batch: Batch, status: BatchStatus) -> None:
+        """Write the output and error files of a batch that ends with `status`, and end it.
+
+        Lines that are not computed are in the error file.
+        """
+        id = batch.object.id
+        why = {"expired": _EXPIRED, "cancelled": _CANCELLED}.get(status)
+        if why is not None:
+            for row in self._query("SELECT number, custom_id FROM lines WHERE batch = ? AND state = 0", id):
+                self.record(id, row["number"], output_line(row["custom_id"], error=why), succeeded=False)
+        counts = self._with_counts(batch.object).request_counts
+        written = {}
+        [row] = self._query("SELECT output_seconds FROM batches WHERE id = ?", id)
+        for name, state in (("output", SUCCEEDED), ("error", FAILED)):
+            written[f"{name}_file_id"] = self._write_output(batch, name, state, row["output_seconds"])
+        self.update(id, status, request_counts=counts, **written)
+        with self._transaction() as database:
+            database.execute("DELETE FROM lines WHERE batch = ?", (id,))
+
+    def _write_output(self, batch: Batch, name: str, state: int, seconds: int | None) -> str | None:
+        filename = f"{batch.object.id}_{name}.jsonl"
+        # A server that was killed may have written it, and not have ended the batch.
+        for row in self._query("SELECT id FROM files WHERE owner = ? AND filename = ?", batch.owner, filename):
+            self.delete_file(row["id"], batch.owner)
+        with self.new_file() as file:
+            number = -1
+            while rows := self._query(
+                "SELECT number, answer FROM lines WHERE batch = ? AND state = ? AND number > ? "
+                "ORDER BY number LIMIT 256",
+                batch.object.id,
+                state,
+                number,
+            ):
+                file.writelines(row["answer"] + b"\n" for row in rows)
+                number = rows[-1]["number"]
+            if number < 0:
+                return None
+            return self.add_file(file, batch.owner, filename, "batch_output", seconds).id
+
+    def _with_counts(self, batch: BatchObject) -> BatchObject:
+        """`batch` with the counts of its lines, unless it has ended, which fixes them."""
+        if batch.status not in BATCH_ENDED:
+            rows = self._query("SELECT state, COUNT(*) AS n FROM lines WHERE batch = ? GROUP BY state", batch.id)
+            by_state = {row["state"]: row["n"] for row in rows}
+            batch.request_counts = RequestCounts(
+                sum(by_state.values()), by_state.get(SUCCEEDED, 0), by_state.get(FAILED, 0)
+            )
+        return batch
+
+    # -- the folder ---------------------------------------------------------------------------------------------
+
+    @property
+    def _files(self) -> Path:
+        assert self._folder is not None
+        return self._folder / "files"
+
+    def _open(self) -> sqlite3.Connection:
+        """Take the folder and open the database, once. Raises `OSError`."""
+        with self._lock:
+            if self._database is not None:
+                return self._database
+            if self._is_temporary:
+                self._temporary = tempfile.TemporaryDirectory(prefix="kaon-batches-")
+                self._folder = Path(self._temporary.name)
+            assert self._folder is not None
+            self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_file = (self._folder / "lock").open("wb")
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self._lock_file.close()
+                raise OSError(f"data_dir is {self._folder}, which another server uses; give each its own") from error
+            for part in self._files.glob("part-*"):
+                part.unlink()
+            database = sqlite3.connect(self._folder / "batches.sqlite", check_same_thread=False, isolation_level=None)
+            database.row_factory = sqlite3.Row
+            database.execute("PRAGMA journal_mode = WAL")
+            database.executescript(_SCHEMA)
+            self._database = database
+            return database
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            database = self._open()
+            database.execute("BEGIN IMMEDIATE")
+            try:
+                yield database
+            except BaseException:
+                database.execute("ROLLBACK")
+                raise
+            database.execute("COMMIT")
+
+    def _query(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        with self._lock:
+            # Nothing was ever written: nothing is there, and no folder is made to find that out.
+            return [] if self._database is None else self._database.execute(statement, values).fetchall()
+
+    def _page(
+        self, table: str, condition: str, values: tuple[Any, ...], after: str | None, limit: int, newest_first: bool
+    ) -> list[sqlite3.Row]:
+        """`limit` rows and one more, in the order of creation, behind the row `after`."""
+        order = "DESC" if newest_first else "ASC"
+        if after is not None:
+            sign = "<" if newest_first else ">"
+            condition += f" AND rowid {sign} (SELECT rowid FROM {table} WHERE id = ?)"
+            values = (*values, after)
+        statement = f"SELECT * FROM {table} WHERE {condition} ORDER BY rowid {order} LIMIT ?"
+        return self._query(statement, *values, limit + 1)
+
+
+class Page(NamedTuple):
+    """Some objects of a list, and whether there are more behind them."""
+
+    data: list[Any]
+    has_more: bool
+
+
+def new_batch(input_file_id: str, endpoint: str, seconds: int, metadata: dict[str, str] | None) -> BatchObject:
+    """A batch that is to be validated, and that expires in `seconds`."""
+    now = int(time.time())
+    return BatchObject(
+        id=_new_id("batch"),
+        endpoint=endpoint,
+        input_file_id=input_file_id,
+        status="validating",
+        created_at=now,
+        expires_at=now + seconds,
+        metadata=metadata,
+    )
+
+
+def output_line(
+    custom_id: str, response: Mapping[str, Any] | None = None, error: Mapping[str, str] | None = None
+) -> bytes:
+    """A line of a batch's output, without its end."""
+    line = {"id": _new_id("batch_req"), "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}" if prefix != "file" else f"file-{secrets.token_hex(16)}"
+
+
+def _file(row: sqlite3.Row) -> FileObject:
+    return FileObject(
+        **{name: row[name] for name in ("id", "bytes", "created_at", "filename", "purpose", "expires_at")}
+    )
+
+
+def _encoded(batch: BatchObject) -> str:
+    return msgspec.json.encode(batch).decode()
+
+
+def _decode_batch(text: str) -> BatchObject:
+    return msgspec.json.decode(text, type=BatchObject)

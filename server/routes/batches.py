@@ -1,0 +1,219 @@
+"""`/v1/files` and `/v1/batches`: upload requests, have them computed behind live traffic, fetch the answers."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import FileResponse
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from server.batches.runner import BatchRunner
+from server.batches.store import Batch, Page, new_batch
+from server.endpoints import ENDPOINTS, EndpointFamily
+from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
+from server.frontend import Frontend, owner_of
+from server.request_builder import read_request
+from server.schemas.batches import (
+    DAY,
+    HOUR,
+    MONTH,
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
+from server.schemas.body import as_json
+
+endpoints = ENDPOINTS.register("batches")(EndpointFamily())
+
+_CHUNK_BYTES = 2**20
+_MAX_FILENAME = 255
+_FILES_PAGE, _BATCHES_PAGE = (10_000, 10_000), (20, 100)
+"""Default and largest page of each list."""
+
+
+def _query(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
+
+
+_AFTER = _query("after", "Id of the object after which the list begins.", type="string")
+_ORDER = _query("order", "Oldest first, or newest first.", type="string", enum=["asc", "desc"], default="desc")
+_PURPOSE = _query("purpose", "Only files of this purpose.", type="string", enum=["batch", "batch_output"])
+
+
+def _limit(page: tuple[int, int]) -> dict[str, Any]:
+    return _query("limit", "Most objects to list.", type="integer", minimum=1, maximum=page[1], default=page[0])
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+@endpoints.post("/v1/files", FileObject)
+async def upload_file(http: Request) -> Response:
+    """Upload the input of a batch: multipart form data with the fields `file` and `purpose`."""
+    runner, limit = _runner(http), Frontend.of(http.app).config.server_config.max_file_bytes
+    if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise UnsupportedMediaType("a file is uploaded as multipart/form-data (curl: -F purpose=batch -F file=@NAME)")
+    declared = http.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limit + 2**16:
+        raise _too_large(limit)
+    parser = MultiPartParser(http.headers, _counted(http, limit), max_files=1, max_fields=8)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise BadRequest(f"the form cannot be read: {error.message}") from error
+    try:
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise BadRequest("file is missing; send it as a file of the form (curl: -F file=@NAME)", param="file")
+        if purpose != "batch":
+            raise BadRequest(
+                f"purpose is {str(purpose)[:60]!r}; this server takes files for batch only", param="purpose"
+            )
+        seconds = _expiry(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
+        added = await asyncio.to_thread(_store, runner, file, owner_of(http.scope).key or "", seconds)
+    finally:
+        await form.close()
+    return as_json(added)
+
+
+def _store(runner: BatchRunner, upload: UploadFile, owner: str, seconds: int | None) -> FileObject:
+    store = runner.store
+    store.delete_expired_files()
+    with store.new_file() as file:
+        while chunk := upload.file.read(_CHUNK_BYTES):
+            file.write(chunk)
+        return store.add_file(file, owner, (upload.filename or "file")[:_MAX_FILENAME], seconds=seconds)
+
+
+async def _counted(http: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """The body, up to a file of `limit` bytes with the form around it. Raises `BodyTooLarge`."""
+    total = 0
+    async for chunk in http.stream():
+        total += len(chunk)
+        if total > limit + 2**16:
+            raise _too_large(limit)
+        yield chunk
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the file is larger than {limit} bytes, the most that this server takes (max_file_bytes)")
+
+
+def _expiry(anchor: object, seconds: object) -> int | None:
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise BadRequest(
+            f"expires_after[anchor] is {str(anchor)[:60]!r}; it must be created_at", param="expires_after"
+        )
+    if not (isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10 and HOUR <= int(seconds) <= MONTH):
+        raise BadRequest(
+            f"expires_after[seconds] is {str(seconds)[:60]!r}; it must be an integer between {HOUR} and {MONTH}",
+            param="expires_after",
+        )
+    return int(seconds)
+
+
+@endpoints.get("/v1/files", FileList, parameters=[_PURPOSE, _limit(_FILES_PAGE), _ORDER, _AFTER])
+async def list_files(http: Request) -> Response:
+    """The uploaded files, and those that batches wrote."""
+    order = http.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise BadRequest(f"order is {order[:60]!r}; it must be 'asc' or 'desc'", param="order")
+    page: Page = await asyncio.to_thread(
+        _runner(http).store.files,
+        owner_of(http.scope).key or "",
+        http.query_params.get("purpose"),
+        http.query_params.get("after"),
+        _limit_of(http, _FILES_PAGE),
+        newest_first=order == "desc",
+    )
+    return as_json(FileList(data=page.data, has_more=page.has_more, first_id=_first(page), last_id=_last(page)))
+
+
+@endpoints.get("/v1/files/{file_id}", FileObject)
+async def retrieve_file(http: Request, file_id: str) -> Response:
+    """What is known of a file."""
+    return as_json(await asyncio.to_thread(_runner(http).store.file, file_id, owner_of(http.scope).key or ""))
+
+
+@endpoints.get("/v1/files/{file_id}/content", "application/octet-stream")
+async def file_content(http: Request, file_id: str) -> Response:
+    """The contents of a file."""
+    path = await asyncio.to_thread(_runner(http).store.path, file_id, owner_of(http.scope).key or "")
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+@endpoints.delete("/v1/files/{file_id}", DeletedFile)
+async def delete_file(http: Request, file_id: str) -> Response:
+    """Delete a file; not the input of a batch that has not ended."""
+    await asyncio.to_thread(_runner(http).store.delete_file, file_id, owner_of(http.scope).key or "")
+    return as_json(DeletedFile(file_id))
+
+
+# -- batches ----------------------------------------------------------------------------------------------------
+
+_EXAMPLE = {"input_file_id": "file-0123456789abcdef", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+
+
+@endpoints.post("/v1/batches", BatchObject, request=BatchRequest, example=_EXAMPLE)
+async def create_batch(http: Request) -> Response:
+    """Have the requests in a file computed behind live traffic."""
+    runner, frontend, owner = _runner(http), Frontend.of(http.app), owner_of(http.scope)
+    request = await read_request(http, BatchRequest, frontend.config.server_config)
+    file = await asyncio.to_thread(runner.store.file, request.input_file_id, owner.key or "")
+    if file.purpose != "batch":
+        raise BadRequest(f"input_file_id is {file.id}, which a batch wrote; upload the input", param="input_file_id")
+    batch = new_batch(file.id, request.endpoint, DAY, request.metadata)
+    seconds = None if request.output_expires_after is None else request.output_expires_after.seconds
+    await asyncio.to_thread(runner.store.add_batch, batch, owner.key or "", owner.party, seconds)
+    runner.run(Batch(batch, owner.key or "", owner.party))
+    return as_json(batch)
+
+
+@endpoints.get("/v1/batches", BatchList, parameters=[_limit(_BATCHES_PAGE), _AFTER])
+async def list_batches(http: Request) -> Response:
+    """The batches, newest first."""
+    after, limit = http.query_params.get("after"), _limit_of(http, _BATCHES_PAGE)
+    page: Page = await asyncio.to_thread(_runner(http).store.batches, owner_of(http.scope).key or "", after, limit)
+    return as_json(BatchList(data=page.data, has_more=page.has_more, first_id=_first(page), last_id=_last(page)))
+
+
+@endpoints.get("/v1/batches/{batch_id}", BatchObject)
+async def retrieve_batch(http: Request, batch_id: str) -> Response:
+    """A batch with its progress."""
+    return as_json(await asyncio.to_thread(_runner(http).store.batch, batch_id, owner_of(http.scope).key or ""))
+
+
+@endpoints.post("/v1/batches/{batch_id}/cancel", BatchObject)
+async def cancel_batch(http: Request, batch_id: str) -> Response:
+    """End a batch; answers that are done are in its output. One that has ended is returned unchanged."""
+    runner, owner = _runner(http), owner_of(http.scope)
+    batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
+    return as_json(await runner.cancel(Batch(batch, owner.key or "", owner.party)))
+
+
+def _runner(http: Request) -> BatchRunner:
+    Frontend.of(http.app).check_loaded()
+    runner: BatchRunner = http.app.state.batches
+    return runner
+
+
+def _limit_of(http: Request, page: tuple[int, int]) -> int:
+    text = http.query_params.get("limit", str(page[0]))
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= page[1]):
+        raise BadRequest(f"limit is {text[:60]!r}; it must be an integer between 1 and {page[1]}", param="limit")
+    return int(text)
+
+
+def _first(page: Page) -> str | None:
+    return page.data[0].id if page.data else None
+
+
+def _last(page: Page) -> str | None:
+    return page.data[-1].id if page.data else None

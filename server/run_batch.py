@@ -1,0 +1,169 @@
+"""`kaon run-batch INPUT OUTPUT [MODEL] [flags]`: computes a batch's file without a server.
+
+Each answer is appended to OUTPUT when it is there. When the command is run again after it was interrupted, it computes
+the lines whose custom ids OUTPUT does not have.
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from fastapi import FastAPI
+from tqdm import tqdm
+
+from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.config.settings import SettingsError, load_config
+from server.app import create_app
+from server.batches.runner import BatchRunner, read_lines
+from server.batches.store import LineAt
+from server.errors import NotReady
+from server.frontend import Frontend
+from server.limits.keys import ApiKeys
+from server.limits.owners import ANYONE
+from server.schemas.batches import BatchEndpoint, BatchError
+
+_POLL_SECONDS, _WATCH_SECONDS = 0.02, 1.0
+"""How often it is checked whether the model is loaded, and whether the engine still lives."""
+
+USAGE = """\
+usage: kaon run-batch INPUT OUTPUT [MODEL] [flags]
+
+Answers the requests in INPUT, one JSON object a line as OpenAI's batches have them, and appends an answer a line to
+OUTPUT. Started again, it goes on with the lines that OUTPUT does not have. The flags are those of kaon serve.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; its exit code: 0 all lines were answered, 1 some failed or none could be, 2 bad usage."""
+    if arguments and arguments[0] in ("--help", "-h"):
+        sys.stdout.write(USAGE)
+        return 0
+    if len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-"):
+        sys.stderr.write(f"kaon run-batch: INPUT and OUTPUT are missing\n\n{USAGE}")
+        return 2
+    source, target, *flags = arguments
+    try:
+        config = load_config(flags)
+        endpoint = _endpoint(Path(source))
+        lines, errors = read_lines(Path(source), endpoint)
+    except (SettingsError, OSError, ValueError) as error:
+        sys.stderr.write(f"kaon run-batch: {error}\n")
+        return 2
+    if errors:
+        for each in errors[:10]:
+            sys.stderr.write(f"kaon run-batch: {_located(source, each)}\n")
+        return 2
+    done = _answered_ids(Path(target))
+    pending = [line for line in lines if line.custom_id not in done]
+    core = CoreManager(config)
+    try:
+        app = create_app(config, core, keys=ApiKeys())
+        return asyncio.run(_compute(app, config.max_num_seqs, endpoint, Path(source), Path(target), pending))
+    except EngineDeadError as error:
+        sys.stderr.write(f"kaon run-batch: {error}\n")
+        return 1
+    finally:
+        core.shutdown()
+
+
+def _endpoint(source: Path) -> str:
+    """The endpoint of the first line, which all lines must have. Raises `OSError`, and `ValueError` for none."""
+    with source.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        url = msgspec.json.decode(first, type=_Addressed).url
+    except msgspec.DecodeError as error:
+        raise ValueError(f"line 1 of {source} is no request of a batch: {error}") from error
+    if url not in get_args(BatchEndpoint):
+        raise ValueError(
+            f"url is {url[:60]!r} in line 1 of {source}; it must be {' or '.join(get_args(BatchEndpoint))}"
+        )
+    return url
+
+
+class _Addressed(msgspec.Struct):
+    url: str
+
+
+class _Identified(msgspec.Struct):
+    custom_id: str
+
+
+def _answered_ids(target: Path) -> set[str]:
+    """Custom ids of the answers in an output. A last line that was cut off when it was written is removed."""
+    if not target.exists():
+        return set()
+    with target.open("rb+") as file:
+        ids = set[str]()
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            ids.add(msgspec.json.decode(line, type=_Identified).custom_id)
+            end += len(line)
+        file.truncate(end)
+    return ids
+
+
+def _located(source: str, error: BatchError) -> str:
+    return error.message if error.line is None else f"line {error.line} of {source}: {error.message}"
+
+
+async def _compute(
+    app: FastAPI, max_lines: int, endpoint: str, source: Path, target: Path, pending: Sequence[LineAt]
+) -> int:
+    """Compute the lines, `max_lines` at a time; the exit code. Raises `EngineDeadError`."""
+    async with app.router.lifespan_context(app):
+        frontend = Frontend.of(app)
+        while frontend.why_ended is None and not _is_ready(frontend):
+            await asyncio.sleep(_POLL_SECONDS)
+        lines = asyncio.create_task(_compute_lines(app.state.batches, max_lines, endpoint, source, target, pending))
+        while frontend.why_ended is None and not lines.done():
+            await asyncio.wait([lines], timeout=_WATCH_SECONDS)
+        if not lines.done():
+            lines.cancel()
+            await asyncio.wait([lines])
+            raise EngineDeadError(frontend.why_ended or "")
+    failed = lines.result()
+    if failed:
+        sys.stderr.write(f"kaon run-batch: {failed} of {len(pending)} lines failed; {target} has the reasons\n")
+    return 1 if failed else 0
+
+
+def _is_ready(frontend: Frontend) -> bool:
+    try:
+        frontend.check_ready()
+    except NotReady:
+        return False
+    return True
+
+
+async def _compute_lines(
+    runner: BatchRunner, max_lines: int, endpoint: str, source: Path, target: Path, pending: Sequence[LineAt]
+) -> int:
+    """How many lines failed."""
+    room, failed = asyncio.Semaphore(max_lines), 0
+    with (
+        source.open("rb") as file,
+        target.open("ab") as written,
+        tqdm(total=len(pending), desc="Answering", unit="line", disable=None) as progress,
+    ):
+
+        async def answer(line: LineAt, content: bytes) -> None:
+            nonlocal failed
+            output, succeeded = await runner.compute(endpoint, line.custom_id, content, ANYONE)
+            written.write(output + b"\n")
+            written.flush()
+            failed += not succeeded
+            progress.update()
+            room.release()
+
+        async with asyncio.TaskGroup() as running:
+            for line in pending:
+                await room.acquire()
+                file.seek(line.start)
+                running.create_task(answer(line, file.read(line.length)))
+    return failed

@@ -1,0 +1,139 @@
+"""`/v1/files` and `/v1/batches`: what a batch is created from, and the objects that the server answers with."""
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from pydantic import AfterValidator
+
+from server.schemas.body import Between, FewFields, RequestModel
+from server.schemas.responses import fits_metadata
+
+HOUR, DAY, MONTH = 3600, 86400, 30 * 86400
+
+BatchEndpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+"""What the lines of a batch may ask for."""
+
+BatchStatus: TypeAlias = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+
+
+class OutputExpiry(RequestModel):
+    """How long the files that a batch writes are kept."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Between(HOUR, MONTH)]
+
+
+class BatchRequest(RequestModel):
+    """Body of `POST /v1/batches`."""
+
+    input_file_id: str
+    """An uploaded file of purpose batch: a JSON object a line."""
+
+    endpoint: BatchEndpoint
+    """The endpoint of all its lines."""
+
+    completion_window: Literal["24h"]
+    """After this time, lines that are not done expire."""
+
+    metadata: Annotated[dict[str, str], FewFields, AfterValidator(fits_metadata)] | None = None
+    """Comes back with the batch."""
+
+    output_expires_after: OutputExpiry | None = None
+    """Default: the files stay until they are deleted."""
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    """An uploaded file, or one that a batch wrote."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+
+
+class FileList(msgspec.Struct, kw_only=True):
+    """Answer to `GET /v1/files`: a page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(msgspec.Struct):
+    """Answer to `DELETE /v1/files/{id}`."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class BatchError(msgspec.Struct):
+    """What is wrong with a line of the input, or with all of it."""
+
+    code: str
+    message: str
+    line: int | None = None
+    """From 1."""
+    param: str | None = None
+
+
+class BatchErrors(msgspec.Struct):
+    data: list[BatchError]
+    object: Literal["list"] = "list"
+
+
+class RequestCounts(msgspec.Struct):
+    """Lines of a batch."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    """A batch. Times are seconds since the epoch."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: BatchErrors | None = None
+    input_file_id: str
+    completion_window: str = "24h"
+    status: BatchStatus
+    output_file_id: str | None = None
+    """Answers, a line each; there when the batch has ended and any line succeeded."""
+    error_file_id: str | None = None
+    """Lines that failed or expired."""
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
+    metadata: dict[str, str] | None = None
+
+
+class BatchList(msgspec.Struct, kw_only=True):
+    """Answer to `GET /v1/batches`: a page of batches, newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+BATCH_ENDED = ("failed", "completed", "expired", "cancelled")
+"""States that a batch does not leave."""

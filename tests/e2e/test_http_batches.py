@@ -1,0 +1,197 @@
+"""Files and batches over HTTP, by OpenAI's client, and `kaon run-batch`: each line is answered once, whatever dies."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from tests.e2e.kaon_server import KaonServer, eventually
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(number: int, **fields: Any) -> dict[str, Any]:
+    question = {"role": "user", "content": f"What is {number} + {number}?"}
+    body = {"model": "kaon-demo", "messages": [question], "temperature": 0, "max_tokens": 24, **fields}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body}
+
+
+def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def start(client: openai.OpenAI, lines: Iterable[dict[str, Any]], **fields: Any) -> Batch:
+    file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    assert (file.purpose, file.filename) == ("batch", "in.jsonl")
+    return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **fields)
+
+
+def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+    final = ("completed", "failed", "cancelled", "expired")
+    eventually(lambda: client.batches.retrieve(batch.id).status in final)
+    return client.batches.retrieve(batch.id)
+
+
+def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def test_a_batch_answers_as_the_endpoint_does(server: KaonServer) -> None:
+    with server.client() as client:
+        alone = [client.chat.completions.create(**chat(number)["body"]) for number in range(5)]
+        lines = [*(chat(number) for number in range(5)), chat(5, temperature=9), chat(6, model="none")]
+        batch = ended(client, start(client, lines, metadata={"job": "7"}))
+        assert (batch.status, batch.metadata, batch.endpoint) == ("completed", {"job": "7"}, CHAT)
+        assert batch.request_counts is not None
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (7, 5, 2)
+        output, errors = read(client, batch.output_file_id), read(client, batch.error_file_id)
+        assert [line["custom_id"] for line in output] == [f"line-{number}" for number in range(5)]
+        texts = [line["response"]["body"]["choices"][0]["message"]["content"] for line in output]
+        assert texts == [answer.choices[0].message.content for answer in alone]
+        assert [line["response"]["status_code"] for line in errors] == [400, 404]
+        assert "temperature is 9" in errors[0]["response"]["body"]["error"]["message"]
+        for id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            assert client.files.delete(id or "").deleted
+        assert batch.id in [each.id for each in client.batches.list(limit=5)]
+
+
+def test_a_wrong_input_fails_with_its_lines(server: KaonServer) -> None:
+    with server.client() as client:
+        wrong = {**chat(2), "custom_id": "line-1"}
+        batch = ended(client, start(client, [chat(1), wrong]))
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        [error] = batch.errors.data or []
+        assert (error.code, error.line, error.param) == ("duplicate_custom_id", 2, "custom_id")
+
+
+def test_a_cancelled_batch_keeps_what_is_done(server: KaonServer) -> None:
+    with server.client() as client:
+        endless = [chat(number, max_tokens=4000, ignore_eos=True) for number in range(200)]
+        batch = start(client, endless)
+        eventually(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+        eventually(lambda: server.metric("kaon_requests_live") > 0)
+        client.batches.cancel(batch.id)
+        batch = ended(client, batch)
+        assert batch.status == "cancelled"
+        assert batch.request_counts is not None
+        assert batch.request_counts.total == 200
+        written = [read(client, id) for id in (batch.output_file_id, batch.error_file_id) if id is not None]
+        assert sorted(line["custom_id"] for lines in written for line in lines) == sorted(
+            f"line-{number}" for number in range(200)
+        )
+        eventually(lambda: server.metric("kaon_requests_live") == 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda client: client.files.create(file=b"x", purpose="fine-tune"), "purpose is 'fine-tune'"),
+        (lambda client: client.files.retrieve("file-1"), "there is no file 'file-1'"),
+        (lambda client: client.batches.retrieve("batch_1"), "there is no batch 'batch_1'"),
+        (lambda client: client.batches.list(limit=1000).data, "limit is '1000'; it must be an integer between 1 and"),
+        (
+            lambda client: client.batches.create(
+                input_file_id="file-1", endpoint="/v1/images", completion_window="24h"
+            ),
+            "endpoint is",
+        ),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(
+    server: KaonServer, call: Callable[[openai.OpenAI], object], sentence: str
+) -> None:
+    with server.client() as client, pytest.raises(openai.APIStatusError, match=sentence):
+        call(client)
+
+
+def test_forms_that_cannot_be_read_are_refused(server: KaonServer) -> None:
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    with server.http() as http:
+        assert http.post("/v1/files", json={}).status_code == 415
+        for content in (b"", b"--x\r\n", b"--x\r\nContent-Disposition: form-data; name=file\r\n\r\nx\r\n--x--\r\n"):
+            answer = http.post("/v1/files", content=content, headers=form)
+            assert answer.status_code == 400, content
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        answer = http.post("/v1/files", content=b"", headers={"Content-Type": "multipart/form-data"})
+        assert answer.status_code == 400
+
+
+def kill_and_restart(
+    start_server: Callable[..., KaonServer], folder: Path, lines: int, kills: int, chance: random.Random
+) -> None:
+    """Kill the server, or its engine, while it computes a batch; then the output must have each line once."""
+    settings: dict[str, Any] = {"server_config": {"data_dir": str(folder)}}
+    server = start_server(**settings).ready()
+    with server.client() as client:
+        batch = start(client, (chat(number) for number in range(lines)))
+    for _ in range(kills):
+        time.sleep(chance.uniform(0.0, 0.3))
+        if chance.random() < 0.3:
+            server.core.send_signal(signal.SIGKILL)
+            time.sleep(chance.uniform(0.0, 0.3))
+        server.process.kill()
+        server.process.wait()
+        server = start_server(**settings).ready()
+    with server.client() as client:
+        batch = ended(client, batch)
+        assert batch.status == "completed"
+        output = read(client, batch.output_file_id)
+        assert [line["custom_id"] for line in output] == [f"line-{number}" for number in range(lines)]
+        answers = [line["response"]["body"]["choices"][0]["message"]["content"] for line in output]
+        assert answers[7] == "7 + 7 = 14"
+        assert batch.error_file_id is None
+
+
+def test_no_line_is_lost_or_doubled_when_the_server_is_killed(
+    start_server: Callable[..., KaonServer], tmp_path: Path
+) -> None:
+    kill_and_restart(start_server, tmp_path / "data", 150, 2, random.Random(1))
+
+
+@pytest.mark.slow
+def test_no_line_is_lost_or_doubled_through_fifty_kills(
+    start_server: Callable[..., KaonServer], tmp_path: Path
+) -> None:
+    kill_and_restart(start_server, tmp_path / "data", 3000, 50, random.Random(2))
+
+
+def test_a_file_is_answered_without_a_server_and_gone_on_with(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl([chat(number) for number in range(6)] + [chat(6, temperature=9)]))
+    # An earlier run answered one line, and was killed when it wrote the next.
+    target.write_text('{"custom_id": "line-3", "response": {"earlier": true}}\n{"custom_id": "li')
+    command = [sys.executable, "-m", "server", "run-batch", str(source), str(target), "--log-level", "error"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "1 of 6 lines failed" in done.stderr
+    lines = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
+    assert len(target.read_text().splitlines()) == 7
+    assert lines["line-3"]["response"] == {"earlier": True}
+    assert lines["line-2"]["response"]["body"]["choices"][0]["message"]["content"] == "2 + 2 = 4"
+    assert lines["line-6"]["response"]["status_code"] == 400
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("", "line 1 of {} is no request of a batch"), ('{"url": "/v1/audio"}', "url is '/v1/audio' in line 1 of {}")],
+)
+def test_a_wrong_file_is_a_sentence_and_nothing_is_loaded(tmp_path: Path, content: str, sentence: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(content)
+    command = [sys.executable, "-m", "server", "run-batch", str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert sentence.format(source) in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,234 @@
+"""Batches on disk: what the input may be, what survives a server that is killed, and whose is what."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.config import ServerConfig
+from server.batches.runner import MAX_LINES, open_store, read_lines
+from server.batches.store import Batch, BatchNotFound, BatchStore, FileNotFound, NoRoom, new_batch, output_line
+from server.errors import BadRequest
+
+CHAT = "/v1/chat/completions"
+
+
+def request(custom_id: str = "a", **changes: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": {"model": "m"}, **changes}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def add_file(store: BatchStore, content: bytes, owner: str = "me") -> str:
+    with store.new_file() as file:
+        file.write(content)
+        return store.add_file(file, owner, "in.jsonl").id
+
+
+def add_batch(store: BatchStore, content: bytes, tmp_path: Path) -> Batch:
+    """A batch in progress, whose input is `content`."""
+    source = tmp_path / "source"
+    source.write_bytes(content)
+    batch = Batch(new_batch(add_file(store, content), CHAT, 60, {"job": "7"}), "me", "me")
+    store.add_batch(batch.object, "me", "me", None)
+    lines, errors = read_lines(source, CHAT)
+    assert not errors
+    store.begin(batch.object.id, lines)
+    return batch
+
+
+THREE = b"".join(json.dumps(request(name)).encode() + b"\n" for name in "abc")
+
+
+# -- input ------------------------------------------------------------------------------------------------------
+
+
+def test_the_lines_of_an_input_are_where_they_say(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", request("a"), "", request("ü", body={"model": "m", "x": "é"}), "  ")
+    path.write_bytes(path.read_bytes() + json.dumps(request("c")).encode())
+    lines, errors = read_lines(path, CHAT)
+    assert errors == []
+    content = path.read_bytes()
+    found = [json.loads(content[line.start : line.start + line.length])["custom_id"] for line in lines]
+    assert found == [line.custom_id for line in lines] == ["a", "ü", "c"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number", "sentence"),
+    [
+        ([], "empty_file", None, "holds no request"),
+        (["{"], "invalid_json_line", 1, "the line is not JSON"),
+        (["[1]"], "invalid_json_line", 1, "not a JSON object"),
+        ([request(), {"custom_id": "b"}], "missing_required_parameter", 2, "method is missing"),
+        ([request(body=[])], "missing_required_parameter", 1, "body is missing, or is not an object"),
+        ([request("")], "invalid_custom_id", 1, "custom_id has 0 characters"),
+        ([request("x"), request("x")], "duplicate_custom_id", 2, "custom_id is 'x', as in an earlier line"),
+        ([request(method="GET")], "invalid_method", 1, "method is 'GET'; it must be POST"),
+        ([request(url="/v1/completions")], "mismatched_url", 1, "url is '/v1/completions'; the batch's is"),
+        ([request(body={"stream": True})], "invalid_request", 1, "body.stream is set"),
+    ],
+)
+def test_a_wrong_line_is_named(
+    lines: list[object], code: str, number: int | None, sentence: str, tmp_path: Path
+) -> None:
+    _, errors = read_lines(write(tmp_path / "in", *lines), CHAT)
+    [error] = errors
+    assert (error.code, error.line) == (code, number)
+    assert sentence in error.message
+
+
+def test_errors_and_lines_are_bounded(tmp_path: Path) -> None:
+    _, errors = read_lines(write(tmp_path / "in", *["x"] * 1000), CHAT)
+    assert len(errors) == 100
+    line = '{"custom_id":"%d","method":"POST","url":"' + CHAT + '","body":{}}\n'
+    (tmp_path / "many").write_text("".join(line % number for number in range(MAX_LINES + 1)))
+    assert [error.code for error in read_lines(tmp_path / "many", CHAT)[1]] == ["too_many_tasks"]
+
+
+# -- a batch's life ---------------------------------------------------------------------------------------------
+
+
+def test_output_has_each_line_once_in_the_inputs_order_and_errors_apart(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    id = batch.object.id
+    assert [line.custom_id for line in store.pending(batch, -1, 10)] == ["a", "b", "c"]
+    assert [json.loads(line.content)["custom_id"] for line in store.pending(batch, 0, 1)] == ["b"]
+    store.record(id, 2, output_line("c", {"status_code": 200}), succeeded=True)
+    store.record(id, 0, output_line("a", {"status_code": 200}), succeeded=True)
+    store.record(id, 0, output_line("a", {"status_code": 500}), succeeded=False)
+    store.record(id, 1, output_line("b", {"status_code": 400}), succeeded=False)
+    counts = store.batch(id, "me").request_counts
+    assert (counts.total, counts.completed, counts.failed) == (3, 2, 1)
+    store.finish(batch, "completed")
+    ended = store.batch(id, "me")
+    assert (ended.status, ended.request_counts, ended.metadata) == ("completed", counts, {"job": "7"})
+    assert ended.output_file_id is not None
+    assert ended.error_file_id is not None
+    output = store.path(ended.output_file_id, "me").read_text().splitlines()
+    assert [json.loads(line)["custom_id"] for line in output] == ["a", "c"]
+    errors = store.path(ended.error_file_id, "me").read_text().splitlines()
+    assert [json.loads(line)["response"]["status_code"] for line in errors] == [400]
+
+
+@pytest.mark.parametrize(("status", "code"), [("expired", "batch_expired"), ("cancelled", "batch_cancelled")])
+def test_lines_that_are_not_done_are_errors_of_a_batch_that_ends(status: Any, code: str, tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    store.record(batch.object.id, 1, output_line("b", {"status_code": 200}), succeeded=True)
+    store.finish(batch, status)
+    ended = store.batch(batch.object.id, "me")
+    assert ended.error_file_id is not None
+    errors = [json.loads(line) for line in store.path(ended.error_file_id, "me").read_text().splitlines()]
+    assert [(error["custom_id"], error["error"]["code"]) for error in errors] == [("a", code), ("c", code)]
+
+
+def test_a_server_that_was_killed_leaves_what_was_recorded_and_no_output_twice(tmp_path: Path) -> None:
+    killed = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(killed, THREE, tmp_path)
+    id = batch.object.id
+    killed.record(id, 1, output_line("b", {"status_code": 200}), succeeded=True)
+    # Killed after it wrote the output, and before it ended the batch.
+    killed._write_output(batch, "output", 1, None)
+    killed.update(id, "finalizing")
+    killed._lock_file.close()  # type: ignore[union-attr]  # as the system does
+
+    store = BatchStore(tmp_path / "data", 10**6)
+    [found] = store.unfinished()
+    assert (found.object.id, found.object.status) == (id, "finalizing")
+    assert [line.custom_id for line in store.pending(found, -1, 10)] == ["a", "c"]
+    for number, name in ((0, "a"), (2, "c")):
+        store.record(id, number, output_line(name, {"status_code": 200}), succeeded=True)
+    store.finish(found, "completed")
+    outputs = store.files("me", "batch_output", None, 10, newest_first=True).data
+    assert len(outputs) == 1
+    names = [json.loads(line)["custom_id"] for line in store.path(outputs[0].id, "me").read_text().splitlines()]
+    assert names == ["a", "b", "c"]
+    assert store.unfinished() == []
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def test_files_and_batches_are_their_owners_alone(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    with pytest.raises(FileNotFound):
+        store.path(batch.object.input_file_id, "you")
+    with pytest.raises(FileNotFound):
+        store.delete_file(batch.object.input_file_id, "you")
+    with pytest.raises(BatchNotFound):
+        store.batch(batch.object.id, "you")
+    assert store.files("you", None, None, 10, newest_first=True).data == []
+    assert store.batches("you", None, 10).data == []
+
+
+def test_an_owners_files_have_a_bound_and_room_comes_back(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 1000)
+    first = add_file(store, bytes(900))
+    add_file(store, bytes(900), owner="you")
+    with pytest.raises(NoRoom, match="900 bytes, and with the 101 of this one more than 1000"):
+        add_file(store, bytes(101))
+    store.delete_file(first, "me")
+    add_file(store, bytes(101))
+    assert not list((tmp_path / "data" / "files").glob("part-*"))
+
+
+def test_the_input_of_a_live_batch_cannot_be_deleted(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    with pytest.raises(BadRequest, match="which is in_progress; cancel it first"):
+        store.delete_file(batch.object.input_file_id, "me")
+    store.finish(batch, "cancelled")
+    store.delete_file(batch.object.input_file_id, "me")
+
+
+def test_lists_come_in_pages(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    ids = [add_file(store, b"x") for _ in range(5)]
+    page = store.files("me", "batch", None, 2, newest_first=False)
+    assert ([file.id for file in page.data], page.has_more) == (ids[:2], True)
+    page = store.files("me", None, ids[1], 3, newest_first=False)
+    assert ([file.id for file in page.data], page.has_more) == (ids[2:], False)
+    page = store.files("me", None, ids[1], 3, newest_first=True)
+    assert ([file.id for file in page.data], page.has_more) == (ids[:1], False)
+
+
+# -- the folder -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_made_before_the_first_file(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    assert store.files("me", None, None, 10, newest_first=True).data == []
+    assert store.unfinished() == []
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
+    first = BatchStore(tmp_path / "data", 10**6)
+    add_file(first, b"x")
+    with pytest.raises(OSError, match="which another server uses"):
+        BatchStore(tmp_path / "data", 10**6)
+    first.close()
+    BatchStore(tmp_path / "data", 10**6).close()
+
+
+def test_a_port_has_its_folder_and_a_temporary_one_ends_with_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    store = open_store(ServerConfig(port=8123))
+    add_file(store, b"x", owner="")
+    assert (tmp_path / "kaon" / "port-8123" / "batches.sqlite").exists()
+    # The second server of the port's folder goes on without it.
+    other = open_store(ServerConfig(port=8123))
+    add_file(other, b"x", owner="")
+    temporary = other._files
+    other.close()
+    assert not temporary.exists()
+    with pytest.raises(OSError, match="which another server uses"):
+        open_store(ServerConfig(data_dir=str(tmp_path / "kaon" / "port-8123")))
