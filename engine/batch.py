@@ -3,6 +3,7 @@
 `StepBuilder` gathers a batch for the scheduler, with `DecodeRows`, the part of it that most steps share.
 """
 
+import math
 import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
@@ -207,8 +208,11 @@ class DecodeRows:
         self.token_ids = [seq.token_ids for seq in self.seqs]
         self.counts = [1] * len(self.seqs)
         self.limits = [seq.token_limit for seq in self.seqs]
+        self.costs: dict[str, float] = {}
+        """By owner: a token of each of its rows, divided by the owner's weight."""
         for seq in self.seqs:
             seq.type = SequenceType.DECODE
+            self.costs[seq.owner] = self.costs.get(seq.owner, 0.0) + 1.0 / seq.weight
 
     def continuing(self) -> tuple["DecodeRows", list[int]]:
         """The rows that their unread tokens do not bring to their limit, and their lengths with these tokens."""
@@ -224,6 +228,8 @@ class StepBuilder:
 
     def __init__(self, budget: int, num_drafts: int) -> None:
         self.budget = budget
+        self.seconds = math.inf
+        """Time that is left for prompts."""
         self.num_drafts = num_drafts
         self.seqs: dict[int, Sequence] = {}
         self.counts: list[int] = []
@@ -231,6 +237,7 @@ class StepBuilder:
         self.drafts: dict[int, list[int]] = {}
         self.num_decodes = 0
         self.num_decode_tokens = 0
+        self.num_prompt_tokens = 0
         self.new_seqs: list[Sequence] = []
         self.appended_blocks: list[AppendedBlocks] = []
 
@@ -243,6 +250,7 @@ class StepBuilder:
         self.seqs[seq.id] = seq
         self.counts.append(count)
         self.context_lens.append(seq.num_computed_tokens)
+        self.num_prompt_tokens += count
         self.budget -= count
 
     def add_decodes(self, rows: DecodeRows, lengths: list[int]) -> None:

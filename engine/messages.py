@@ -108,6 +108,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     """The party among which the scheduler shares its time fairly."""
     pooling: PoolingParams | None = None
     """Pool the prompt to a vector, and generate nothing; `sampling_params` then has a `max_tokens` of 0."""
+    weight: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
+    """How many times the tokens of an owner of weight 1 its owner gets."""
     sent_time: float = 0.0
     """When the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
 

@@ -61,6 +61,7 @@ class Sequence:
         sent_time: float | None = None,
         owner: str = "",
         pooling: PoolingParams | None = None,
+        weight: float = 1.0,
     ) -> None:
         """`resumed_token_ids` were generated in a core that died; they are computed as the prompt is.
 
@@ -90,6 +91,10 @@ class Sequence:
         self.priority = priority
         self.owner = owner
         """The party among which the scheduler shares its time fairly."""
+        self.weight = weight
+        """How many times the tokens of an owner of weight 1 its owner gets."""
+        self.last_turn = 0
+        """Number of the latest step of decodes by turns that computed it; 0 before."""
         self.slot = -1
         """Its row in the worker while it runs, else -1."""
 
@@ -141,6 +146,7 @@ class Sequence:
             sent_time=sent_time,
             owner=request.owner,
             pooling=request.pooling,
+            weight=request.weight,
         )
 
     def __len__(self) -> int:

@@ -12,11 +12,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from engine.batch import AppendedBlocks, DecodeRows, ScheduledBatch, ScheduledBatchOutput, StepBuilder
-from engine.core.waiting_queue import WaitingQueue
+from engine.core.step_time import StepTimeModel, StepWork
+from engine.core.waiting_queue import FairShares, WaitingQueue
 from engine.messages import RequestOutput, SchedulerStats, terminal_output
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 from engine.speculative.drafts import Drafts
@@ -29,6 +31,25 @@ DEFAULT_AGING_SECONDS = 10.0
 
 _STEPS_BEFORE_GROWTH = 1024
 """Steps that must succeed before larger ones are tried again: each failure has prompts computed twice."""
+
+
+_ALONE_PROMPTS, _ALONE_DECODING = 4.0, 1.5
+"""What a step may take, in units of `max_step_seconds`, while there is one owner: where nothing decodes, and else."""
+_ALONE_AFTER_SECONDS = 30.0
+"""An owner counts as alone when there has been no other for so long."""
+_LEAST_PROMPTS, _LEAST_PROMPTS_MIXED = 0.5, 0.25
+"""In the same unit, what prompts get of each step, however long its decodes take; the second under `mixed`."""
+_CHUNK_MULTIPLE = 16
+"""Chunks that time cuts are multiples of it, which suits the cache's blocks and the processor's tiles."""
+_LEAST_CHUNK = 64
+"""A step that computes prompts takes no smaller part of another one."""
+
+_OVER_SHARE = 1.25
+"""An owner that holds more than its fair share of slots or blocks times this gives some back to one that waits."""
+_HOLD_BACK_SECONDS = 10.0
+"""How long such an owner then starts nothing beyond its share: others' next requests find what it gave back."""
+_ROOM_CHECK_SECONDS = 0.05
+"""Between two looks at what each owner holds."""
 
 
 class StepLimits:
@@ -90,13 +111,34 @@ class _SubmittedStep(NamedTuple):
         return [seq for seq, slot in zip(batch.sequences, batch.slot_list, strict=True) if seq.slot == slot]
 
 
+@dataclass(slots=True)
+class _Holding:
+    """What an owner's running sequences hold, as parts of all slots and of all blocks."""
+
+    weight: float
+    slots: float = 0.0
+    blocks: float = 0.0
+    share: float = 1.0
+    """Its fair part, by weight, among the owners that have sequences."""
+
+    @property
+    def part(self) -> float:
+        """The larger of the two parts."""
+        return max(self.slots, self.blocks)
+
+    @property
+    def in_shares(self) -> float:
+        return self.part / self.share
+
+
 class Scheduler:
     """Continuous batching over `waiting` and `running` sequences.
 
     Under `prefill_first` a step computes waiting prompts or, when none can start, one token of every running
     sequence. Under `mixed` it computes the decodes first and fills the rest of its token budget with prompt chunks.
-    It is constructed from any object with the attributes that docs/specification.md#scheduler lists; those that are
-    Kaon's own have defaults.
+    With `max_step_seconds` steps are bounded by predicted time too, and both policies compute decodes with prompts.
+    Owners of sequences take turns by the tokens computed for them. It is constructed from any object with the
+    attributes that docs/specification.md#scheduler lists; those that are Kaon's own have defaults.
 
     Between `begin_step` and `read_step` a sequence that leaves keeps its slot, as the block manager keeps its blocks,
     until the step submitted last has been read: no submitted step computes for a slot, or over a block, that has a new
@@ -126,7 +168,8 @@ class Scheduler:
         self.block_manager = BlockManager(config, blocks_at_first=blocks_at_first)
         self.window = window
         self.splits_prompts = splits_prompts
-        self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS))
+        self._shares = FairShares()
+        self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS), self._shares)
         self.running: deque[Sequence] = deque()
         self.prev_time = 0.0
         self.prev_prompt = False
@@ -136,6 +179,9 @@ class Scheduler:
         self.drafts = Drafts(config, config.max_num_seqs)
         self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.max_drafts
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
+        self.max_step_seconds: float = getattr(config, "max_step_seconds", None) or 0.0
+        """Predicted duration that a step does not exceed by much; 0: steps are bounded by tokens alone."""
+        self.step_time = StepTimeModel(self.max_step_seconds) if self.max_step_seconds else None
 
         # A sequence's last token needs no KV: nothing follows it.
         capacity = len(self.block_manager.blocks) * self.block_manager.block_size + 1
@@ -149,8 +195,16 @@ class Scheduler:
         self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens // self.drafts.tokens_per_row))
         self.limits = StepLimits(self.max_num_batched_tokens, self._num_slots)
         self._free_slots = list(reversed(range(self._num_slots)))
-        self._prefilling: list[Sequence] = []
+        self._prefilling: dict[Sequence, None] = {}
         """Running sequences whose prompt is computed in part, in order of admission."""
+        self._blocked: Sequence | None = None
+        """The sequence whose turn it was in the last step, but for which there was no slot, or too few blocks."""
+        self._next_room_check = 0.0
+        self._held_back: dict[str, tuple[float, float]] = {}
+        """Owners that gave slots or blocks back: until when they start nothing beyond a part of all, and that part."""
+        self._decode_turn = 0
+        self._alone_from = 0.0
+        """When an owner that has no company counts as alone."""
         self._submitted: deque[_SubmittedStep] = deque()
         """In order of submission."""
         self._clock = clock
@@ -170,8 +224,9 @@ class Scheduler:
             room = " leave room for an answer" if seq.max_tokens else " fit"
             raise ValueError(f"the prompt has {seq.num_tokens} tokens; at most {longest}{room}")
         self._set_ends(seq)
+        self._forget_owners()
         if seq.num_completion_tokens:
-            # It was running in a core that died: later arrivals are not served before it.
+            # It was running in a core that died: later arrivals of its owner are not served before it.
             self.waiting.append_front(seq)
         else:
             self.waiting.append(seq)
@@ -235,9 +290,9 @@ class Scheduler:
 
     def get_next_batch_info(self) -> tuple[bool, int]:
         """(whether the next step would prefill, number of tokens of its first prompt or of all its decodes)."""
-        prompts = self._prefilling or self.waiting
-        if prompts:
-            return True, prompts[0].num_tokens - max(prompts[0].num_computed_tokens, prompts[0].num_cached_tokens)
+        if self._prefilling or self.waiting:
+            prompt = next(iter(self._prefilling)) if self._prefilling else self.waiting[0]
+            return True, prompt.num_tokens - max(prompt.num_computed_tokens, prompt.num_cached_tokens)
         return False, len(self.running)
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -247,11 +302,14 @@ class Scheduler:
 
         Also None where a submitted step must be read first: no sequence is preempted while one is unread.
         """
+        now = self._clock()
+        if self._blocked is not None and not self._make_room(now):
+            return None
         self.limits.note_step()
         self.drafts.begin_step()
         step = StepBuilder(self.limits.num_tokens, self.mtp_k)
-        may_admit = self._passed_delay(self._clock())
-        if self.mixed:
+        may_admit = self._passed_delay(now)
+        if self.mixed or self.step_time is not None:
             if self._schedule_decodes(step):
                 self._schedule_prefills(step, may_admit)
         else:
@@ -267,14 +325,14 @@ class Scheduler:
         waiting, running, prefilling = self.waiting, self.running, self._prefilling
         self.waiting = waiting.only(chosen)
         self.running = deque(seq for seq in running if seq in chosen)
-        self._prefilling = [seq for seq in prefilling if seq in chosen]
-        self._decode_rows = None
+        self._prefilling = {seq: None for seq in prefilling if seq in chosen}
+        self._decode_rows = self._blocked = None
         try:
             scheduled = self.schedule()
         finally:
             self.running = deque((*(seq for seq in running if seq not in chosen), *self.running))
-            self._prefilling = [*(seq for seq in prefilling if seq not in chosen), *self._prefilling]
-            self._decode_rows = None
+            self._prefilling = {seq: None for seq in prefilling if seq not in chosen} | self._prefilling
+            self._decode_rows = self._blocked = None
             waiting.keep(lambda seq: seq not in chosen)
             for seq in reversed(list(self.waiting)):
                 waiting.appendleft(seq)
@@ -297,42 +355,109 @@ class Scheduler:
         return waited > self.delay_factor * self.last_prompt_latency
 
     def _schedule_prefills(self, step: StepBuilder, may_admit: bool) -> None:
-        """Continue started prompts, then start waiting ones, in order, while budget, slots and blocks last."""
-        for seq in list(self._prefilling):
-            count = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
+        """Compute prompts while budget, time, slots and blocks last, those of the owner that was served least first.
+
+        Of one owner, prompts that were started are continued before others start, in order.
+        """
+        if not self._prefilling and not (may_admit and self.waiting):
+            return
+        started: dict[str, deque[Sequence]] = {}
+        for seq in self._prefilling:
+            started.setdefault(seq.owner, deque()).append(seq)
+        if self.step_time is not None:
+            step.seconds = self._prompt_seconds(step, started.keys())
+        served = self._shares.served
+        passed_over = self._owners_to_pass_over() if self._held_back else set[str]()
+        while step.budget > 0:
+            owner = min(started, key=served) if started else None
+            starting = self.waiting.next_owner(passed_over) if may_admit else None
+            if starting is not None and (owner is None or served(starting) < served(owner)):
+                if not self._start(step, starting):
+                    if self._blocked is not None and self._lets_others_pass(starting):
+                        passed_over.add(starting)
+                        self._blocked = None
+                    else:
+                        may_admit = False
+                continue
+            if owner is None:
+                return
+            seq = started[owner][0]
+            count = self._chunk(step, seq.num_computed_tokens, seq.num_tokens - seq.num_computed_tokens)
             if count <= 0:
                 return
             if self.window is not None:
                 self.block_manager.release_unseen(seq, seq.num_computed_tokens - self.window + 1)
             self.block_manager.publish(seq, seq.num_computed_tokens + count)
             self._add_prefill(step, seq, count)
-        while (
-            may_admit
-            and self.waiting
-            and self._free_slots
-            and step.budget > 0
-            and len(self.running) < self.limits.num_rows
-        ):
-            seq = self.waiting[0]
-            num_cached = self.block_manager.count_cached_tokens(seq)
-            num_new = max(1, seq.num_tokens - num_cached)
-            count = min(num_new, step.budget)
-            if count < num_new:
-                if not self.splits_prompts and not step.seqs:
-                    # It is computed alone, however long it is.
-                    count = num_new
-                elif not self._may_split(step, num_new):
-                    break
-            if not self.block_manager.can_allocate(seq):
-                break
-            self.waiting.popleft()
-            self._admit(step, seq, seq.num_tokens - num_new, count)
+            if seq not in self._prefilling:
+                started[owner].popleft()
+                if not started[owner]:
+                    del started[owner]
+
+    def _start(self, step: StepBuilder, owner: str) -> bool:
+        """Start the first waiting sequence of an owner. False where it must wait, and all others with it."""
+        seq = self.waiting.first_of(owner)
+        if not self._has_slot():
+            self._blocked = seq
+            return False
+        num_new = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
+        count = self._chunk(step, seq.num_tokens - num_new, num_new)
+        if not self.splits_prompts and count < num_new and not step.seqs:
+            # It is computed alone, however long it is.
+            count = num_new
+        if count <= 0 or (count < num_new and not self._may_split(step, num_new)):
+            return False
+        if not self.block_manager.can_allocate(seq):
+            self._blocked = seq
+            return False
+        self.waiting.take(owner)
+        self._admit(step, seq, seq.num_tokens - num_new, count)
+        return True
+
+    def _has_slot(self) -> bool:
+        return bool(self._free_slots) and len(self.running) < self.limits.num_rows
 
     def _may_split(self, step: StepBuilder, num_new: int) -> bool:
         """Whether a prompt that the rest of the budget cannot hold starts with a chunk."""
         if not self.splits_prompts:
             return False
-        return self.mixed or (num_new > self.limits.num_tokens and not step.num_prefills)
+        if self.mixed or self.step_time is not None:
+            return True
+        return num_new > self.limits.num_tokens and not step.num_prefills
+
+    def _chunk(self, step: StepBuilder, start: int, num_left: int) -> int:
+        """How many of a prompt's next `num_left` tokens, after `start` others, the step computes; 0: none."""
+        count = min(num_left, step.budget)
+        if self.step_time is None:
+            return count
+        fitting = self.step_time.prompt_tokens(start, step.seconds, step.num_prompt_tokens)
+        if fitting >= count:
+            return count
+        fitting -= fitting % _CHUNK_MULTIPLE
+        if not step.num_prefills:
+            return min(count, max(fitting, _CHUNK_MULTIPLE))
+        return fitting if fitting >= _LEAST_CHUNK else 0
+
+    def _prompt_seconds(self, step: StepBuilder, prefilling: Collection[str]) -> float:
+        """How long the prompts of a step may take whose decodes are chosen. `prefilling`: owners of started ones.
+
+        A step takes up to the bound; while one owner is alone, more, because larger chunks cost less: as long as
+        nothing decodes, and otherwise up to what keeps the gaps of its own streams below twice the bound.
+        """
+        assert self.step_time is not None
+        rows = self._decode_rows
+        owners = {*prefilling, *self.waiting.owners, *(rows.costs if rows is not None else ())}
+        if len(owners) > 1:
+            self._alone_from = self.prev_time + _ALONE_AFTER_SECONDS
+        unit = 1.0
+        if self.prev_time >= self._alone_from:
+            if not step.num_decodes:
+                unit = _ALONE_PROMPTS
+            elif not self.mixed:
+                unit = _ALONE_DECODING
+        work = StepWork(decode_tokens=step.num_decode_tokens, decode_keys=sum(step.context_lens))
+        least = _LEAST_PROMPTS_MIXED if self.mixed else _LEAST_PROMPTS
+        return max(unit * self.max_step_seconds - self.step_time.seconds(work), least * self.max_step_seconds)
 
     def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
         """Start a waiting sequence: its tokens `[start, start + count)` are computed in this step."""
@@ -347,16 +472,19 @@ class Scheduler:
         if seq.schedule_time == 0.0:
             seq.schedule_time = time.time()
         self.running.append(seq)
-        self._prefilling.append(seq)
+        self._prefilling[seq] = None
         step.new_seqs.append(seq)
         self._add_prefill(step, seq, count)
 
     def _add_prefill(self, step: StepBuilder, seq: Sequence, count: int) -> None:
         seq.type = SequenceType.PREFILL
+        if self.step_time is not None:
+            step.seconds -= self.step_time.prompt_seconds(seq.num_computed_tokens, count)
         seq.num_computed_tokens += count
         self._prefill_tokens += count
+        self._shares.serve(seq.owner, count / seq.weight)
         if seq.num_computed_tokens == seq.num_tokens:
-            self._prefilling.remove(seq)
+            del self._prefilling[seq]
             self._decode_rows = None
         step.add_prefill(seq, count)
 
@@ -380,6 +508,8 @@ class Scheduler:
             rows, lengths = rows.continuing()
             if not rows.seqs:
                 return True
+        if self.step_time is not None and len(rows.costs) > 1:
+            rows, lengths = self._by_turns(self.step_time, rows, lengths)
         self.drafts.propose(rows.seqs, step.budget)
         # A sequence grows by at most 1 + k tokens a step: only these can cross a block boundary in this step.
         size, k = self.block_manager.block_size, self.mtp_k
@@ -396,19 +526,137 @@ class Scheduler:
         if self._decode_rows is None:
             return self._schedule_decodes(step)
         step.add_decodes(rows, lengths)
+        for owner, cost in rows.costs.items():
+            self._shares.charge(owner, cost)
+        for seq_id, tokens in step.drafts.items():
+            seq = step.seqs[seq_id]
+            self._shares.charge(seq.owner, len(tokens) / seq.weight)
         return True
 
+    def _by_turns(
+        self, step_time: StepTimeModel, rows: DecodeRows, lengths: list[int]
+    ) -> tuple[DecodeRows, list[int]]:
+        """Of several owners' decodes, as many as `max_step_seconds` suffices for: those of each owner take turns."""
+        seqs = rows.seqs
+        each = 1 + self.mtp_k
+        base = step_time.seconds(StepWork())
+        added = step_time.seconds(StepWork(decode_tokens=each * len(seqs), decode_keys=sum(lengths))) - base
+        if base + added <= self.max_step_seconds:
+            return rows, lengths
+        room = max(len(rows.costs), int(len(seqs) * (self.max_step_seconds - base) / added))
+        if room >= len(seqs):
+            return rows, lengths
+        first = self._decode_turn % len(seqs)
+        self._decode_turn += room
+        ranks: dict[str, float] = {}
+        ranked = []
+        # Among equals the order rotates, so that none of them is always among the first.
+        rotated = (*range(first, len(seqs)), *range(first))
+        for index in sorted(rotated, key=lambda index: seqs[index].last_turn):
+            seq = seqs[index]
+            ranks[seq.owner] = rank = ranks.get(seq.owner, 0.0) + 1.0 / seq.weight
+            ranked.append((rank, index))
+        # Sorting keeps the order of turns among equal ranks.
+        ranked.sort(key=lambda entry: entry[0])
+        chosen = sorted(index for _, index in ranked[:room])
+        for index in chosen:
+            seqs[index].last_turn = self._decode_turn
+        return DecodeRows(seqs[index] for index in chosen), [lengths[index] for index in chosen]
+
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
-        """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some."""
+        """Reserve blocks for a decode, preempting to free some, `seq` itself last of its owner's."""
         if self.window is not None:
             self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         while (added := self.block_manager.may_append(seq, num_new_tokens)) is None:
-            victim = self.running[-1]
+            victim = self._victim()
+            step.appended_blocks = [gained for gained in step.appended_blocks if gained.slot != victim.slot]
             self.preempt(victim)
             if victim is seq:
                 return
         if added:
             step.appended_blocks.append(AppendedBlocks(seq.slot, len(seq.block_table) - len(added), added))
+
+    # -- shares of owners -----------------------------------------------------------------------------------------
+
+    def _forget_owners(self) -> None:
+        """Keep no state of owners that are gone."""
+        if not self.running and not self.waiting:
+            self._shares.reset()
+            self._held_back.clear()
+            return
+        if not self.waiting and not self._prefilling:
+            self._shares.catch_up()
+        if self._shares.is_crowded:
+            self._shares.forget_all_but({seq.owner for seq in self.running} | self.waiting.owners)
+
+    def _holdings(self) -> dict[str, "_Holding"]:
+        """What each owner's running sequences hold. A block that several of them share counts for each."""
+        holdings = {owner: _Holding(self.waiting.first_of(owner).weight) for owner in self.waiting.owners}
+        slot, block = 1 / self.limits.num_rows, 1 / len(self.block_manager.blocks)
+        for seq in self.running:
+            holding = holdings.get(seq.owner)
+            if holding is None:
+                holding = holdings[seq.owner] = _Holding(seq.weight)
+            holding.slots += slot
+            holding.blocks += block * (len(seq.block_table) - seq.num_released_blocks)
+        total = sum(holding.weight for holding in holdings.values())
+        for holding in holdings.values():
+            holding.share = holding.weight / total
+        return holdings
+
+    def _newest_of_largest_holder(self, holdings: "dict[str, _Holding]") -> Sequence | None:
+        """The sequence that started last of the owner that holds most, where it holds much more than its share."""
+        owner = max(holdings, key=lambda owner: holdings[owner].in_shares)
+        if holdings[owner].in_shares <= _OVER_SHARE:
+            return None
+        return next(seq for seq in reversed(self.running) if seq.owner == owner)
+
+    def _victim(self) -> Sequence:
+        """The sequence to preempt where a decode needs a block."""
+        if len({seq.owner for seq in self.running} | self.waiting.owners) > 1:
+            victim = self._newest_of_largest_holder(self._holdings())
+            if victim is not None:
+                return victim
+        return self.running[-1]
+
+    def _lets_others_pass(self, owner: str) -> bool:
+        """Whether an owner whose sequence found no slot or blocks holds its share, so that others may try."""
+        return len(self.waiting.owners) > 1 and self._holdings()[owner].in_shares >= 1.0
+
+    def _make_room(self, now: float) -> bool:
+        """Preempt for the sequence that could not start in the last step; False: a step must be read first.
+
+        Only where its owner is below its fair share, and only what others hold far beyond theirs.
+        """
+        seq, self._blocked = self._blocked, None
+        if seq is None or seq.status is not SequenceStatus.WAITING or now < self._next_room_check:
+            return True
+        if self.waiting.owners | {each.owner for each in self.running} == {seq.owner}:
+            return True
+        while not (self._has_slot() and self.block_manager.can_allocate(seq)):
+            holdings = self._holdings()
+            own = holdings[seq.owner]
+            needed = max(1 / self.limits.num_rows, seq.num_blocks / len(self.block_manager.blocks))
+            victim = self._newest_of_largest_holder(holdings)
+            if victim is None or victim.owner == seq.owner or (own.part and own.part + needed > own.share):
+                break
+            if self._submitted:
+                self._blocked = seq
+                return False
+            self.preempt(victim)
+            self._held_back[victim.owner] = now + _HOLD_BACK_SECONDS, holdings[victim.owner].share
+        self._next_room_check = now + _ROOM_CHECK_SECONDS
+        return True
+
+    def _owners_to_pass_over(self) -> set[str]:
+        """Owners that gave slots or blocks back a short while ago and hold what was their share then."""
+        self._held_back = {owner: held for owner, held in self._held_back.items() if held[0] > self.prev_time}
+        holdings = self._holdings() if self._held_back else {}
+        return {
+            owner
+            for owner, (_, share) in self._held_back.items()
+            if owner in holdings and holdings[owner].part >= share
+        }
 
     # -- reading steps ------------------------------------------------------------------------------------------
 
@@ -448,6 +696,11 @@ class Scheduler:
             )
             self.retract([seq for seq in started if not invalid.isdisjoint(seq.block_table)])
         return outputs
+
+    def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learn how long a step took that was read."""
+        if self.step_time is not None:
+            self.step_time.note(batch, seconds)
 
     def drop_steps(self) -> None:
         """Requeue the sequences of all submitted steps: the device failed, and none of them will be read."""
@@ -653,8 +906,7 @@ class Scheduler:
         if seq.slot >= 0:
             (self._submitted[-1].deferred_slots if self._submitted else self._free_slots).append(seq.slot)
             seq.slot = -1
-        if seq in self._prefilling:
-            self._prefilling.remove(seq)
+        self._prefilling.pop(seq, None)
 
     # -- statistics and checks ----------------------------------------------------------------------------------
 
@@ -690,6 +942,7 @@ class Scheduler:
         for seq in self.waiting:
             if seq.status is not SequenceStatus.WAITING or seq.block_table or seq.slot != -1:
                 raise AssertionError(f"waiting sequence {seq.id} holds blocks or a slot")
+        self.waiting.check_integrity()
         if any(seq not in self.running for seq in self._prefilling):
             raise AssertionError("a sequence prefills but does not run")
 

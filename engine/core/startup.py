@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CPU_STEP_SECONDS = 0.75
+"""Default of `max_step_seconds` on CPUs."""
+
 
 class PhaseClock:
     """Measures phases, in seconds, from `start` on the `time.monotonic` clock."""
@@ -105,7 +108,7 @@ def load_model(
         if ranks is not None:
             size = size.of_ranks(ranks.shard.size, *ranks.agree(size.num_blocks, size.num_slots))
         _log_cache(config, size, loaded.model_config.architecture)
-        config = _with_async_scheduling(_with_cache(config, size), loaded.device.type)
+        config = _with_device_defaults(_with_cache(config, size), loaded.device.type)
         return size.num_blocks, size.num_slots
 
     runner = start_runner(loaded, meet=meet, agree=agree, on_phase=phases.end)
@@ -204,15 +207,20 @@ def _with_cache(config: Config, size: "KVCacheSize") -> Config:
     )
 
 
-def _with_async_scheduling(config: Config, device_type: str) -> Config:
-    """`config` with `async_scheduling` decided: a step of the CPU's is over when it is launched, so being ahead of it
-    would only hold its tokens back.
+def _with_device_defaults(config: Config, device_type: str) -> Config:
+    """`config` with the settings decided whose defaults depend on the device.
+
+    A step of the CPU's is over when it is launched, so being ahead of it would only hold its tokens back; and it may
+    take long enough to be noticed.
     """
-    if config.async_scheduling != "auto":
-        return config
-    parallel = config.parallel_config
-    pays = device_type != "cpu" and parallel.tensor_parallel_size == 1 and not parallel.in_lockstep
-    return config.model_copy(update={"async_scheduling": "on" if pays else "off"})
+    updates: dict[str, object] = {}
+    if config.async_scheduling == "auto":
+        parallel = config.parallel_config
+        pays = device_type != "cpu" and parallel.tensor_parallel_size == 1 and not parallel.in_lockstep
+        updates["async_scheduling"] = "on" if pays else "off"
+    if config.max_step_seconds is None:
+        updates["max_step_seconds"] = _CPU_STEP_SECONDS if device_type == "cpu" else 0.0
+    return config.model_copy(update=updates)
 
 
 def _model_info(

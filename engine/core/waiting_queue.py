@@ -1,76 +1,250 @@
-"""`WaitingQueue`: the sequences that wait to be scheduled, in the order in which they start."""
+"""`WaitingQueue`: the sequences that wait to be scheduled, by owner; `FairShares`: whose turn it is.
+
+Owners share the engine by tokens: whoever was served least is next (virtual-time fair queueing: P. Goyal et al.,
+"Start-time Fair Queueing", 1996). With one owner the order is that of priorities and arrivals alone.
+"""
 
 import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, KeysView, Set
 
 from engine.sequence import Sequence
 
 MAX_PRIORITY = 100
 """Priorities are limited to this, positive and negative, so that no request can be served first for ever."""
 
+_OWNERS_KEPT = 64
+"""Owners whose service is remembered before those that no longer matter are looked for."""
+_MOST_OWNERS = 4096
+"""Owners that are remembered, of those that have no sequence."""
 
-class WaitingQueue:
-    """Sequences by arrival time plus priority: a lower priority is served first, equal ones in order of addition.
 
-    A step of priority weighs as much as `aging_seconds` of waiting, so that later arrivals overtake a sequence for a
-    bounded time only. Preempted sequences come before all others. Adding and taking cost O(log n).
+class FairShares:
+    """Tokens computed for each owner, divided by its weight: the owner with the fewest is served next.
+
+    An owner that begins to wait starts where the owner served latest was, so that none saves up turns while it needs
+    none, and none has to wait because others did not need theirs.
     """
 
-    def __init__(self, aging_seconds: float) -> None:
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._now = 0.0
+        """Where the owner whose turn came latest stood before it: no owner that begins to wait starts before this."""
+        self._furthest = 0.0
+        """Where the owner stands that got furthest by its turns."""
+        self._most_kept = _OWNERS_KEPT
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def served(self, owner: str) -> float:
+        """Its tokens over its weight, counted from where it began to wait."""
+        return self._served.get(owner, self._now)
+
+    def join(self, owner: str) -> None:
+        """Note that an owner begins to wait."""
+        self._served[owner] = max(self._served.get(owner, self._now), self._now)
+
+    def serve(self, owner: str, cost: float) -> None:
+        """Note that it is an owner's turn, in which it gets tokens, divided by its weight."""
+        at = self.served(owner)
+        self._now = max(self._now, at)
+        self._served[owner] = at + cost
+        self._furthest = max(self._furthest, at + cost)
+
+    def catch_up(self) -> None:
+        """Note that no owner waits for a turn: all that begin to wait from now on are equal."""
+        self._now = max(self._now, self._furthest)
+
+    def charge(self, owner: str, cost: float) -> None:
+        """Count tokens, divided by the owner's weight, that a step computes for it without a turn."""
+        self._served[owner] = self._served.get(owner, self._now) + cost
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether `forget_all_but` should be called."""
+        return len(self._served) > self._most_kept
+
+    def forget_all_but(self, live: Set[str]) -> None:
+        """Forget owners that have no sequence and that would start anew like anyone."""
+        kept = {owner: at for owner, at in self._served.items() if owner in live or at > self._now}
+        if len(kept) > len(live) + _MOST_OWNERS:
+            kept = {owner: at for owner, at in kept.items() if owner in live}
+        self._served = kept
+        self._most_kept = _OWNERS_KEPT + 2 * len(self._served)
+
+    def reset(self) -> None:
+        """Forget everything: nothing is left to compute."""
+        self._served.clear()
+        self._now = self._furthest = 0.0
+        self._most_kept = _OWNERS_KEPT
+
+
+class _OwnerQueue:
+    """Sequences of one owner by arrival time plus priority. Preempted ones come before all others."""
+
+    def __init__(self, owner: str, aging_seconds: float, count: Iterator[int]) -> None:
+        self.owner = owner
         self._aging_seconds = aging_seconds
-        self._front: deque[Sequence] = deque()
+        self._count = count
+        self.front: deque[Sequence] = deque()
         self._heap: list[tuple[float, int, Sequence]] = []
         self._latest: dict[int, float] = {}
         """By priority, the due time of the sequence added last."""
-        self._count = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._front) + len(self._heap)
+        return len(self.front) + len(self._heap)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The sequences in order."""
-        yield from self._front
+        yield from self.front
         for _, _, seq in sorted(self._heap):
             yield seq
 
-    def __getitem__(self, index: int) -> Sequence:
-        if index == 0 and len(self):
-            return self._front[0] if self._front else self._heap[0][2]
-        return list(self)[index]
+    @property
+    def first(self) -> Sequence:
+        return self.front[0] if self.front else self._heap[0][2]
 
     def append(self, seq: Sequence) -> None:
-        """Add a new sequence."""
         priority = max(-MAX_PRIORITY, min(seq.priority, MAX_PRIORITY))
         # Not before earlier ones of its priority, even where their arrival times are later.
         due = max(seq.arrive_time + priority * self._aging_seconds, self._latest.get(priority, -math.inf))
         self._latest[priority] = due
         heapq.heappush(self._heap, (due, next(self._count), seq))
 
-    def append_front(self, seq: Sequence) -> None:
-        """Add a sequence that ran in an earlier core: after others of that kind, before new ones."""
-        self._front.append(seq)
-
-    def appendleft(self, seq: Sequence) -> None:
-        """Add a preempted sequence before all others."""
-        self._front.appendleft(seq)
-
     def popleft(self) -> Sequence:
-        """Take the first sequence."""
-        return self._front.popleft() if self._front else heapq.heappop(self._heap)[2]
-
-    def only(self, wanted: Collection[Sequence]) -> "WaitingQueue":
-        """A new queue of those of `wanted` that wait, in order; this one is unchanged."""
-        part = WaitingQueue(self._aging_seconds)
-        part._front.extend(seq for seq in self if seq in wanted)
-        return part
+        return self.front.popleft() if self.front else heapq.heappop(self._heap)[2]
 
     def keep(self, wanted: Callable[[Sequence], bool]) -> None:
-        """Remove the sequences for which `wanted` is false."""
-        self._front = deque(seq for seq in self._front if wanted(seq))
+        self.front = deque(seq for seq in self.front if wanted(seq))
         kept = [entry for entry in self._heap if wanted(entry[2])]
         if len(kept) < len(self._heap):
             heapq.heapify(kept)
             self._heap = kept
+
+
+class WaitingQueue:
+    """Sequences by owner, and of each owner by arrival time plus priority: a lower priority is served first.
+
+    A step of priority weighs as much as `aging_seconds` of waiting, so that later arrivals overtake a sequence for a
+    bounded time only; equal priorities are served in order of addition, and preempted sequences of an owner before
+    all its others. The owner that `shares` names is served next. Adding and taking cost O(log n).
+    """
+
+    def __init__(self, aging_seconds: float, shares: FairShares | None = None) -> None:
+        self._aging_seconds = aging_seconds
+        self.shares = FairShares() if shares is None else shares
+        self._queues: dict[str, _OwnerQueue] = {}
+        self._order: list[tuple[float, int, _OwnerQueue]] = []
+        """Heap of the owners' queues, by what their owners had been served when they were put there, which only grows;
+        also of queues that were emptied since."""
+        self._size = 0
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The sequences, owner by owner."""
+        for owner in sorted(self._queues, key=self.shares.served):
+            yield from self._queues[owner]
+
+    def __getitem__(self, index: int) -> Sequence:
+        if index == 0:
+            owner = self.next_owner()
+            if owner is None:
+                raise IndexError("no sequence waits")
+            return self._queues[owner].first
+        return list(self)[index]
+
+    @property
+    def owners(self) -> KeysView[str]:
+        """The owners of sequences that wait."""
+        return self._queues.keys()
+
+    def next_owner(self, passed_over: Collection[str] = ()) -> str | None:
+        """The owner to serve next, but for those passed over; None: no other waits."""
+        order, aside, found = self._order, list[tuple[float, int, _OwnerQueue]](), None
+        while order:
+            at, _, queue = order[0]
+            if self._queues.get(queue.owner) is not queue:
+                heapq.heappop(order)
+            elif (served := self.shares.served(queue.owner)) > at:
+                heapq.heapreplace(order, (served, next(self._count), queue))
+            elif queue.owner in passed_over:
+                aside.append(heapq.heappop(order))
+            else:
+                found = queue.owner
+                break
+        for entry in aside:
+            heapq.heappush(order, entry)
+        return found
+
+    def first_of(self, owner: str) -> Sequence:
+        """The sequence of an owner that waits which is served next."""
+        return self._queues[owner].first
+
+    def append(self, seq: Sequence) -> None:
+        """Add a new sequence."""
+        self._queue_of(seq).append(seq)
+
+    def append_front(self, seq: Sequence) -> None:
+        """Add a sequence that ran in an earlier core: after others of that kind, before new ones of its owner."""
+        self._queue_of(seq).front.append(seq)
+
+    def appendleft(self, seq: Sequence) -> None:
+        """Add a preempted sequence before all others of its owner."""
+        self._queue_of(seq).front.appendleft(seq)
+
+    def popleft(self) -> Sequence:
+        """Take the first sequence of the owner to serve next."""
+        owner = self.next_owner()
+        if owner is None:
+            raise IndexError("no sequence waits")
+        return self.take(owner)
+
+    def take(self, owner: str) -> Sequence:
+        """Take an owner's first sequence."""
+        queue = self._queues[owner]
+        seq = queue.popleft()
+        self._size -= 1
+        if not queue:
+            del self._queues[owner]
+        return seq
+
+    def only(self, wanted: Collection[Sequence]) -> "WaitingQueue":
+        """A new queue of those of `wanted` that wait, in order; this one is unchanged."""
+        part = WaitingQueue(self._aging_seconds, self.shares)
+        for seq in self:
+            if seq in wanted:
+                part.append_front(seq)
+        return part
+
+    def keep(self, wanted: Callable[[Sequence], bool]) -> None:
+        """Remove the sequences for which `wanted` is false."""
+        for owner, queue in list(self._queues.items()):
+            queue.keep(wanted)
+            if not queue:
+                del self._queues[owner]
+        self._size = sum(map(len, self._queues.values()))
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless every owner that waits is in the order once, and the size is right."""
+        ordered = sorted(queue.owner for _, _, queue in self._order if self._queues.get(queue.owner) is queue)
+        if ordered != sorted(self._queues):
+            raise AssertionError(f"owners that wait are {sorted(self._queues)}, but the order has {ordered}")
+        if self._size != sum(map(len, self._queues.values())):
+            raise AssertionError(f"the queue counts {self._size} sequences")
+
+    def _queue_of(self, seq: Sequence) -> _OwnerQueue:
+        """The queue of a sequence that is about to be added."""
+        self._size += 1
+        queue = self._queues.get(seq.owner)
+        if queue is None:
+            if not self._queues:
+                self._order.clear()
+            queue = self._queues[seq.owner] = _OwnerQueue(seq.owner, self._aging_seconds, self._count)
+            self.shares.join(seq.owner)
+            heapq.heappush(self._order, (self.shares.served(seq.owner), next(self._count), queue))
+        return queue

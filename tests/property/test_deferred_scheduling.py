@@ -18,7 +18,7 @@ from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
 from kvcache.block import Block
 from kvcache.block_manager import RELEASED
-from tests.property.test_scheduling import POISON, FakeWorker, SchedulingMachine, next_token
+from tests.property.test_scheduling import POISON, FakeWorker, SchedulingMachine, duration, next_token
 
 
 @dataclass
@@ -173,9 +173,11 @@ class DeferredMachine(SchedulingMachine):
             self.scheduler.drop_steps()
             self.put_nowait(self.scheduler.fail(seqs[:1], "raised"))
             return
+        batch = self.worker.unread[0].batch
         ids = [seq.id for seq, slot, _, _ in self.worker.unread[0].rows if seq.slot == slot]
         broken = {"first row": ids[:1], "last row": ids[-1:]}.get(fault or "", [])
         self.put_nowait(self.scheduler.read_step(self.worker.finish(broken)))
+        self.scheduler.note_duration(batch, duration(batch))
 
     def teardown(self) -> None:
         """Nothing is lost, and nothing left."""
@@ -203,6 +205,15 @@ VARIANTS: dict[str, dict[str, object]] = {
     "drafts_in_few_blocks": {"mtp_k": 4, "looks_up": True, "num_blocks": 5},
     "drafts_in_blocks_of_one_token": {"mtp_k": 2, "looks_up": True, "block_size": 1, "num_blocks": 48},
     "drafts_in_a_window": {"mtp_k": 3, "looks_up": True, "window": 4, "policy": "mixed"},
+    "owners_in_few_blocks": {"owners": ("light", "heavy"), "num_blocks": 7},
+    "bounded_owners": {"max_step_seconds": 2.5, "owners": ("light", "heavy", "third"), "num_blocks": 9},
+    "bounded_owners_mixed_with_drafts": {
+        "max_step_seconds": 1.5,
+        "owners": ("light", "heavy"),
+        "policy": "mixed",
+        "mtp_k": 3,
+        "looks_up": True,
+    },
     "window": {"window": 6},
     "window_mixed": {"window": 4, "policy": "mixed", "budget": 7},
     "window_of_one_token": {"window": 1, "block_size": 1, "num_blocks": 30, "budget": 4},
@@ -219,6 +230,7 @@ SHORT = {
     "drafts_mixed",
     "drafts_in_blocks_of_one_token",
     "drafts_in_a_window",
+    "bounded_owners",
     "window_of_one_token",
 }
 """In which any two kinds of settings meet."""

@@ -173,6 +173,12 @@ class FakeWorker:
         return (self.salts[slot], *context[: position + 1])
 
 
+def duration(batch: ScheduledBatch) -> float:
+    """Of a step of this slow device; every seventh one is disturbed."""
+    tokens = batch.total_tokens_num
+    return (1.0 + 0.5 * tokens + 0.01 * sum(batch.context_lens)) * (9.0 if sum(batch.context_lens) % 7 == 0 else 1.0)
+
+
 class SchedulingMachine(RuleBasedStateMachine):
     """Random add, step, abort and preempt; integrity after each."""
 
@@ -188,6 +194,8 @@ class SchedulingMachine(RuleBasedStateMachine):
     delay_factor = 0.0
     max_model_len: int | None = None
     window: int | None = None
+    max_step_seconds = 0.0
+    owners: tuple[str, ...] = ("",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,6 +213,7 @@ class SchedulingMachine(RuleBasedStateMachine):
                 scheduler_delay_factor=self.delay_factor,
                 max_model_len=self.max_model_len,
                 scheduling_policy=self.policy,
+                max_step_seconds=self.max_step_seconds,
                 bos_token_id=None,
                 eos_token_id=EOS,
                 stop_token_ids=[],
@@ -240,6 +249,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, 0, 7]),
         prompt_logprobs=st.sampled_from([None, None, 1]),
         priority=st.integers(-2, 2),
+        data=st.data(),
     )
     def add(
         self,
@@ -250,6 +260,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         salt: int | None,
         prompt_logprobs: int | None,
         priority: int,
+        data: st.DataObject,
     ) -> Sequence | MultipleResults[Sequence]:
         """`min_tokens` comes with `ignore_eos`: to hold EOS back is the sampler's part, which is not here."""
         params = SamplingParams(
@@ -258,7 +269,18 @@ class SchedulingMachine(RuleBasedStateMachine):
             min_tokens=min(min_tokens or 0, max_tokens),
             prompt_logprobs=prompt_logprobs,
         )
-        seq = Sequence(prompt, self.block_size, params, stops, id=len(self.seqs), cache_salt=salt, priority=priority)
+        owner = data.draw(st.sampled_from(self.owners))
+        seq = Sequence(
+            prompt,
+            self.block_size,
+            params,
+            stops,
+            id=len(self.seqs),
+            cache_salt=salt,
+            priority=priority,
+            owner=owner,
+            weight=2.0 if owner == "heavy" else 1.0,
+        )
         seq.arrive_time = self.clock.now
         longest = self.limit - 1 if max_tokens else min(self.limit, self.block_size * self.num_blocks)
         if len(prompt) > longest:
@@ -279,7 +301,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         assert batch.total_tokens_num == sum(batch.num_scheduled_tokens)
         assert batch.total_tokens_num - batch.total_tokens_num_decode <= self.budget
         assert all(count > 0 for count in batch.num_scheduled_tokens)
-        if self.policy == "prefill_first":
+        if self.policy == "prefill_first" and not self.max_step_seconds:
             assert not (batch.total_seqs_num_prefill and batch.total_seqs_num_decode)
         if fault == "raises":
             self.worker.forward(batch, broken=batch.req_ids)
@@ -292,6 +314,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         broken = {"first row": batch.req_ids[:1], "last row": batch.req_ids[-1:]}.get(fault or "", [])
         output = self.worker.forward(batch, broken)
         self.scheduler.postprocess(list(seqs.values()), output, self)
+        self.scheduler.note_duration(batch, duration(batch))
 
     @rule(seq=consumes(live))
     def abort(self, seq: Sequence) -> None:
@@ -340,6 +363,17 @@ VARIANTS: dict[str, dict[str, object]] = {
     "cache_of_one_block_with_delay": {"block_size": 16, "num_blocks": 1, "delay_factor": 3.0},
     "delay": {"delay_factor": 5.0},
     "drafts": {"mtp_k": 1},
+    "owners": {"owners": ("light", "heavy", "third")},
+    "owners_in_few_blocks_mixed": {"owners": ("light", "heavy"), "num_blocks": 7, "policy": "mixed", "budget": 9},
+    "bounded": {"max_step_seconds": 4.0},
+    "bounded_owners": {"max_step_seconds": 2.5, "owners": ("light", "heavy", "third"), "num_blocks": 9},
+    "bounded_owners_mixed_with_drafts": {
+        "max_step_seconds": 1.5,
+        "owners": ("light", "heavy"),
+        "policy": "mixed",
+        "mtp_k": 3,
+    },
+    "bounded_owners_in_a_window": {"max_step_seconds": 2.0, "owners": ("light", "heavy"), "window": 5},
     "window": {"window": 6},
     "window_mixed": {"window": 4, "policy": "mixed", "budget": 7},
     "window_of_one_token": {"window": 1, "block_size": 1, "num_blocks": 30, "budget": 4},
@@ -358,6 +392,8 @@ SHORT = {
     "blocks_of_one_token",
     "short_context",
     "cache_of_one_block_with_delay",
+    "bounded_owners",
+    "bounded_owners_mixed_with_drafts",
     "window_with_drafts",
     "window_without_cache",
     "looked_up_mixed_in_few_blocks",

@@ -1,0 +1,143 @@
+"""`StepTimeModel`: predicts how long a step takes, from the measured durations of earlier steps.
+
+The scheduler bounds steps by time with it. A step's seconds are modelled as a linear function of its work:
+
+    base + a * prompt tokens + b * decode tokens + c * (query, key) pairs of prompts + d * keys that decodes read
+
+The five coefficients follow the measurements by a Kalman filter whose state is a random walk (R. E. Kalman, "A New
+Approach to Linear Filtering and Prediction Problems", 1960): each measurement moves them in proportion to how
+uncertain they are, and coefficients that no recent step depended on become uncertain again.
+"""
+
+import math
+from typing import NamedTuple
+
+from engine.batch import ScheduledBatch
+
+_FIRST_TOKENS = 64
+"""Most prompt tokens of a step before any was measured: little even for a large model on a slow processor."""
+_GROWTH = 4
+"""How many times more prompt tokens than in any measured step are predicted."""
+_DECODES_BETWEEN = 8
+"""Of steps that compute decodes only, this part is measured."""
+
+_RELATIVE_NOISE = 0.1
+"""Standard deviation of a step's duration, as a share of it."""
+_ABSOLUTE_NOISE = 2e-4
+"""The same in seconds, for the shortest steps."""
+_DRIFT = 0.02
+"""Change of a coefficient between two measurements, as a share of it."""
+_OUTLIER = 3.0
+"""Standard deviations beyond which a measurement counts as if it were there."""
+_OUTLIERS_BELIEVED = 3
+"""So many outliers in a row, all on one side, are a change of the machine."""
+
+
+class StepWork(NamedTuple):
+    """What determines the duration of a step."""
+
+    base: float = 1.0
+    prompt_tokens: float = 0.0
+    decode_tokens: float = 0.0
+    prompt_pairs: float = 0.0
+    """Each computed prompt token times the tokens that it attends to."""
+    decode_keys: float = 0.0
+    """Context lengths of the decodes."""
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> "StepWork":
+        """The work of a scheduled step."""
+        decodes, counts, ends = batch.total_seqs_num_decode, batch.num_scheduled_tokens, batch.context_lens
+        pairs = sum(count * (end - 0.5 * count) for count, end in zip(counts[decodes:], ends[decodes:], strict=True))
+        return cls(
+            1.0,
+            batch.total_tokens_num_prefill,
+            batch.total_tokens_num_decode,
+            pairs,
+            sum(ends[:decodes]),
+        )
+
+
+class StepTimeModel:
+    """Follows the durations of steps. Until prompts were measured its predictions are cautious ones.
+
+    `max_step_seconds` is the longest step that is planned for, which scales what is assumed at first.
+    """
+
+    def __init__(self, max_step_seconds: float) -> None:
+        bound = max_step_seconds
+        # What a step of the bound's duration would have of each, if it had nothing else.
+        most = StepWork(10.0, 1024.0, 256.0, 4e6, 1e6)
+        self._coefficients = [bound / each for each in most]
+        self._first_variances = [(4 * each) ** 2 for each in self._coefficients]
+        self._least_drifts = [0.1 * _DRIFT * each for each in self._coefficients]
+        size = len(most)
+        self._covariance = [
+            [self._first_variances[row] if row == column else 0.0 for column in range(size)] for row in range(size)
+        ]
+        self._largest = 0.0
+        """Most prompt tokens of a measured step."""
+        self._outliers = 0
+        """Successive outliers; negative where these steps took less than predicted."""
+        self._decode_steps = 0
+
+    def note(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learn how long a step took. Of decode steps some are left out, since one is like another."""
+        if batch.total_seqs_num_prefill == 0:
+            self._decode_steps += 1
+            if self._decode_steps % _DECODES_BETWEEN:
+                return
+        self.observe(StepWork.of(batch), seconds)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn how long a step of this work took."""
+        self._largest = max(self._largest, work.prompt_tokens)
+        covariance, coefficients = self._covariance, self._coefficients
+        spread = [sum(entry * each for entry, each in zip(row, work, strict=True)) for row in covariance]
+        predicted = self.seconds(work)
+        noise = _RELATIVE_NOISE * max(predicted, seconds) + _ABSOLUTE_NOISE
+        variance = sum(entry * each for entry, each in zip(spread, work, strict=True)) + noise * noise
+        error = self._limited(seconds - predicted, math.sqrt(variance))
+        gains = [entry / variance for entry in spread]
+        for index, gain in enumerate(gains):
+            coefficients[index] = max(0.0, coefficients[index] + gain * error)
+            row = covariance[index]
+            for column, entry in enumerate(spread):
+                row[column] -= gain * entry
+            if row[index] < self._first_variances[index]:
+                row[index] += max(self._least_drifts[index], _DRIFT * coefficients[index]) ** 2
+
+    def seconds(self, work: StepWork) -> float:
+        """The predicted duration of a step."""
+        return sum(each * amount for each, amount in zip(self._coefficients, work, strict=True))
+
+    def prompt_seconds(self, start: int, count: int) -> float:
+        """What computing `count` tokens of a prompt after `start` others adds to a step."""
+        _, token, _, pair, _ = self._coefficients
+        return count * (token + pair * (start + 0.5 * count))
+
+    def prompt_tokens(self, start: int, seconds: float, so_far: int) -> int:
+        """Most tokens of a prompt after `start` others that `seconds` suffice for, in a step with `so_far` others."""
+        most = max(_FIRST_TOKENS, _GROWTH * self._largest) - so_far
+        _, token, _, pair, _ = self._coefficients
+        linear, quadratic = token + pair * start, 0.5 * pair
+        if seconds <= 0:
+            return 0
+        # quadratic * n^2 + linear * n = seconds, in the form that does not cancel.
+        root = linear + math.sqrt(linear * linear + 4 * quadratic * seconds)
+        return max(0, int(min(most, 2 * seconds / root if root > 0 else most)))
+
+    def _limited(self, error: float, deviation: float) -> float:
+        """The error that is learnt from: of an outlier less, unless several in a row agree."""
+        limit = _OUTLIER * deviation
+        if abs(error) <= limit:
+            self._outliers = 0
+            return error
+        sign = 1 if error > 0 else -1
+        self._outliers = self._outliers + sign if self._outliers * sign > 0 else sign
+        if abs(self._outliers) < _OUTLIERS_BELIEVED:
+            return math.copysign(limit, error)
+        for index, coefficient in enumerate(self._coefficients):
+            self._covariance[index][index] += coefficient * coefficient
+        self._outliers = 0
+        return error

@@ -1,0 +1,164 @@
+"""Owners take turns by tokens, wherever one of them would otherwise stand behind another's prompts or sequences."""
+
+import pytest
+
+from engine.core.waiting_queue import FairShares, WaitingQueue
+from engine.sequence import Sequence
+from tests.simulated_engine import SimulatedEngine, device
+
+DEVICE = device(0.01, 0.001, decode=0.001)
+
+
+def engine(**settings: object) -> SimulatedEngine:
+    made = SimulatedEngine(DEVICE, **settings)
+    made.add(1500, 20)
+    made.run()
+    made.now += 100
+    made.steps.clear()
+    return made
+
+
+@pytest.mark.parametrize("settings", [{}, {"scheduling_policy": "mixed"}, {"max_step_seconds": None}])
+def test_a_short_prompt_does_not_wait_behind_a_hundred_long_ones_of_another_owner(settings: dict[str, object]) -> None:
+    made = engine(max_num_batched_tokens=2000, **settings)
+    for _ in range(100):
+        made.add(3000, owner="many", at=made.now)
+    made.step()
+    made.step()
+    short = made.add(100, owner="one", at=made.now)
+    made.steps.clear()
+    made.run(lambda: short.is_finished)
+    assert len(made.steps) == 1, "it is in the first step after its arrival"
+    assert 100 in made.steps[0][0].num_scheduled_tokens
+    if settings.get("max_step_seconds", 0.5):
+        assert made.steps[0][0].total_seqs_num_prefill > 1, "a long prompt that was started goes on in the same step"
+
+
+def test_long_prompts_of_two_owners_advance_together_and_by_weight() -> None:
+    made = engine()
+    equal = [made.add(8000, owner=owner, at=made.now) for owner in "ab"]
+    weighty = made.add(8000, owner="c", at=made.now, weight=2.0)
+    made.run(lambda: made.now > 110)
+    a, b, c = (seq.num_computed_tokens for seq in (*equal, weighty))
+    assert abs(a - b) <= 600
+    assert c == pytest.approx(2 * a, abs=1200)
+
+
+def test_with_one_owner_the_order_is_that_of_arrival() -> None:
+    made = engine()
+    seqs = [made.add(700, 3, at=made.now + 0.001 * number) for number in range(20)]
+    made.run()
+    ends = [made.token_times[seq.id][1] for seq in seqs]
+    assert ends == sorted(ends)
+
+
+def test_choices_of_one_request_count_as_their_tokens() -> None:
+    made = engine(enable_prefix_caching=False)
+    choices = [made.add(1500, 5, owner="many choices", at=made.now) for _ in range(30)]
+    one = [made.add(1500, 5, owner="one choice", at=made.now + 1) for _ in range(2)]
+    made.run(lambda: all(seq.is_finished for seq in one))
+    assert sum(seq.is_finished for seq in choices) <= 8
+
+
+class TestPreemption:
+    def test_an_owner_of_all_slots_gives_some_to_the_first_requests_of_another(self) -> None:
+        made = engine(max_num_seqs=8)
+        many = [made.add(100, 3000, owner="many", at=made.now) for _ in range(20)]
+        made.run(lambda: made.scheduler.get_request_counts()[0] == 8)
+        first = [made.add(100, 10, owner="other", at=made.now) for _ in range(6)]
+        made.run(lambda: all(seq.is_finished for seq in first))
+        assert max(map(made.ttft, first[:3])) < 3.0
+        assert not any(seq.is_finished for seq in many)
+        made.scheduler.check_integrity()
+        made.run()
+        assert all(len(seq.token_ids) == 3100 for seq in many)
+
+    @pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
+    def test_the_newest_sequence_goes_and_nobody_goes_for_an_owner_that_has_its_share(self, policy: str) -> None:
+        made = engine(max_num_seqs=8, scheduling_policy=policy)
+        many = [made.add(100, 2000, owner="many", at=made.now) for _ in range(8)]
+        made.run(lambda: made.scheduler.get_request_counts()[0] == 8)
+        others = [made.add(100, 2000, owner="other", at=made.now) for _ in range(8)]
+        for _ in range(200):
+            made.step()
+        running = [seq for seq in many if seq.slot >= 0]
+        assert running == many[: len(running)]
+        assert 4 <= len(running) <= 5
+        assert sum(seq.slot >= 0 for seq in others) == 8 - len(running)
+        assert made.scheduler.stats("", 0.0).preemptions == 8 - len(running)
+
+    def test_short_requests_in_turn_do_not_have_the_same_sequence_computed_again_and_again(self) -> None:
+        made = engine(max_num_seqs=4)
+        for _ in range(6):
+            made.add(1000, 20_000, owner="many", at=made.now)
+        made.run(lambda: made.scheduler.get_request_counts()[0] == 4)
+        begin = made.now
+        while made.now < begin + 30:
+            short = made.add(50, 3, owner="other", at=made.now)
+            made.run(lambda seq=short: seq.is_finished)
+            assert made.ttft(short) < 3.0
+        assert made.scheduler.stats("", 0.0).preemptions <= 8
+
+    def test_an_owner_of_all_blocks_gives_some_back(self) -> None:
+        made = engine(num_kvcache_blocks=1000)
+        for _ in range(4):
+            made.add(3500, 400, owner="many", at=made.now)
+        made.run(lambda: made.scheduler.get_request_counts()[0] == 4)
+        other = made.add(2000, 5, owner="other", at=made.now)
+        made.run(lambda: other.is_finished)
+        assert made.ttft(other) < 5.0
+        made.scheduler.check_integrity()
+
+    def test_growth_takes_blocks_from_the_owner_that_holds_most(self) -> None:
+        made = engine(num_kvcache_blocks=100)
+        many = [made.add(300, 400, owner="many", at=made.now) for _ in range(4)]
+        one = made.add(200, 200, owner="one", at=made.now)
+        made.run(lambda: one.is_finished)
+        assert made.scheduler.stats("", 0.0).preemptions > 0
+        assert len(made.token_times[one.id]) == 201
+        assert made.longest_gap(one) < 1.0, "it was never preempted"
+        made.run()
+        assert all(len(seq.token_ids) == 700 for seq in many)
+
+
+class TestShares:
+    def test_an_owner_that_was_away_saves_up_no_turns(self) -> None:
+        shares = FairShares()
+        for owner in ("a", "b"):
+            shares.join(owner)
+        for _ in range(100):
+            shares.serve("a", 10)
+        shares.join("b")
+        assert shares.served("b") == 990
+
+    def test_owners_that_are_gone_cost_nothing_for_ever(self) -> None:
+        made = engine()
+        stays = made.add(10, 100_000, owner="stays", at=made.now)
+        for number in range(1000):
+            seq = made.add(20, 2, owner=f"party {number}", at=made.now)
+            made.run(lambda seq=seq: seq.is_finished)
+        assert len(made.scheduler.waiting.shares) <= 200
+        assert not stays.is_finished
+
+    def test_the_queue_serves_the_owner_that_was_served_least(self) -> None:
+        queue = WaitingQueue(10.0)
+        seqs = [Sequence([1], 16, owner=owner) for owner in "aabbc"]
+        for seq in seqs:
+            queue.append(seq)
+        queue.shares.charge("a", 5.0)
+        queue.shares.charge("c", 2.0)
+        assert [queue.popleft().owner for _ in range(2)] == ["b", "b"]
+        queue.check_integrity()
+        assert queue.next_owner(passed_over=["c"]) == "a"
+        assert [queue.popleft().owner for _ in range(3)] == ["c", "a", "a"]
+        with pytest.raises(IndexError):
+            queue.popleft()
+
+    def test_a_preempted_sequence_comes_first_among_its_owner_alone(self) -> None:
+        queue = WaitingQueue(10.0)
+        waiting, preempted, other = (Sequence([1], 16, owner=owner) for owner in "aab")
+        queue.append(waiting)
+        queue.append(other)
+        queue.shares.charge("a", 1.0)
+        queue.appendleft(preempted)
+        assert [queue.popleft() for _ in range(3)] == [other, preempted, waiting]
