@@ -121,4 +121,7 @@ def encoder(directory: Path, family: str, num_labels: int | None = None, **overr
         special_tokens=[(first, 0), (last, 2)],
     )
     tokenizer.save(file)
+    # With a template, sentence-transformers would render a pair as a chat.
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if second else [])]
+    edit_json(directory / "tokenizer_config.json", chat_template=None, model_input_names=names)
     return directory
