@@ -1,6 +1,7 @@
-"""`ChatTemplate`: a checkpoint's Jinja template, from chat messages to the prompt's text.
+"""`ChatTemplate`: renders chat messages to the text of a prompt by a checkpoint's Jinja template.
 
-Templates come with checkpoints and are run sandboxed, in the dialect that transformers' `apply_chat_template` defines.
+Templates are part of checkpoints. They run in Jinja's sandbox, in the dialect of transformers'
+`apply_chat_template`.
 Called by `InputOutputProcessor`.
 """
 
@@ -20,11 +21,11 @@ from engine.text.checkpoint_settings import read_json_object, read_special_token
 from models.errors import CheckpointError
 
 MAX_RENDERED_CHARACTERS = 64 * 2**20
-"""Longest prompt text a template may write; far beyond any context, so only a runaway template meets it."""
+"""Longest text that a template may write; far beyond any context, so that only a faulty template reaches it."""
 
 
 MAX_RENDER_SECONDS = 10.0
-"""How long a template may go on writing."""
+"""Seconds for which a template may write."""
 
 
 class ChatTemplate:
@@ -110,7 +111,7 @@ class ChatTemplate:
 
 
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What an expression in a template may raise on messages of a shape that it did not expect."""
+"""Errors that expressions in a template may raise for messages of an unexpected structure."""
 
 
 def _read_templates(path: Path) -> dict[str, str]:
@@ -155,7 +156,7 @@ def _compile(environment: jinja2.Environment, title: str, source: str) -> jinja2
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what the assistant wrote for training, renders its body and no more."""
+    """`{% generation %}`, which marks the assistant's text for training, renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
@@ -182,7 +183,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML characters, which no prompt wants."""
+    """As Jinja's filter of this name, which would also escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

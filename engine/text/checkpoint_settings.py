@@ -49,17 +49,17 @@ def read_special_tokens(checkpoint: Path) -> dict[str, str]:
     return tokens
 
 
-# Sampling parameters that a checkpoint recommends, from its generation_config.json.
+# Sampling parameters that a checkpoint recommends in its generation_config.json.
 
 FILE_NAME = "generation_config.json"
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """What stands in for sampling fields that a request leaves out; by default, OpenAI's defaults.
+    """Values of sampling fields that a request does not have; by default, OpenAI's.
 
-    The file's `do_sample` plays no part: it says how transformers' own `generate` behaves, and a client of this API
-    expects a temperature of 1 unless somebody chose another.
+    The file's `do_sample` is ignored: it is a setting of transformers' `generate`, and clients of this API expect a
+    temperature of 1 unless the file or the request has another one.
     """
 
     temperature: float = 1.0
@@ -68,14 +68,15 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_new_tokens: int | None = None
-    """Most tokens generated for a request that does not say how many it wants."""
+    """Most tokens generated for a request without a limit."""
 
     @classmethod
     def load(cls, source: str, checkpoint: Path) -> Self:
-        """As `Config.generation_config` says: `auto` reads the checkpoint's file, `none` nothing, else a directory's.
+        """Read the file that `Config.generation_config` names: `auto`: the checkpoint's; `none`: no file; else the
+        directory of one.
 
-        A checkpoint without the file recommends nothing. Raises `CheckpointError` for a value that cannot be, and for
-        a named directory that holds no such file.
+        A checkpoint without the file has OpenAI's values. Raises `CheckpointError` for an invalid value, and for a
+        directory without the file.
         """
         if source == "none":
             return cls()
@@ -93,7 +94,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
             ) from None
 
     def sampling_params(self) -> SamplingParams:
-        """Parameters of a request that says nothing at all."""
+        """Parameters of a request without any sampling fields."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         return (
             SamplingParams(**fields)
@@ -103,7 +104,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 def _check(fields: dict[str, Any]) -> None:
-    """Raise `ValueError` unless requests could send these values."""
+    """Raise `ValueError` unless requests may have these values."""
     for name, value in fields.items():
         whole = name in ("top_k", "max_new_tokens")
         if type(value) is not int and (whole or type(value) is not float):

@@ -1,6 +1,6 @@
-"""`IncrementalDetokenizer`: one sequence's token ids to text as they arrive, cut at stop strings.
+"""`IncrementalDetokenizer`: the text of one sequence, token by token, until a stop string.
 
-Called by `RequestState`, once an engine step and sequence.
+Called by `RequestState`, once for each sequence and engine step.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from engine.text.tokenizer import Tokenizer
 class IncrementalDetokenizer:
     """Text deltas of one sequence.
 
-    The deltas' concatenation is the whole text, however the tokens are grouped into pushes. Text is held back only
-    while it could be the beginning of a stop string. The stop string that is complete first ends the text; of several
-    complete at the same character, the longest. It counts only if it is complete after `min_tokens` tokens.
+    The concatenation of the deltas does not depend on how the tokens are grouped into pushes. Text is held back only
+    while it could be the beginning of a stop string. The stop string that is completed first ends the text; of several
+    that are completed by the same character, the longest. One that the first `min_tokens` tokens complete is ignored.
     """
 
     __slots__ = (
@@ -37,10 +37,10 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] = (),
         visible_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Behind a prompt with text, the completion continues it: its first word keeps its leading space.
+        """After a prompt with text, the first word of the completion keeps its leading space.
 
-        `visible_token_ids` are shown even if they are special and the parameters skip special tokens. No stop string
-        is looked for in those: they are for a parser, and no text that the client sees.
+        `visible_token_ids` are shown even if they are special and the parameters skip special tokens. Stop strings are
+        not searched in them: they are for a parser, and the client does not see them.
         """
         at_start = all(token_id in tokenizer.special_ids for token_id in prompt_token_ids)
         self._stream = tokenizer.stream(params.skip_special_tokens, at_start, visible_token_ids)
@@ -51,14 +51,14 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._held = ""
         self._exempt = 0
-        """Leading characters of `_held` that the first `min_tokens` tokens wrote."""
+        """Number of leading characters of `_held` that are of the first `min_tokens` tokens."""
         self.num_tokens = 0
-        """Tokens taken so far; those pushed behind a stop string are not."""
+        """Tokens of the text so far, without those after a stop string."""
         self.stopped: str | None = None
         """The stop string that ended the text."""
 
     def push(self, token_ids: Sequence[int], finished: bool = False) -> str:
-        """The text that `token_ids` bring, perhaps none. `finished` releases all that is held back."""
+        """The text that `token_ids` add, possibly empty. `finished` also releases the text that is held back."""
         if not self._stops:
             self.num_tokens += len(token_ids)
             return self._stream.step(token_ids, finished)
@@ -78,7 +78,7 @@ class IncrementalDetokenizer:
         return shown
 
     def _advance(self, new: str) -> str:
-        """Take the text that one token completed and return what can be shown."""
+        """Add the text of one token; returns the text that can be shown."""
         if not self._held and self._openings.isdisjoint(new):
             return new
         text = self._held + new
@@ -96,7 +96,7 @@ class IncrementalDetokenizer:
         return text[:shown]
 
     def _find_stop(self, text: str) -> tuple[int, int]:
-        """Begin and end of the stop string that is complete first in `text`; (0, 0) if there is none."""
+        """Begin and end of the stop string that is completed first in `text`; (0, 0) if there is none."""
         found = (0, 0)
         for stop in self._stops:
             begin = text.find(stop, max(0, self._exempt + 1 - len(stop)))

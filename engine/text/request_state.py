@@ -31,7 +31,7 @@ class RequestDelta(msgspec.Struct, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
     """One entry for each prompt token after the first; in one delta only, if the request asked for them."""
     merged: list[tuple[str, int]] | None = None
-    """The text and the number of tokens of each of the deltas that this one was merged from."""
+    """The text and the number of tokens of each delta that was merged into this one."""
 
     @property
     def steps(self) -> list[tuple[str, int]]:
@@ -97,12 +97,12 @@ class RequestState:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.vector: bytes | None = None
-        """Of a pooled prompt: little-endian float32."""
+        """The vector of a pooled prompt, as little-endian float32."""
         self.error: str | None = None
         self.stopped_early = False
-        """A stop string ended the sequence before the core did: the caller of `push` must abort it in the core."""
+        """Whether a stop string ended the sequence before the core did; the caller of `push` must then abort it."""
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        # The core's times: when tokens were read from the device, not when this front end reads them.
+        # Times of the core, when tokens were read from the device; not of this front end, which reads them later.
         self.first_token_time = 0.0
         self.last_time = self.arrival_time
         self.queue_time: float | None = None
@@ -189,8 +189,8 @@ class RequestState:
     def _hides_last_token(self, output: RequestOutput) -> bool:
         """Whether the last token ended the sequence and stays out of the text.
 
-        `skip_special_tokens` decides for a special token. Any other stop token is hidden, as the text of stop strings
-        is, unless the request asked to see it.
+        `skip_special_tokens` decides about special tokens. Other stop tokens are hidden, as stop strings are, unless
+        `include_stop_str_in_output` is set.
         """
         reason = output.finish_reason
         if not output.output_tokens or (reason != "eos" and _stop_token(reason) is None):

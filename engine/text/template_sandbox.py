@@ -1,7 +1,7 @@
-"""`render_untrusted`: a chat template that a request brings, rendered in a process that can be killed.
+"""`render_untrusted`: renders a request's chat template in a process that can be killed.
 
-Jinja's sandbox keeps a template from the interpreter's insides, but not from computing for ever, in a loop or within
-one operation that no thread could be stopped in. A template that escapes from it is still confined by the kernel
+Jinja's sandbox protects the interpreter, but does not prevent endless computation, in a loop or within one operation,
+which a thread could not be stopped in. A template that escapes from it is still confined by the kernel
 (`engine.text.sandbox`). Called by `InputOutputProcessor`.
 """
 
@@ -26,13 +26,13 @@ from models.errors import CheckpointError
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 * 2**20
 MAX_CHARACTERS = 16 * 2**20
-"""What compiling and rendering may use, and write."""
+"""Limits of the child: CPU time for compiling and rendering, memory, and length of the text."""
 
 TITLE = "the request's chat template"
 
 
 def main() -> None:
-    """Render under limits that the kernel holds: what is over its time ends by SIGPROF."""
+    """Render under limits that the kernel enforces; SIGPROF ends a process that exceeds its CPU time."""
     _load_what_templates_may_need()
     confine(MEMORY_BYTES, 2 * CPU_SECONDS)
     forbid_processes()
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _load_what_templates_may_need() -> None:
-    """Import what Jinja and Python import, and read the files that they read, only when it is used."""
+    """Import modules and read files that Jinja and Python load on first use, which is forbidden later."""
     for name in ("jinja2.constants", "jinja2.debug", "pprint", "textwrap", "unicodedata"):
         importlib.import_module(name)
     for codec in ("ascii", "latin-1", "unicode-escape", "utf-8", "utf-16", "utf-32"):
@@ -64,10 +64,10 @@ if __name__ == "__main__":
 
 
 _WALL_SECONDS = 5.0
-"""From the process' start to its end, where the machine is too busy to give it its CPU time."""
+"""Longest life of the process, for machines that are too busy to give it its CPU time."""
 
 _AT_A_TIME = threading.BoundedSemaphore(2)
-"""So that templates take no more than their share of the machine from the requests of others."""
+"""At most two templates render at a time, so that other requests are not delayed."""
 
 
 def render_untrusted(
@@ -78,10 +78,7 @@ def render_untrusted(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """The prompt's text; blocks for some 0.1 s, and at most a few seconds. Raises `ValueError`, a sentence.
-
-    The limits are those of `engine.text.template_sandbox`.
-    """
+    """The prompt's text. Blocks for about 0.1 s, at most for `_WALL_SECONDS`. Raises `ValueError`, a sentence."""
     job = {
         "template": template,
         "special_tokens": dict(special_tokens),

@@ -18,7 +18,7 @@ import tokenizers
 from engine.text.checkpoint_settings import read_json_object, read_special_tokens
 from models.errors import CheckpointError
 
-# The bytes that each token adds to a text, read off the tokenizer's decoder.
+# The bytes that each token adds to a text, as the tokenizer's decoder has them.
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"
@@ -36,7 +36,7 @@ class TokenBytes:
         """Whether tokens like `<0xE2>` stand for one byte (SentencePiece's byte fallback)."""
 
     def inside(self, token_id: int) -> bytes:
-        """What the token adds behind another one; empty for an id that is no token."""
+        """The bytes of a token that follows another one; empty for an id without a token."""
         token = self.token(token_id)
         if token is None:
             return b""
@@ -44,11 +44,11 @@ class TokenBytes:
             return _byte_level_bytes(token)
         if match := self._byte_token(token):
             return bytes.fromhex(match[1])
-        # A decoder may treat the first token apart, so the token is decoded behind another.
+        # A decoder may treat the first token differently, so the token is decoded after another one.
         return self._decode([_ANCHOR, token])[len(_ANCHOR) :].encode()
 
     def first(self, token_id: int) -> bytes:
-        """What the token adds as the first of a text, where some decoders drop a leading space."""
+        """The bytes of the first token of a text, where some decoders drop a leading space."""
         token = self.token(token_id)
         if token is None:
             return b""
@@ -59,7 +59,7 @@ class TokenBytes:
         return self._decode([token]).encode()
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an id that is no token."""
+        """The token as the vocabulary spells it; None for an id without a token."""
         try:
             token: str | None = self._backend.id_to_token(token_id)
         except OverflowError:
@@ -75,7 +75,7 @@ class TokenBytes:
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
-    """Type names in a decoder's description, those inside a `Sequence` included."""
+    """Type names in a decoder's description, including those inside a `Sequence`."""
     if decoder is None:
         return set()
     description = json.loads(decoder.__getstate__())
@@ -106,17 +106,17 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a checkpoint that brings only a SentencePiece or a tiktoken file, converted by transformers.
+    """The tokenizer of a checkpoint that has only a SentencePiece or a tiktoken file, converted by transformers.
 
-    The one place on the front end that imports transformers and, with it, torch: seconds and hundreds of megabytes.
-    Code that the checkpoint brings is never run. Raises `CheckpointError` where the tokenizer cannot be converted.
+    Nothing else in the front end imports transformers, and with it torch: seconds, and hundreds of megabytes.
+    Code from the checkpoint is never run. Raises `CheckpointError` where the tokenizer cannot be converted.
     """
     from transformers import AutoTokenizer
 
     try:
         # Without an explicit False, transformers asks standard input whether to run the checkpoint's code.
         converted = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each converter raises errors of its own
+    except Exception as error:  # converters raise errors of different types
         for name in ("tokenizer_config.json", "config.json"):
             if "auto_map" in read_json_object(path / name):
                 raise CheckpointError(
@@ -125,7 +125,7 @@ def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
                 ) from error
         raise CheckpointError(
             f"{path} holds no tokenizer.json, and transformers cannot convert another tokenizer from it; add the "
-            "file, or install sentencepiece or tiktoken if the checkpoint brings such a tokenizer"
+            "file, or install sentencepiece or tiktoken if the checkpoint has such a tokenizer"
         ) from error
     backend: tokenizers.Tokenizer | None = getattr(converted, "backend_tokenizer", None)
     if backend is None:
@@ -134,20 +134,20 @@ def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 CACHED_TOKENS = 8192
-"""Tokens whose bytes are remembered; text is so skewed that these few answer nearly every look-up."""
+"""Tokens whose bytes are cached: the frequent tokens of a text are few, so that nearly every look-up hits."""
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    The text of tokens is the concatenation of their bytes read as UTF-8, which is what lets it be streamed without
-    ever taking a character back. It equals the `tokenizers` library's own decode but for one case: when a run of
-    byte-fallback tokens is not valid UTF-8 as a whole, that library replaces its valid characters too, and here only
-    the invalid bytes become U+FFFD.
+    The text of tokens is the concatenation of their bytes, decoded as UTF-8. Therefore it can be streamed, and no
+    character is ever taken back. It differs from the `tokenizers` library's own decoding in one case: where a run of
+    byte-fallback tokens is not valid UTF-8, that library replaces all its characters, and here only the invalid bytes
+    become U+FFFD.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
-        """`special_tokens` maps the checkpoint's names (`eos_token`) to tokens, marked special if not yet so."""
+        """`special_tokens` maps the checkpoint's names (`eos_token`) to tokens, which are made special."""
         self.special_tokens = dict(special_tokens or {})
         backend.no_truncation()
         backend.no_padding()
@@ -156,22 +156,22 @@ class Tokenizer:
         self._backend = backend
         self._bytes = TokenBytes(backend)
         self.token_bytes = lru_cache(CACHED_TOKENS)(self._bytes.inside)
-        """What a token id adds to a text: bytes, perhaps part of a character; none for an id that is no token."""
+        """The bytes that a token adds to a text, perhaps part of a character; empty for an id without a token."""
         self.first_token_bytes = self._bytes.first
         """The same for the first token of a text, where some decoders drop a leading space."""
         self.token = self._bytes.token
-        """A token id's token as the vocabulary spells it; None for an id that is no token."""
+        """A token id's token as the vocabulary spells it; None for an id without a token."""
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
+        """Number of tokens, including added ones; a model's vocabulary may be padded beyond it."""
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        """Ids that `skip_special_tokens` leaves out."""
+        """Ids of the tokens that `skip_special_tokens` removes from the text."""
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token", ""))
         self.eos_token_id = self.token_id(self.special_tokens.get("eos_token", ""))
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Self:
-        """The tokenizer in checkpoint directory `path`. Raises `CheckpointError` when there is none that works."""
+        """The tokenizer in checkpoint directory `path`. Raises `CheckpointError` where it is missing or damaged."""
         file = path / "tokenizer.json"
         if not file.is_file():
             return cls(convert_slow_tokenizer(path), read_special_tokens(path))
@@ -185,14 +185,14 @@ class Tokenizer:
         return cls(backend, read_special_tokens(path))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds what the checkpoint puts around a text, such as BOS.
+        """Token ids of `text`; `add_special_tokens` adds the checkpoint's special tokens around it, such as BOS.
 
-        Other threads run meanwhile. Raises `ValueError` on a lone surrogate, which has no UTF-8 form, and on text that
-        the checkpoint's tokenizer has no tokens for.
+        Releases the interpreter lock. Raises `ValueError` for a lone surrogate, which has no UTF-8 form, and for text
+        that the checkpoint's tokenizer cannot encode.
         """
         check_encodable(text)
         try:
-            # The library's call for one text would hold the interpreter lock, and compute offsets that nobody reads.
+            # The library's call for one text would hold the interpreter lock, and compute offsets that are not needed.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
             if not _is_of_library(error):
@@ -205,10 +205,10 @@ class Tokenizer:
         self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, longest: int | None = None
     ) -> tuple[list[int], int | None]:
         """Token ids of a text, or of two texts as one prompt; and the index at which the type of tokens changes, if
-        it does: models with types of tokens tell the two texts apart by it.
+        it does: models with token types distinguish the two texts by it.
 
-        With `longest`, at most that many: the end of the last text is left out, and no special token. Other threads
-        run meanwhile. Raises `ValueError` on a lone surrogate.
+        `longest`: the last text is truncated so that the prompt with its special tokens has at most so many tokens.
+        Releases the interpreter lock. Raises `ValueError` on a lone surrogate.
         """
         for each in (text, pair or ""):
             check_encodable(each)
@@ -224,7 +224,7 @@ class Tokenizer:
         return ids, types.index(1) if 1 in types else None
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Ids that are no token have no text; incomplete characters become U+FFFD."""
+        """Text of `token_ids`. Ids without a token have no text; incomplete characters become U+FFFD."""
         return self.stream(skip_special_tokens).step(token_ids, final=True)
 
     def stream(
@@ -233,7 +233,7 @@ class Tokenizer:
         at_start: bool = True,
         visible_token_ids: frozenset[int] = frozenset(),
     ) -> "TextStream":
-        """A decoder of tokens as they come. `at_start` false: the text continues another, leading space and all.
+        """An incremental decoder. `at_start` false: the text continues another one, and keeps its leading space.
 
         `visible_token_ids` are not skipped, special or not.
         """
@@ -253,12 +253,12 @@ class Tokenizer:
         return token_id
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` for a person: what is not a whole character shows as U+FFFD."""
+        """`token_bytes` as text to display: incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
 
 class TextStream:
-    """Text of a growing list of token ids; a character comes out once all of its bytes are in."""
+    """Text of a growing list of token ids; a character appears once all of its bytes are known."""
 
     __slots__ = ("_at_start", "_decode", "_skipped", "_tokenizer")
 
@@ -283,7 +283,7 @@ class TextStream:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether the native library raised it: a plain `Exception`, or a panic, which is none."""
+    """Whether the native library raised the error: an `Exception`, or a panic, which is not an `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -299,7 +299,7 @@ def check_encodable(text: str) -> None:
 
 
 def _return_freed_memory() -> None:
-    """Parsing a vocabulary of 150k tokens frees 56 MB that glibc would keep; elsewhere this does nothing."""
+    """Return to the system the 56 MB that parsing a vocabulary of 150k tokens frees, which glibc would keep."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
@@ -311,6 +311,6 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 
 
 _EACH_BYTE = "kaon-replace-each-byte"
-"""Error handler of byte-fallback decoders: one U+FFFD a byte, where byte-level ones give one a broken character."""
+"""Error handler of byte-fallback decoders: one U+FFFD for each invalid byte, instead of one for each character."""
 codecs.register_error(_EACH_BYTE, _replace_each_byte)
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")

@@ -1,6 +1,6 @@
-"""`GrammarCompiler`: from what a request wants to a grammar that the engine core will take. Used by the front end.
+"""`GrammarCompiler`: from a request's schema, regex or grammar to Lark for the engine core. Used by the front end.
 
-Imports neither torch nor llguidance: the library runs in a process of its own.
+Imports neither torch nor llguidance: the library runs in a child process.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from engine.text.structured.spec import CheckUnavailable, GrammarSpec, InvalidGr
 # The process that checks grammars, as the front end sees it.
 
 _WALL_SECONDS = 10.0
-"""For an answer, where the machine is too busy to give the process its CPU time."""
+"""Seconds for an answer, for machines that are too busy to give the process its CPU time."""
 
 _TOO_DEEP = "it has too many parts, or is nested too deeply; use a simpler one"
 _TOO_COSTLY = "it is too costly to follow: checking it takes too long, or too much memory; use a simpler one"
@@ -34,14 +34,14 @@ _VERDICTS = {
     -signal.SIGABRT: _TOO_COSTLY,
     0: _TOO_COSTLY,
 }
-"""What ended a process over a grammar, by exit code: its stack, its CPU time, and twice its memory."""
+"""The verdict by exit code of a process that a grammar ended: it exceeded stack, CPU time or memory."""
 
 _ATTEMPTS = 2
-"""A process that ended by something else is no fault of the grammar."""
+"""Attempts for a grammar, because a process may end for another reason."""
 
 
 class CheckProcess:
-    """Starts with the first check, stays for the next ones, and is started again after a grammar that ended it.
+    """The process that checks. It starts with the first check, and again after a grammar that ended it.
 
     Calls may come from any thread; one grammar is checked at a time.
     """
@@ -69,7 +69,7 @@ class CheckProcess:
         raise CheckUnavailable(f"the process that checks grammars ended with exit code {process.returncode}")
 
     def close(self) -> None:
-        """End the process, and what waits for it. There are no more checks after it."""
+        """End the process, and the checks that wait for it. Further checks raise `CheckUnavailable`."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -105,7 +105,7 @@ class CheckProcess:
             try:
                 pipe.close()
             except BrokenPipeError:
-                continue  # what it still held was for a process that is gone
+                continue  # The process that would read the rest is gone.
 
 
 def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
@@ -138,7 +138,7 @@ def _write(process: subprocess.Popen[bytes], frame: bytes) -> None:
         process.stdin.write(frame)
         process.stdin.flush()
     except BrokenPipeError:
-        return  # it ended: the answer, which is awaited next, says so
+        return  # The process has ended, which the caller finds when it reads the answer.
 
 
 def _frame(message: dict[str, object]) -> bytes:
@@ -147,14 +147,14 @@ def _frame(message: dict[str, object]) -> bytes:
 
 
 _CACHED_BYTES = 16 * 2**20
-"""Text and reasons kept of grammars seen before."""
+"""Most bytes of cached verdicts."""
 
 _ENTRY_BYTES = 200
-"""An entry's own weight in the cache."""
+"""Bytes of a cache entry besides its text."""
 
 
 class GrammarCompiler:
-    """Checks grammars and remembers the verdicts, the bad ones too. All methods may be called from any thread."""
+    """Checks grammars and caches the verdicts, including refusals. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class GrammarCompiler:
     ) -> None:
         """Grammars over `max_bytes` are refused. `special_tokens` are those that a grammar may name, by id.
 
-        Each of `num_processes` checks one grammar at a time; the second one starts when two are to be checked at once.
+        Each of `num_processes` checks one grammar at a time; the second process starts once two grammars wait.
         """
         self._max_bytes = max_bytes
         self._processes = [CheckProcess(vocab_size, special_tokens or {}) for _ in range(num_processes)]
@@ -182,9 +182,9 @@ class GrammarCompiler:
         return self.check(lark_of(spec), ebnf=spec.kind == "grammar")
 
     def check(self, text: str, *, ebnf: bool = False) -> str:
-        """The same for Lark, or several in a JSON object, that the server wrote around a request's schemas.
+        """As `compile`, for Lark that the server wrote around a request's schemas, or several in a JSON object.
 
-        With `ebnf`, `text` is what a user wrote, which may be GBNF.
+        With `ebnf`, `text` is a user's, and may be GBNF.
         """
         key = self._key(text, ebnf)
         verdict = self._known(key)
@@ -197,21 +197,21 @@ class GrammarCompiler:
         return _lark_or_raise(verdict)
 
     def known(self, text: str, *, ebnf: bool = False) -> str | None:
-        """What `check` returns or raises, if it needs no check because the text was checked before; else None."""
+        """What `check` returns or raises for a text whose verdict is cached; None for others."""
         verdict = self._known(self._key(text, ebnf))
         return None if verdict is None else _lark_or_raise(verdict)
 
     def close(self) -> None:
-        """End the checking processes, and what waits for them. Nothing can be compiled after it."""
+        """End the processes, and the checks that wait for them. Nothing can be compiled after it."""
         for process in self._processes:
             process.close()
 
     def _key(self, text: str, ebnf: bool) -> bytes:
-        """Under which the verdict is kept. Raises `InvalidGrammar` for a text that cannot be checked at all."""
+        """Key of the verdict in the cache. Raises `InvalidGrammar` for a text that cannot be checked."""
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidGrammar("it holds half a surrogate pair, which is no character") from error
+            raise InvalidGrammar("it holds half a surrogate pair, which is not a character") from error
         if len(content) > self._max_bytes:
             raise InvalidGrammar(
                 f"it has {len(content)} bytes; it may have at most {self._max_bytes} (max_grammar_bytes)"
@@ -226,7 +226,7 @@ class GrammarCompiler:
             return verdict
 
     def _verdict(self, process: CheckProcess, key: bytes, text: str, ebnf: bool) -> str | InvalidGrammar:
-        """Known by now, where many wait with the same grammar; else found out, and remembered."""
+        """The cached verdict, which another request may have added meanwhile; else a new one, which is cached."""
         verdict = self._known(key)
         if verdict is None:
             try:
@@ -249,7 +249,7 @@ class GrammarCompiler:
 
 def _lark_or_raise(verdict: str | InvalidGrammar) -> str:
     if isinstance(verdict, InvalidGrammar):
-        # A new one: those that are raised keep what they passed through.
+        # A new exception, because a raised one keeps its traceback.
         raise InvalidGrammar(str(verdict))
     return verdict
 
@@ -259,16 +259,16 @@ def _weight(verdict: str | InvalidGrammar) -> int:
 
 
 Run: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Has blocking work done elsewhere and awaits it, as `asyncio.to_thread` does."""
+"""Runs blocking work in another thread and awaits it, as `asyncio.to_thread` does."""
 
 
 class GrammarChecks:
-    """A compiler for one request, which waits for its work without blocking the event loop."""
+    """A compiler for one request, which awaits checks without blocking the event loop."""
 
     def __init__(
         self, compiler: GrammarCompiler, write: Run = asyncio.to_thread, check: Run = asyncio.to_thread
     ) -> None:
-        """`write` runs what makes texts of grammars, `check` the checks, which take long."""
+        """`write` runs the writing of grammars' texts, `check` the checks, which take long."""
         self._compiler = compiler
         self._check = check
         self.write = write

@@ -1,4 +1,4 @@
-"""`Matcher`: what one sequence may still write; `Matchers`: makes them. Runs in the engine core, without torch."""
+"""`Matcher`: the tokens that a grammar allows one sequence; `Matchers` makes them, in the core and without torch."""
 
 import threading
 from collections import OrderedDict
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _CACHED_MATCHERS = 256
 _CACHED_BYTES = 16 * 2**20
-"""Grammars kept compiled: as many, of as many bytes of text."""
+"""Limits of the cache of compiled grammars: their number, and the bytes of their text."""
 
 
 class Matcher:
-    """One sequence's place in its grammar. Advanced by the scheduler, read for the sampler between two advances."""
+    """The state of one sequence in its grammar. The scheduler advances it; the sampler reads it in between."""
 
     __slots__ = ("_matcher", "eos_token_ids", "error", "num_words")
 
@@ -31,18 +31,18 @@ class Matcher:
         self._matcher = matcher
         self.eos_token_ids = eos_token_ids
         self.num_words = num_words
-        """Length of a mask: 32 tokens a word."""
+        """Length of a mask, in words of 32 tokens."""
         self.error: str | None = None
         """Why the grammar cannot be followed any further; None while it can."""
 
     @property
     def native(self) -> "LLMatcher":
-        """The library's own."""
+        """The library's object."""
         return self._matcher
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Whether only the end may follow."""
         return self._matcher.is_stopped()
 
     def accept(self, token_id: int) -> bool:
@@ -50,17 +50,17 @@ class Matcher:
         try:
             if self._matcher.consume_token(token_id):
                 return True
-        except BaseException as error:  # noqa: BLE001 - a panic of the native library fails this request, no other
+        except BaseException as error:  # noqa: BLE001 - a panic of the native library fails only this request
             self.error = f"the grammar of this request cannot be followed: {error}"
             return False
         self._note_error()
         return False
 
     def settle(self, mask: npt.NDArray[np.int32], ends: Sequence[int], withheld: Sequence[int]) -> bool:
-        """Adapt the mask that `MaskComputer` wrote for it; False, with `error` set, if it could not write one.
+        """Apply end tokens to the mask that `MaskComputer` wrote; False, with `error` set, if it could not write one.
 
-        `ends` are allowed too where the grammar may end. `withheld`, which are all ends, are not, unless nothing else
-        may follow.
+        Where the grammar may end, `ends` are allowed, and `withheld`, which are end tokens too, are not, unless no
+        other token may follow.
         """
         if self._matcher.is_error():
             self._note_error()
@@ -80,16 +80,16 @@ class Matcher:
 
 
 class MaskComputer:
-    """Computes many matchers' masks at once, on several cores.
+    """Computes the masks of several matchers in parallel, on several cores.
 
-    A state that a grammar is in for the first time takes a large vocabulary up to some milliseconds.
+    With a large vocabulary, the first mask of a state takes up to some milliseconds.
     """
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
 
     def __call__(self, matchers: Sequence[tuple[Matcher, int]], masks: npt.NDArray[np.int32]) -> None:
-        """Write the tokens that may follow, a bit each, into the row of `masks` that each matcher comes with."""
+        """Write the tokens that may follow, a bit for each, into the row of `masks` given with each matcher."""
         if self._executor is None:
             from llguidance import LLExecutor
 
@@ -102,7 +102,7 @@ _BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32
 
 
 class Matchers:
-    """Compiles grammars for one model, and keeps the latest. All wait for `load`, which another thread runs."""
+    """Compiles grammars for one model, and caches them. Compiling waits for `load`, which another thread runs."""
 
     def __init__(
         self, load_tokenizer: "Callable[[], Tokenizer]", vocab_size: int, eos_token_ids: Sequence[int]
@@ -119,17 +119,17 @@ class Matchers:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read the vocabulary. What fails is told to whoever asks for a matcher."""
+        """Read the vocabulary. A failure is raised by `matcher`."""
         try:
             from engine.text.structured.parser_setup import token_trie
 
             self._trie = token_trie(self._load_tokenizer(), self._vocab_size, self._eos_token_ids)
-        except Exception as error:  # noqa: BLE001 - told to those who need it
+        except Exception as error:  # noqa: BLE001 - raised again by `matcher`
             self._failure = error
         self._loaded.set()
 
     def cached(self, grammar: str) -> Matcher | None:
-        """A new matcher of a grammar that is compiled already; else None. Takes microseconds."""
+        """A new matcher of a cached grammar; None for others. Takes microseconds."""
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
@@ -138,7 +138,7 @@ class Matchers:
         return self._copy(compiled)
 
     def matcher(self, grammar: str) -> Matcher:
-        """A new matcher at the grammar's start. Blocks for as long as compiling takes. Raises `InvalidGrammar`."""
+        """A new matcher at the start of the grammar. Blocks while the grammar is compiled. Raises `InvalidGrammar`."""
         matcher = self.cached(grammar)
         if matcher is not None:
             return matcher
@@ -170,25 +170,25 @@ class Matchers:
         return compiled
 
 
-# The tokens that each row of a step may sample, a bit each, kept between steps by the sampler.
+# The rows of a step that may not sample every token.
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedRow:
-    """A row that may not sample every token."""
+    """The restrictions of one row."""
 
     row: int
     matcher: Matcher | None = None
     ends: Sequence[int] = ()
     """Tokens that may be sampled wherever the grammar may end, besides the model's EOS tokens."""
     withheld: Sequence[int] = ()
-    """Ends not to be sampled, unless the grammar allows nothing else."""
+    """End tokens that must not be sampled, unless the grammar allows no others."""
     allowed: npt.NDArray[np.int32] | None = None
-    """The only tokens of the request, whatever the grammar allows. # [V / 32]"""
+    """The request's `allowed_token_ids`, which hold in addition to the grammar. # [V / 32]"""
 
     @property
     def fields(self) -> list[str]:
-        """What restricts the row, as a client knows it."""
+        """The request's fields that restrict the row."""
         restricting = {"the request's grammar": self.matcher, "allowed_token_ids": self.allowed}
         return [name for name, restriction in restricting.items() if restriction is not None]
 
