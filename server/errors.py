@@ -271,6 +271,13 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
         return refusal(error)
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
+        if error.status_code == 405 and request.headers.get("upgrade", "").lower() == "websocket":
+            # Codex goes over to HTTP at once after a 426, and only after several attempts otherwise.
+            return RouteError(
+                426,
+                f"{request.url.path} does not speak WebSocket; send a POST, with stream true for a stream of events",
+                {"Upgrade": "HTTP/1.1", "Connection": "Upgrade"},
+            )
         if error.status_code == 405:
             headers["Allow"] = _allowed_methods(request)
         return RouteError(error.status_code, _route_sentence(request, error, headers), headers)

@@ -34,6 +34,7 @@ from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
 from server.limits.owners import Owner
 from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
+from server.parsing.registry import NONE
 from server.streaming.hub import Hub
 
 _log = logging.getLogger(__name__)
@@ -216,6 +217,11 @@ class Frontend:
     def max_model_len(self) -> int | None:
         """Longest prompt plus completion in tokens; None while the model loads."""
         return None if self._core.ready is None else self._core.ready.model.max_model_len
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model writes reasoning; false while it loads."""
+        return self._loaded is not None and self._loaded.answer_format.reasoning_parser != NONE
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless `name` is served."""

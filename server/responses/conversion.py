@@ -275,6 +275,18 @@ def _input_message(
     return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": item.output}
 
 
+def retained_messages(items: Iterable[Item], most_characters: int) -> list[MessageItem]:
+    """The newest messages of the user, of at most so many characters together, oldest first."""
+    retained: list[MessageItem] = []
+    for item in reversed(list(items)):
+        if isinstance(item, MessageItem) and item.role == "user":
+            most_characters -= len(item.text)
+            if most_characters < 0:
+                break
+            retained.append(item)
+    return retained[::-1]
+
+
 SUMMARY_INTRODUCTION = (
     "The conversation up to here was replaced by this summary, which you wrote yourself. Go on from it.\n\n"
 )

@@ -31,6 +31,7 @@ from server.responses.tools import Called, ToolTable, echoed
 from server.schemas.chat import TokenLogprob
 from server.schemas.generation import AnswerHead, Usage
 from server.schemas.responses import (
+    CompactedResponse,
     CompactionItem,
     CustomCallItem,
     FunctionCallItem,
@@ -450,7 +451,7 @@ class ResponsesRenderer(Renderer):
 
     def failure(self, error: ApiError) -> bytes:
         opening = b"" if self._is_begun else self.opening()
-        self._response.error = ResponseFailure(str(error), _FAILURES.get(error.code, "server_error"))
+        self._response.error = _failure(error)
         self._end("failed")
         return opening + self._event("response.failed")
 
@@ -507,6 +508,48 @@ class ResponsesRenderer(Renderer):
 
     def _logprobs(self, positions: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         return chat_logprobs(self._tokenizer, positions, as_ids=self._tokens_as_ids).content
+
+
+class CompactionRenderer(Renderer):
+    """The answer to a request that only compacts: what of the conversation stays, and the compaction item."""
+
+    def __init__(self, renderer: ResponsesRenderer, retained: Sequence[MessageItem]) -> None:
+        """`renderer` is that of the response that holds the compaction."""
+        self.head = renderer.head
+        self._renderer = renderer
+        self._retained = retained
+
+    def opening(self) -> bytes:
+        return self._renderer.opening()
+
+    def chunk(self, index: int, delta: RequestDelta) -> bytes:
+        return self._renderer.chunk(index, delta)
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._renderer.closing(usage)
+
+    def whole(self, states: Sequence[RequestState], usage: Usage) -> CompactedResponse:
+        response = self._renderer.whole(states, usage)
+        assert response.usage is not None
+        return CompactedResponse(
+            id=response.id,
+            created_at=response.created_at,
+            output=[*self._retained, *response.output],
+            usage=response.usage,
+        )
+
+
+def failed_stream(request: ResponsesRequest, error: ApiError) -> bytes:
+    """The whole stream of a response that `error` ends before it begins."""
+    response = _new_response(request, SamplingParams(), new_id("resp"), int(time.time()))
+    writer = EventWriter()
+    created = writer.write("response.created", {"response": response})
+    response.status, response.error = "failed", _failure(error)
+    return created + writer.write("response.failed", {"response": response})
+
+
+def _failure(error: ApiError) -> ResponseFailure:
+    return ResponseFailure(str(error), _FAILURES.get(error.code, "server_error"))
 
 
 def _new_response(request: ResponsesRequest, params: SamplingParams, id: str, created_at: int) -> ResponseObject:

@@ -189,7 +189,8 @@ def _function(offered: OfferedTool) -> dict[str, Any]:
 def _freeform_function(offered: OfferedTool, tool: CustomTool) -> dict[str, Any]:
     """A custom tool as a function of one string. A regular expression becomes its pattern, which calls then follow."""
     text: dict[str, Any] = {"type": "string", "description": _INPUT_DESCRIPTION}
-    description = offered.introduction + (tool.description or "")
+    # Clients describe such tools as taking text that is not wrapped in anything, which is not so for the model.
+    description = f"{offered.introduction}{tool.description or ''}\n\nGive the text in `{INPUT}`.".lstrip()
     strict = False
     if tool.format is not None and tool.format.type == "grammar":
         form = "regular expression" if tool.format.syntax == "regex" else "Lark grammar"

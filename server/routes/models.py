@@ -8,7 +8,15 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import BadRequest, speaks_anthropic
 from server.frontend import Frontend
 from server.schemas.body import as_json
-from server.schemas.models import Model, ModelInfo, ModelInfoPage, ModelList
+from server.schemas.models import (
+    CatalogModel,
+    Model,
+    ModelInfo,
+    ModelInfoPage,
+    ModelList,
+    ReasoningLevel,
+    TruncationPolicy,
+)
 
 endpoints = ENDPOINTS.register("models")(EndpointFamily())
 
@@ -19,9 +27,11 @@ _MAX_PAGE = 1000
 async def list_models(http: Request) -> Response:
     """The names under which the model is served."""
     frontend = Frontend.of(http.app)
+    names = frontend.model_names
     if speaks_anthropic(http.scope):
-        return as_json(_page(http, [_model_info(name, frontend) for name in frontend.model_names]))
-    return as_json(ModelList(data=[_model(name, frontend) for name in frontend.model_names]))
+        return as_json(_page(http, [_model_info(name, frontend) for name in names]))
+    catalog = [_catalog_model(name, priority, frontend) for priority, name in enumerate(names)]
+    return as_json(ModelList(data=[_model(name, frontend) for name in names], models=catalog))
 
 
 @endpoints.get("/v1/models/{model:path}", Model)
@@ -30,6 +40,51 @@ async def retrieve_model(http: Request, model: str) -> Response:
     frontend = Frontend.of(http.app)
     frontend.check_model(model)
     return as_json((_model_info if speaks_anthropic(http.scope) else _model)(model, frontend))
+
+
+_LEVELS = [
+    ReasoningLevel("none", "No reasoning, where the model can do without."),
+    ReasoningLevel("low", "Little reasoning."),
+    ReasoningLevel("medium", "The model's own measure."),
+    ReasoningLevel("high", "More reasoning, where the model knows levels."),
+]
+_OUTPUT_SHARE = 16
+"""The part of the context that one output of a tool may fill in an agent."""
+_MOST_OUTPUT_TOKENS = 10_000
+
+
+_AGENT_INSTRUCTIONS = """\
+You are a coding agent. You work for the user in a directory of their machine, through the tools that you are given.
+
+- Go on until the task is done, or until only the user can decide how to go on. Then stop and say so.
+- Look before you change: read the files that matter, and search with `rg` where it is installed. Do not guess what a
+  command or a file says.
+- Change no more than the task needs, in the style of the code around it. Leave the user's other changes alone. Commit,
+  push and delete only when asked to.
+- Where there is a tool that edits files, edit with it; run commands for everything else. Quote paths.
+- Check what you did: run the tests or the program that your change concerns, and read what they print.
+- Follow the instructions in AGENTS.md files of the directories in which you work.
+- Before a longer series of calls, say in one sentence what you are about to do. At the end, say briefly what you
+  changed, in which files, what you checked, and what is left. Do not show whole files.
+"""
+"""Short, because models that run here may have little context to spare."""
+
+
+def _catalog_model(name: str, priority: int, frontend: Frontend) -> CatalogModel:
+    context = frontend.max_model_len
+    limit = _MOST_OUTPUT_TOKENS if context is None else min(_MOST_OUTPUT_TOKENS, context // _OUTPUT_SHARE)
+    return CatalogModel(
+        slug=name,
+        display_name=name,
+        description="Served by Kaon.",
+        default_reasoning_level="medium" if frontend.reasons else None,
+        supported_reasoning_levels=_LEVELS if frontend.reasons else [],
+        priority=priority,
+        base_instructions=_AGENT_INSTRUCTIONS,
+        truncation_policy=TruncationPolicy("tokens", limit),
+        context_window=context,
+        max_context_window=context,
+    )
 
 
 def _model(name: str, frontend: Frontend) -> Model:

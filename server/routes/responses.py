@@ -1,22 +1,25 @@
 """`/v1/responses`: create, retrieve, delete and cancel responses, list their input items, count input tokens."""
 
 import time
-from typing import Any
+from collections.abc import AsyncGenerator
+from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 
 from server.endpoints import ENDPOINTS, EndpointFamily
-from server.errors import BadRequest
+from server.errors import ApiError, BadRequest
 from server.frontend import Frontend, owner_of
 from server.limits.owners import Owner
 from server.request_builder import PreparedChat, accept, new_sequences, read_request
-from server.responses.conversion import prepare
-from server.responses.rendering import ResponsesRenderer
+from server.responses.conversion import prepare, retained_messages
+from server.responses.rendering import CompactionRenderer, ResponsesRenderer, failed_stream
 from server.responses.service import ResponsesService
 from server.responses.store import EventLog, StoredResponse, Turn, stored_items
 from server.responses.tools import ToolTable
 from server.schemas.body import as_json, json_response
 from server.schemas.responses import (
+    CompactedResponse,
+    CompactRequest,
     DeletedResponse,
     InputTokens,
     InputTokensRequest,
@@ -56,38 +59,97 @@ _LIST_PARAMETERS = [
 _EXAMPLE = {"input": "What is the capital of France?", "temperature": 0, "max_output_tokens": 32}
 
 
+class _Answer(NamedTuple):
+    """A response that can run."""
+
+    turn: Turn
+    renderer: ResponsesRenderer
+    generation: Generation
+
+
 @endpoints.post("/v1/responses", ResponseObject, request=ResponsesRequest, example=_EXAMPLE, streams=True)
 async def create_response(http: Request) -> Response:
     """Answer the next turn of a conversation."""
     arrival_time = time.monotonic()
     service = ResponsesService.of(http.app)
-    async with accept(http, ResponsesRequest) as (request, frontend, owner):
-        frontend.admission.precheck(owner.party, 1)
-        turn, tools, chat = await _prepare(request, frontend, service, owner)
+    request: ResponsesRequest | None = None
+    try:
+        async with accept(http, ResponsesRequest) as (request, frontend, owner):
+            answer = await _prepare_answer(request, frontend, service, owner, arrival_time)
+        if not request.background:
+            return await answer.generation.respond(http, answer.renderer, stream=request.stream)
+        log = EventLog() if request.stream else None
+        renderer, generation = answer.renderer, answer.generation
+        service.start(renderer, generation.events(renderer), generation.end, owner, answer.turn, log)
+        return json_response(renderer.snapshot()) if log is None else EventStream(log.follow(0))
+    except ApiError as error:
+        if request is None or not request.stream or not _is_read_as_event(http, error):
+            raise
+        return EventStream(_only(failed_stream(request, error)))
 
-        def keep(response: ResponseObject) -> None:
-            if request.store:
-                service.keep(response, owner, turn)
 
-        sequences = new_sequences(
-            request,
-            chat.prompt,
-            chat.grammar,
-            frontend,
-            owner,
-            arrival_time,
-            visible_token_ids=chat.visible_token_ids,
-        )
-        params, tokenizer = chat.prompt.params, frontend.loaded.processor.tokenizer
-        seal = service.sealer(owner)
-        parser = chat.new_parser()
-        renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, parser, tools, seal, keep)
-        generation = Generation(frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout)
-    if not request.background:
-        return await generation.respond(http, renderer, stream=request.stream)
-    log = EventLog() if request.stream else None
-    service.start(renderer, generation.events(renderer), generation.end, owner, turn, log)
-    return json_response(renderer.snapshot()) if log is None else EventStream(log.follow(0))
+_EVENT_CODES = ("context_length_exceeded", "rate_limit_exceeded")
+
+
+def _is_read_as_event(http: Request, error: ApiError) -> bool:
+    """Whether the client acts on `error` only as the event `response.failed`, and gives up at an HTTP error.
+
+    Codex compacts a conversation that is too long, and waits where the server is full, but on this event only.
+    """
+    return error.code in _EVENT_CODES and http.headers.get("originator", "").startswith("codex")
+
+
+async def _only(events: bytes) -> AsyncGenerator[bytes, None]:
+    yield events
+
+
+@endpoints.post(
+    "/v1/responses/compact",
+    CompactedResponse,
+    request=CompactRequest,
+    example={"input": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5."}]},
+)
+async def compact_response(http: Request) -> Response:
+    """Replace a conversation by the newest messages of its user and one item with a summary that the model writes."""
+    arrival_time = time.monotonic()
+    service = ResponsesService.of(http.app)
+    async with accept(http, CompactRequest) as (request, frontend, owner):
+        request.store = False
+        answer = await _prepare_answer(request, frontend, service, owner, arrival_time)
+        items, most = answer.turn.context(), frontend.loaded.max_model_len
+    renderer = CompactionRenderer(answer.renderer, retained_messages(items, most * _CHARACTERS_OF_TOKEN // 4))
+    return await answer.generation.respond(http, renderer, stream=False)
+
+
+_CHARACTERS_OF_TOKEN = 4
+
+
+async def _prepare_answer(
+    request: ResponsesRequest, frontend: Frontend, service: ResponsesService, owner: Owner, arrival_time: float
+) -> _Answer:
+    """Raises `BadRequest`, `NotReady` and `Overloaded`."""
+    frontend.admission.precheck(owner.party, 1)
+    turn, tools, chat = await _prepare(request, frontend, service, owner)
+
+    def keep(response: ResponseObject) -> None:
+        if request.store:
+            service.keep(response, owner, turn)
+
+    sequences = new_sequences(
+        request,
+        chat.prompt,
+        chat.grammar,
+        frontend,
+        owner,
+        arrival_time,
+        visible_token_ids=chat.visible_token_ids,
+    )
+    params, tokenizer = chat.prompt.params, frontend.loaded.processor.tokenizer
+    seal = service.sealer(owner)
+    parser = chat.new_parser()
+    renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, parser, tools, seal, keep)
+    generation = Generation(frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout)
+    return _Answer(turn, renderer, generation)
 
 
 @endpoints.post(

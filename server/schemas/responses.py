@@ -111,7 +111,16 @@ _Caller: TypeAlias = Annotated[dict[str, Any] | None, FewFields, Field(descripti
 _Async: TypeAlias = Annotated[bool | None, Field(alias="async", description=NO_CHANGE)]
 
 
-class InputMessage(RequestModel):
+class _InputItem(RequestModel):
+    """What all items share: fields of agents that have no effect here."""
+
+    internal_chat_message_metadata_passthrough: Annotated[
+        dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)
+    ] = None
+    metadata: Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)] = None
+
+
+class InputMessage(_InputItem):
     type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Parts
@@ -121,7 +130,7 @@ class InputMessage(RequestModel):
     end_turn: Annotated[bool | None, Field(description=NO_CHANGE)] = None
 
 
-class InputFunctionCall(RequestModel):
+class InputFunctionCall(_InputItem):
     """A call that the model made earlier."""
 
     type: Literal["function_call"]
@@ -137,7 +146,7 @@ class InputFunctionCall(RequestModel):
     async_: _Async = None
 
 
-class InputFunctionCallOutput(RequestModel):
+class InputFunctionCallOutput(_InputItem):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -151,7 +160,7 @@ class InputFunctionCallOutput(RequestModel):
     caller: _Caller = None
 
 
-class InputCustomCall(RequestModel):
+class InputCustomCall(_InputItem):
     """A call of a custom tool that the model made earlier."""
 
     type: Literal["custom_tool_call"]
@@ -167,7 +176,7 @@ class InputCustomCall(RequestModel):
     async_: _Async = None
 
 
-class InputCustomCallOutput(RequestModel):
+class InputCustomCallOutput(_InputItem):
     """The result of a custom tool's call."""
 
     type: Literal["custom_tool_call_output"]
@@ -191,7 +200,7 @@ class InputReasoningText(RequestModel):
     text: str
 
 
-class InputReasoning(RequestModel):
+class InputReasoning(_InputItem):
     """Earlier reasoning, for chat templates that show it. Without content, its summary is used."""
 
     type: Literal["reasoning"]
@@ -203,7 +212,7 @@ class InputReasoning(RequestModel):
     status: _ItemStatus = None
 
 
-class InputCompaction(RequestModel):
+class InputCompaction(_InputItem):
     """A summary that this server wrote and sealed when a conversation was compacted."""
 
     type: Literal["compaction", "compaction_summary", "context_compaction"]
@@ -212,7 +221,7 @@ class InputCompaction(RequestModel):
     created_by: Annotated[str | None, Field(description=NO_CHANGE)] = None
 
 
-class InputCompactionTrigger(RequestModel):
+class InputCompactionTrigger(_InputItem):
     """As the last item: answer with a compaction item that stands for the conversation so far."""
 
     type: Literal["compaction_trigger"]
@@ -250,7 +259,7 @@ class InputHostedItem(RequestModel):
     id: str | None = None
 
 
-class InputReference(RequestModel):
+class InputReference(_InputItem):
     """An item of a stored response, by its id."""
 
     type: Literal["item_reference"] | None = "item_reference"
@@ -414,7 +423,7 @@ ResponseTool: TypeAlias = Annotated[
 ]
 
 
-class InputTools(RequestModel):
+class InputTools(_InputItem):
     """Further tools, which count as if they were in `tools` of the same request."""
 
     type: Literal["additional_tools", "tool_search_output"]
@@ -455,9 +464,8 @@ def _to_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Input: TypeAlias = Annotated[
+_AnyInput: TypeAlias = Annotated[
     Items[InputItem],
-    Field(min_length=1),
     BeforeValidator(
         _to_items,
         json_schema_input_type=str
@@ -476,6 +484,7 @@ Input: TypeAlias = Annotated[
         ],
     ),
 ]
+Input: TypeAlias = Annotated[_AnyInput, Field(min_length=1)]
 """A user's text, or a list of items; read as a list."""
 
 
@@ -812,7 +821,7 @@ class ResponsesRequest(SamplingFields):
     @property
     def compacts(self) -> bool:
         """Whether the answer is a compaction of the conversation."""
-        return isinstance(self.input[-1], InputCompactionTrigger)
+        return bool(self.input) and isinstance(self.input[-1], InputCompactionTrigger)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -824,6 +833,26 @@ class InputTokensRequest(ResponsesRequest):
 
     model: str = ""
     """Name of a served model; default: the first."""
+
+
+class CompactRequest(ResponsesRequest):
+    """Body of `POST /v1/responses/compact`: a request for a response, in whose place the conversation is compacted."""
+
+    input: _AnyInput = []  # noqa: RUF012
+    """The conversation, or what comes after `previous_response_id`."""
+
+    stream: Annotated[Literal[False], _only(False)] = False
+    background: Annotated[Literal[False], _only(False)] = False
+
+    @model_validator(mode="after")
+    def _has_a_conversation(self) -> "CompactRequest":
+        if not self.input and self.previous_response_id is None:
+            raise sentence("input is missing; send the conversation to compact, or previous_response_id")
+        return self
+
+    @property
+    def compacts(self) -> bool:
+        return True
 
 
 # -- answers --------------------------------------------------------------------------------------------------------
@@ -903,6 +932,17 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None = None
     user: str | None
+
+
+class CompactedResponse(msgspec.Struct, kw_only=True):
+    """Answer to `POST /v1/responses/compact`. `output` takes the place of the conversation in the next request."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[OutputItem]
+    """The newest messages of the user, as many as fit a quarter of the context, and the compaction item."""
+    usage: ResponseUsage
 
 
 class DeletedResponse(msgspec.Struct):

@@ -36,12 +36,15 @@ def free_port() -> int:
 class KaonServer(LoggedProcess):
     """A server process. `ready` waits for its start line; `stop` ends it."""
 
-    def __init__(self, log: Path, port: int, **settings: Any) -> None:
+    def __init__(
+        self, log: Path, port: int, *, before: str = "", environment: dict[str, str] | None = None, **settings: Any
+    ) -> None:
+        """`before` is Python that runs first; `environment` holds further variables."""
         settings = {**SETTINGS, **settings}
         settings["server_config"] = {"port": port, **settings.get("server_config", {})}
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        super().__init__(run_config(Config.model_validate(settings)), log)
+        super().__init__(run_config(Config.model_validate(settings), before), log, **(environment or {}))
 
     def ready(self) -> Self:
         """Wait until it serves; the start line is then in `start_line`."""

@@ -18,7 +18,7 @@ GENERATES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/me
 POOLS = {"/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
 """Those that the shared server's model does not do: `test_http_embeddings` has servers of models that do."""
 COUNTS = {"/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize"}
-READS = sorted({*GENERATES, *POOLS, *COUNTS, "/detokenize"})
+READS = sorted({*GENERATES, *POOLS, *COUNTS, "/v1/responses/compact", "/detokenize"})
 GETS = ["/", "/v1/models", "/v1/models/{model}", "/version", "/livez", "/readyz", "/health", "/ping", "/metrics"]
 BATCHES = {
     "/v1/files",

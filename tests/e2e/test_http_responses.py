@@ -1,6 +1,7 @@
 """`/v1/responses` through the official client: answers, events, conversations, the store, and the background."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -236,6 +237,24 @@ def test_a_background_stream_is_taken_up_where_it_was_left(client: openai.OpenAI
     assert rest[-1].response == client.responses.retrieve(id)
     with client.responses.stream(response_id=id) as again:
         assert again.get_final_response().output_text == rest[-1].response.output_text
+
+
+def test_a_forced_member_of_a_namespace_follows_its_schema(client: openai.OpenAI) -> None:
+    crm: Any = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [WEATHER]}
+    for choice in ({"type": "function", "name": "get_weather", "namespace": "crm"}, "required"):
+        (call,) = ask(client, "Hi", tools=[crm], tool_choice=choice, parallel_tool_calls=False).output
+        assert isinstance(call, ResponseFunctionToolCall)
+        assert (call.namespace, call.name) == ("crm", "get_weather")
+        assert json.loads(call.arguments).keys() == {"city"}
+
+
+def test_a_forced_custom_tool_follows_its_regular_expression(client: openai.OpenAI) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": '"(ab|c\\\\d){1,4}"\n'}
+    tool: Any = {"type": "custom", "name": "code", "description": "Takes a code.", "format": form}
+    choice = {"type": "custom", "name": "code"}
+    (call,) = ask(client, "Hi", tools=[tool], tool_choice=choice, temperature=1, extra_body={"seed": 1}).output
+    assert call.type == "custom_tool_call"
+    assert re.fullmatch(form["definition"], call.input)
 
 
 BAD: list[tuple[dict[str, Any], str | None]] = [

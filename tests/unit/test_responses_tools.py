@@ -84,7 +84,7 @@ def test_tools_among_the_items_count_too() -> None:
 def test_custom_tools_are_functions_of_one_string() -> None:
     regex = {"type": "grammar", "syntax": "regex", "definition": "a|b+"}
     plain, bound = table_of(PATCH, {**PATCH, "name": "bound", "format": regex}).chat_tools()
-    assert plain["function"]["description"] == "Edit."
+    assert plain["function"]["description"] == "Edit.\n\nGive the text in `input`."
     assert plain["function"]["parameters"]["required"] == ["input"]
     assert not plain["function"]["strict"]
     assert bound["function"]["strict"]

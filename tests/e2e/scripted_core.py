@@ -1,0 +1,122 @@
+"""An engine core whose model says what a script tells it: the real server, loop and sockets around chosen answers.
+
+Run in place of `engine.core.main`. `SCRIPTED_CORE` in its environment names a JSON file: a list of rules
+`{"when": PATTERN, "say": TEXT}`. The answer to a prompt is the text of the first rule whose pattern is found in the
+prompt; a prompt that no rule fits is answered with `NO_RULE`. The tokens are those of the embedded checkpoint, so that
+text passes its tokenizer, its chat template and the parsers of its dialects.
+"""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config.config import Config
+from engine.config.paths import resolve_checkpoint
+from engine.core import main as core_main
+from engine.core.scheduler import Scheduler
+from engine.core.startup import LoadedModel, PhaseClock
+from engine.messages import ModelInfo
+from engine.sequence import Sequence
+from engine.text.tokenizer import Tokenizer
+
+NO_RULE = "No rule of the script fits this prompt."
+SCRIPT = "SCRIPTED_CORE"
+CONTEXT = "SCRIPTED_CORE_CONTEXT"
+"""Variable with the length of the context; default: 131072."""
+
+_EOS = 2
+_NUM_BLOCKS = 32_768
+_BLOCK_SIZE = 16
+
+
+class Script:
+    """The rules, and the answers of the sequences that run."""
+
+    def __init__(self, file: Path, tokenizer: Tokenizer) -> None:
+        rules: list[dict[str, Any]] = json.loads(file.read_text())
+        self._rules = [(re.compile(rule["when"], re.DOTALL), rule["say"]) for rule in rules]
+        self._tokenizer = tokenizer
+        self._answers: dict[int, tuple[int, list[int]]] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        """Choose the answer to the prompt of `seq`."""
+        prompt = self._tokenizer.decode(seq.token_ids[: seq.num_prompt_tokens], skip_special_tokens=False)
+        text = next((say for pattern, say in self._rules if pattern.search(prompt)), NO_RULE)
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        self._answers[seq.id] = (seq.num_prompt_tokens, [*tokens, _EOS])
+
+    def token(self, seq_id: int, length: int) -> int:
+        """The token behind the first `length` ones of a sequence."""
+        start, tokens = self._answers[seq_id]
+        return tokens[min(max(length - start, 0), len(tokens) - 1)]
+
+
+class ScriptedRunner:
+    """Samples the tokens of the script, five hundred a second at most for each sequence."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
+        time.sleep(0.002)
+        lengths = zip(batch.req_ids, batch.context_lens, strict=True)
+        return ScheduledBatchOutput({id: (self._script.token(id, length),) for id, length in lengths})
+
+    def launch(self, batch: ScheduledBatch, /) -> "ScriptedStep":
+        return ScriptedStep(self.forward(batch))
+
+    def prepare_ahead(self) -> bool:
+        return False
+
+
+class ScriptedStep:
+    """A step that was over when it was launched."""
+
+    def __init__(self, output: ScheduledBatchOutput) -> None:
+        self._output = output
+
+    def sample(self) -> None:
+        pass
+
+    def result(self) -> ScheduledBatchOutput:
+        return self._output
+
+    def wait(self) -> None:
+        pass
+
+
+def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
+    """Stands in for `engine.core.startup.load_model`."""
+    context = int(os.environ.get(CONTEXT, "131072"))
+    checkpoint = resolve_checkpoint(None)
+    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    script = Script(Path(os.environ[SCRIPT]), tokenizer)
+    add = Scheduler.add
+
+    def add_scripted(self: Scheduler, seq: Sequence) -> None:
+        script.begin(seq)
+        add(self, seq)
+
+    Scheduler.add = add_scripted  # type: ignore[method-assign]
+    config = config.model_copy(
+        update={"num_kvcache_blocks": _NUM_BLOCKS, "max_model_len": context, "eos_token_id": _EOS}
+    )
+    vocab_size = 50_000
+    info = ModelInfo(
+        "ScriptedForCausalLM", "float32", "cpu", "cpu", 0, vocab_size, context, [_EOS], _BLOCK_SIZE, _NUM_BLOCKS
+    )
+    return LoadedModel(
+        ScriptedRunner(script),  # type: ignore[arg-type]
+        config,
+        info,
+        lambda: Tokenizer.from_checkpoint(checkpoint),
+    )
+
+
+if __name__ == "__main__":
+    core_main.load_model = load_model
+    core_main.main()

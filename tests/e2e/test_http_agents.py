@@ -1,0 +1,226 @@
+"""Turns of coding agents through `/v1/responses`: what they send is read, and what they rely on is answered.
+
+The model says what a script tells it, and its chat template shows all that it is given.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai._streaming import SSEDecoder
+
+from tests.e2e.agent_requests import CODEX_HEADERS, HOSTED, as_codex_returns, codex, message
+from tests.e2e.kaon_server import MODEL
+from tests.e2e.scripted_server import ScriptedServer
+
+PATCH = '*** Begin Patch\n*** Add File: a.txt\n+say "é"\n+C:\\x\n*** End Patch\n'
+SUMMARY = "The user wants a patch; a.txt is written."
+
+
+def call(name: str, **arguments: Any) -> str:
+    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+RULES = [
+    (r'write a summary that will replace this conversation[^"]*"\}\]', SUMMARY),
+    (r"replaced by this summary.*" + SUMMARY, "I go on from the summary."),
+    (r'"role": "tool"[^}]*milk', "Buy milk."),
+    (r'"role": "tool"[^}]*content of type image', "I see no image."),
+    (r'"reasoning_content": "I weigh it\."', "I remember that I weighed it."),
+    (r"Read my note", "I read it.\n" + call("mcp__notes__read_note", title="shopping")),
+    (r"Patch it", "<think>I weigh it.</think>\n\n" + call("apply_patch", input=PATCH)),
+    (r"Run two", call("exec_command", cmd="ls") + "\n" + call("multi_agent_v1__spawn_agent", message="Count.")),
+    (r"", "Hello."),
+]
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    running = ScriptedServer(tmp_path_factory.mktemp("scripted") / "log", RULES).ready()
+    yield running
+    assert running.stop() == 0
+    assert "Traceback" not in running.stderr
+
+
+@pytest.fixture
+def http(scripted: ScriptedServer) -> Iterator[httpx.Client]:
+    with scripted.http() as client:
+        yield client
+
+
+def frames(pieces: Iterator[bytes]) -> list[tuple[str | None, Any]]:
+    """The events of a stream that arrives in pieces, as the official client's decoder takes them."""
+    return [(each.event, each.json()) for each in SSEDecoder().iter_bytes(pieces)]
+
+
+def turn(http: httpx.Client, body: dict[str, Any]) -> tuple[list[Any], httpx.Response]:
+    """The events of a turn. However its bytes are cut, the stream is the same."""
+    answer = http.post("/v1/responses", json=body, headers=CODEX_HEADERS)
+    assert answer.status_code == 200, answer.text
+    whole = frames(iter([answer.content]))
+    assert frames(bytes([each]) for each in answer.content) == whole
+    assert [name for name, _ in whole] == [event["type"] for _, event in whole]
+    assert [event["sequence_number"] for _, event in whole] == list(range(len(whole)))
+    return [event for _, event in whole], answer
+
+
+def completed(events: list[Any]) -> list[Any]:
+    """The items of a response, which are those that its events ended."""
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == "response.completed"
+    response = events[-1]["response"]
+    usage = response["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] > 0
+    assert {"cached_tokens"} <= usage["input_tokens_details"].keys()
+    assert {"reasoning_tokens"} <= usage["output_tokens_details"].keys()
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert items == response["output"]
+    return items
+
+
+def test_codex_gets_an_answer_and_hears_what_was_left_out(http: httpx.Client) -> None:
+    events, answer = turn(http, codex(message("user", "Say hello.")))
+    (said,) = completed(events)
+    assert said["content"][0]["text"] == "Hello."
+    assert answer.headers["x-kaon-ignored"] == HOSTED
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-request-id"]
+
+
+def test_a_tool_of_an_mcp_server_is_called_by_its_two_names_and_answered(http: httpx.Client) -> None:
+    asked = message("user", "Read my note.")
+    said, called = completed(turn(http, codex(asked))[0])
+    assert said["content"][0]["text"] == "I read it."
+    assert (called["type"], called["namespace"], called["name"]) == ("function_call", "mcp__notes", "read_note")
+    assert json.loads(called["arguments"]) == {"title": "shopping"}
+    output = {"type": "function_call_output", "call_id": called["call_id"], "output": "milk"}
+    history = [asked, as_codex_returns(said), as_codex_returns(called), output]
+    assert completed(turn(http, codex(*history))[0])[0]["content"][0]["text"] == "Buy milk."
+
+
+def test_a_patch_is_streamed_as_text_and_reasoning_comes_back_sealed(http: httpx.Client) -> None:
+    asked = message("user", "Patch it.")
+    events, _ = turn(http, codex(asked))
+    reasoning, called = completed(events)
+    assert (called["type"], called["name"], called["input"]) == ("custom_tool_call", "apply_patch", PATCH)
+    deltas = [event for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(event["delta"] for event in deltas) == PATCH
+    assert len(deltas) > 3
+    assert {event["item_id"] for event in deltas} == {called["id"]}
+    assert "weigh" not in reasoning["encrypted_content"]
+    output = {"type": "custom_tool_call_output", "call_id": called["call_id"], "output": "Done."}
+    history = [asked, as_codex_returns(reasoning), as_codex_returns(called), output]
+    assert completed(turn(http, codex(*history))[0])[0]["content"][0]["text"] == "I remember that I weighed it."
+
+
+def test_calls_of_two_kinds_stand_in_one_answer(http: httpx.Client) -> None:
+    shell, agent = completed(turn(http, codex(message("user", "Run two.")))[0])
+    assert (shell["name"], shell.get("namespace")) == ("exec_command", None)
+    assert (agent["name"], agent["namespace"]) == ("spawn_agent", "multi_agent_v1")
+
+
+def test_an_image_in_a_tools_output_is_a_note(http: httpx.Client) -> None:
+    called = {"type": "function_call", "call_id": "c1", "name": "view_image", "arguments": '{"path": "x"}'}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "high"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": [image]}
+    events, answer = turn(http, codex(message("user", "Look."), called, output))
+    assert completed(events)[0]["content"][0]["text"] == "I see no image."
+    assert "input[5].output[0] (input_image)" in answer.headers["x-kaon-ignored"]
+
+
+def test_reasoning_that_was_changed_is_refused(http: httpx.Client) -> None:
+    asked = message("user", "Patch it.")
+    reasoning = as_codex_returns(completed(turn(http, codex(asked))[0])[0])
+    blob = reasoning["encrypted_content"]
+    reasoning["encrypted_content"] = blob[:40] + ("A" if blob[40] != "A" else "B") + blob[41:]
+    answer = http.post("/v1/responses", json=codex(asked, reasoning), headers=CODEX_HEADERS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_encrypted_content")
+
+
+def test_a_compaction_takes_the_place_of_the_conversation(http: httpx.Client) -> None:
+    history = [message("user", "Patch it."), message("assistant", "It is done."), message("user", "Thanks.")]
+    events, _ = turn(http, codex(*history, {"type": "compaction_trigger"}))
+    (item,) = completed(events)
+    assert item["type"] == "compaction"
+    rest = codex(message("user", "Thanks."), item, message("user", "And now?"))
+    assert completed(turn(http, rest)[0])[0]["content"][0]["text"] == "I go on from the summary."
+
+
+def test_the_endpoint_for_compaction_keeps_what_the_user_said(scripted: ScriptedServer) -> None:
+    history: list[Any] = [message("user", "Patch it."), message("assistant", "Done."), message("user", "Thanks.")]
+    with scripted.client() as client:
+        compacted = client.responses.compact(model=MODEL, input=history, instructions="You are an agent.")
+        assert compacted.object == "response.compaction"
+        assert [item.type for item in compacted.output] == ["message", "message", "compaction"]
+        kept = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
+        answer = client.responses.create(model=MODEL, input=[*kept, {"role": "user", "content": "And now?"}])
+        assert answer.output_text == "I go on from the summary."
+        assert compacted.usage.output_tokens > 0
+        first = client.responses.create(model=MODEL, input="Patch it.")
+        again = client.responses.compact(model=MODEL, previous_response_id=first.id)
+        assert [item.type for item in again.output] == ["message", "compaction"]
+        for wrong in ({}, {"input": "Hi", "extra_body": {"stream": True}}):
+            with pytest.raises(openai.BadRequestError):
+                client.responses.compact(model=MODEL, **wrong)
+
+
+def test_a_compaction_of_another_server_is_refused(http: httpx.Client) -> None:
+    body = codex({"type": "compaction", "encrypted_content": "gAAAA"}, message("user", "And now?"))
+    answer = http.post("/v1/responses", json=body, headers=CODEX_HEADERS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_encrypted_content")
+
+
+def test_a_websocket_is_refused_such_that_codex_goes_over_to_http(http: httpx.Client) -> None:
+    headers = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "eA==",
+    }
+    answer = http.get("/v1/responses", headers=headers)
+    assert answer.status_code == 426
+    assert "does not speak WebSocket; send a POST" in answer.json()["error"]["message"]
+    assert http.get("/v1/responses").status_code == 405
+
+
+def test_the_catalog_names_what_codex_needs(http: httpx.Client) -> None:
+    listed = http.get("/v1/models", params={"client_version": "0.169.0"}).json()
+    (model,) = listed["models"]
+    assert model["slug"] == listed["data"][0]["id"] == MODEL
+    assert model["context_window"] == 131072
+    assert [level["effort"] for level in model["supported_reasoning_levels"]] == ["none", "low", "medium", "high"]
+    assert model["apply_patch_tool_type"] == "freeform"
+    assert model["base_instructions"]
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """A server with a context that no turn of an agent fits."""
+    log = tmp_path_factory.mktemp("narrow") / "log"
+    running = ScriptedServer(log, RULES, context=512).ready()
+    yield running
+    assert running.stop() == 0
+
+
+def test_codex_reads_in_the_stream_that_its_prompt_is_too_long(narrow: ScriptedServer) -> None:
+    with narrow.http() as http:
+        events, _ = turn(http, codex(message("user", "Say hello. " * 200)))
+        assert [event["type"] for event in events] == ["response.created", "response.failed"]
+        assert events[-1]["response"]["error"]["code"] == "context_length_exceeded"
+        for headers, stream in ((CODEX_HEADERS, False), ({}, True)):
+            body = codex(message("user", "Say hello. " * 200), stream=stream)
+            refused = http.post("/v1/responses", json=body, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_conversation_beyond_the_context_is_compacted_from_its_end(narrow: ScriptedServer) -> None:
+    with narrow.client() as client:
+        long: list[Any] = [*itertools.repeat({"role": "user", "content": "Say hello. " * 10}, 40)]
+        compacted = client.responses.compact(model=MODEL, input=long)
+        assert compacted.output[-1].type == "compaction"
+        assert 1 < len(compacted.output) < 10
