@@ -5,13 +5,13 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.e2e.kaon_server import PLAIN_HTTP, START_SECONDS, KaonServer
 from tests.fuzz.test_hostile_requests import neighbour
 from tests.unit.anthropic_bodies import BODIES
 
-NUM_BODIES = 500
 _AT_A_TIME = 16
 
 
@@ -28,8 +28,9 @@ def drawn(count: int) -> list[bytes]:
     return bodies
 
 
-async def test_any_body_is_answered_or_refused_and_disturbs_nobody(server: KaonServer) -> None:
-    bodies = await asyncio.to_thread(drawn, NUM_BODIES)
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+async def test_any_body_is_answered_or_refused_and_disturbs_nobody(server: KaonServer, count: int) -> None:
+    bodies = await asyncio.to_thread(drawn, count)
     async with httpx.AsyncClient(base_url=server.url, timeout=START_SECONDS, verify=PLAIN_HTTP) as http:
         alone = await neighbour(http)
         is_over = asyncio.Event()
@@ -50,7 +51,7 @@ async def test_any_body_is_answered_or_refused_and_disturbs_nobody(server: KaonS
                 _check(body, answer)
         is_over.set()
         await streams
-    assert len(statuses) >= NUM_BODIES * 0.9
+    assert len(statuses) >= count * 0.9
     assert set(told) == {alone}
     assert 200 in statuses
     assert 400 in statuses
@@ -66,6 +67,6 @@ def _check(body: bytes, answer: httpx.Response) -> None:
     assert 400 <= answer.status_code < 500, what
     error = answer.json()
     assert error["type"] == "error", what
-    assert error["error"]["type"] in ("invalid_request_error", "not_found_error"), what
+    assert error["error"]["type"] in ("invalid_request_error", "not_found_error", "timeout_error"), what
     assert error["error"]["message"], what
     assert error["request_id"] == answer.headers["request-id"], what

@@ -55,9 +55,8 @@ TOOLS = st.fixed_dictionaries(
         "strict": st.booleans() | VALUES,
     },
 )
-_FIELDS = st.dictionaries(
-    st.sampled_from(sorted(MessagesRequest.model_fields)) | st.text(max_size=9), VALUES, max_size=2
-)
+_NAMES = st.sampled_from(sorted(MessagesRequest.model_fields)) | st.text(max_size=9)
+_FIELDS = st.dictionaries(_NAMES, VALUES, max_size=2)
 
 
 def _body(messages: Any, tools: Any, choice: Any, thinking: Any, fields: dict[str, Any]) -> dict[str, Any]:
