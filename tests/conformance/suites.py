@@ -38,9 +38,15 @@ SUITES = (
     ),
     Suite(
         "node",
-        ("openai", "ai", "@ai-sdk/openai-compatible"),
-        ("node/openai.test.mjs", "node/ai_sdk.test.mjs"),
-        "the npm client, and the Vercel AI SDK's OpenAI-compatible provider",
+        ("openai", "@anthropic-ai/sdk", "ai", "@ai-sdk/openai-compatible"),
+        ("node/openai.test.mjs", "node/anthropic.test.mjs", "node/ai_sdk.test.mjs"),
+        "the npm clients of both APIs, and the Vercel AI SDK's OpenAI-compatible provider",
+    ),
+    Suite(
+        "anthropic",
+        ("anthropic",),
+        ("test_anthropic.py",),
+        "Anthropic's official client: messages, tools, structured output, counts and errors, plain and streamed",
     ),
     Suite(
         "langchain",
