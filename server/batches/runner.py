@@ -46,7 +46,7 @@ _ATTEMPTS = 3
 """How often a line that the server failed on is tried."""
 _TRY_AGAIN = (429, 503)
 
-_PRIORITISED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_PRIORITISED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """Endpoints whose requests have a priority."""
 
 
