@@ -44,6 +44,8 @@ from server.schemas.body import RequestModel, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.completions import CompletionRequest
 from server.schemas.generation import SamplingFields
+from server.schemas.messages import MessagesRequest
+from server.schemas.pooling import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from server.schemas.responses import ResponsesRequest
 from server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.unit.answers.dialect_texts import USE, parsed
@@ -82,6 +84,11 @@ BODIES: tuple[type[RequestModel], ...] = (
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    MessagesRequest,
+    EmbeddingRequest,
+    ClassifyRequest,
+    ScoreRequest,
+    RerankRequest,
 )
 
 
