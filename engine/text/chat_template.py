@@ -54,6 +54,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._templates = {name: _compile(environment, title, source) for name, source in templates.items()}
 
+        self._shown_roles: dict[tuple[str, bool], bool] = {}
+        """What `_shows` found out, by its arguments."""
         self.source = "\n".join(templates.values())
         """The templates' text, which tells how the model was taught to write."""
 
@@ -85,6 +87,8 @@ class ChatTemplate:
         Everything given is plain JSON data, tool-call arguments as objects. Raises `ValueError` with the template's
         own words when it refuses the messages or fails on them.
         """
+        if any(message.get("role") in _INSTRUCTING for message in messages):
+            messages = self._with_shown_roles(messages)
         values = {**self._special_tokens, "documents": None, **variables}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         pieces = []
@@ -103,11 +107,62 @@ class ChatTemplate:
             raise ValueError(f"{self._title} fails on these messages: {error}") from error
         return "".join(pieces)
 
+    def _with_shown_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """`messages` with roles for instructions that the template shows: many leave out `developer`, or refuse or
+        leave out instructions behind the first message, of which agents send several.
+
+        Those at the beginning become one message where only one is shown, those between turns a user's.
+        """
+        first = next((index for index, each in enumerate(messages) if each.get("role") not in _INSTRUCTING), None)
+        beginning, rest = messages[:first], messages[len(messages) if first is None else first :]
+        shown: list[Mapping[str, Any]] = []
+        for message in beginning:
+            role = message["role"] if self._shows(message["role"], late=False) else "system"
+            if shown and not self._shows(role, late=True) and (joined := _joined(shown[-1], message)) is not None:
+                shown[-1] = joined
+            else:
+                shown.append({**message, "role": role})
+        for message in rest:
+            if message.get("role") in _INSTRUCTING:
+                roles = (message["role"], "system")
+                message = {**message, "role": next((role for role in roles if self._shows(role, late=True)), "user")}
+            shown.append(message)
+        return shown
+
+    def _shows(self, role: str, *, late: bool) -> bool:
+        """Whether the template shows a message of `role` at the beginning, or `late`, between turns of a chat."""
+        known = self._shown_roles.get((role, late))
+        if known is None:
+            message, user = {"role": role, "content": _PROBE}, {"role": "user", "content": "Hi"}
+            chat = [user, {"role": "assistant", "content": "Hi"}, message, user] if late else [message, user]
+            try:
+                known = _PROBE in self._templates["default"].render(
+                    {**self._special_tokens, "documents": None, "messages": chat, "add_generation_prompt": True}
+                )
+            except (KeyError, jinja2.TemplateError, *_EXPRESSION_ERRORS):
+                known = False
+            self._shown_roles[role, late] = known
+        return known
+
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise ValueError(f"there is no default among its templates {sorted(self._templates)}")
         return self._templates[name]
+
+
+_INSTRUCTING = ("system", "developer")
+"""Roles of messages that instruct the model."""
+
+_PROBE = "kaon-probe"
+
+
+def _joined(message: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Two messages of text as one; None for others."""
+    texts = message.get("content"), other.get("content")
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    return {**message, "content": "\n\n".join(map(str, texts))}
 
 
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,3 +156,36 @@ def test_a_broken_template_is_found_when_the_checkpoint_is_read(tmp_path: Path, 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
     with pytest.raises(CheckpointError, match=words):
         ChatTemplate.from_checkpoint(tmp_path)
+
+
+DEV, SYS = {"role": "developer", "content": "Dev."}, {"role": "system", "content": "Sys."}
+USER, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+FIRST_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}"
+    "{% elif m.role in ('system', 'user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+NO_DEVELOPER = (
+    "{% for m in messages %}{% if m.role != 'developer' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+REFUSES_DEVELOPER = (
+    "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('who?') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "prompt"),
+    [
+        (PLAIN, [DEV, SYS, USER, DEV], "[developer]Dev.[system]Sys.[user]Hi[developer]Dev."),
+        (NO_DEVELOPER, [DEV, SYS, USER, DEV], "[system]Dev.[system]Sys.[user]Hi[system]Dev."),
+        (REFUSES_DEVELOPER, [DEV, USER, SAID, DEV, USER], "[system]Dev.[user]Hi[assistant]Hello[system]Dev.[user]Hi"),
+        (FIRST_SYSTEM, [DEV, SYS, DEV, USER, SYS], "[system]Dev.\n\nSys.\n\nDev.[user]Hi[user]Sys."),
+        (FIRST_SYSTEM, [USER, SAID], "[user]Hi[assistant]Hello"),
+        (FIRST_SYSTEM, [DEV], "[system]Dev."),
+    ],
+)  # fmt: skip
+def test_no_instruction_is_lost_on_a_template_that_does_not_show_its_role(
+    source: str, messages: list[dict[str, Any]], prompt: str
+) -> None:
+    assert ChatTemplate({"default": source}).render(messages) == prompt
