@@ -10,7 +10,7 @@ ANOTHER_TRITON = (
 _LITTLE_GIB = 2.0
 """Of a host's memory, less than which serves only the smallest of models."""
 _LITTLE_SHARED_MIB = 128.0
-"""Of /dev/shm. Containers have 64 MiB unless they are told otherwise."""
+"""Bytes of /dev/shm that are needed. Containers have 64 MiB by default."""
 _INSTINCT = ("gfx90a", "gfx942", "gfx950")
 
 

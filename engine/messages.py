@@ -30,7 +30,7 @@ class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     activate: bool = True
     """Apply the model's last function: to unit length for embeddings, to probabilities for classes."""
     first_text_tokens: int | None = None
-    """Of a pair of texts, the tokens of the first, for models whose embedding tells the two apart; None: one text."""
+    """Number of tokens of the first text of a pair, for models that embed both texts differently; None: one text."""
 
 
 class RequestOutput(msgspec.Struct, array_like=True, gc=False):

@@ -1,4 +1,4 @@
-"""`LLMEngine`: the offline API. Generates for a list of prompts in a core process of its own, with blocking calls."""
+"""`LLMEngine`: the offline API. Completes a list of prompts by blocking calls, in a core process that it starts."""
 
 import itertools
 from collections import deque

@@ -179,7 +179,7 @@ class Journal:
         return list(entries.values())
 
     def check_new(self, requests: Sequence[AddRequest]) -> None:
-        """Raise `ValueError` where two have the same id, or one has that of a live request."""
+        """Raise `ValueError` where two requests have the same id, or one has the id of a live request."""
         ids = {request.request_id for request in requests}
         if len(ids) < len(requests) or not self._entries.keys().isdisjoint(ids):
             raise ValueError("a request id is used twice; each live request needs an id of its own")

@@ -1,4 +1,4 @@
-"""`release`: which Kaon this is. It is told to users, and hosts of one server must run the same."""
+"""`release`: the version of Kaon. Users see it, and all hosts of a server must run the same."""
 
 import tomllib
 from importlib import metadata

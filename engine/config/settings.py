@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def default(self) -> str | None:
-        """The default as YAML would spell it; None where the meaning tells it.
+        """The default as YAML would spell it; None where the documentation says it.
 
         Of an optional section the first setting's is `off`, and the others' what they are once the section is there.
         """
@@ -158,7 +158,7 @@ _INSTEAD = {
     "--pipeline-parallel-size": "layers are not shared out; --tensor-parallel-size shares out each of them",
     "-pp": "layers are not shared out; --tensor-parallel-size shares out each of them",
     "--compilation-config": "--compilation-level and --cudagraph-capture-sizes take its place",
-    "--enable-reasoning": "reasoning is told apart without a flag (docs/tool-calling.md)",
+    "--enable-reasoning": "reasoning is separated without a flag (docs/tool-calling.md)",
     "--speculative-model": "drafts are looked up, by no second model (docs/speculative.md)",
     "--speculative-config": "--num-speculative-tokens and its like take its place",
 }
@@ -200,7 +200,7 @@ def load_config(argv: Sequence[str]) -> Config:
     try:
         return Config.model_validate(_nested(given))
     except ValidationError as error:
-        # A value is told by the name under which it was given.
+        # The error names the setting as the user spelt it.
         spelled = {name: f"{name} in {file}" for name in yaml}
         spelled |= {name: _BY_NAME[name].env for name in environment}
         spelled |= {name: _BY_NAME[name].flag for name in flags}
@@ -289,7 +289,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Flat(BaseSettings):
-    """What pydantic-settings is told of the leaves: their names."""
+    """The leaves for pydantic-settings: their names."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
 

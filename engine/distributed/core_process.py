@@ -173,7 +173,7 @@ class RemoteTransport:
     """See `CoreTransport`: one socket for all cores of a replica in turn, since a port cannot be reused at once.
 
     A core makes two connections, since it receives by one thread and sends by others. Their names are this core's
-    alone, so that messages left by its predecessor are told apart.
+    alone, which distinguishes its messages from those that its predecessor left.
     """
 
     is_one_socket = True
@@ -280,7 +280,7 @@ class CoreProcess:
     """A core's process, its socket directory (0700, of a unique name) and its lifeline.
 
     Made by `Replica`, and on other hosts by `HostedCores`. The lifeline is a socket pair. It carries the launch; after
-    that, its end of file tells either side that the other process has ended, for whatever reason.
+    that, its end of file reports to each side that the other process has ended, for whatever reason.
     """
 
     def __init__(

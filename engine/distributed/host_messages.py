@@ -32,14 +32,14 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     agreement: HostAgreement
 
 
-class RankReport(msgspec.Struct, tag="said", frozen=True):
+class RankReport(msgspec.Struct, tag="rank_report", frozen=True):
     """A message of one of its ranks."""
 
     rank: int
     message: FromRank
 
 
-class RankGone(msgspec.Struct, tag="gone", frozen=True):
+class RankGone(msgspec.Struct, tag="rank_gone", frozen=True):
     """The process of a rank has ended: `how`, such as "exited with code 1"; `killed`: by another process."""
 
     rank: int
@@ -47,7 +47,7 @@ class RankGone(msgspec.Struct, tag="gone", frozen=True):
     killed: bool
 
 
-class RankCommand(msgspec.Struct, tag="tell", frozen=True):
+class RankCommand(msgspec.Struct, tag="rank_command", frozen=True):
     """A message to one of its ranks; the first is the launch, which starts the process."""
 
     rank: int

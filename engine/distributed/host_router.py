@@ -155,7 +155,7 @@ class HostSocket:
                 self._asks = sorted((now + seconds for seconds in _ASK_SECONDS), reverse=True)
             elif not self._has_warned:
                 self._has_warned = True
-                _log.warning("somebody who does not know this server's cluster key was turned away")
+                _log.warning("a connection without this server's cluster key was refused")
         if time.monotonic() < self.next_ask:
             return False
         self._asks.pop()

@@ -2,7 +2,7 @@
 
 `LockstepRendezvous`, owned by `CoreManager`, gives each core that it starts a `LockstepMember`: its number, a
 directory to meet in, and shared memory. A core that replaces another cannot join the cores of the round before: all
-begin a new round, in a directory of its own. `BarrierCounters`, in the shared memory, tell which replicas the others
+begin a new round, in a directory of its own. `BarrierCounters`, in the shared memory, show which replicas the others
 wait for. `ReplicaLinks` connects every two cores: a core wakes the others, which sleep while there is no work, and
 learns at once when another has ended, without which it cannot continue. No torch here.
 """

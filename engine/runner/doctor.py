@@ -1,6 +1,6 @@
 """Reports what this machine has and what is wrong with it: `python -m engine.runner.doctor`, JSON for `kaon doctor`.
 
-It runs in a process of its own, so that a driver or a library that crashes it is one more finding.
+It runs in a child process, so that a crash of a driver or a library is reported as a finding.
 """
 
 import contextlib

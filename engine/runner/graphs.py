@@ -54,7 +54,7 @@ class GraphMemory:
     """
 
     def __init__(self, memory: DeviceMemory | None) -> None:
-        """`memory`: of the device; None where graphs take none of their own."""
+        """`memory`: of the device; None where graphs take no memory."""
         self._memory = memory
         self._of_steps: int | None = None
         self._at_rest = self._free = self._in_use = 0
@@ -447,7 +447,7 @@ def _extended(values: npt.NDArray[_Integer], count: int, value: int) -> npt.NDAr
 
 
 class DecodeGraphs:
-    """The `GraphRunner` of plain decodes, and that of rows that verify drafts."""
+    """Two `GraphRunner`s: of plain decodes, and of rows that verify drafts."""
 
     def __init__(self, plain: GraphRunner, of_drafts: GraphRunner | None = None) -> None:
         """`of_drafts`: for rows of one token and the drafts that are verified with it."""

@@ -25,7 +25,7 @@ MAX_CPU_TOKENS = 2**19
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes that the KV cache may take, why so many, and the field that changes it."""
+    """Bytes that the KV cache may take, the reason, and the field that changes it."""
 
     num_bytes: int
     reason: str
@@ -130,7 +130,7 @@ def gpu_budget(
 
 
 def _seqs_with_states(most: int, num_bytes: int, slot_bytes: int, agree: Callable[[bool], bool]) -> int:
-    """Sequences, one at least, whose states have room in so many bytes on each rank: all, or some sixteenths of them.
+    """Sequences, at least one, whose states fit the bytes of each rank: all, or some sixteenths of them.
 
     More will not run, as states take at most half of what is left, and a step of more may not fit.
     """

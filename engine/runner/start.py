@@ -61,7 +61,7 @@ def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
 
 
 def run_worst_case(loaded: LoadedModel, num_seqs: int) -> None:
-    """Run the step that takes most memory, where so many sequences may run, with a cache of one block.
+    """Run the step that takes most memory, of at most `num_seqs` sequences, with a cache of one block.
 
     Raises `ValueError`, a sentence, where the device has too little.
     """

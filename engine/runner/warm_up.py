@@ -93,7 +93,7 @@ def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> Non
     lengths = [length + 1] * longer + [length] * (num_rows - longer)
     rows = [WarmUpRow(min(each, sizes.max_model_len), min(each, sizes.max_model_len)) for each in lengths]
     with oom_at_start(
-        f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"
+        f"a step of max_num_batched_tokens {num_tokens}, in addition to the model,", "lower max_num_batched_tokens"
     ):
         run(WarmUpStep(rows))
         if sizes.num_drafts:

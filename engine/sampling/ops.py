@@ -43,7 +43,7 @@ class Candidates:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Candidates":
-        """Room for so many rows."""
+        """Memory for `num_rows` rows."""
         words = torch.empty(2, num_rows, dtype=torch.int64, device=device)
         return cls(words, words[0], words[1].view(torch.float32)[:num_rows])
 

@@ -57,7 +57,7 @@ class ChatTemplate:
         self._shown_roles: dict[tuple[str, bool], bool] = {}
         """What `_shows` found out, by its arguments."""
         self.source = "\n".join(templates.values())
-        """The templates' text, which tells how the model was taught to write."""
+        """The templates' text, from which dialects are detected."""
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Self | None:

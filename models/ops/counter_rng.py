@@ -24,7 +24,7 @@ def server_key(server_seed: int, request_id: int) -> int:
 
 
 def acceptance_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Keys of the numbers that decide on drafts, a stream beside the one that tokens are drawn by. # [num_rows]"""
+    """Keys of the random numbers that accept drafts; another stream than that of sampled tokens. # [num_rows]"""
     return _mix(keys ^ _GOLDEN_GAMMA)
 
 

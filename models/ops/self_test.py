@@ -15,7 +15,7 @@ import torch
 FLOAT32 = 2.0**-16
 """The share of a float32 sum of thousands of terms that its order and approximate functions may change."""
 FAILURE_FACTOR = 4.0
-"""An error of more than so many bounds is a failure. Sound kernels stay below 1 in Triton's interpreter, miscompiled
+"""An error of more bounds than this is a failure. Sound kernels stay below 1 in Triton's interpreter, miscompiled
 ones are far above; leaving a sound kernel to torch would cost more than the test gains."""
 _LEAST_BOUND = 2.0**-12
 _STEPS = 8

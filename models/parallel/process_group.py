@@ -80,7 +80,7 @@ class Rendezvous:
         return self._interface
 
     def set_interface(self, variable: str) -> None:
-        """Have collectives use the interface, by a variable of theirs that is kept where nobody named an interface."""
+        """Have collectives use the interface, by their environment variable, unless the user has set it."""
         if self._interface is not None and not self.is_local:
             os.environ[variable] = self.interface()
         else:

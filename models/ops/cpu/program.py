@@ -1,8 +1,8 @@
 """`record`: a model's forward pass as one call of the operators. Used by the model runner.
 
-A pass of a model whose code does nothing but call operators and look at their tensors from another side is the same
-list of operators for any number of tokens: only the number changes, and what the step's arrays hold. So it is written
-down once, over memory for the largest step, and run from then on without Python between the operators.
+Where a model's code only calls operators and views of their tensors, its pass is the same list of operators for any
+number of tokens. The list is recorded once, over memory for the largest step, and then runs for each step without
+Python between the operators.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def operators_of(
 ) -> tuple[list[Arguments], list[torch.Tensor], torch.Tensor]:
     """Those that `compute` calls on bfloat16 rows, the weights they point to, and its output. Raises `NotRecordable`.
 
-    The output holds nothing: it tells which of the operators' it is, and of what shape.
+    The output has no values, only its shape and its memory among the operators'.
     """
     recorder = _Recorder(num_rows)
     with _sent_to(recorder), torch.inference_mode():

@@ -101,8 +101,8 @@ class Library:
             raise OSError(f"{path} was built from other sources than these; install Kaon again")
         self._library.kaon_sources.restype = ctypes.c_char_p
         built_of = self._library.kaon_sources().decode()
-        beside = sources_hash(path.parent)
-        if built_of and beside and built_of != beside:
+        present = sources_hash(path.parent)
+        if built_of and present and built_of != present:
             raise OSError(f"the sources in {path.parent} have changed since they were built; install Kaon again")
         self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._library.kaon_run.restype = None
@@ -113,7 +113,7 @@ class Library:
         """The functions of exchange.c."""
 
     def start(self, threads: int, isa: int = AMX) -> None:
-        """Run on so many threads, 1 to 1024, the caller's among them, with at most this instruction set.
+        """Run on 1 to 1024 threads, including the caller's, with at most this instruction set.
 
         Raises `RuntimeError` where the system has no more threads or memory.
         """
@@ -128,7 +128,7 @@ class Library:
         return number
 
     def pin(self, cpus: Sequence[int]) -> bool:
-        """Keep each thread but the caller's on a CPU of its own, one of `cpus` a thread; whether the system did."""
+        """Pin each thread except the caller's to one of `cpus`; whether the system did."""
         return not self._library.kaon_pin((ctypes.c_int64 * len(cpus))(*cpus))
 
     def run(self, operations: Operations, step: Step) -> None:
@@ -165,7 +165,7 @@ class Runtime(Protocol):
         """Memory for an output that is of one size whatever the step. # [size]"""
 
     def per_token(self, num_rows: int) -> int:
-        """Rows of such a matrix to each row that the operator's step counts."""
+        """Rows of the matrix for each row that the operator's step counts."""
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         """Execute or record an operator. `kept` is the memory that its arguments point to."""
