@@ -18,6 +18,7 @@ from server.batches.runner import BatchRunner, open_store
 from server.endpoints import ENDPOINTS, all_endpoints
 from server.frontend import Frontend
 from server.limits.keys import ApiKeys
+from server.limits.quotas import RATE_LIMIT_HEADERS
 from server.middleware import OwnerMiddleware, RequestIdMiddleware
 from server.responses.service import ResponsesService
 
@@ -100,7 +101,7 @@ class _Application(FastAPI):
         settings, metrics = self._settings, Frontend.of(self).metrics
         app: ASGIApp = super().build_middleware_stack()
         scopes = {endpoint.path: endpoint.scope for endpoint in all_endpoints()}
-        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes)
+        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, Frontend.of(self).admission.quotas)
         if settings.allowed_origins:
             app = CORSMiddleware(
                 app,
@@ -108,7 +109,13 @@ class _Application(FastAPI):
                 allow_methods=settings.allowed_methods,
                 allow_headers=settings.allowed_headers,
                 allow_credentials=settings.allow_credentials,
-                expose_headers=(REQUEST_ID_HEADER, ANTHROPIC_HEADER, "Retry-After", "retry-after-ms"),
+                expose_headers=(
+                    REQUEST_ID_HEADER,
+                    ANTHROPIC_HEADER,
+                    "Retry-After",
+                    "retry-after-ms",
+                    *RATE_LIMIT_HEADERS,
+                ),
             )
         if settings.access_log == "none":
             return RequestIdMiddleware(app, None, metrics)

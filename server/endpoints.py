@@ -122,6 +122,7 @@ ENDPOINTS: Registry[EndpointFamily] = Registry(
         "batches": "server.routes.batches",
         "models": "server.routes.models",
         "tokenize": "server.routes.tokenize",
+        "limits": "server.routes.limits",
         "health": "server.routes.health",
         "docs": "server.routes.docs",
     },

@@ -86,8 +86,9 @@ class Frontend:
         self.metrics.show_serving(lambda: core.serving)
         self.metrics.show_core_pids(lambda: core.local_pids)
         self.accounts = Accounts()
+        self.metrics.show_owners(self.accounts.by_label)
         self.jobs = Jobs(self.accounts)
-        self.admission = Admission.of(config, self.metrics)
+        self.admission = Admission.of(config, self.metrics, self.accounts)
         self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths), ids)
         self.failure: str | None = None
         """Why the server cannot go on; None while it can."""

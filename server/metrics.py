@@ -7,9 +7,9 @@ an engine core have the label `replica`; those of a single core have none.
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,7 +22,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
@@ -33,6 +33,9 @@ from engine.text.request_state import RequestState
 SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 STEP_KINDS = ("prefill", "decode", "mixed")
+
+OwnerCounts: TypeAlias = Sequence[tuple[str, Mapping[str, int], Mapping[str, int]]]
+"""By label, counts since the start and present use of each resource."""
 
 _MAX_UNOBSERVED = 1024
 
@@ -89,6 +92,7 @@ REJECT_REASONS = (
     "queue_tokens",
     "key",
     "jobs",
+    "quota",
     "timeout",
     "draining",
     "not_ready",
@@ -254,6 +258,10 @@ class Metrics:
         """So many requests were refused, for one of `REJECT_REASONS`."""
         self._rejected[reason].inc(count)
 
+    def show_owners(self, owners: Callable[[], OwnerCounts]) -> None:
+        """At each scrape, `owners` returns what owners have used and use now, by the label of their metrics."""
+        self._registry.register(_OwnerCollector(owners))
+
     def show_live(self, count: Callable[[], int]) -> None:
         """At each scrape, `count` returns how many requests are live."""
         self._live.set_function(count)
@@ -283,6 +291,34 @@ class Metrics:
         self._dropped_log_lines.inc(dropped - self._seen_dropped_log_lines)
         self._seen_dropped_log_lines = dropped
         return generate_latest(self._registry)
+
+
+_OWNER_COUNTERS = {
+    "requests": "Requests admitted, by key.",
+    "refused": "Requests refused with 429, by key.",
+    "prompt_tokens": "Prompt tokens of admitted requests, by key.",
+    "output_tokens": "Tokens generated, by key.",
+}
+
+
+class _OwnerCollector(Collector):
+    """The metrics of owners by the name of their keys, made at each scrape."""
+
+    def __init__(self, owners: Callable[[], OwnerCounts]) -> None:
+        self._owners = owners
+
+    def collect(self) -> Iterator[Metric]:
+        owners = self._owners()
+        for name, text in _OWNER_COUNTERS.items():
+            counter = CounterMetricFamily(f"kaon_key_{name}", text, labels=["key"])
+            for label, used, _ in owners:
+                counter.add_metric([label], used[name])
+            yield counter
+        gauge = GaugeMetricFamily("kaon_key_in_use", "What keys use now, by resource.", labels=["key", "resource"])
+        for label, _, in_use in owners:
+            for resource, count in in_use.items():
+                gauge.add_metric([label, resource], count)
+        yield gauge
 
 
 def replica_metrics(registry: CollectorRegistry, num_replicas: int) -> list["ReplicaMetrics"]:

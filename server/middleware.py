@@ -25,8 +25,9 @@ from server.errors import ApiError, Forbidden, InvalidApiKey, as_response, speak
 from server.ignored import HEADER as IGNORED_HEADER
 from server.ignored import IgnoredLog, collect, header_value
 from server.limits.keys import ApiKeys
-from server.limits.owners import Owner
+from server.limits.owners import NO_QUOTAS, Owner
 from server.limits.owners import Scope as KeyScope
+from server.limits.quotas import QuotaMeter
 from server.metrics import Metrics
 
 _audit_log = logging.getLogger("server.audit")
@@ -123,12 +124,17 @@ class OwnerMiddleware:
         keys: ApiKeys,
         keyless_paths: Iterable[str],
         scopes: Mapping[str, KeyScope | None] = MappingProxyType({}),
+        quotas: QuotaMeter | None = None,
     ) -> None:
-        """`scopes`: what a key must open to request a path, by default `inference`; None: any key will do."""
+        """`scopes`: what a key must open to request a path, by default `inference`; None: any key will do.
+
+        What is left of an owner's `quotas` goes into the headers of its answers.
+        """
         self._app = app
         self._keys = keys
         self._keyless_paths = frozenset(keyless_paths)
         self._scopes = scopes
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -150,6 +156,8 @@ class OwnerMiddleware:
         scope.setdefault("state", {})["owner"] = owner
         if needed == "admin":
             send = _audited(scope, path, owner, send)
+        elif needed == "inference" and self._quotas is not None and self._quotas.quotas_of(owner) != NO_QUOTAS:
+            send = _with_rate_limits(self._quotas, owner, send)
         await app(scope, receive, send)
 
     async def _keyed_owner(self, scope: Scope, path: str) -> Owner | None:
@@ -170,6 +178,17 @@ class OwnerMiddleware:
 def _out_of_scope(path: str, needed: str, owner: Owner) -> Forbidden:
     scopes = ", ".join(sorted(owner.scopes)) or "nothing"
     return Forbidden(f"{path} needs a key of the scope {needed}; this one opens {scopes}")
+
+
+def _with_rate_limits(quotas: QuotaMeter, owner: Owner, send: Send) -> Send:
+    """`send`, which adds what is left of the owner's quotas to the answer's headers."""
+
+    def send_with_headers(message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *quotas.headers(owner)]
+        return send(message)
+
+    return send_with_headers
 
 
 def _audited(scope: Scope, path: str, owner: Owner, send: Send) -> Send:

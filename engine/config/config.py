@@ -247,6 +247,15 @@ class ServerConfig(Section):
     max_requests_per_key: Annotated[int, Field(ge=1)] | None = None
     """Most requests of one API key that are served at a time; further ones are answered 429; default: no limit."""
 
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Most requests a minute, on average, of each API key without a quota of its own, or of each address."""
+
+    prompt_tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Most prompt tokens a minute, on average, of each such key or address."""
+
+    output_tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Most generated tokens a minute, on average, of each such key or address."""
+
     request_timeout: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds after which a request is ended, including the time that it waits; default: no limit."""
 
@@ -341,6 +350,11 @@ class ServerConfig(Section):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of messages that are logged."""
+
+    @property
+    def most_background_responses_per_key(self) -> int:
+        """`max_background_responses_per_key`, or its default."""
+        return self.max_background_responses_per_key or max(1, self.max_stored_responses // 4)
 
     @field_validator("allowed_origins")
     @classmethod

@@ -1,12 +1,14 @@
-"""`Accounts`: what each owner uses of the server, from a connection to stored bytes. One for the server.
+"""`Accounts`: what each owner uses of the server, from a connection to stored bytes, and what it has used.
 
 Whatever is limited or shared is counted here by the component that gives it out, so that each limit can ask for the
 owner's own part, for the sum, and for the number of owners.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, get_args
+
+from server.limits.owners import Owner
 
 Resource = Literal[
     "connections",
@@ -26,10 +28,44 @@ the tokens of their prompts; background responses that run; stored responses, an
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
+class Tally:
+    """What one owner has used since the server started, or since it was last forgotten for having been idle."""
+
+    __slots__ = ("label", "output_tokens", "owner", "prompt_tokens", "refused", "requests")
+
+    def __init__(self, owner: Owner, label: str) -> None:
+        self.owner = owner
+        self.label = label
+        """The label of its metrics."""
+        self.requests = 0
+        """Requests that were admitted."""
+        self.refused = 0
+        """Requests that were answered with 429."""
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+
+    def counts(self) -> dict[str, int]:
+        """The counts by name."""
+        return {name: getattr(self, name) for name in TALLIES}
+
+
+TALLIES = ("requests", "refused", "prompt_tokens", "output_tokens")
+
+_MAX_TALLIES = 4096
+"""Beyond it, the tallies of owners that use nothing are dropped: without keys, every address is an owner."""
+
+_MAX_LABELS = 64
+OTHER_LABEL = "other"
+"""The metrics' label of owners beyond the first `_MAX_LABELS` names."""
+
+
 class Accounts:
-    """Present use by resource and party (`Owner.party`). Not for use from several threads."""
+    """Present use by resource and party (`Owner.party`), and tallies. Not for use from several threads."""
 
     def __init__(self) -> None:
+        self._tallies: dict[str, Tally] = {}
+        self._dropped: dict[str, dict[str, int]] = {}
+        """Counts of dropped tallies, by label. Its keys are all labels that there have been."""
         self._uses: dict[Resource, dict[str, int]] = {resource: {} for resource in RESOURCES}
         """Only what is not 0, so that the size is the number of owners."""
         self._totals: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
@@ -64,6 +100,41 @@ class Accounts:
     def of_owner(self, party: str) -> dict[str, int]:
         """All that an owner uses, by resource."""
         return {resource: uses.get(party, 0) for resource, uses in self._uses.items()}
+
+    def tally(self, owner: Owner) -> Tally:
+        """The tally of an owner."""
+        tally = self._tallies.get(owner.party)
+        if tally is None:
+            if len(self._tallies) >= _MAX_TALLIES:
+                self._drop_idle()
+            label = owner.label if owner.label in self._dropped or len(self._dropped) < _MAX_LABELS else OTHER_LABEL
+            self._dropped.setdefault(label, dict.fromkeys(TALLIES, 0))
+            tally = self._tallies[owner.party] = Tally(owner, label)
+        return tally
+
+    def tallies(self) -> Iterable[Tally]:
+        """Those that are kept."""
+        return self._tallies.values()
+
+    def by_label(self) -> list[tuple[str, dict[str, int], dict[str, int]]]:
+        """For each label of metrics, the counts of its tallies and the present use of each resource."""
+        found = {
+            label: (dict(counts), dict.fromkeys(map(str, RESOURCES), 0)) for label, counts in self._dropped.items()
+        }
+        for tally in self._tallies.values():
+            used, in_use = found[tally.label]
+            for name, count in tally.counts().items():
+                used[name] += count
+            for resource, count in self.of_owner(tally.owner.party).items():
+                in_use[resource] += count
+        return [(label, *counts) for label, counts in found.items()]
+
+    def _drop_idle(self) -> None:
+        busy = {party for uses in self._uses.values() for party in uses}
+        for party in [party for party in self._tallies if party not in busy]:
+            tally = self._tallies.pop(party)
+            for name, count in tally.counts().items():
+                self._dropped[tally.label][name] += count
 
 
 _RESERVE_PARTS = 2

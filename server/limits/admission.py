@@ -17,7 +17,10 @@ from engine.config.config import Config
 from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import ApiError, NotReady, Overloaded, ShuttingDown
+from server.limits.accounts import Accounts, Tally, has_room
 from server.limits.jobs import TooManyJobs
+from server.limits.owners import Owner
+from server.limits.quotas import QuotaExceeded, QuotaMeter
 from server.metrics import Metrics
 
 LATEST_SECONDS = 60.0
@@ -30,6 +33,9 @@ _MARGIN = 1.2
 """Factor on the computed time: a queue drains in batches, and a client that returns too early is refused again."""
 
 _SOONEST_SECONDS = 0.05
+
+_MAX_RESERVING = 1024
+"""Owners beyond which those without reservations are forgotten."""
 
 _MIN_RETURN_SHARE = 2 / 3
 """Share of the reservations that clients must return for. Below it, the others are dropped."""
@@ -53,11 +59,15 @@ class QueueForecast:
         # measurement over 0.05 s.
         self._busy_seconds, self._sequences, self._tokens = 0.05, 1.0, 1000.0
         self._busy_since: float | None = None
-        self._reservations = _RetryReservations()
+        self._reservations: dict[str, _RetryReservations] = {}
+        """By party: an owner that is refused often waits for its own reservations, and for no other owner's."""
 
-    def arrived(self, now: float, sequences: int) -> None:
+    def arrived(self, now: float, sequences: int, party: str = "") -> None:
         """A request of so many sequences was admitted. For a refused one, call `retry_after`."""
-        self._reservations.arrived(now, sequences)
+        if (reservations := self._reservations.get(party)) is not None:
+            reservations.arrived(now, sequences)
+            if not reservations.sequences:
+                del self._reservations[party]
 
     def start_busy(self, now: float) -> None:
         """The queue is no longer empty."""
@@ -74,23 +84,37 @@ class QueueForecast:
         self._measure(now)
         self._busy_since = None
 
-    def retry_after(self, now: float, excess: int, sequences: int, excess_tokens: int, tokens: int) -> float:
+    def retry_after(
+        self,
+        now: float,
+        excess: int,
+        sequences: int,
+        excess_tokens: int,
+        tokens: int,
+        *,
+        party: str = "",
+        num_owners: int = 1,
+    ) -> float:
         """Seconds until there is room for a request that is refused now, at most `LATEST_SECONDS`.
 
         `excess` and `excess_tokens`: what must leave the queue first. The room is reserved until that time, so that
-        refused clients do not all return at once, unless too few of them return.
+        refused clients do not all return at once, unless too few of them return. `num_owners` share the queue: so much
+        longer takes what this owner has reserved before.
         """
         self._measure(now)
-        self._reservations.arrived(now, sequences)
+        if len(self._reservations) > _MAX_RESERVING:
+            self._reservations = {each: of for each, of in self._reservations.items() if of.sequences}
+        reservations = self._reservations.setdefault(party, _RetryReservations())
+        reservations.arrived(now, sequences)
         seconds = max(
-            self._seconds_for(excess + self._reservations.sequences, self._sequences),
-            self._seconds_for(excess_tokens + self._reservations.tokens, self._tokens),
+            self._seconds_for(excess + num_owners * reservations.sequences, self._sequences),
+            self._seconds_for(excess_tokens + num_owners * reservations.tokens, self._tokens),
             _SOONEST_SECONDS,
         )
         if seconds >= LATEST_SECONDS:
             # No reservation: a forecast over such a time is too uncertain.
             return LATEST_SECONDS
-        self._reservations.add(now, seconds, sequences, tokens)
+        reservations.add(now, seconds, sequences, tokens)
         return seconds
 
     def _measure(self, now: float) -> None:
@@ -164,27 +188,45 @@ class Limits(NamedTuple):
     requests_per_key: int | None = None
 
 
-class Admission:
-    """Tracks which sequences are queued: submitted, and without an output so far."""
+_LEAST_SEQUENCES, _LEAST_TOKENS = 2, 256
+"""What an owner may have in a queue that others fill."""
 
-    def __init__(self, limits: Limits, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+
+class Admission:
+    """Tracks which sequences are queued: submitted, and without an output so far.
+
+    The bounds hold for all owners together. One that fills the queue is refused first: others are still admitted, up
+    to their part of a reserve (`has_room`).
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        metrics: Metrics,
+        accounts: Accounts | None = None,
+        quotas: QuotaMeter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`accounts` and `quotas`: default: of its own, without quotas."""
         self._limits = limits
         self._metrics = metrics
+        self.accounts = Accounts() if accounts is None else accounts
+        self.quotas = QuotaMeter(self.accounts) if quotas is None else quotas
         self._clock = clock
-        self._queued: dict[int, int] = {}
-        """Prompt tokens of each queued sequence, by its id."""
-        self._queued_tokens = 0
-        self._live_by_party: dict[str, int] = {}
-        """HTTP requests that were admitted and have not ended."""
+        self._queued: dict[int, tuple[str, int]] = {}
+        """Party and prompt tokens of each queued sequence, by its id."""
         self._forecast = QueueForecast()
 
     @classmethod
-    def of(cls, config: Config, metrics: Metrics) -> Self:
+    def of(cls, config: Config, metrics: Metrics, accounts: Accounts | None = None) -> Self:
         """With the bounds of `config`. Until `open`, a token bound that depends on the cache is not known."""
         settings = config.server_config
         running = config.max_num_seqs * config.parallel_config.data_parallel_size
         sequences = running if settings.max_queued_requests is None else settings.max_queued_requests
-        return cls(Limits(sequences, settings.max_queued_tokens, settings.max_requests_per_key), metrics)
+        accounts = Accounts() if accounts is None else accounts
+        quotas = QuotaMeter(accounts, QuotaMeter.defaults_of(settings))
+        limits = Limits(sequences, settings.max_queued_tokens, settings.max_requests_per_key)
+        return cls(limits, metrics, accounts, quotas)
 
     def open(self, model: ModelInfo, num_replicas: int = 1) -> None:
         """Set the token bound, unless a flag does, to the prompt tokens that the loaded model's KV caches hold."""
@@ -200,12 +242,12 @@ class Admission:
     @property
     def queued_tokens(self) -> int:
         """Tokens of their prompts."""
-        return self._queued_tokens
+        return self.accounts.total("queued_tokens")
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is queued and no request of any key is live."""
-        return not self._queued and not self._queued_tokens and not self._live_by_party
+        return not self._queued and not self.queued_tokens and not self.accounts.users("requests")
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -223,46 +265,47 @@ class Admission:
             self._metrics.rejected(_why_refused(error), 1)
             raise
 
-    def precheck(self, party: str, sequences: int) -> None:
+    def precheck(self, owner: Owner, sequences: int) -> None:
         """Refuse what `admit` would refuse with any prompts, before work is done on them.
 
         Raises `Overloaded`, and counts it.
         """
-        refused = self._refusal(party, sequences, 1)
+        refused = self._refusal(owner, sequences, 1)
         if refused is not None:
             self._metrics.received(sequences)
-            self._refuse(*refused, sequences)
+            self._refuse(owner, *refused, sequences)
 
-    def admit(self, party: str, prompt_tokens: Sequence[int]) -> None:
-        """Admit a request until `release`. Raises `Overloaded`.
+    def admit(self, owner: Owner, prompt_tokens: Sequence[int]) -> Tally:
+        """Admit a request until `release`; the tally to which its output is to be added. Raises `Overloaded`.
 
         `prompt_tokens` holds what each of its sequences adds to the queue. A request that exceeds a bound by itself is
         admitted when nothing is queued: otherwise it never would be.
         """
-        sequences = len(prompt_tokens)
+        sequences, tokens = len(prompt_tokens), sum(prompt_tokens)
         self._metrics.received(sequences)
-        refused = self._refusal(party, sequences, sum(prompt_tokens))
+        refused = self._refusal(owner, sequences, tokens)
         if refused is not None:
-            self._refuse(*refused, sequences)
-        self._forecast.arrived(self._clock(), sequences)
-        self._live_by_party[party] = self._live_by_party.get(party, 0) + 1
+            self._refuse(owner, *refused, sequences)
+        self._forecast.arrived(self._clock(), sequences, owner.party)
+        self.accounts.change(owner.party, "requests", 1)
+        tally = self.accounts.tally(owner)
+        tally.requests += 1
+        tally.prompt_tokens += tokens
+        return tally
 
-    def release(self, party: str) -> None:
+    def release(self, owner: Owner) -> None:
         """An admitted request has ended."""
-        live = self._live_by_party[party] - 1
-        if live:
-            self._live_by_party[party] = live
-        else:
-            del self._live_by_party[party]
+        self.accounts.change(owner.party, "requests", -1)
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
-    def queue(self, request_id: int, prompt_tokens: int) -> None:
-        """A sequence of an admitted request was submitted."""
+    def queue(self, request_id: int, prompt_tokens: int, party: str) -> None:
+        """A sequence of an admitted request of this owner was submitted."""
         if not self._queued:
             self._forecast.start_busy(self._clock())
-        self._queued[request_id] = prompt_tokens
-        self._queued_tokens += prompt_tokens
+        self._queued[request_id] = party, prompt_tokens
+        self.accounts.change(party, "queued_sequences", 1)
+        self.accounts.change(party, "queued_tokens", prompt_tokens)
 
     def first_output(self, request_id: int) -> None:
         """The first output of a sequence arrived."""
@@ -273,10 +316,11 @@ class Admission:
         self._dequeue(request_id, served=False)
 
     def _dequeue(self, request_id: int, *, served: bool) -> None:
-        tokens = self._queued.pop(request_id, None)
-        if tokens is None:
+        party, tokens = self._queued.pop(request_id, (None, 0))
+        if party is None:
             return
-        self._queued_tokens -= tokens
+        self.accounts.change(party, "queued_sequences", -1)
+        self.accounts.change(party, "queued_tokens", -tokens)
         now = self._clock()
         if served:
             self._forecast.served(now, 1, tokens)
@@ -285,39 +329,47 @@ class Admission:
 
     # -- refusals -----------------------------------------------------------------------------------------------
 
-    def _refusal(self, party: str, sequences: int, tokens: int) -> tuple[str, Overloaded] | None:
+    def _refusal(self, owner: Owner, sequences: int, tokens: int) -> tuple[str, Overloaded] | None:
         """Why a request cannot be admitted now: the metrics' reason and the error; None if it can."""
-        limits = self._limits
-        live = self._live_by_party.get(party, 0)
+        limits, accounts, party = self._limits, self.accounts, owner.party
+        live = accounts.used(party, "requests")
         if limits.requests_per_key is not None and live >= limits.requests_per_key:
             sentence = (
                 f"{live} requests of this key or address are running, and this server runs at most "
                 f"{limits.requests_per_key} at a time (max_requests_per_key)"
             )
             return "key", Overloaded(sentence, "requests", _KEY_SECONDS)
+        try:
+            self.quotas.check(owner, tokens)
+        except QuotaExceeded as error:
+            return "quota", error
         if not self._queued:
             return None
-        waiting = len(self._queued)
-        most, most_tokens = limits.sequences or math.inf, limits.tokens or math.inf
-        if waiting + sequences > most:
+        waiting, most, most_tokens = len(self._queued), limits.sequences or math.inf, limits.tokens or math.inf
+        own = accounts.used(party, "queued_sequences")
+        owners = len(accounts.users("queued_sequences")) + (not own)
+        shared = f"; {own} of them are of this key or address, of {owners} that share the queue" if owners > 1 else ""
+        if not has_room(own, sequences, waiting, most, owners, least=_LEAST_SEQUENCES):
             sentence = (
                 f"{waiting} requests are waiting, and with the {sequences} of this one more than {most} would, the "
-                "most that this server lets wait (max_queued_requests)"
+                f"most that this server lets wait (max_queued_requests){shared}"
             )
-            return "queue_requests", Overloaded(sentence, "requests", self._seconds(sequences, tokens))
-        if self._queued_tokens + tokens > most_tokens:
+            return "queue_requests", Overloaded(sentence, "requests", self._seconds(owner, owners, sequences, tokens))
+        own_tokens, waiting_tokens = accounts.used(party, "queued_tokens"), self.queued_tokens
+        if not has_room(own_tokens, tokens, waiting_tokens, most_tokens, owners, least=_LEAST_TOKENS):
             sentence = (
-                f"prompts of {self._queued_tokens} tokens are waiting, and with the {tokens} of this one more than "
-                f"{most_tokens} would, the most that this server lets wait (max_queued_tokens)"
+                f"prompts of {waiting_tokens} tokens are waiting, and with the {tokens} of this one more than "
+                f"{most_tokens} would, the most that this server lets wait (max_queued_tokens){shared}"
             )
-            return "queue_tokens", Overloaded(sentence, "tokens", self._seconds(sequences, tokens))
+            return "queue_tokens", Overloaded(sentence, "tokens", self._seconds(owner, owners, sequences, tokens))
         return None
 
-    def _refuse(self, reason: str, error: Overloaded, sequences: int) -> None:
+    def _refuse(self, owner: Owner, reason: str, error: Overloaded, sequences: int) -> None:
         self._metrics.rejected(reason, sequences)
+        self.accounts.tally(owner).refused += 1
         raise error
 
-    def _seconds(self, sequences: int, tokens: int) -> float:
+    def _seconds(self, owner: Owner, owners: int, sequences: int, tokens: int) -> float:
         """Seconds until there is room for a request of this size; the room is reserved for it."""
         excess = excess_tokens = 0
         if self._limits.sequences is not None:
@@ -325,8 +377,10 @@ class Admission:
             excess = len(self._queued) + sequences - self._limits.sequences
         if self._limits.tokens is not None:
             tokens = min(tokens, self._limits.tokens)
-            excess_tokens = self._queued_tokens + tokens - self._limits.tokens
-        return self._forecast.retry_after(self._clock(), excess, sequences, excess_tokens, tokens)
+            excess_tokens = self.queued_tokens + tokens - self._limits.tokens
+        return self._forecast.retry_after(
+            self._clock(), excess, sequences, excess_tokens, tokens, party=owner.party, num_owners=owners
+        )
 
 
 def _why_refused(error: Exception) -> str:

@@ -22,6 +22,9 @@ KEY_PREFIX = "kaon-"
 
 _KEY_BYTES = 32
 
+NUM_LISTED = 32
+"""Keys, from the first of the file on, whose names are labels of metrics; the others are counted together."""
+
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")]
 _PerMinute = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -41,10 +44,19 @@ class KeyRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     prompt_tokens_per_minute: _PerMinute | None = None
     output_tokens_per_minute: _PerMinute | None = None
 
-    def accepted(self) -> AcceptedKey:
-        """The key as the server accepts it."""
+    def accepted(self, is_listed: bool) -> AcceptedKey:
+        """The key as the server accepts it. `is_listed`: whether metrics show its name."""
         quotas = Quotas(self.requests_per_minute, self.prompt_tokens_per_minute, self.output_tokens_per_minute)
-        owner = Owner(self.digest, self.digest, self.weight, self.name, self.group, frozenset(self.scopes), quotas)
+        owner = Owner(
+            self.digest,
+            self.digest,
+            self.weight,
+            self.name,
+            is_listed,
+            self.group,
+            frozenset(self.scopes),
+            quotas,
+        )
         return AcceptedKey(owner, None if self.expires is None else self.expires.timestamp())
 
 
@@ -129,4 +141,4 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 
     def accepted(self) -> Mapping[str, AcceptedKey]:
         """The keys by digest."""
-        return {record.digest: record.accepted() for record in self.keys}
+        return {record.digest: record.accepted(number < NUM_LISTED) for number, record in enumerate(self.keys)}

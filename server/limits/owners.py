@@ -32,6 +32,8 @@ class Owner(NamedTuple):
     """Its share of the engine's time and of other work, where owners compete."""
     key_name: str | None = None
     """The name that the key's file gives it; None for a key without one."""
+    is_listed: bool = False
+    """Whether the key's name is one of the few that metrics show."""
     group: str | None = None
     """Keys of one group share cached prefixes."""
     scopes: frozenset[Scope] = ALL_SCOPES
@@ -57,6 +59,13 @@ class Owner(NamedTuple):
                 return cls(str(ipaddress.ip_network((address, 64), strict=False)))
             address = address.ipv4_mapped
         return cls(str(address))
+
+    @property
+    def label(self) -> str:
+        """The label of its metrics: the name of a key that was given one; the others are counted together."""
+        if self.key is None:
+            return "keyless"
+        return self.key_name if self.is_listed and self.key_name is not None else "other"
 
     @property
     def name(self) -> str:

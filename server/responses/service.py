@@ -39,7 +39,7 @@ class ResponsesService:
             config.max_stored_response_bytes,
             accounts,
             self._end_for_room,
-            config.max_background_responses_per_key,
+            config.most_background_responses_per_key,
         )
         self._max_bytes = config.max_stored_response_bytes
         self._seal = Seal.of(config)

@@ -278,7 +278,7 @@ async def create_chat_completion(http: Request) -> Response:
     """Answer a chat."""
     arrival_time = time.monotonic()
     async with accept(http, ChatCompletionRequest) as (request, frontend, owner):
-        frontend.admission.precheck(owner.party, request.n)
+        frontend.admission.precheck(owner, request.n)
         sequences, renderer = await prepare(request, frontend, owner, arrival_time)
         generation = Generation(
             frontend.hub, frontend.config, sequences, request.n, owner=owner, timeout=request.timeout

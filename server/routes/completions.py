@@ -261,7 +261,7 @@ async def create_completion(http: Request) -> Response:
     arrival_time = time.monotonic()
     async with accept(http, CompletionRequest) as (request, frontend, owner):
         check_request_limits(request, frontend, num_prompts=len(request.prompt), num_choices=request.num_choices)
-        frontend.admission.precheck(owner.party, len(request.prompt) * request.num_choices)
+        frontend.admission.precheck(owner, len(request.prompt) * request.num_choices)
         model = frontend.loaded
         grammar = await compile_response_grammar(request, frontend, owner)
         prompts = await prepare_prompts(request, model.processor, frontend.jobs.of(owner))

@@ -32,7 +32,7 @@ async def create_message(http: Request) -> Response:
     arrival_time = time.monotonic()
     _check_version(http)
     async with accept(http, MessagesRequest) as (request, frontend, owner):
-        frontend.admission.precheck(owner.party, 1)
+        frontend.admission.precheck(owner, 1)
         responses = ResponsesService.of(http.app)
         chat, prepared = await prepare(request, frontend, owner, responses.opener(owner))
         sequences = new_sequences(

@@ -166,7 +166,7 @@ async def embeddings(http: Request) -> Response:
     async with accept(http, EmbeddingRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("embed"))
         call.processor.check_dimensions(request.dimensions)
-        frontend.admission.precheck(owner.party, len(request.input))
+        frontend.admission.precheck(owner, len(request.input))
         prompts = await _prompts_of(call, request)
         call.prepare(prompts, dimensions=request.dimensions, activate=request.normalize)
 
@@ -183,7 +183,7 @@ async def pool(http: Request) -> Response:
     async with accept(http, PoolingRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("embed", "classify"))
         call.processor.check_dimensions(request.dimensions)
-        frontend.admission.precheck(owner.party, len(request.input))
+        frontend.admission.precheck(owner, len(request.input))
         prompts = await _prompts_of(call, request)
         call.prepare(prompts, dimensions=request.dimensions, activate=request.use_activation)
 
@@ -201,7 +201,7 @@ async def classify(http: Request) -> Response:
     """The most probable class of each text, for a classifier."""
     async with accept(http, ClassifyRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("classify"))
-        frontend.admission.precheck(owner.party, len(request.input))
+        frontend.admission.precheck(owner, len(request.input))
         prompts = await _prompts_of(call, request)
         call.prepare(prompts, activate=request.use_activation)
 
@@ -247,7 +247,7 @@ async def score(http: Request) -> Response:
                 f"text_1 holds {len(queries)} texts and text_2 {len(documents)}; it must hold 1, or as many",
                 param="text_1",
             )
-        frontend.admission.precheck(owner.party, len(documents))
+        frontend.admission.precheck(owner, len(documents))
         firsts = [index % len(queries) for index in range(len(documents))]
         longest = request.truncate_prompt_tokens
 
@@ -312,7 +312,7 @@ async def _rerank(http: Request, *, returns_documents: bool, version: str) -> Re
         processor = call.processor
         _check_scores(processor)
         documents = [each.text if isinstance(each, TextDocument) else each for each in request.documents]
-        frontend.admission.precheck(owner.party, len(documents))
+        frontend.admission.precheck(owner, len(documents))
 
         def tokenize() -> list[PooledPrompt]:
             return processor.search(

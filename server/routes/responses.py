@@ -128,7 +128,7 @@ async def _prepare_answer(
     request: ResponsesRequest, frontend: Frontend, service: ResponsesService, owner: Owner, arrival_time: float
 ) -> _Answer:
     """Raises `BadRequest`, `NotReady` and `Overloaded`."""
-    frontend.admission.precheck(owner.party, 1)
+    frontend.admission.precheck(owner, 1)
     turn, tools, chat = await _prepare(request, frontend, service, owner)
 
     def keep(response: ResponseObject) -> None:

@@ -73,7 +73,7 @@ class Generation:
             for index, state in enumerate(self._states)
         ]
         self._arrival_time = self._states[0].arrival_time
-        self._party = owner.party
+        self._owner = owner
         timeouts = [each for each in (timeout, self._settings.request_timeout) if each is not None]
         self._timeout = min(timeouts, default=None)
         self._deadline: asyncio.TimerHandle | None = None
@@ -198,11 +198,11 @@ class Generation:
             hub.metrics.received(count)
             hub.metrics.rejected("timeout", count)
             raise self._timeout_error()
-        hub.admission.admit(self._party, self._queued_tokens)
+        tally = hub.admission.admit(self._owner, self._queued_tokens)
         try:
-            hub.submit(self._sequences, self._queued_tokens, consumer)
+            hub.submit(self._sequences, self._queued_tokens, consumer, tally)
         except BaseException:
-            hub.admission.release(self._party)
+            hub.admission.release(self._owner)
             raise
         self._id = id
         if seconds < math.inf:
@@ -244,7 +244,7 @@ class Generation:
         if self._deadline is not None:
             self._deadline.cancel()
         self._hub.cancel(self._states)
-        self._hub.admission.release(self._party)
+        self._hub.admission.release(self._owner)
         facts, usage = self._facts, self.usage
         facts.prompt_tokens, facts.output_tokens = usage.prompt_tokens, usage.completion_tokens
         facts.cached_tokens = usage.prompt_tokens_details.cached_tokens

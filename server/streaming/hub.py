@@ -17,6 +17,7 @@ from engine.messages import RequestOutput, StepOutputs
 from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError, BadRequest, EngineError, PoisonousRequest
+from server.limits.accounts import Tally
 from server.limits.admission import Admission
 from server.metrics import Metrics
 
@@ -38,6 +39,8 @@ class _Live:
     index: int
     model: str
     """The served name of the model or adapter."""
+    tally: Tally
+    """Of the owner, to which the output is added."""
 
 
 class Hub:
@@ -72,19 +75,25 @@ class Hub:
         """Ids for new sequences."""
         return list(itertools.islice(self._ids, count))
 
-    def submit(self, sequences: Sequence[NewSequence], queued_tokens: Sequence[int], consumer: Consumer) -> None:
+    def submit(
+        self, sequences: Sequence[NewSequence], queued_tokens: Sequence[int], consumer: Consumer, tally: Tally
+    ) -> None:
         """Run sequences in the engine; their outputs go to `consumer`, by their index in `sequences`.
 
-        `queued_tokens`: what each adds to the queue. Raises `EngineError` if there is no engine.
+        `queued_tokens`: what each adds to the queue; `tally`: their owner's. Raises `EngineError` if there is no
+        engine.
         """
+        requests = [sequence.request for sequence in sequences]
+        for request in requests:
+            request.weight = tally.owner.weight
         try:
-            self._core.add_requests([sequence.request for sequence in sequences])
+            self._core.add_requests(requests)
         except EngineDeadError as error:
             self.metrics.rejected("engine", len(sequences))
             raise EngineError(str(error)) from error
         for index, ((request, state), tokens) in enumerate(zip(sequences, queued_tokens, strict=True)):
-            self._live[state.request_id] = _Live(state, consumer, index, self._models[request.adapter])
-            self.admission.queue(state.request_id, tokens)
+            self._live[state.request_id] = _Live(state, consumer, index, self._models[request.adapter], tally)
+            self.admission.queue(state.request_id, tokens, tally.owner.party)
 
     def cancel(self, states: Sequence[RequestState], reason: str = "abort") -> bool:
         """Abort those of `states` that are live, for one of the metrics' reasons; whether any was.
@@ -146,6 +155,7 @@ class Hub:
     def _advance(self, live: _Live, output: RequestOutput, stopped_early: list[int]) -> None:
         state = live.state
         had_tokens, last_time = bool(state.token_ids), state.last_time
+        live.tally.output_tokens += len(output.output_tokens)
         delta = state.push(output)
         if had_tokens:
             if delta.token_ids:

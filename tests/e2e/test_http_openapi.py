@@ -29,6 +29,7 @@ BATCHES = {
     "/v1/batches/{batch_id}/cancel",
 }
 """`test_http_batches` answers with these."""
+GETS += ["/kaon/limits", "/kaon/owners"]
 STORED = {
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",

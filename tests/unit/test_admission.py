@@ -11,6 +11,7 @@ from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import BadRequest, NotReady, Overloaded, ShuttingDown
 from server.limits.admission import Admission, Limits
+from server.limits.owners import ANYONE, Owner
 from server.metrics import Metrics
 
 
@@ -27,20 +28,20 @@ class Door:
 
     def __init__(self, **limits: int) -> None:
         self.clock, self.metrics = Clock(), Metrics("1")
-        self.admission = Admission(Limits(**limits), self.metrics, self.clock)
+        self.admission = Admission(Limits(**limits), self.metrics, clock=self.clock)
         self._next = 0
 
     def enter(self, *prompt_tokens: int, owner: str = "local") -> list[int]:
-        self.admission.admit(owner, prompt_tokens)
+        self.admission.admit(Owner(owner), prompt_tokens)
         ids = list(range(self._next, self._next + len(prompt_tokens)))
         self._next += len(ids)
         for id, tokens in zip(ids, prompt_tokens, strict=True):
-            self.admission.queue(id, tokens)
+            self.admission.queue(id, tokens, owner)
         return ids
 
     def refused(self, *prompt_tokens: int, owner: str = "local") -> Overloaded:
         with pytest.raises(Overloaded) as caught:
-            self.admission.admit(owner, prompt_tokens)
+            self.admission.admit(Owner(owner), prompt_tokens)
         return caught.value
 
     def count(self, sample: str) -> float:
@@ -185,7 +186,7 @@ def test_a_key_has_so_many_requests_at_a_time_and_others_do_not_mind() -> None:
     for id in first:
         door.admission.first_output(id)
     door.refused(5, owner="a")
-    door.admission.release("a")
+    door.admission.release(Owner("a"))
     door.enter(5, owner="a")
     assert door.count('rejected_total{reason="key"}') == 2
 
@@ -193,13 +194,13 @@ def test_a_key_has_so_many_requests_at_a_time_and_others_do_not_mind() -> None:
 def test_the_early_check_refuses_by_requests_and_keys_before_prompts_are_read() -> None:
     door = Door(sequences=2, tokens=20, requests_per_key=9)
     door.enter(5)
-    door.admission.precheck(None, 1)
+    door.admission.precheck(ANYONE, 1)
     with pytest.raises(Overloaded):
-        door.admission.precheck(None, 2)
+        door.admission.precheck(ANYONE, 2)
     assert (door.count("received_total"), door.count('rejected_total{reason="queue_requests"}')) == (3, 2)
     door.enter(15)
     with pytest.raises(Overloaded), door.admission.counted_refusals():
-        door.admission.precheck(None, 1)
+        door.admission.precheck(ANYONE, 1)
     assert door.count("received_total") == 5
 
 
@@ -240,3 +241,79 @@ def test_bounds_follow_from_the_number_of_sequences_and_from_the_cache_unless_fl
     by_flags = Admission.of(Config(server_config=flags), Metrics("1"))
     by_flags.open(model)
     assert by_flags._limits == Limits(3, 50, 2)
+
+
+def test_whoever_fills_the_queue_is_refused_first_and_another_owner_is_not() -> None:
+    door = Door(sequences=8, tokens=1000)
+    for _ in range(8):
+        door.enter(100, owner="heavy")
+    error = door.refused(100, owner="heavy")
+    assert "8 requests are waiting" in str(error)
+    assert "of this key" not in str(error)
+    door.enter(10, owner="light")
+    door.enter(10, owner="light")
+    error = door.refused(100, owner="heavy")
+    assert "8 of them are of this key or address, of 2 that share the queue" in str(error)
+    assert door.refused(10, owner="light").type == "requests"
+    assert door.admission.num_queued == 10
+
+
+def test_the_reserve_is_shared_by_tokens_too() -> None:
+    door = Door(tokens=4000)
+    door.enter(4000, owner="heavy")
+    assert door.refused(1, owner="heavy").type == "tokens"
+    door.enter(1000, owner="light")
+    assert door.refused(100, owner="light").type == "tokens"
+    door.enter(10, owner="third")
+
+
+def test_a_light_owner_is_always_admitted_while_ten_heavy_ones_take_all_they_get() -> None:
+    """A queue of 32 that lets one in a step; each heavy owner asks until it is refused, in each step."""
+    door = Door(sequences=32)
+    queue: list[int] = []
+    longest = 0
+    for _ in range(200):
+        for number in range(10):
+            while True:
+                try:
+                    queue += door.enter(5, owner=f"heavy{number}")
+                except Overloaded:
+                    break
+        queue += door.enter(5, owner="light")
+        longest = max(longest, door.admission.num_queued)
+        # The engine serves owners in turn: the light one's request is among the next.
+        light = queue.pop()
+        door.clock.now += 0.05
+        door.admission.first_output(light)
+        for id in queue[:2]:
+            door.admission.first_output(id)
+        del queue[:2]
+    assert longest <= 2 * 32 + 2
+    assert door.count('rejected_total{reason="queue_requests"}') >= 1000
+
+
+def test_an_owner_that_is_refused_often_waits_for_itself() -> None:
+    door = Door(sequences=4)
+    for _ in range(4):
+        door.enter(5, owner="heavy")
+    first = seconds(door.refused(5, owner="heavy"))
+    for _ in range(50):
+        last = seconds(door.refused(5, owner="heavy"))
+    assert last > 10 * first
+    door.enter(5, 5, owner="light")
+    assert seconds(door.refused(5, owner="light")) < 10 * first
+
+
+def test_what_is_queued_is_in_the_accounts_and_leaves_them() -> None:
+    door = Door()
+    ids = door.enter(5, 7, owner="a") + door.enter(11, owner="b")
+    accounts = door.admission.accounts
+    assert accounts.users("queued_sequences") == {"a": 2, "b": 1}
+    assert accounts.users("queued_tokens") == {"a": 12, "b": 11}
+    assert accounts.users("requests") == {"a": 1, "b": 1}
+    for id in ids:
+        door.admission.first_output(id)
+    for owner in "ab":
+        door.admission.release(Owner(owner))
+    assert door.admission.is_empty
+    assert not any(accounts.of_owner("a").values())

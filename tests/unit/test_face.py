@@ -163,6 +163,32 @@ async def test_a_key_opens_what_its_scopes_say_and_a_403_says_what_is_missing(
                 assert f"this one opens {scope}" in error["message"]
 
 
+async def test_each_key_sees_its_own_use_and_quotas_and_the_admin_all_owners(
+    scoped: dict[str, dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "server.audit")
+    app = application(**scoped["file"], requests_per_minute=60, max_requests_per_key=7)
+    body = {"model": "kaon-demo", "prompt": "Hi"}
+    async with client_of(app) as http:
+        refused = await http.post("/v1/completions", json=body, headers=scoped["inference"])
+        own = (await http.get("/kaon/limits", headers=scoped["metrics"])).json()
+        forbidden = await http.get("/kaon/owners", headers=scoped["metrics"])
+        owners = (await http.get("/kaon/owners", headers=scoped["admin"])).json()
+    assert refused.status_code == 503  # The model is still loading.
+    assert {name: refused.headers[f"x-ratelimit-{name}"] for name in ("limit-requests", "remaining-requests")} == {
+        "limit-requests": "60",
+        "remaining-requests": "60",
+    }
+    assert (own["name"], own["scopes"], own["most"]["requests"]) == ("metrics", ["metrics"], 7)
+    assert own["quotas"] == {"requests": {"limit": 60, "remaining": 60, "reset_seconds": 0.0}}
+    assert own["used"] == {"requests": 0, "refused": 0, "prompt_tokens": 0, "output_tokens": 0}
+    assert forbidden.status_code == 403
+    assert {owner["name"] for owner in owners["data"]} == {"inference", "metrics"}
+    assert all(len(owner["key"]) == 12 for owner in owners["data"])
+    audited = [json.loads(record.getMessage()) for record in caplog.records if record.name == "server.audit"]
+    assert [(line["owner"], line["status"]) for line in audited] == [("metrics", 403), ("admin", 200)]
+
+
 async def test_admin_calls_leave_a_line_each_with_who_what_and_outcome(
     scoped: dict[str, dict[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,9 @@ from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import EngineError, NotReady
+from server.limits.accounts import Tally
 from server.limits.admission import Admission, Limits
+from server.limits.owners import ANYONE
 from server.metrics import Metrics
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 
@@ -67,7 +69,7 @@ def delta_stream() -> DeltaStream:
 
 
 def submit(hub: Hub, sequences: list[NewSequence], consumer: Consumer) -> None:
-    hub.submit(sequences, [1] * len(sequences), consumer)
+    hub.submit(sequences, [1] * len(sequences), consumer, Tally(ANYONE, ""))
 
 
 def sequences(hub: Hub, tokenizer: Tokenizer, count: int, stop: str | None = None) -> list[NewSequence]:

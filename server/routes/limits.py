@@ -1,0 +1,51 @@
+"""`GET /kaon/limits`: what the caller uses and may use. `GET /kaon/owners`: what all owners use, for operators."""
+
+from fastapi import Request, Response
+
+from server.endpoints import ENDPOINTS, EndpointFamily
+from server.frontend import Frontend, owner_of
+from server.schemas.body import as_json
+from server.schemas.limits import OwnerLimits, OwnerList, OwnerUse, QuotaView
+
+endpoints = ENDPOINTS.register("limits")(EndpointFamily())
+
+_MOST_LISTED = 1000
+
+
+@endpoints.get("/kaon/limits", OwnerLimits, scope=None)
+async def limits(http: Request) -> Response:
+    """What the caller uses now, has used, and may use."""
+    frontend, owner = Frontend.of(http.app), owner_of(http.scope)
+    accounts, quotas, settings = frontend.accounts, frontend.admission.quotas, frontend.config.server_config
+    return as_json(
+        OwnerLimits(
+            name=owner.name,
+            scopes=sorted(owner.scopes),
+            group=owner.group,
+            weight=owner.weight,
+            in_use=accounts.of_owner(owner.party),
+            used=accounts.tally(owner).counts(),
+            quotas={kind: QuotaView(*state) for kind, state in quotas.states(owner).items()},
+            most={
+                "requests": settings.max_requests_per_key,
+                "background_responses": settings.most_background_responses_per_key,
+            },
+        )
+    )
+
+
+@endpoints.get("/kaon/owners", OwnerList, scope="admin")
+async def owners(http: Request) -> Response:
+    """What each owner uses now and has used. Needs a key of the scope admin."""
+    accounts = Frontend.of(http.app).accounts
+    tallies = sorted(accounts.tallies(), key=lambda tally: tally.requests, reverse=True)
+    data = [
+        OwnerUse(
+            name=tally.owner.name,
+            key=tally.owner.key and tally.owner.key[:12],
+            in_use=accounts.of_owner(tally.owner.party),
+            used=tally.counts(),
+        )
+        for tally in tallies[:_MOST_LISTED]
+    ]
+    return as_json(OwnerList(data=data, has_more=len(tallies) > _MOST_LISTED))
