@@ -52,6 +52,7 @@ def create_app(
         watching.cancel()
         await batches.close()
         frontend.close()
+        await frontend.streams.close()
         await service.close()
 
     app = _Application(

@@ -36,6 +36,7 @@ from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.registry import NONE
 from server.streaming.hub import Hub
+from server.streaming.resumable import ResumableStreams
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +91,10 @@ class Frontend:
         self.jobs = Jobs(self.accounts)
         self.admission = Admission.of(config, self.metrics, self.accounts)
         self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths), ids)
+        settings = config.server_config
+        self.streams = ResumableStreams(
+            settings.resumable_stream_bytes, settings.resumable_stream_seconds, 16 * settings.resumable_stream_bytes
+        )
         self.failure: str | None = None
         """Why the server cannot go on; None while it can."""
         self._core = core

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from engine.config.config import ServerConfig
 from engine.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ from server.schemas.generation import (
     SamplingFields,
 )
 from server.schemas.pooling import PoolingFields
+from server.streaming.resumable import ResumableStreams
 
 MAX_SEQUENCES = 2048
 """Most sequences that one request may run."""
@@ -62,6 +64,24 @@ _TAIL_CHARACTERS = 256
 
 Result = TypeVar("Result")
 Accepted = TypeVar("Accepted", bound=ModelRequest | PoolingFields)
+
+
+def resumed(http: Request) -> Response | None:
+    """The rest of the stream of which the client has received some; None for a new request. Raises `BadRequest`.
+
+    The body, which is that of the request that began the stream, is not read.
+    """
+    last_event_id = http.headers.get("last-event-id")
+    if last_event_id is None:
+        return None
+    return Frontend.of(http.app).streams.resume(last_event_id, owner_of(http.scope))
+
+
+def holder_of_stream(http: Request, request: SamplingFields) -> ResumableStreams | None:
+    """What holds the stream of a request that asks for one that can be resumed."""
+    options = request.stream_options
+    asks = (options is not None and options.resumable) or http.headers.get("x-kaon-resumable", "").lower() == "true"
+    return Frontend.of(http.app).streams if asks else None
 
 
 @asynccontextmanager

@@ -266,6 +266,12 @@ class ServerConfig(Section):
     """What happens when that buffer is full: `pause` the request until the client has read, or `end` it with an
     error."""
 
+    resumable_stream_bytes: Annotated[int, Field(ge=2**16)] = 4 * 2**20
+    """Bytes of a resumable stream that are held for a client that was cut off."""
+
+    resumable_stream_seconds: Annotated[float, Field(gt=0.0)] = 60.0
+    """Seconds for which a resumable stream without a client goes on, and is held."""
+
     api_key: tuple[SecretStr, ...] = ()
     """API keys, one of which each request must send (`Authorization: Bearer ...`); without any, requests need no key.
 

@@ -23,7 +23,14 @@ from server.parsing.parser import (
     TextPart,
     ToolCallPart,
 )
-from server.request_builder import accept, check_request_limits, new_sequences, prepare_chat
+from server.request_builder import (
+    accept,
+    check_request_limits,
+    holder_of_stream,
+    new_sequences,
+    prepare_chat,
+    resumed,
+)
 from server.schemas.chat import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest, ChatLogprobs
 from server.schemas.generation import CompletionTokensDetails, PromptLogprobs, Usage
 from server.streaming.generation import Generation
@@ -277,10 +284,12 @@ async def prepare(
 async def create_chat_completion(http: Request) -> Response:
     """Answer a chat."""
     arrival_time = time.monotonic()
+    if (rest := resumed(http)) is not None:
+        return rest
     async with accept(http, ChatCompletionRequest) as (request, frontend, owner):
         frontend.admission.precheck(owner, request.n)
         sequences, renderer = await prepare(request, frontend, owner, arrival_time)
         generation = Generation(
             frontend.hub, frontend.config, sequences, request.n, owner=owner, timeout=request.timeout
         )
-    return await generation.respond(http, renderer, stream=request.stream)
+    return await generation.respond(http, renderer, stream=request.stream, held_by=holder_of_stream(http, request))

@@ -17,8 +17,10 @@ from server.request_builder import (
     accept,
     check_request_limits,
     compile_response_grammar,
+    holder_of_stream,
     new_sequences,
     num_kept_tokens,
+    resumed,
     sampling_params,
 )
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt
@@ -259,6 +261,8 @@ _EXAMPLE = {"prompt": "The capital of France is", "temperature": 0, "max_tokens"
 async def create_completion(http: Request) -> Response:
     """Continue one or several prompts."""
     arrival_time = time.monotonic()
+    if (rest := resumed(http)) is not None:
+        return rest
     async with accept(http, CompletionRequest) as (request, frontend, owner):
         check_request_limits(request, frontend, num_prompts=len(request.prompt), num_choices=request.num_choices)
         frontend.admission.precheck(owner, len(request.prompt) * request.num_choices)
@@ -283,4 +287,4 @@ async def create_completion(http: Request) -> Response:
             owner=owner,
             timeout=request.timeout,
         )
-    return await generation.respond(http, renderer, stream=request.stream)
+    return await generation.respond(http, renderer, stream=request.stream, held_by=holder_of_stream(http, request))

@@ -136,6 +136,10 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False
     """With `include_usage`: report in each chunk what the request has used so far."""
 
+    resumable: bool = False
+    """Give each event an id, and hold the stream when the connection is lost: the same request with the header
+    `Last-Event-ID` gets the rest. The header `x-kaon-resumable: true` asks for the same."""
+
     include_obfuscation: bool = False
     """Accepted; changes nothing here."""
 

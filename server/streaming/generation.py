@@ -23,6 +23,7 @@ from server.errors import ApiError, BadRequest, EngineError, RequestTimeout, Slo
 from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
+from server.streaming.resumable import ResumableStreams
 from server.streaming.sse import EventStream, Renderer
 
 _log = logging.getLogger(__name__)
@@ -81,13 +82,18 @@ class Generation:
         self._id: str | None = None
         """The answer's id, from the submission of the sequences to their end."""
 
-    async def respond(self, http: Request, renderer: Renderer, *, stream: bool) -> Response:
+    async def respond(
+        self, http: Request, renderer: Renderer, *, stream: bool, held_by: ResumableStreams | None = None
+    ) -> Response:
         """Run the sequences and answer. They are aborted as soon as the client disconnects.
 
-        Raises `Overloaded` and other `ApiError`s; if the answer is a stream, only before it begins.
+        `held_by`: for a stream that outlives its connection, what holds it. Raises `Overloaded` and other `ApiError`s;
+        if the answer is a stream, only before it begins.
         """
         if stream:
             self._facts = facts_of(http.scope)
+            if held_by is not None:
+                return held_by.begin(renderer.head.id, self._owner, self.events(renderer), self.end)
             return EventStream(self.events(renderer), self.end, renderer.ping)
         await self.complete(renderer.head.id, http)
         if self._renders_in_thread:

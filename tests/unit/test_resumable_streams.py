@@ -1,0 +1,202 @@
+"""Streams that outlive their connection: what a client that was cut off gets, and what is held for how long."""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from server.errors import BadRequest
+from server.limits.owners import ANYONE, Owner
+from server.streaming.resumable import ResumableStreams, StreamNotFound
+from server.streaming.sse import EventStream
+
+
+class Answer:
+    """An answer whose events the test brings."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.num_taken = 0
+        self.ended = False
+
+    async def __call__(self) -> AsyncGenerator[bytes, None]:
+        while (event := await self.events.get()) is not None:
+            self.num_taken += 1
+            yield b"data: " + event + b"\n\n"
+
+    def write(self, *events: bytes) -> None:
+        for event in events:
+            self.events.put_nowait(event)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class Reader:
+    """A connection: `read` takes what has arrived; leaving is like closing it."""
+
+    def __init__(self, response: EventStream) -> None:
+        self._response = response
+        self._events: AsyncIterator[bytes] = response._events
+        self.received = b""
+
+    async def read(self) -> bytes:
+        chunk = await asyncio.wait_for(anext(self._events, b""), 5)
+        self.received += chunk
+        return chunk
+
+    async def rest(self) -> bytes:
+        while await self.read():
+            pass
+        return self.received
+
+    async def leave(self) -> None:
+        async with aclosing(self._response._events):
+            pass
+        assert self._response._on_end is not None
+        self._response._on_end()
+
+
+def numbers(content: bytes) -> list[int]:
+    return [int(number) for number in re.findall(rb"^id: s:(\d+)$", content, re.M)]
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_the_rest_is_what_was_not_received_wherever_the_client_was_cut_off() -> None:
+    streams, answer = ResumableStreams(10**6, 60, 10**6), Answer()
+    first = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    answer.write(b"a", b"b", b"c", b"[DONE]", None)  # type: ignore[arg-type]
+    whole = await first.rest()
+    assert whole == b"".join(b"id: s:%d\ndata: %b\n\n" % each for each in enumerate([b"a", b"b", b"c", b"[DONE]"]))
+    await first.leave()
+    for number in range(4):
+        again = Reader(streams.resume(f"s:{number}", ANYONE))
+        _, cut, rest = whole.partition(b"id: s:%d\n" % (number + 1))
+        assert await again.rest() == cut + rest
+        await again.leave()
+    assert answer.ended
+    await streams.close()
+
+
+async def test_the_answer_goes_on_without_a_client_until_its_events_fill_the_bound() -> None:
+    streams, answer = ResumableStreams(1000, 60, 10**6), Answer()
+    first = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    answer.write(b"a")
+    assert numbers(await first.read()) == [0]
+    await first.leave()
+    answer.write(*[b"x"] * 50)
+    await settle()
+    taken = answer.num_taken
+    assert 1 < taken < 20
+    again = Reader(streams.resume("s:0", ANYONE))
+    answer.events.put_nowait(None)
+    assert numbers(await again.rest()) == list(range(1, 51))
+    await again.leave()
+    await streams.close()
+
+
+async def test_what_was_sent_is_dropped_over_the_bound_and_its_loss_is_a_sentence() -> None:
+    streams, answer = ResumableStreams(1000, 60, 10**6), Answer()
+    first = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    for _ in range(50):
+        answer.write(b"x")
+        await first.read()
+    answer.write(b"last")
+    await first.read()
+    await first.leave()
+    with pytest.raises(StreamNotFound, match=r"event 0 is not one of those that are held of stream s, \d+ to 50"):
+        streams.resume("s:0", ANYONE)
+    again = Reader(streams.resume("s:48", ANYONE))
+    answer.events.put_nowait(None)
+    assert numbers(await again.rest()) == [49, 50]
+    await again.leave()
+    await streams.close()
+
+
+async def test_what_a_client_asks_for_again_is_held_until_it_has_it() -> None:
+    streams, answer = ResumableStreams(1000, 60, 10**6), Answer()
+    first = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    for _ in range(8):
+        answer.write(b"x")
+        await first.read()
+    await first.leave()
+    again = Reader(streams.resume("s:0", ANYONE))
+    answer.write(*[b"x"] * 20, None)  # type: ignore[arg-type]
+    await settle()
+    assert numbers(await again.rest()) == list(range(1, 28))
+    await again.leave()
+    await streams.close()
+
+
+async def test_a_second_client_takes_the_stream_over() -> None:
+    streams, answer = ResumableStreams(10**6, 60, 10**6), Answer()
+    first = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    answer.write(b"a")
+    await first.read()
+    second = Reader(streams.resume("s:0", ANYONE))
+    assert await first.rest() == b"id: s:0\ndata: a\n\n"
+    await first.leave()
+    answer.write(b"b")
+    assert numbers(await second.read()) == [1]
+    await streams.close()
+
+
+async def test_a_stream_is_its_keys_alone_and_a_wrong_id_is_a_sentence() -> None:
+    streams, answer = ResumableStreams(10**6, 60, 10**6), Answer()
+    reader = Reader(streams.begin("s", Owner.of_key("1"), answer(), answer.end))
+    answer.write(b"a")
+    await reader.read()
+    for id in ("s:0", "t:0"):
+        with pytest.raises(StreamNotFound, match="there is no stream"):
+            streams.resume(id, Owner.of_key("2"))
+    for wrong in ("", "s", "s:", ":0", "s:-1", "s:x", "s:" + "9" * 300):
+        with pytest.raises(BadRequest, match="must be the id of an event"):
+            streams.resume(wrong, Owner.of_key("1"))
+    with pytest.raises(StreamNotFound, match="event 7 is not one of those"):
+        streams.resume("s:7", Owner.of_key("1"))
+    await streams.close()
+
+
+async def test_a_stream_without_a_client_ends_after_its_time() -> None:
+    streams, answer = ResumableStreams(10**6, 0.01, 10**6), Answer()
+    reader = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    answer.write(b"a")
+    await reader.read()
+    await reader.leave()
+    while not answer.ended:
+        await asyncio.sleep(0.005)
+    with pytest.raises(StreamNotFound):
+        streams.resume("s:0", ANYONE)
+
+
+async def test_complete_streams_share_a_bound_and_the_oldest_goes() -> None:
+    streams = ResumableStreams(10**6, 60, 3000)
+    for name in ("one", "two", "three"):
+        answer = Answer()
+        reader = Reader(streams.begin(name, ANYONE, answer(), answer.end))
+        answer.write(bytes(1200), None)  # type: ignore[arg-type]
+        await reader.rest()
+        await reader.leave()
+    with pytest.raises(StreamNotFound):
+        streams.resume("one:0", ANYONE)
+    streams.resume("two:0", ANYONE)
+    await streams.close()
+
+
+async def test_an_answer_that_fails_ends_its_stream() -> None:
+    streams, ended = ResumableStreams(10**6, 60, 10**6), []
+
+    async def failing() -> AsyncGenerator[bytes, None]:
+        yield b"data: a\n\n"
+        raise RuntimeError
+
+    reader = Reader(streams.begin("s", ANYONE, failing(), lambda: ended.append(True)))
+    assert numbers(await reader.rest()) == [0]
+    assert ended == [True]
+    await streams.close()
