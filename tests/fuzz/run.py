@@ -23,7 +23,15 @@ _MAX_BYTES = 4096
 """Length of the longest input: parsers that do wrong on long ones do so on short ones of the same form."""
 _INPUT_SECONDS = 20
 _MEMORY_MIB = 4096
-_PACKAGES = ["server", "engine", "models.config", "models.lora", "models.loading", "models.architectures.config"]
+_PACKAGES = [
+    "server",
+    "engine",
+    "models.config",
+    "models.lora",
+    "models.loading",
+    "models.architectures.config",
+    "jinja2",
+]
 """Whose code guides the fuzzer; native libraries are not instrumented."""
 _SHOWN_LINES = 40
 """Of the log of a run that failed."""
@@ -86,6 +94,7 @@ def run_child(name: str, options: list[str]) -> None:
     import atheris
 
     with atheris.instrument_imports(include=_PACKAGES):
+        import models.loading.checkpoint  # noqa: F401 - which the targets import when they need torch
         from tests.fuzz.targets import TARGETS
     atheris.Setup([sys.argv[0], *options], TARGETS[name])
     atheris.Fuzz()

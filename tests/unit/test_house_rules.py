@@ -60,6 +60,17 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_tests_that_pages_name_exist() -> None:
+    pages = [path for path in committed_files() if path.suffix == ".md"]
+    missing = [
+        f"{name_of(page)}: {named}"
+        for page in pages
+        for named in re.findall(r"`(tests/[\w/]+\.py)`", page.read_text(encoding="utf-8"))
+        if not (ROOT / named).exists()
+    ]
+    assert missing == []
+
+
 def test_the_committed_files_stay_small_together() -> None:
     data = [path for path in committed_files() if path.suffix not in WRITTEN_BY_HAND]
     assert sum(path.stat().st_size for path in data) <= LARGEST_DATA
