@@ -352,7 +352,7 @@ def _step(model: Any, operators: "Library | None") -> Callable[[], object]:
 
     from engine.runner.kv_cache import LayerCaches
     from models.attention.backend import select_backend
-    from models.attention.context import Context, forward_context, set_kv_cache_data
+    from models.attention.context import Context, forward_context
     from models.attention.cpu_native import NativeMetaData
     from models.ops.cpu.program import record
 
@@ -367,7 +367,7 @@ def _step(model: Any, operators: "Library | None") -> Callable[[], object]:
         device=cpu,
         kv_dtype=None,
     )
-    set_kv_cache_data(caches.allocate(BATCH * blocks))
+    kv_cache_data = caches.allocate(BATCH * blocks)
     tables = np.arange(BATCH * blocks, dtype=np.int32).reshape(BATCH, blocks)
     slots = tables[:, _EXPERTS_CONTEXT // block_size].astype(np.int64) * block_size + _EXPERTS_CONTEXT % block_size
     ids, positions = torch.arange(BATCH), torch.full((BATCH,), _EXPERTS_CONTEXT)
@@ -382,7 +382,7 @@ def _step(model: Any, operators: "Library | None") -> Callable[[], object]:
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         context = Context(positions=positions, is_prefill=False, batch_size=BATCH)
-        with torch.inference_mode(), forward_context(metadata, context):
+        with torch.inference_mode(), forward_context(metadata, context, kv_cache_data=kv_cache_data):
             return model(input_ids, positions)  # type: ignore[no-any-return]
 
     if operators is None:

@@ -19,7 +19,7 @@ from engine.runner.device import oom_at_start
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.warm_up import dummy_prompt
 from models.attention.backend import AttentionBackend
-from models.attention.context import forward_context, set_kv_cache_data
+from models.attention.context import forward_context
 from models.layers.base import CausalLM
 from models.layers.moe import FusedMoE
 from models.ops import aiter, triton
@@ -86,18 +86,14 @@ def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
     observer = ObservingBackend(device)
     block_size, have_states = loaded.config.kv_cache_block_size, caches.have_states
     context, token = dummy_prompt(observer, 0, block_size, device, have_states=have_states)
-    set_kv_cache_data(caches.allocate(1, 1))
-    try:
-        with (
-            torch.inference_mode(),
-            nullcontext() if loaded.exchange is not None else loaded.parallel.without_collectives(),
-            triton.idle(),
-            torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
-            forward_context(token.metadata, context, loaded.dp_metadata(1)),
-        ):
-            loaded.model(token.input_ids, token.positions)
-    finally:
-        set_kv_cache_data({})
+    with (
+        torch.inference_mode(),
+        nullcontext() if loaded.exchange is not None else loaded.parallel.without_collectives(),
+        triton.idle(),
+        torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
+        forward_context(token.metadata, context, loaded.dp_metadata(1), kv_cache_data=caches.allocate(1, 1)),
+    ):
+        loaded.model(token.input_ids, token.positions)
     found = cases_of_model(
         loaded.model,
         observer,

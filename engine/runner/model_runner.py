@@ -41,6 +41,7 @@ from models.ops.cpu.collectives import SharedMemoryCollectives
 from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
+from models.ops.types import LayerCache
 
 _log = logging.getLogger(__name__)
 
@@ -458,10 +459,13 @@ class ModelRunner:
         return cast(LlamaForCausalLM, self.model).lm_head
 
 
-def record_pass(loaded: LoadedModel, operators: Library) -> Program:
+def record_pass(
+    loaded: LoadedModel, operators: Library, kv_cache_data: dict[str, LayerCache] | None = None
+) -> Program:
     """The model's pass of up to `max_num_batched_tokens` as one call of the compiled operators.
 
-    The memory for the largest step is committed as far as steps have used it. Raises `NotRecordable`.
+    `kv_cache_data` as in `forward_context`. The memory for the largest step is committed as far as steps have used it.
+    Raises `NotRecordable`.
     """
     num_tokens, none = loaded.config.max_num_batched_tokens, np.zeros(0, dtype=np.int64)
     metadata = loaded.backend.build_metadata(
@@ -472,7 +476,7 @@ def record_pass(loaded: LoadedModel, operators: Library) -> Program:
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         context = Context(positions=positions, is_prefill=False, batch_size=0)
-        with forward_context(metadata, context, loaded.dp_metadata(num_tokens)):
+        with forward_context(metadata, context, loaded.dp_metadata(num_tokens), kv_cache_data=kv_cache_data):
             return loaded.model(input_ids, positions)
 
     return record(operators, forward, num_tokens)

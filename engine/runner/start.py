@@ -74,11 +74,8 @@ def _activation_bytes(loaded: LoadedModel) -> int:
     """What the largest step may commit besides weights and cache, as far as it is known before one has run."""
     if loaded.operators is None or loaded.is_encoder:
         return 0
-    set_kv_cache_data(loaded.layer_caches().allocate(1, 1))
     try:
-        recorded = record_pass(loaded, loaded.operators).num_bytes
-        return recorded + (0 if loaded.exchange is None else loaded.exchange.num_bytes)
+        recorded = record_pass(loaded, loaded.operators, loaded.layer_caches().allocate(1, 1)).num_bytes
     except NotRecordable:
         return 0
-    finally:
-        set_kv_cache_data({})
+    return recorded + (0 if loaded.exchange is None else loaded.exchange.num_bytes)
