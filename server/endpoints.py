@@ -119,6 +119,7 @@ ENDPOINTS: Registry[EndpointFamily] = Registry(
         "responses": "server.routes.responses",
         "pooling": "server.routes.pooling",
         "messages": "server.routes.messages",
+        "message_batches": "server.routes.message_batches",
         "batches": "server.routes.batches",
         "models": "server.routes.models",
         "tokenize": "server.routes.tokenize",

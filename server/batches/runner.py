@@ -46,7 +46,13 @@ _ATTEMPTS = 3
 """How often a line that the server failed on is tried."""
 _TRY_AGAIN = (429, 503)
 
-_PRIORITISED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+_PRIORITISED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/messages",
+)
 """Endpoints whose requests have a priority."""
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -55,6 +55,10 @@ PENDING, SUCCEEDED, FAILED = range(3)
 
 _EXPIRED = {"code": "batch_expired", "message": "the batch's completion window ended before this line was computed"}
 _CANCELLED = {"code": "batch_cancelled", "message": "the batch was cancelled before this line was computed"}
+
+
+BatchKind: TypeAlias = Literal["batch", "msgbatch"]
+"""OpenAI's batches and Anthropic's, by how their ids begin."""
 
 
 class FileNotFound(BadRequest):
@@ -235,12 +239,24 @@ class BatchStore:
             raise BatchNotFound(f"there is no batch {id[:80]!r}")
         return self._with_counts(_decode_batch(rows[0]["object"]))
 
-    def batches(self, owner: str, after: str | None, limit: int) -> "Page":
-        """A page of an owner's batches, newest first. Raises `BatchNotFound` for `after`."""
+    def batches(self, owner: str, kind: BatchKind, after: str | None, limit: int) -> "Page":
+        """A page of an owner's batches of a kind, newest first. Raises `BatchNotFound` for `after`."""
         if after is not None:
             self.batch(after, owner)
-        rows = self._page("batches", "owner = ?", (owner,), after, limit, newest_first=True)
+        condition = "owner = ? AND id GLOB ?"
+        rows = self._page("batches", condition, (owner, f"{kind}_*"), after, limit, newest_first=True)
         return Page([self._with_counts(_decode_batch(row["object"])) for row in rows[:limit]], len(rows) > limit)
+
+    def delete_batch(self, id: str, owner: str) -> None:
+        """Delete a batch that has ended, with its files. Raises `BatchNotFound`, and `BadRequest` if it has not."""
+        batch = self.batch(id, owner)
+        if batch.status not in BATCH_ENDED:
+            raise BadRequest(f"{id} is {batch.status}; cancel it first")
+        for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            if file is not None:
+                self.delete_file(file, owner)
+        with self._transaction() as database:
+            database.execute("DELETE FROM batches WHERE id = ?", (id,))
 
     def unfinished(self) -> list[Batch]:
         """The batches of all owners that have not ended, oldest first."""
@@ -422,11 +438,17 @@ class Page(NamedTuple):
     has_more: bool
 
 
-def new_batch(input_file_id: str, endpoint: str, seconds: int, metadata: dict[str, str] | None) -> BatchObject:
+def new_batch(
+    input_file_id: str,
+    endpoint: str,
+    seconds: int,
+    metadata: dict[str, str] | None = None,
+    kind: BatchKind = "batch",
+) -> BatchObject:
     """A batch that is to be validated, and that expires in `seconds`."""
     now = int(time.time())
     return BatchObject(
-        id=_new_id("batch"),
+        id=_new_id(kind),
         endpoint=endpoint,
         input_file_id=input_file_id,
         status="validating",

@@ -55,7 +55,7 @@ def _limit(page: tuple[int, int]) -> dict[str, Any]:
 @endpoints.post("/v1/files", FileObject)
 async def upload_file(http: Request) -> Response:
     """Upload the input of a batch: multipart form data with the fields `file` and `purpose`."""
-    runner, limit = _runner(http), Frontend.of(http.app).config.server_config.max_file_bytes
+    runner, limit = runner_of(http), Frontend.of(http.app).config.server_config.max_file_bytes
     if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise UnsupportedMediaType("a file is uploaded as multipart/form-data (curl: -F purpose=batch -F file=@NAME)")
     declared = http.headers.get("content-length", "0")
@@ -126,7 +126,7 @@ async def list_files(http: Request) -> Response:
     if order not in ("asc", "desc"):
         raise BadRequest(f"order is {order[:60]!r}; it must be 'asc' or 'desc'", param="order")
     page: Page = await asyncio.to_thread(
-        _runner(http).store.files,
+        runner_of(http).store.files,
         owner_of(http.scope).key or "",
         http.query_params.get("purpose"),
         http.query_params.get("after"),
@@ -139,20 +139,20 @@ async def list_files(http: Request) -> Response:
 @endpoints.get("/v1/files/{file_id}", FileObject)
 async def retrieve_file(http: Request, file_id: str) -> Response:
     """What is known of a file."""
-    return as_json(await asyncio.to_thread(_runner(http).store.file, file_id, owner_of(http.scope).key or ""))
+    return as_json(await asyncio.to_thread(runner_of(http).store.file, file_id, owner_of(http.scope).key or ""))
 
 
 @endpoints.get("/v1/files/{file_id}/content", "application/octet-stream")
 async def file_content(http: Request, file_id: str) -> Response:
     """The contents of a file."""
-    path = await asyncio.to_thread(_runner(http).store.path, file_id, owner_of(http.scope).key or "")
+    path = await asyncio.to_thread(runner_of(http).store.path, file_id, owner_of(http.scope).key or "")
     return FileResponse(path, media_type="application/octet-stream")
 
 
 @endpoints.delete("/v1/files/{file_id}", DeletedFile)
 async def delete_file(http: Request, file_id: str) -> Response:
     """Delete a file; not the input of a batch that has not ended."""
-    await asyncio.to_thread(_runner(http).store.delete_file, file_id, owner_of(http.scope).key or "")
+    await asyncio.to_thread(runner_of(http).store.delete_file, file_id, owner_of(http.scope).key or "")
     return as_json(DeletedFile(file_id))
 
 
@@ -164,7 +164,7 @@ _EXAMPLE = {"input_file_id": "file-0123456789abcdef", "endpoint": "/v1/chat/comp
 @endpoints.post("/v1/batches", BatchObject, request=BatchRequest, example=_EXAMPLE)
 async def create_batch(http: Request) -> Response:
     """Have the requests in a file computed behind live traffic."""
-    runner, frontend, owner = _runner(http), Frontend.of(http.app), owner_of(http.scope)
+    runner, frontend, owner = runner_of(http), Frontend.of(http.app), owner_of(http.scope)
     request = await read_request(http, BatchRequest, frontend.config.server_config)
     file = await asyncio.to_thread(runner.store.file, request.input_file_id, owner.key or "")
     if file.purpose != "batch":
@@ -180,25 +180,28 @@ async def create_batch(http: Request) -> Response:
 async def list_batches(http: Request) -> Response:
     """The batches, newest first."""
     after, limit = http.query_params.get("after"), _limit_of(http, _BATCHES_PAGE)
-    page: Page = await asyncio.to_thread(_runner(http).store.batches, owner_of(http.scope).key or "", after, limit)
+    page: Page = await asyncio.to_thread(
+        runner_of(http).store.batches, owner_of(http.scope).key or "", "batch", after, limit
+    )
     return as_json(BatchList(data=page.data, has_more=page.has_more, first_id=_first(page), last_id=_last(page)))
 
 
 @endpoints.get("/v1/batches/{batch_id}", BatchObject)
 async def retrieve_batch(http: Request, batch_id: str) -> Response:
     """A batch with its progress."""
-    return as_json(await asyncio.to_thread(_runner(http).store.batch, batch_id, owner_of(http.scope).key or ""))
+    return as_json(await asyncio.to_thread(runner_of(http).store.batch, batch_id, owner_of(http.scope).key or ""))
 
 
 @endpoints.post("/v1/batches/{batch_id}/cancel", BatchObject)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """End a batch; answers that are done are in its output. One that has ended is returned unchanged."""
-    runner, owner = _runner(http), owner_of(http.scope)
+    runner, owner = runner_of(http), owner_of(http.scope)
     batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
     return as_json(await runner.cancel(Batch(batch, owner.key or "", owner.party)))
 
 
-def _runner(http: Request) -> BatchRunner:
+def runner_of(http: Request) -> BatchRunner:
+    """The batches of the server. Raises `NotReady` unless requests can be served."""
     Frontend.of(http.app).check_loaded()
     runner: BatchRunner = http.app.state.batches
     return runner

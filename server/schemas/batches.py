@@ -1,16 +1,18 @@
 """`/v1/files` and `/v1/batches`: what a batch is created from, and the objects that the server answers with."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from server.schemas.body import Between, FewFields, RequestModel
 from server.schemas.responses import fits_metadata
 
 HOUR, DAY, MONTH = 3600, 86400, 30 * 86400
 
-BatchEndpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+BatchEndpoint: TypeAlias = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages"
+]
 """What the lines of a batch may ask for."""
 
 BatchStatus: TypeAlias = Literal[
@@ -137,3 +139,62 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 BATCH_ENDED = ("failed", "completed", "expired", "cancelled")
 """States that a batch does not leave."""
+
+
+# Anthropic's form of batches.
+
+_MAX_REQUESTS = 50_000
+
+
+class MessageOfBatch(RequestModel):
+    """One request of a message batch."""
+
+    custom_id: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    params: dict[str, Any]
+    """Body of a request to `/v1/messages`; checked when its turn comes."""
+
+
+class MessageBatchRequest(RequestModel):
+    """Body of `POST /v1/messages/batches`."""
+
+    requests: Annotated[list[MessageOfBatch], Field(min_length=1, max_length=_MAX_REQUESTS, fail_fast=True)]
+
+
+class MessageBatchCounts(msgspec.Struct):
+    processing: int = 0
+    succeeded: int = 0
+    errored: int = 0
+    canceled: int = 0
+    expired: int = 0
+
+
+class MessageBatch(msgspec.Struct, kw_only=True):
+    """A batch of messages. Times are in RFC 3339."""
+
+    id: str
+    type: Literal["message_batch"] = "message_batch"
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None = None
+    cancel_initiated_at: str | None = None
+    archived_at: None = None
+    results_url: str | None = None
+    """Where the results are, once the batch has ended."""
+
+
+class MessageBatchList(msgspec.Struct, kw_only=True):
+    """Answer to `GET /v1/messages/batches`: a page of batches, newest first."""
+
+    data: list[MessageBatch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedMessageBatch(msgspec.Struct):
+    """Answer to `DELETE /v1/messages/batches/{id}`."""
+
+    id: str
+    type: Literal["message_batch_deleted"] = "message_batch_deleted"

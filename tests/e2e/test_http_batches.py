@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from openai.types import Batch
@@ -161,6 +162,7 @@ def test_no_line_is_lost_or_doubled_when_the_server_is_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_line_is_lost_or_doubled_through_fifty_kills(
     start_server: Callable[..., KaonServer], tmp_path: Path
 ) -> None:
@@ -195,3 +197,63 @@ def test_a_wrong_file_is_a_sentence_and_nothing_is_loaded(tmp_path: Path, conten
     assert done.returncode == 2
     assert sentence.format(source) in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+# -- Anthropic's form -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def claude(server: KaonServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def message(number: int, **fields: Any) -> Any:
+    question = {"role": "user", "content": f"What is {number} + {number}?"}
+    params = {"model": "kaon-demo", "messages": [question], "temperature": 0, "max_tokens": 24, **fields}
+    return {"custom_id": f"line-{number}", "params": params}
+
+
+def test_a_message_batch_answers_as_messages_do(claude: anthropic.Anthropic) -> None:
+    batch = claude.messages.batches.create(requests=[message(1), message(2), message(3, temperature=9)])
+    assert batch.id.startswith("msgbatch_")
+    assert batch.request_counts.processing == 3
+    eventually(lambda: claude.messages.batches.retrieve(batch.id).processing_status == "ended")
+    batch = claude.messages.batches.retrieve(batch.id)
+    counts = batch.request_counts
+    assert (counts.processing, counts.succeeded, counts.errored, counts.canceled, counts.expired) == (0, 2, 1, 0, 0)
+    results = {each.custom_id: each.result for each in claude.messages.batches.results(batch.id)}
+    assert [results[f"line-{number}"].type for number in (1, 2, 3)] == ["succeeded", "succeeded", "errored"]
+    assert results["line-2"].message.content[0].text == "2 + 2 = 4"  # type: ignore[union-attr]
+    assert results["line-3"].error.error.type == "invalid_request_error"  # type: ignore[union-attr]
+    assert batch.id in [each.id for each in claude.messages.batches.list(limit=3)]
+    claude.messages.batches.delete(batch.id)
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.batches.retrieve(batch.id)
+
+
+def test_a_cancelled_message_batch_counts_what_was_not_answered(claude: anthropic.Anthropic) -> None:
+    requests = [message(number, max_tokens=3000, stop_sequences=["never"]) for number in range(100)]
+    batch = claude.messages.batches.create(requests=requests)
+    with pytest.raises(anthropic.BadRequestError, match="has not ended"):
+        claude.get(f"/v1/messages/batches/{batch.id}/results", cast_to=object)
+    claude.messages.batches.cancel(batch.id)
+    eventually(lambda: claude.messages.batches.retrieve(batch.id).processing_status == "ended")
+    counts = claude.messages.batches.retrieve(batch.id).request_counts
+    assert counts.canceled > 0
+    assert counts.canceled + counts.succeeded == 100
+    kinds = [each.result.type for each in claude.messages.batches.results(batch.id)]
+    assert kinds.count("canceled") == counts.canceled
+
+
+@pytest.mark.parametrize(
+    ("requests", "sentence"),
+    [
+        ([], "requests is an empty list"),
+        ([message(1), message(1)], r"requests\[1\].custom_id is 'line-1', as in an earlier request"),
+        ([{"custom_id": "a b", "params": {}}], r"requests\[0\].custom_id"),
+    ],
+)
+def test_wrong_message_batches_are_refused_in_words(claude: anthropic.Anthropic, requests: Any, sentence: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=sentence):
+        claude.messages.batches.create(requests=requests)

@@ -27,6 +27,10 @@ BATCHES = {
     "/v1/batches",
     "/v1/batches/{batch_id}",
     "/v1/batches/{batch_id}/cancel",
+    "/v1/messages/batches",
+    "/v1/messages/batches/{batch_id}",
+    "/v1/messages/batches/{batch_id}/cancel",
+    "/v1/messages/batches/{batch_id}/results",
 }
 """`test_http_batches` answers with these."""
 GETS += ["/kaon/limits", "/kaon/owners"]

@@ -164,7 +164,7 @@ def test_files_and_batches_are_their_owners_alone(tmp_path: Path) -> None:
     with pytest.raises(BatchNotFound):
         store.batch(batch.object.id, "you")
     assert store.files("you", None, None, 10, newest_first=True).data == []
-    assert store.batches("you", None, 10).data == []
+    assert store.batches("you", "batch", None, 10).data == []
 
 
 def test_an_owners_files_have_a_bound_and_room_comes_back(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ VERSION = {"anthropic-version": "2023-06-01"}
         ("POST", "/v1/messages?beta=true", {"x-api-key": "sk-wrong"}, 401, "authentication_error"),
         ("GET", "/v1/models", VERSION, 401, "authentication_error"),
         ("GET", "/v1/messages", {"x-api-key": "sk-one"}, 405, "invalid_request_error"),
-        ("POST", "/v1/messages/batches", {"x-api-key": "sk-one"}, 404, "not_found_error"),
+        ("POST", "/v1/messages/drafts", {"x-api-key": "sk-one"}, 404, "not_found_error"),
         ("POST", "/v1/complete", {**VERSION, "x-api-key": "sk-one"}, 404, "not_found_error"),
         ("GET", "/v1/models/x", {**VERSION, "x-api-key": "sk-one"}, 404, "not_found_error"),
     ],

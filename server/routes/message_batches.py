@@ -1,0 +1,175 @@
+"""`/v1/messages/batches`: Anthropic's batches. They are stored and run as those of `/v1/batches`, in another form."""
+
+import asyncio
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+
+from server.batches.store import Batch, BatchStore, Page, new_batch
+from server.endpoints import ENDPOINTS, EndpointFamily
+from server.errors import AnthropicError, BadRequest
+from server.frontend import Frontend, owner_of
+from server.request_builder import read_request
+from server.routes.batches import runner_of
+from server.schemas.batches import (
+    BATCH_ENDED,
+    DAY,
+    BatchObject,
+    DeletedMessageBatch,
+    MessageBatch,
+    MessageBatchCounts,
+    MessageBatchList,
+    MessageBatchRequest,
+)
+from server.schemas.body import as_json
+
+endpoints = ENDPOINTS.register("message_batches")(EndpointFamily(AnthropicError))
+
+_ENDPOINT = "/v1/messages"
+_DEFAULT_PAGE, _MAX_PAGE = 20, 1000
+_UNDONE = {"batch_cancelled": "canceled", "batch_expired": "expired"}
+"""Results of lines without an answer, by the code of their error."""
+
+_MESSAGE = {"model": "kaon-demo", "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}
+_EXAMPLE = {"requests": [{"custom_id": "1", "params": _MESSAGE}]}
+
+
+def _query(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
+
+
+_LIST_PARAMETERS = [
+    _query("limit", "Most batches to list.", type="integer", minimum=1, maximum=_MAX_PAGE, default=_DEFAULT_PAGE),
+    _query("after_id", "Id of the batch after which the list begins.", type="string"),
+]
+
+
+@endpoints.post("/v1/messages/batches", MessageBatch, request=MessageBatchRequest, example=_EXAMPLE)
+async def create_message_batch(http: Request) -> Response:
+    """Have many messages answered behind live traffic."""
+    runner, owner = runner_of(http), owner_of(http.scope)
+    request = await read_request(http, MessageBatchRequest, Frontend.of(http.app).config.server_config)
+    seen: set[str] = set()
+    for index, each in enumerate(request.requests):
+        if each.custom_id in seen:
+            raise BadRequest(f"requests[{index}].custom_id is {each.custom_id!r}, as in an earlier request")
+        seen.add(each.custom_id)
+    batch = await asyncio.to_thread(_add, runner.store, request, owner.key or "", owner.party)
+    runner.run(Batch(batch, owner.key or "", owner.party))
+    return as_json(_message_batch(batch, runner.store, owner.key or "", http))
+
+
+def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str) -> BatchObject:
+    with store.new_file() as file:
+        for each in request.requests:
+            line = {"custom_id": each.custom_id, "method": "POST", "url": _ENDPOINT, "body": each.params}
+            file.write(msgspec.json.encode(line) + b"\n")
+        input = store.add_file(file, owner, "message_batch.jsonl")
+    batch = new_batch(input.id, _ENDPOINT, DAY, kind="msgbatch")
+    store.add_batch(batch, owner, party, None)
+    batch.request_counts.total = len(request.requests)
+    return batch
+
+
+@endpoints.get("/v1/messages/batches", MessageBatchList, parameters=_LIST_PARAMETERS)
+async def list_message_batches(http: Request) -> Response:
+    """The batches, newest first."""
+    text = http.query_params.get("limit", str(_DEFAULT_PAGE))
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= _MAX_PAGE):
+        raise BadRequest(f"limit is {text[:60]!r}; it must be an integer between 1 and {_MAX_PAGE}", param="limit")
+    store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+
+    def read() -> MessageBatchList:
+        page: Page = store.batches(owner, "msgbatch", http.query_params.get("after_id"), int(text))
+        data = [_message_batch(each, store, owner, http) for each in page.data]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return MessageBatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.has_more)
+
+    return as_json(await asyncio.to_thread(read))
+
+
+@endpoints.get("/v1/messages/batches/{batch_id}", MessageBatch)
+async def retrieve_message_batch(http: Request, batch_id: str) -> Response:
+    """A batch with its progress."""
+    store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+    return as_json(await asyncio.to_thread(lambda: _message_batch(store.batch(batch_id, owner), store, owner, http)))
+
+
+@endpoints.post("/v1/messages/batches/{batch_id}/cancel", MessageBatch)
+async def cancel_message_batch(http: Request, batch_id: str) -> Response:
+    """End a batch; messages that are answered are in its results."""
+    runner, owner = runner_of(http), owner_of(http.scope)
+    batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
+    batch = await runner.cancel(Batch(batch, owner.key or "", owner.party))
+    return as_json(await asyncio.to_thread(_message_batch, batch, runner.store, owner.key or "", http))
+
+
+@endpoints.delete("/v1/messages/batches/{batch_id}", DeletedMessageBatch)
+async def delete_message_batch(http: Request, batch_id: str) -> Response:
+    """Delete a batch that has ended, with its results."""
+    await asyncio.to_thread(runner_of(http).store.delete_batch, batch_id, owner_of(http.scope).key or "")
+    return as_json(DeletedMessageBatch(batch_id))
+
+
+@endpoints.get("/v1/messages/batches/{batch_id}/results", "application/x-jsonl")
+async def message_batch_results(http: Request, batch_id: str) -> Response:
+    """The results of a batch that has ended, one a line."""
+    store, owner = runner_of(http).store, owner_of(http.scope).key or ""
+    batch = await asyncio.to_thread(store.batch, batch_id, owner)
+    if batch.status not in BATCH_ENDED:
+        raise BadRequest(f"{batch_id} has not ended; it has results then")
+    outputs = [store.path(id, owner) for id in (batch.output_file_id, batch.error_file_id) if id is not None]
+    return StreamingResponse(_results(outputs), media_type="application/x-jsonl")
+
+
+def _results(outputs: list[Path]) -> Iterator[bytes]:
+    for path in outputs:
+        with path.open("rb") as file:
+            for line in file:
+                yield _result(msgspec.json.decode(line)) + b"\n"
+
+
+def _result(line: dict[str, Any]) -> bytes:
+    """A line of the output in Anthropic's form."""
+    if line["error"] is not None:
+        result: dict[str, Any] = {"type": _UNDONE[line["error"]["code"]]}
+    elif 200 <= line["response"]["status_code"] < 300:
+        result = {"type": "succeeded", "message": line["response"]["body"]}
+    else:
+        result = {"type": "errored", "error": line["response"]["body"]}
+    return msgspec.json.encode({"custom_id": line["custom_id"], "result": result})
+
+
+def _message_batch(batch: BatchObject, store: BatchStore, owner: str, http: Request) -> MessageBatch:
+    """A batch in Anthropic's form. Reads the errors of one that has ended."""
+    counts, has_ended = batch.request_counts, batch.status in BATCH_ENDED
+    shown = MessageBatchCounts(counts.total - counts.completed - counts.failed, counts.completed, counts.failed)
+    if has_ended and batch.error_file_id is not None:
+        with store.path(batch.error_file_id, owner).open("rb") as file:
+            for line in file:
+                shown.canceled += b'"error":{"code":"batch_cancelled"' in line
+                shown.expired += b'"error":{"code":"batch_expired"' in line
+        shown.errored -= shown.canceled + shown.expired
+    return MessageBatch(
+        id=batch.id,
+        processing_status="ended" if has_ended else "canceling" if batch.status == "cancelling" else "in_progress",
+        request_counts=shown,
+        created_at=_time(batch.created_at),
+        expires_at=_time(batch.expires_at),
+        ended_at=_time_or_none(batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at),
+        cancel_initiated_at=_time_or_none(batch.cancelling_at),
+        results_url=f"{str(http.base_url).rstrip('/')}/v1/messages/batches/{batch.id}/results" if has_ended else None,
+    )
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _time_or_none(seconds: int | None) -> str | None:
+    return None if seconds is None else _time(seconds)
