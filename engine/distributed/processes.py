@@ -101,17 +101,19 @@ def wait_or_kill(process: "subprocess.Popen[Any]", timeout: float) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """That process and its children that exist, itself first."""
+    """That process and its children that exist, itself first; without those that cannot be read of now."""
     children: list[str] = []
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        # A thread may end while they are read.
-        with contextlib.suppress(OSError):
-            children += listing.read_text().split()
+    # Without a free descriptor, there is no list of threads.
+    with contextlib.suppress(OSError):
+        for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+            # A thread may end while they are read.
+            with contextlib.suppress(OSError):
+                children += listing.read_text().split()
     return [pid, *map(int, children)]
 
 
 def stopped_process(pid: int) -> int | None:
-    """A process, of that one and its children, that a signal has stopped, if any. Takes a millisecond."""
+    """A process, of that one and its children, that a signal has stopped, if one is seen. Takes a millisecond."""
     return next((each for each in family(pid) if _is_stopped(each)), None)
 
 

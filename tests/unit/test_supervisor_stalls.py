@@ -1,5 +1,8 @@
 """Which core is killed when several that compute in lockstep show no progress, and what a death says of requests."""
 
+import subprocess
+import sys
+
 import pytest
 
 from engine.client import supervisor as watchdog
@@ -116,3 +119,27 @@ def test_who_was_in_the_step_is_not_blamed_where_a_core_followed_another_into_it
     supervisor = Supervisor(Config(), keeper)  # type: ignore[arg-type]
     supervisor._on_gone()
     assert keeper.blamed == blamed
+
+
+def test_a_watch_without_a_free_descriptor_sees_nothing_and_raises_nothing() -> None:
+    """It is called each second, also while clients use up all descriptors."""
+    program = """
+import os, resource, signal, subprocess, sys, time
+from engine.distributed.processes import family, stopped_process
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+child.send_signal(signal.SIGSTOP)
+while stopped_process(os.getpid()) != child.pid:
+    time.sleep(0.01)
+held = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    assert (stopped_process(os.getpid()), family(os.getpid())) == (None, [os.getpid()])
+os.close(held.pop())
+os.close(held.pop())
+assert stopped_process(os.getpid()) == child.pid
+child.kill()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
