@@ -7,6 +7,8 @@ It is OpenAI's, or Anthropic's where the request is of their API. Errors are rai
 import logging
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
+from types import MappingProxyType
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -256,6 +258,21 @@ def speaks_anthropic(scope: Scope) -> bool:
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return True
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def as_raw_response(error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """The bytes of a response that reports `error` and closes the connection, where no application answers."""
+    body = error.body()
+    fields = {
+        "Content-Type": "application/json",
+        "Content-Length": len(body),
+        **error.headers,
+        **headers,
+        "Connection": "close",
+    }
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def refusal(error: InvalidRequest, message: str | None = None, param: str | None = None) -> BadRequest:

@@ -1,7 +1,9 @@
 """`serve`: runs the application under uvicorn until a signal, or until the engine has failed.
 
-`HttpProtocol` is uvicorn's HTTP/1.1 with a bound on the size of headers, and with an error object as the answer to
-bytes that are not HTTP. `_Server` drains: after a signal, live requests may end before the server does.
+`HttpProtocol` is uvicorn's HTTP/1.1 with bounds on what a connection may hold and on how long it may take, with an
+error object as the answer to bytes that are not HTTP, and with answers to clients that have shut down their sending
+side.
+`_Server` drains: after a signal, live requests may end before the server does.
 """
 
 import asyncio
@@ -10,21 +12,25 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Callable
-from http import HTTPStatus
+from collections import deque
+from collections.abc import Callable, Collection
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade
 from sse_starlette.sse import AppStatus
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config
 from server.access_log import HEADER, new_request_id
 from server.app import create_app
-from server.errors import ApiError, BadRequest
+from server.endpoints import all_endpoints
+from server.errors import ApiError, BadRequest, as_raw_response
 from server.frontend import Frontend
+from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections, num_free_descriptors
 from server.limits.keys import ApiKeys
 
 _log = logging.getLogger(__name__)
@@ -32,8 +38,12 @@ _log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 * 2**10
 """Most bytes outside of a body: of a request line with its headers, or of the trailers of a chunked body."""
 
-_KEEP_ALIVE_SECONDS = 75
-"""Longer than the idle timeout of common load balancers, so that these close the connections."""
+_MAX_HEADERS = 256
+
+_SLICE = 16 * 2**10
+"""Most bytes that are parsed before others get a turn."""
+
+_NO_HTTP = "the request is not HTTP/1.1; check the client, and that the URL is http://"
 
 _SHUTDOWN_SECONDS = 5
 """How long slow clients may take to send requests and to read answers when the server ends."""
@@ -43,52 +53,211 @@ _HURRIED_SECONDS = 0.5
 
 
 class HeadTooLarge(BadRequest):
-    """Request line and headers are over `MAX_HEAD_BYTES`."""
+    """Request line and headers are over `MAX_HEAD_BYTES`, or there are more than `_MAX_HEADERS`."""
 
     status = 431
     code = "request_too_large"
 
 
-class HttpProtocol(HttpToolsProtocol):
-    """One connection. Counts the bytes of a head, because the parser collects them without a bound."""
+class _Flow(FlowControl):
+    """uvicorn's flow control of one connection; the protocol decides what is read."""
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
+    def __init__(self, transport: asyncio.Transport, on_change: Callable[[], object]) -> None:
+        super().__init__(transport)
+        self._on_change = on_change
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+        self._on_change()
+
+    def resume_reading(self) -> None:
+        self.read_paused = False
+        self._on_change()
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. Reports its phases to its `Connection`, and bounds what uvicorn's protocol leaves unbounded.
+
+    The parser collects the bytes of a head without a bound, and gets at most `_SLICE` bytes at a time: 250 KB of tiny
+    requests, headers or chunks, parsed at once, would hold the event loop for a tenth of a second. While requests of
+    the connection wait for the answer to an earlier one, no more is parsed or read.
+    """
+
+    def __init__(self, *args: Any, connection: Connection, probes: Collection[bytes] = (), **keywords: Any) -> None:
+        """`probes` are paths that are served however many other connections are."""
         super().__init__(*args, **keywords)
+        self._probes = probes
+        self._connection = connection
         self._head_bytes = 0
         """Bytes received since the last end of a head, or since the last byte of a body."""
+        self._body_bytes = 0
+        """Bytes of a body in the bytes that are being parsed."""
+        self._unparsed: deque[memoryview] = deque()
+        self._is_parsing_later = False
+        self._is_reading = True
+        self._has_ended = False
+        """Whether the client has shut down its sending side."""
+        self._is_discarding = False
+        """Whether the last answer has been sent."""
+        self._refusal: ApiError | None = None
+        """Why the parser was stopped."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self._choose_reading)
+        self._connection.established(transport, self._refuse_incomplete)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.close()
+        self._unparsed.clear()
+        super().connection_lost(exc)
+
+    # -- receiving ----------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        if self._is_discarding:
+            return
+        self._unset_keepalive_if_required()
+        self._connection.received()
+        if len(data) <= _SLICE and not self._unparsed and not self.flow.read_paused:
+            self._parse(data)
+            return
+        view = memoryview(data)
+        self._unparsed.extend(view[start : start + _SLICE] for start in range(0, len(data), _SLICE))
+        self._choose_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer the requests that have arrived whole, and keep the connection for that; else close it.
+
+        A client that has closed its socket sends the same as one that has shut down its sending side. `_ask` finds
+        out, since a socket that is closed resets the connection when it gets more.
+        """
+        self._has_ended = True
+        if self._is_discarding or self.scheme == "https":  # TLS ends both directions.
+            return False
+        return bool(self._unparsed) or self._answer_without_more()
+
+    def _answer_without_more(self) -> bool:
+        """All that the client sent is parsed, and no more comes: whether a whole request waits for its answer."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        self._connection.half_closed(self._ask)
+        return True
+
+    def _ask(self) -> None:
+        """Send an interim response, which clients must ignore, unless a response has begun, or the client knows none.
+
+        A client that has gone resets the connection then. A response that has begun shows it by itself.
+        """
+        if not self.pipeline and not self.cycle.response_started and self.cycle.scope["http_version"] != "1.0":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _choose_reading(self) -> None:
+        """Parse what was received, and read more, unless the application or an earlier answer must come first."""
+        must_wait = (self.flow.read_paused or bool(self.pipeline)) and not self._is_discarding
+        if self._unparsed and not must_wait and not self._is_parsing_later:
+            self._is_parsing_later = True
+            self.loop.call_soon(self._parse_later)
+        reads = not must_wait and not self._unparsed and not self._has_ended
+        if reads != self._is_reading and not self.transport.is_closing():
+            self._is_reading = reads
+            (self.transport.resume_reading if reads else self.transport.pause_reading)()
+
+    def _parse_later(self) -> None:
+        self._is_parsing_later = False
+        if self.transport.is_closing() or not self._unparsed or self.flow.read_paused or self.pipeline:
+            return
+        self._parse(self._unparsed.popleft())
+        if self._unparsed or not self._has_ended:
+            self._choose_reading()
+        elif not self._answer_without_more():
+            self.transport.close()
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        if self.transport.is_closing():
+            return
         self._head_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade:
+            pass  # The request is answered like any other.
+        except HttpParserError:
+            self._refuse(self._refusal or BadRequest(_NO_HTTP))
+            return
+        if self._body_bytes:
+            self._connection.received_body(self._body_bytes)
+            self._body_bytes = 0
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(f"the request's headers are too large; send at most {MAX_HEAD_BYTES} bytes"))
 
+    # -- what the parser reports --------------------------------------------------------------------------------
+
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
+        if len(self.headers) > _MAX_HEADERS:
+            self._stop(HeadTooLarge(f"the request has {len(self.headers)} headers; send at most {_MAX_HEADERS}"))
+        refused = self._connection.begin_request(is_probe=self.url.partition(b"?")[0] in self._probes)
+        if refused is not None:
+            self._stop(refused)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
         super().on_message_complete()
+        self.cycle.more_body = False  # uvicorn's leaves it if the request was answered before its end.
+        self._connection.end_body()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """No warning: uvicorn's advice does not apply here. The request is answered like any other."""
+    def _stop(self, error: ApiError) -> NoReturn:
+        """Have the parser fail, so that it reports nothing more."""
+        self._refusal = error
+        raise error
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(BadRequest("the request is not HTTP/1.1; check the client, and that the URL is http://"))
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._connection.end_answer(begun=not self.cycle.response_complete, complete=not self.cycle.more_body)
+            self._choose_reading()
+
+    def _refuse_incomplete(self, error: ApiError) -> None:
+        """Answer a request that has not arrived whole with `error`, unless its answer has begun, and close."""
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline:
+            # The application need not know more than that its client is of no use.
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self._send_last(error)
+        else:
+            self._refuse(error)
 
     def _refuse(self, error: ApiError) -> None:
         """Answer with `error`, unless another answer is being sent, and close the connection."""
         if self.cycle is None or self.cycle.response_complete:
-            body = error.body()
-            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
-            head += f"Content-Length: {len(body)}\r\n{HEADER}: {new_request_id()}\r\nConnection: close\r\n\r\n"
-            self.transport.write(head.encode() + body)
-        self.transport.close()
+            self._send_last(error)
+        else:
+            self._unparsed.clear()
+            self.transport.close()
+
+    def _send_last(self, error: ApiError) -> None:
+        """Answer with `error`, and close once the client has: closed before, what it still sends would reset the
+        connection, and the answer could be lost."""
+        self._unparsed.clear()
+        self.transport.write(as_raw_response(error, {HEADER: new_request_id()}))
+        if self._has_ended or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self._is_discarding = True
+        self._connection.discard()
+        self._choose_reading()
 
 
 def serve(
@@ -113,21 +282,25 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=config.server_config.keep_alive_timeout,  # type: ignore[arg-type]  # a float will do
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
-        ssl_context_factory=None if tls is None else lambda config, default: tls,
     )
-    _Server(settings, frontend, config.server_config.drain_timeout).run(sockets=[listener])
+    _Server(settings, frontend, listener, tls).run()
     return frontend.why_ended
 
 
 class _Server(uvicorn.Server):
     """Ends when the engine has failed; after a signal, with the last live request; after a second one, at once."""
 
-    def __init__(self, settings: uvicorn.Config, frontend: Frontend, drain_timeout: float) -> None:
+    def __init__(
+        self, settings: uvicorn.Config, frontend: Frontend, listener: socket.socket, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(settings)
         self._frontend = frontend
-        self._drain_timeout = drain_timeout
+        self._listener = listener
+        self._tls = tls
+        self._acceptor: Acceptor | None = None
+        self._drain_timeout = frontend.config.server_config.drain_timeout
         self._drain_until = math.inf
         self._is_hurried = False
 
@@ -135,6 +308,25 @@ class _Server(uvicorn.Server):
         """Record a signal. The listening socket stays open while requests end, so that new ones get a 503."""
         self._captured_signals.append(sig)
         self._is_hurried = len(self._captured_signals) > 1
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        config = self._frontend.config.server_config
+        limits = ConnectionLimits.of(config, num_free_descriptors(), self._frontend.max_request_bytes)
+        connections = Connections(limits, self._frontend.accounts, self._frontend.metrics)
+        paths = [endpoint.path for endpoint in all_endpoints() if endpoint.is_probe]
+        probes = {f"{prefix}{path}".encode() for path in paths for prefix in ("", config.root_path)}
+
+        def new_protocol(connection: Connection) -> HttpProtocol:
+            return HttpProtocol(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                connection=connection,
+                probes=probes,
+            )
+
+        self._acceptor = Acceptor(self._listener, connections, new_protocol, self._tls)
 
     async def on_tick(self, counter: int) -> bool:
         if self._captured_signals and self._drain_until == math.inf:
@@ -161,7 +353,12 @@ class _Server(uvicorn.Server):
             patience = max(patience, self._drain_until - time.monotonic())
         self.config.timeout_graceful_shutdown = math.ceil(patience) + _SHUTDOWN_SECONDS
         asyncio.get_running_loop().call_later(patience, self._hang_up)
-        await super().shutdown(sockets)
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._listener.close()
+        await super().shutdown()
+        if self._acceptor is not None:
+            self._acceptor.stop()
 
     def _hang_up(self) -> None:
         """Abort the connections of clients that neither read nor send. Their requests end as after a disconnect."""

@@ -87,6 +87,10 @@ _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15
 _LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
+CLOSE_REASONS = ("connections", "address", "descriptors", "evicted", "head", "body", "unread", "gone")
+"""Refused: too many connections, too many of the address, no descriptor. Closed: to make room; the head or the body
+came too slowly; the answer was not read; a client that had shut down its sending side has gone."""
+
 REJECT_REASONS = (
     "queue_requests",
     "queue_tokens",
@@ -203,6 +207,14 @@ class Metrics:
             "kaon_log_lines_dropped_total", "Lines of the API process' log dropped because nobody read them."
         )
         self._seen_dropped_log_lines = 0
+        self._open_connections = gauge("kaon_connections_open", "Connections of clients that are open.")
+        closed = Counter(
+            "kaon_connections_closed_total",
+            "Connections refused or closed for lack of room or because of their client, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._closed_connections = {reason: closed.labels(reason) for reason in CLOSE_REASONS}
         self._slow_readers = {action: slow_readers.labels(action) for action in ("pause", "end")}
 
     def step(self, stats: SchedulerStats, generated_tokens: int, replica: int = 0) -> None:
@@ -265,6 +277,14 @@ class Metrics:
     def show_live(self, count: Callable[[], int]) -> None:
         """At each scrape, `count` returns how many requests are live."""
         self._live.set_function(count)
+
+    def show_connections(self, count: Callable[[], int]) -> None:
+        """At each scrape, `count` returns how many connections are open."""
+        self._open_connections.set_function(count)
+
+    def connection_closed(self, reason: str) -> None:
+        """A connection was refused or closed, for one of `CLOSE_REASONS`."""
+        self._closed_connections[reason].inc()
 
     def slow_reader(self, action: Literal["pause", "end"]) -> None:
         """A client read its stream too slowly: the request was paused, or ended."""

@@ -12,6 +12,7 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -35,6 +36,7 @@ from server.sealing import Seal
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_OPEN_FILES = 2**16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _COMMAND_LINE, _ENVIRONMENT = 47, 49
@@ -58,6 +60,7 @@ def _run(config: Config, started: float) -> int:
         # It needs no keys, but the same command may set them.
         return _run_node(_without_keys(config))
     name_process("kaon-api")
+    _raise_open_files_limit()
     _set_up_logging(config.server_config)
     for gap in gaps():
         _log.warning("%s", gap)
@@ -95,6 +98,17 @@ def _run(config: Config, started: float) -> int:
     finally:
         _ignore_signals()
         core.shutdown()
+
+
+def _raise_open_files_limit() -> None:
+    """Let this process and its children open as many files as they may without asking, within reason.
+
+    The usual soft limit of 1024 is for programs that use `select`; every connection of a client takes a descriptor.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _ignore_signals() -> None:

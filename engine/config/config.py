@@ -4,7 +4,7 @@ The command line, `KAON_*` variables, YAML files and docs/configuration.md deriv
 """
 
 import re
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
@@ -272,6 +272,27 @@ class ServerConfig(Section):
     resumable_stream_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Seconds for which a resumable stream without a client goes on, and is held."""
 
+    max_connections: Annotated[int, Field(ge=4)] | None = None
+    """Most connections open at a time; default: what the limit of open files (`ulimit -n`) allows, at most 8192."""
+
+    max_connections_per_address: Annotated[int, Field(ge=1)] | None = None
+    """Most of them from one address, or from one /64 network of IPv6; default: half of all."""
+
+    trusted_proxies: tuple[Annotated[str, Field(min_length=1)], ...] = ("127.0.0.0/8", "::1/128")
+    """Networks whose addresses may have any number of connections: this machine, and proxies of many clients."""
+
+    request_head_timeout: Annotated[float, Field(gt=0.0)] = 10.0
+    """Seconds in which a request's line and headers must arrive, from the connection's start or their first byte."""
+
+    min_body_rate: Annotated[int, Field(ge=0)] = 1024
+    """Bytes a second, on average after `request_head_timeout`, at which a body must arrive at least; 0: any rate."""
+
+    keep_alive_timeout: Annotated[float, Field(gt=0.0)] = 75.0
+    """Seconds that a connection stays open between two requests; longer than common load balancers keep theirs."""
+
+    send_timeout: Annotated[float, Field(gt=0.0)] = 300.0
+    """Seconds after which a connection whose client reads nothing of what waits for it is closed."""
+
     api_key: tuple[SecretStr, ...] = ()
     """API keys, one of which each request must send (`Authorization: Bearer ...`); without any, requests need no key.
 
@@ -371,6 +392,19 @@ class ServerConfig(Section):
                     f"allowed_origins is {','.join(value)}; each item must be *, null, or a scheme and a host as in "
                     "https://chat.example, in lower case, with nothing after the host but a port"
                 )
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for network in value:
+            try:
+                ip_network(network)
+            except ValueError as error:
+                raise ValueError(
+                    f"trusted_proxies is {','.join(value)}; each item must be an address, or a network as in "
+                    f"10.0.0.0/8: {error}"
+                ) from None
         return value
 
     @field_validator("root_path")

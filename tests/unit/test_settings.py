@@ -60,6 +60,7 @@ def test_every_default_can_be_given_in_all_three_places(
         "lora": "a=/a",
         "task": "generate,embed",
         "max_request_bytes": "2048",
+        "max_connections": "4",
         "allowed_origins": "*",
     }
     value = others.get(name) or setting.default or "1"

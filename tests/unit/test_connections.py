@@ -1,0 +1,359 @@
+"""Which connections are kept when there are too many, and which are closed because their clients are too slow.
+
+The clock is the test's; sockets are only recorded.
+"""
+
+from typing import Any
+
+import pytest
+
+from engine.config.config import ServerConfig
+from server.errors import ApiError
+from server.limits.accounts import RESOURCES, Accounts
+from server.limits.connections import Connection, ConnectionLimits, Connections, SlowRequest, TooManyConnections
+from server.metrics import Metrics
+
+LIMITS = ConnectionLimits(connections=8, per_address=4, body_bytes=1000)
+A, B, C = "192.0.2.1", "192.0.2.2", "2001:db8::1"
+
+
+class Peer:
+    """A client's connection, as the table sees it: records what becomes of it."""
+
+    def __init__(self) -> None:
+        self.is_aborted = False
+        self.refusals: list[ApiError] = []
+        self.unsent = 0
+        self.tcp_state = 1
+        self.connection: Connection
+
+    def close(self) -> None:
+        self.is_aborted = True
+
+    abort = close
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def getsockopt(self, *args: int) -> bytes:
+        return bytes([self.tcp_state])
+
+    def send(self, num_bytes: int = 1) -> None:
+        """Part of a head."""
+        self.connection.received()
+
+    def request(self, *, is_probe: bool = False, whole: bool = True) -> TooManyConnections | None:
+        """A whole head, and a body unless it is to follow."""
+        self.connection.received()
+        refused = self.connection.begin_request(is_probe=is_probe)
+        if refused is None and whole:
+            self.connection.end_body()
+        return refused
+
+    def body(self, num_bytes: int) -> None:
+        self.connection.received()
+        self.connection.received_body(num_bytes)
+
+    def answered(self, *, complete: bool = True) -> None:
+        self.connection.end_answer(begun=False, complete=complete)
+
+
+class Edge:
+    """A table of connections and its clock."""
+
+    def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
+        self.now = 1000.0
+        self.metrics = Metrics("test")
+        self.accounts = Accounts()
+        self.table = Connections(limits, self.accounts, self.metrics, lambda: self.now)
+
+    def connect(self, host: str = A) -> Peer:
+        peer = Peer()
+        connection = self.table.open(peer, host)  # type: ignore[arg-type]
+        assert connection is not None, "there was no room"
+        peer.connection = connection
+        connection.established(peer, peer.refusals.append)  # type: ignore[arg-type]
+        return peer
+
+    def wait(self, seconds: float, step: float = 0.5) -> None:
+        for _ in range(int(seconds / step)):
+            self.now += step
+            self.table.sweep()
+
+    def closed(self, reason: str) -> int:
+        text = self.metrics.render().decode()
+        (line,) = (line for line in text.splitlines() if f'closed_total{{reason="{reason}"}}' in line)
+        return int(float(line.split()[-1]))
+
+
+@pytest.fixture
+def edge() -> Edge:
+    return Edge()
+
+
+# -- room ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_of_the_address_with_the_most_waiting_connections_makes_room() -> None:
+    edge = Edge(LIMITS._replace(per_address=8))
+    light = edge.connect(B)
+    heavy = [edge.connect(A) for _ in range(7)]
+    newcomers = [edge.connect(C), edge.connect(B), edge.connect(A)]
+    assert [peer.is_aborted for peer in heavy] == [True] * 3 + [False] * 4
+    assert not any(peer.is_aborted for peer in [light, *newcomers])
+    assert (len(edge.table), edge.closed("evicted")) == (8, 3)
+
+
+def test_an_address_beyond_its_own_limit_makes_room_itself(edge: Edge) -> None:
+    heavy = [edge.connect(A) for _ in range(20)]
+    assert [peer.is_aborted for peer in heavy].count(False) == LIMITS.per_address + 1
+    assert not heavy[-1].is_aborted
+    assert len(edge.table) == LIMITS.per_address + 1
+
+
+def test_addresses_of_one_ipv6_network_count_together(edge: Edge) -> None:
+    peers = [edge.connect(f"2001:db8::{number:x}") for number in range(1, 20)]
+    assert sum(not peer.is_aborted for peer in peers) == LIMITS.per_address + 1
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "::ffff:10.1.2.3", "::1", None])
+def test_proxies_may_use_all_connections(host: str | None) -> None:
+    settings = ServerConfig(max_connections=8, trusted_proxies=("10.0.0.0/8", "::1"))
+    edge = Edge(ConnectionLimits.of(settings, 1000, 2**20))
+    peers = [edge.connect(host) for _ in range(8)]
+    assert not any(peer.is_aborted for peer in peers)
+    assert sum(peer.request() is None for peer in peers) == edge.table.limits.serving == 6
+
+
+def test_a_connection_that_serves_a_request_is_never_closed_for_others(edge: Edge) -> None:
+    served = [edge.connect(host) for host in (A, A, A, B, B, B)]
+    assert [peer.request() for peer in served] == [None] * 6
+    silent = [edge.connect(C) for _ in range(50)]
+    assert not any(peer.is_aborted for peer in served)
+    assert sum(not peer.is_aborted for peer in silent) == 2
+
+
+def test_a_request_beyond_those_served_is_refused_in_words_but_a_probe_is_answered(edge: Edge) -> None:
+    for host in (A, A, A, B, B, B):
+        assert edge.connect(host).request() is None
+    refused = edge.connect(C).request()
+    assert refused is not None
+    assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+    assert "6 connections are served" in str(refused)
+    for _ in range(50):
+        probe = edge.connect(C)
+        assert probe.request(is_probe=True) is None
+        probe.answered()
+    assert edge.closed("connections") == 1
+
+
+def test_an_address_beyond_its_limit_is_refused_in_words(edge: Edge) -> None:
+    served = [edge.connect(A) for _ in range(5)]
+    assert [peer.request() for peer in served[:4]] == [None] * 4
+    refused = served[4].request()
+    assert "max_connections_per_address" in str(refused)
+    assert edge.connect(B).request() is None
+    served[0].answered()
+    assert served[4].request() is None
+
+
+def test_where_nothing_waits_a_new_connection_is_refused(edge: Edge) -> None:
+    for number in range(8):
+        edge.connect(f"192.0.2.{number}").request(is_probe=True)
+    assert edge.table.open(Peer(), C) is None  # type: ignore[arg-type]
+    assert edge.closed("connections") == 1
+
+
+def test_a_connection_between_requests_makes_room_and_one_with_pipelined_requests_does_not(edge: Edge) -> None:
+    busy, idle = edge.connect(A), edge.connect(A)
+    for peer in (busy, idle):
+        peer.request()
+    busy.request()
+    busy.connection.end_answer(begun=True, complete=True)
+    idle.answered()
+    for host in (B, B, B, C, C, C, C):
+        edge.connect(host)
+    for _ in range(3):
+        edge.connect(A)
+    assert not busy.is_aborted
+    assert idle.is_aborted
+
+
+def test_nothing_is_left_of_connections_that_have_ended(edge: Edge) -> None:
+    peers = [edge.connect(host) for host in (A, B, C) for _ in range(2)]
+    peers[0].send()
+    peers[1].request()
+    peers[2].request(whole=False)
+    peers[2].body(10)
+    peers[3].request()
+    peers[3].answered()
+    for peer in peers:
+        peer.connection.close()
+        peer.connection.close()
+    assert len(edge.table) == 0
+    assert [edge.accounts.users(resource) for resource in RESOURCES] == [{}] * len(RESOURCES)
+    assert edge.table._waiting._parties == edge.table._slow._parties == edge.table._served == {}
+    assert edge.table._num_served == 0
+
+
+# -- time -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_connection_is_closed_and_a_part_of_a_head_is_answered(edge: Edge) -> None:
+    silent, slow = edge.connect(), edge.connect()
+    for _ in range(10):
+        edge.wait(1)
+        slow.send()
+    assert not silent.is_aborted
+    assert slow.refusals == []
+    edge.wait(1)
+    assert silent.is_aborted
+    (error,) = slow.refusals
+    assert isinstance(error, SlowRequest)
+    assert "head was not complete after 10 s" in str(error)
+    assert edge.closed("head") == 2
+
+
+def test_the_time_of_the_next_head_counts_from_its_first_byte(edge: Edge) -> None:
+    peer = edge.connect()
+    peer.request()
+    edge.wait(1000)
+    peer.answered()
+    edge.wait(60)
+    peer.send()
+    edge.wait(9)
+    assert peer.refusals == []
+    edge.wait(2)
+    assert len(peer.refusals) == 1
+
+
+def test_a_body_below_the_least_rate_is_refused_after_a_grace(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(body_bytes=2**20))
+    quick, slow = edge.connect(A), edge.connect(B)
+    for peer in (quick, slow):
+        peer.request(whole=False)
+    for _ in range(20):
+        quick.body(1100)
+        slow.body(400)
+        edge.wait(1)
+    assert (quick.refusals, quick.is_aborted) == ([], False)
+    (error,) = slow.refusals
+    assert "less than 1024 bytes a second (min_body_rate)" in str(error)
+    assert edge.closed("body") == 1
+
+
+def test_a_slow_body_makes_room_for_requests_and_connections(edge: Edge) -> None:
+    peers = [edge.connect(host) for host in (A, A, A, B, B, B)]
+    assert [peer.request(whole=False) for peer in peers] == [None] * 6
+    assert edge.connect(C).request() is not None
+    edge.wait(2)
+    assert edge.connect(C).request() is None
+    assert [peer.is_aborted for peer in peers] == [True] + [False] * 5
+
+
+def test_a_body_that_catches_up_makes_no_room(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(body_bytes=2**20))
+    peers = [edge.connect(host) for host in (A, A, A, B, B, B)]
+    for peer in peers:
+        peer.request(whole=False)
+    edge.wait(2)
+    for peer in peers:
+        peer.body(100_000)
+    edge.wait(1)
+    assert edge.connect(C).request() is not None
+    assert not any(peer.is_aborted for peer in peers)
+
+
+def test_the_rest_of_a_body_that_was_answered_early_is_discarded_for_a_time(edge: Edge) -> None:
+    ended, trickling = edge.connect(), edge.connect()
+    for peer in (ended, trickling):
+        peer.request(whole=False)
+        peer.answered(complete=False)
+    edge.wait(5)
+    ended.connection.end_body()
+    edge.wait(6)
+    assert (ended.is_aborted, trickling.is_aborted) == (False, True)
+
+
+def test_a_client_that_reads_nothing_is_closed_and_one_that_reads_slowly_is_not(edge: Edge) -> None:
+    stalled, slow = edge.connect(), edge.connect()
+    for peer in (stalled, slow):
+        peer.request()
+        peer.unsent = 100_000
+    for _ in range(700):
+        slow.unsent -= 1
+        edge.wait(0.5)
+    assert (stalled.is_aborted, slow.is_aborted) == (True, False)
+    assert edge.closed("unread") == 1
+
+
+def test_bodies_beyond_what_may_be_held_end_with_the_largest_of_the_heaviest_address(edge: Edge) -> None:
+    small, larger, other = edge.connect(A), edge.connect(A), edge.connect(B)
+    for peer in (small, larger, other):
+        peer.request(whole=False)
+    small.body(200)
+    larger.body(300)
+    other.body(450)
+    assert not any(peer.is_aborted for peer in (small, larger, other))
+    other.body(100)
+    assert [peer.is_aborted for peer in (small, larger, other)] == [False, False, True]
+    small.body(200)
+    larger.body(301)
+    assert [peer.is_aborted for peer in (small, larger)] == [False, True]
+
+
+# -- clients that have shut down their sending side -------------------------------------------------------------------
+
+
+def test_a_half_closed_client_is_asked_ever_less_often_whether_it_reads(edge: Edge) -> None:
+    peer = edge.connect()
+    peer.request()
+    asked: list[float] = []
+    begin = edge.now
+    peer.connection.half_closed(lambda: asked.append(edge.now - begin))
+    edge.wait(60)
+    assert asked == [2, 6, 14, 30, 46]
+    assert not peer.is_aborted
+
+
+def test_one_that_resets_the_connection_has_gone(edge: Edge) -> None:
+    peer = edge.connect()
+    peer.request()
+    peer.connection.half_closed(lambda: setattr(peer, "tcp_state", 7))
+    edge.wait(2)
+    assert not peer.is_aborted
+    edge.wait(0.5)
+    assert peer.is_aborted
+    assert edge.closed("gone") == 1
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_free", "connections", "per_address", "serving"),
+    [
+        ({}, 38, 14, 7, 11),
+        ({}, 10, 4, 2, 3),
+        ({}, 1024, 1000, 500, 936),
+        ({}, 65536, 8192, 4096, 8128),
+        ({"max_connections": 100}, 65536, 100, 50, 75),
+        ({"max_connections": 100, "max_connections_per_address": 9}, 65536, 100, 9, 75),
+    ],
+)
+def test_limits_follow_from_the_settings_and_from_the_descriptors(
+    settings: dict[str, Any], num_free: int, connections: int, per_address: int, serving: int
+) -> None:
+    limits = ConnectionLimits.of(ServerConfig(**settings), num_free, 2**20)
+    assert (limits.connections, limits.per_address, limits.serving) == (connections, per_address, serving)
+
+
+def test_a_limit_beyond_the_descriptors_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ConnectionLimits.of(ServerConfig(max_connections=100), 74, 2**20)
+    assert "100 connections may be open, but the limit of open files leaves 50; raise it (ulimit -n)" in caplog.text
+
+
+@pytest.mark.parametrize("network", ["10.0.0.1/8", "proxy.example", "10.0.0.0/33"])
+def test_proxies_that_are_no_networks_are_refused(network: str) -> None:
+    with pytest.raises(ValueError, match=r"trusted_proxies is .*; each item must be an address, or a network"):
+        ServerConfig(trusted_proxies=("::1", network))

@@ -1,0 +1,436 @@
+"""Real connections to the protocol, with an application of the test's: pipelines, slices, half-closed clients, TLS.
+
+Under uvloop, as the server runs.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+import uvloop
+from uvicorn.server import ServerState
+
+from server.http import MAX_HEAD_BYTES, HttpProtocol
+from server.limits.accounts import Accounts
+from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections
+from server.metrics import Metrics
+from tests.unit.test_tls import make_certificate
+
+LIMITS = ConnectionLimits(connections=8, per_address=8)
+GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Application:
+    """Answers with the length of the body; `/held` when it is released, `/stream` in three parts."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.ended: list[str] = []
+        """How the client of each `/held` request was: `answered` or `gone`."""
+        self.num_requests = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_requests += 1
+        length, more = 0, True
+        while more and scope["path"] != "/unread":
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            length, more = length + len(message["body"]), message["more_body"]
+        if scope["path"] == "/held":
+            gone = asyncio.ensure_future(receive())
+            release = asyncio.ensure_future(self.release.wait())
+            await asyncio.wait([gone, release], return_when=asyncio.FIRST_COMPLETED)
+            self.ended.append("gone" if gone.done() else "answered")
+            for task in (gone, release):
+                task.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(2 if scope["path"] == "/stream" else 0):
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": str(length).encode()})
+
+
+class Edge(NamedTuple):
+    """The listening protocol."""
+
+    port: int
+    application: Application
+    connections: Connections
+    clock: list[float]
+    state: ServerState
+
+    async def connect(self, sent: bytes = b"", tls: ssl.SSLContext | None = None) -> "Client":
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=tls)
+        client = Client(reader, writer)
+        writer.write(sent)
+        return client
+
+    def knows_half_closed(self) -> bool:
+        """Whether a client is known to have shut down its sending side."""
+        return any(each._ask is not None for each in self.connections._open)
+
+    def num_accepted(self) -> int:
+        """Connections that were accepted so far."""
+        return len(self.connections) + self.connections._num_closed
+
+    async def wait(self, seconds: float) -> None:
+        """Have so much time pass for the limits."""
+        self.clock[0] += seconds
+        self.connections.sweep()
+        await asyncio.sleep(0)
+
+
+class Client(NamedTuple):
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def half_close(self) -> None:
+        self.writer.write_eof()
+
+    async def all(self) -> bytes:
+        """What the server sends until it closes."""
+        return await self.reader.read()
+
+    async def until(self, text: bytes) -> bytes:
+        return await self.reader.readuntil(text)
+
+
+@asynccontextmanager
+async def serving(limits: ConnectionLimits = LIMITS, tls: ssl.SSLContext | None = None) -> AsyncIterator[Edge]:
+    application = Application()
+    settings = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
+    settings.load()
+    state = ServerState()
+    clock = [0.0]
+    metrics = Metrics("test")
+    connections = Connections(limits, Accounts(), metrics, lambda: clock[0])
+
+    def new_protocol(connection: Connection) -> HttpProtocol:
+        return HttpProtocol(
+            config=settings, server_state=state, app_state={}, connection=connection, probes=(b"/livez",)
+        )
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = Acceptor(listener, connections, new_protocol, tls)
+        try:
+            yield Edge(listener.getsockname()[1], application, connections, clock, state)
+        finally:
+            acceptor.close()
+            acceptor.stop()
+            for protocol in list(state.connections):
+                protocol.transport.abort()
+            await asyncio.sleep(0)
+
+
+def all_begun(edge: Edge, number: int) -> bool:
+    """Whether bytes of so many requests have arrived."""
+    return sum(each._has_begun for each in edge.connections._open) == number
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Have a test run under uvloop."""
+
+    def runs() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(asyncio.wait_for(test(), 120))
+
+    runs.__name__, runs.__doc__ = test.__name__, test.__doc__
+    return runs
+
+
+# -- clients that have shut down their sending side -------------------------------------------------------------------
+
+
+@run
+async def test_a_client_that_half_closes_gets_its_whole_answer() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET.replace(b"/x", b"/held"))
+        await until(lambda: edge.application.num_requests == 1)
+        client.half_close()
+        await until(edge.knows_half_closed)
+        edge.application.release.set()
+        answer = await client.all()
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"\r\nconnection: close\r\n" in answer
+        assert edge.application.ended == ["answered"]
+
+
+@run
+async def test_one_that_half_closes_with_its_request_gets_its_stream() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET.replace(b"/x", b"/stream"))
+        client.half_close()
+        assert (await client.all()).endswith(b"4\r\npart\r\n4\r\npart\r\n1\r\n0\r\n0\r\n\r\n")
+
+
+@run
+async def test_one_that_half_closes_after_pipelined_requests_gets_all_answers() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET * 2000)
+        client.half_close()
+        assert (await client.all()).count(b"200 OK") == 2000
+
+
+@run
+async def test_one_that_half_closes_within_its_request_is_closed() -> None:
+    async with serving() as edge:
+        for part in (b"", b"GET /x HT", b"POST /x HTTP/1.1\r\nContent-Length: 5\r\n\r\n123"):
+            client = await edge.connect(part)
+            client.half_close()
+            assert await client.all() == b""
+
+
+@run
+async def test_one_that_waits_long_is_sent_interim_responses() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET.replace(b"/x", b"/held"))
+        client.half_close()
+        await until(edge.knows_half_closed)
+        for _ in range(2):
+            await edge.wait(4)
+            assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        edge.application.release.set()
+        assert (await client.all()).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@run
+async def test_one_of_http_1_0_which_knows_no_interim_responses_is_sent_none() -> None:
+    async with serving() as edge:
+        client = await edge.connect(b"GET /held HTTP/1.0\r\n\r\n")
+        client.half_close()
+        await until(edge.knows_half_closed)
+        await edge.wait(4)
+        edge.application.release.set()
+        assert (await client.all()).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@run
+async def test_one_that_has_closed_its_socket_is_found_to_have_gone() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET.replace(b"/x", b"/held"))
+        await until(lambda: edge.application.num_requests == 1)
+        client.writer.close()
+        await until(edge.knows_half_closed)
+        await edge.wait(3)
+        while edge.application.ended != ["gone"]:
+            await edge.wait(0)
+        assert len(edge.connections) == 0
+
+
+@run
+async def test_one_that_resets_its_connection_is_gone_at_once() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET.replace(b"/x", b"/held"))
+        await until(lambda: edge.application.num_requests == 1)
+        sock = client.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        client.writer.transport.abort()
+        await until(lambda: edge.application.ended == ["gone"])
+
+
+# -- what is parsed at a time -----------------------------------------------------------------------------------------
+
+
+@run
+async def test_pipelined_requests_are_parsed_as_they_are_answered() -> None:
+    async with serving() as edge:
+        held = GET.replace(b"/x", b"/held")
+        client = await edge.connect(held + GET * 20_000)
+        await until(lambda: edge.application.num_requests == 1)
+        (connection,) = edge.connections._open
+        protocol = connection._refuse.__self__  # type: ignore[union-attr]
+        await until(lambda: bool(protocol.pipeline) and not protocol._is_reading)
+        assert len(protocol.pipeline) < 16 * 2**10 / len(GET)
+        assert sum(map(len, protocol._unparsed)) <= 2**20
+        edge.application.release.set()
+        received = 0
+        while received < 20_001:
+            received += (await client.reader.read(2**20)).count(b"HTTP/1.1 200")
+        assert edge.application.num_requests == 20_001
+
+
+@run
+async def test_a_body_in_tiny_chunks_is_read_whole_and_others_get_turns() -> None:
+    async with serving() as edge:
+        chunks = b"1\r\nx\r\n" * 200_000
+        client = await edge.connect(b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        assert (await client.until(b"0\r\n\r\n")).endswith(b"6\r\n200000\r\n0\r\n\r\n")
+        client.writer.write(GET)
+        assert (await client.until(b"0\r\n\r\n")).endswith(b"1\r\n0\r\n0\r\n\r\n")
+
+
+@run
+async def test_heads_that_are_too_large_or_have_too_many_headers_are_refused() -> None:
+    async with serving() as edge:
+        for headers in (b"a: b\r\n" * 257, b"a: " + b"b" * 2 * MAX_HEAD_BYTES + b"\r\n"):
+            client = await edge.connect(b"GET /x HTTP/1.1\r\n" + headers + b"\r\n")
+            answer = await client.all()
+            assert answer.startswith(b"HTTP/1.1 431 ")
+            assert b'"code":"request_too_large"' in answer
+        client = await edge.connect(b"GET /x HTTP/1.1\r\n" + b"a: b\r\n" * 256 + b"\r\n")
+        assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+        assert edge.application.num_requests == 1
+
+
+@run
+async def test_an_answer_before_the_body_leaves_the_connection_usable() -> None:
+    async with serving() as edge:
+        client = await edge.connect(b"POST /unread HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 99_999)
+        await client.until(b"0\r\n\r\n")
+        await edge.wait(5)
+        client.writer.write(b"x" + GET)
+        assert (await client.until(b"0\r\n\r\n")).endswith(b"1\r\n0\r\n0\r\n\r\n")
+
+
+@run
+async def test_an_expected_continue_comes_before_the_body() -> None:
+    async with serving() as edge:
+        client = await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.writer.write(b"abc")
+        assert (await client.until(b"0\r\n\r\n")).endswith(b"1\r\n3\r\n0\r\n\r\n")
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+@run
+async def test_parts_of_requests_are_answered_when_their_time_is_over() -> None:
+    async with serving() as edge:
+        head = await edge.connect(b"GET /x HTTP/1.1\r\nHost:")
+        body = await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 50000\r\n\r\n123")
+        silent = await edge.connect()
+        await until(lambda: edge.application.num_requests == 1 and all_begun(edge, 2))
+        await edge.wait(11)
+        for client, says in ((head, b"head was not complete"), (body, b"less than 1024 bytes a second")):
+            answer = await client.all()
+            assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+            assert says in answer
+            client.writer.close()
+        assert await silent.all() == b""
+        await until(lambda: len(edge.connections) == 0)
+
+
+@run
+async def test_requests_beyond_those_served_get_503_and_probes_are_answered() -> None:
+    async with serving() as edge:
+        held = [await edge.connect(GET.replace(b"/x", b"/held")) for _ in range(6)]
+        await until(lambda: edge.application.num_requests == 6)
+        silent = [await edge.connect() for _ in range(20)]
+        refused = await (await edge.connect(b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n123")).all()
+        assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b'"code":"too_many_connections"' in refused
+        for _ in range(20):
+            probe = await edge.connect(GET.replace(b"/x", b"/livez?verbose"))
+            assert (await probe.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+        edge.application.release.set()
+        for client in held:
+            assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+        assert edge.application.num_requests == 26
+        for client in silent:
+            client.writer.close()
+
+
+@run
+async def test_without_a_free_descriptor_whoever_waits_makes_room_and_then_the_spare_one_refuses() -> None:
+    async with serving(LIMITS._replace(connections=1000, per_address=1000)) as edge:
+        loop = asyncio.get_running_loop()
+        held = GET.replace(b"/x", b"/held")
+        first = await edge.connect(held)
+        waiting = await edge.connect(b"GET /x")
+        await until(lambda: edge.application.num_requests == 1 and len(edge.connections) == 2)
+        with no_descriptor_but(3) as (late, use_up):
+            connect(late[0], edge)
+            with contextlib.suppress(ConnectionResetError):
+                assert await waiting.all() == b""
+            await loop.sock_sendall(late[0], GET.replace(b"/x", b"/livez"))
+            assert (await loop.sock_recv(late[0], 100)).startswith(b"HTTP/1.1 200")
+            await loop.sock_sendall(late[0], held)
+            await until(lambda: edge.application.num_requests == 3)
+            use_up()  # The descriptors of the connection that made room.
+            for each in late[1:]:  # Nothing waits any more.
+                connect(each, edge)
+                assert (await loop.sock_recv(each, 100)).startswith(b"HTTP/1.1 503")
+        edge.application.release.set()
+        assert (await first.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+def connect(sock: socket.socket, edge: Edge) -> None:
+    """Begin to connect. asyncio's way opens files."""
+    with contextlib.suppress(BlockingIOError):
+        sock.connect(("127.0.0.1", edge.port))
+
+
+@contextmanager
+def no_descriptor_but(number: int) -> Iterator[tuple[list[socket.socket], Callable[[], None]]]:
+    """So many sockets, and no descriptor for anything else; what is called to use up those that became free since."""
+    sockets = [socket.socket() for _ in range(number)]
+    files: list[int] = []
+
+    def use_up() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(os.open(os.devnull, os.O_RDONLY))
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+        use_up()
+        for each in sockets:
+            each.setblocking(False)
+        yield sockets, use_up
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in files:
+            os.close(file)
+        for each in sockets:
+            each.close()
+
+
+@run
+async def test_nothing_is_left_of_connections_that_made_room_at_once() -> None:
+    async with serving() as edge:
+        clients = [socket.create_connection(("127.0.0.1", edge.port)) for _ in range(100)]
+        await until(lambda: edge.num_accepted() == 100)
+        for each in clients:
+            each.close()
+        await until(lambda: not edge.state.connections)
+        assert len(edge.connections) == 0
+
+
+# -- TLS --------------------------------------------------------------------------------------------------------------
+
+
+def test_handshakes_that_are_not_completed_make_room_and_end(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(certificate, key)
+    trusted = ssl.create_default_context(cafile=certificate)
+    trusted.check_hostname = False
+
+    async def test() -> None:
+        async with serving(tls=served) as edge:
+            silent = [await edge.connect() for _ in range(30)]
+            client = await edge.connect(GET, trusted)
+            assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+            assert len(edge.connections) == LIMITS.connections
+            await edge.wait(11)
+            for each in silent:
+                assert await each.all() == b""
+            await until(lambda: len(edge.connections) == 1)
+
+    run(test)()
