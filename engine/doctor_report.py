@@ -8,7 +8,7 @@ ANOTHER_TRITON = (
 )
 """What to do about kernels that are wrong."""
 _LITTLE_GIB = 2.0
-"""Of a host's memory, less than which serves only the smallest of models."""
+"""GiB of host memory below which only the smallest models can be served."""
 _LITTLE_SHARED_MIB = 128.0
 """Bytes of /dev/shm that are needed. Containers have 64 MiB by default."""
 _INSTINCT = ("gfx90a", "gfx942", "gfx950")
@@ -63,9 +63,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cpu_library: str | None = None
     """The instruction set of the CPU's compiled operators; None: they were not built."""
     memory_gib: float = 0.0
-    """Of the host, that is available."""
+    """Available memory of the host."""
     shared_memory_mib: float | None = None
-    """Of /dev/shm, in all; None: there is none."""
+    """Size of /dev/shm; None: there is none."""
     sandbox_gaps: tuple[str, ...] = ()
     """What the kernel or container lacks to confine the processes that handle untrusted input, a sentence each."""
     has_numa_balancing: bool = False

@@ -52,7 +52,7 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens after the first; on the first output of a request that asked for them."""
+    """Log probabilities of the prompt's tokens after the first; on the first output, if the request asks for them."""
     bad_request: bool = False
     """With `error`: the request is at fault, not the engine."""
     is_poison: bool = False
@@ -61,7 +61,7 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """When the tokens were read from the device. On the wire: seconds since `AddRequest.sent_time`; the front end's
     journal makes it a time on its `time.monotonic` clock. None where no step brought the output."""
     vector: bytes | None = None
-    """Of a request that pools its prompt: little-endian float32."""
+    """The vector of a request that pools its prompt, as little-endian float32."""
 
 
 def terminal_output(

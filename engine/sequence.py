@@ -117,7 +117,7 @@ class Sequence:
         self.matcher: Matcher | None = None
         """State of the request's grammar after the tokens generated so far; set before the sequence is queued."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling_params.prompt_logprobs is None else []
-        """Those computed so far of the prompt's tokens after the first; None: not asked for, or sent."""
+        """Log probabilities so far of the prompt's tokens after the first; None: not requested, or already sent."""
         self.pooling = pooling
         """How the prompt is pooled to a vector, with which the sequence ends; None: it generates."""
 

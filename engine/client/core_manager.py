@@ -67,7 +67,7 @@ class CoreManager:
         self._closing = False
         self._links: list[CoreLink] = []
         self._poller = zmq.Poller()
-        """Of `_links`, those of the last wait."""
+        """Polls `_links`, the links at the last wait."""
         size = config.parallel_config.data_parallel_size
         self._hosts = _other_hosts(config)
         placements = place_evenly(size, 1) if self._hosts is None else self._hosts.placements

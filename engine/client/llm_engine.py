@@ -72,7 +72,7 @@ class LLMEngine:
         self._states: dict[int, RequestState] = {}
         """Requests added and not collected yet."""
         self._callbacks: dict[int, StreamCallback] = {}
-        """Of those that are streamed."""
+        """Callbacks of requests that are streamed."""
 
     @property
     def default_sampling_params(self) -> SamplingParams:

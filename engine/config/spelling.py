@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 _READ_CHARACTERS = 100
-"""Of a wrong name, which may be as long as a request."""
+"""Characters of a wrong name that are compared: a name may be as long as a request."""
 
 
 def nearest(wrong: str, known: Iterable[str], *, prefix: str = "", likeness: float = 0.6) -> str:

@@ -32,7 +32,7 @@ logger = logging.getLogger("engine.core.engine_core")
 
 _CANARY_ID = -1
 _CANARY_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-"""Of the request that shows whether the engine works at all."""
+"""Parameters of the request that shows at the start whether the engine works."""
 
 _PREPARE_AFTER_IDLE_SECONDS = 0.05
 """An idle core calls `prepare_ahead` after this long: not between two requests of one client."""

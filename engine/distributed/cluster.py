@@ -26,10 +26,10 @@ from engine.config.release import release
 _log = logging.getLogger(__name__)
 
 MIN_CHARACTERS = 16
-"""Of a key: shorter ones can be guessed by whoever records a connection."""
+"""Fewest characters of a key: a shorter one can be guessed from a recorded connection."""
 
 _COST = 2**14
-"""Of scrypt, at which one guess takes tens of milliseconds."""
+"""Cost parameter of scrypt: one guess takes tens of milliseconds."""
 
 
 class CurvePair(NamedTuple):
@@ -125,7 +125,7 @@ class HostAgreement(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Config, path: Path) -> "HostAgreement":
-        """That of this host, whose checkpoint is at `path`. Raises `OSError` where it cannot be read."""
+        """The agreement of this host, whose checkpoint is at `path`. Raises `OSError` where it cannot be read."""
         digest = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
         return cls(release(), _leaves(config.model_dump(mode="json")), digest)
 

@@ -187,7 +187,7 @@ class Shard(NamedTuple):
     memory: int | None
     """Descriptor of the memory for collectives on the CPU; None where not all ranks are on this host."""
     available_bytes: int
-    """Of the host's memory, for this rank's weights."""
+    """Bytes of the host's memory for this rank's weights."""
     listener: int | None = None
     """On rank 0 the descriptor of the socket that listens at a `tcp://` store."""
 
@@ -202,7 +202,7 @@ class HostShare(NamedTuple):
     num_local: int = 1
     """How many those are."""
     available_bytes: int | None = None
-    """Of the memory, for its weights; None: what is available when they are loaded."""
+    """Bytes of the host's memory for its weights; None: what is available when they are loaded."""
 
 
 def own_cpus(rank: int, size: int, root: Path = Path("/")) -> Collection[int]:

@@ -97,7 +97,7 @@ class AsyncIOProcManager:
                 memory=memory,
                 available_bytes=available // num_local,
             )
-            """That of the caller, which is rank 0."""
+            """The shard of the caller, which is rank 0."""
             inherited = (
                 *self._transport.descriptors,
                 *(() if memory is None else (memory,)),

@@ -49,13 +49,13 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True):
     new_rows: list[NewRow]
     appended_blocks: Rows[AppendedBlocks]
     prompt_spans: list[tuple[int, int]]
-    """Of each, the first position and the number of tokens."""
+    """First position and number of tokens of each."""
     is_greedy: bool
     """Whether every row takes its argmax, so that no logits are gathered."""
     tokens_across_dp: tuple[int, ...]
     """Tokens that each replica computes, where they compute in lockstep."""
     draft_tokens: list[int]
-    """Those of all rows, in order."""
+    """Draft tokens of all rows, in order."""
 
 
 @dataclass(frozen=True, slots=True)

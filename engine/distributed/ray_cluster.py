@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _NODE_ID_LABEL = "ray.io/node-id"
 _POLL_SECONDS = 1.0
 _RESTART_SECONDS = 1.0, 30.0
-"""Until an actor that has ended is replaced: after the first time, and, doubled each time, at most.
+"""Delays before an actor that has ended is replaced: the first, which doubles each time, and the longest.
 
 An actor that ran for longer than the maximum resets the delay."""
 
@@ -92,7 +92,7 @@ class RayCluster(Cluster):
         return actor.serve.remote(number, joining, self._key, self._config.model_dump_json())
 
     def wait(self, served: list[Any], seconds: float | None = None) -> tuple[list[Any], list[Any]]:
-        """Those of `served` whose actors have ended, once there is one or the time is over; and the others."""
+        """Wait until an actor of `served` ends, or for `seconds`; the ones that have ended, and the others."""
         ended, left = self._ray.wait(served, timeout=seconds)
         return ended, left
 

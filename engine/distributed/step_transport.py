@@ -135,13 +135,13 @@ class Semaphore:
 
 SLOTS = 8
 SLOT_BYTES = 64 << 10
-"""Of one message; a longer one takes several slots, one after the other."""
+"""Bytes of a message in one slot; a longer message takes several successive slots."""
 _HEADER = struct.Struct("qq")
 """Bytes in this slot, and bytes of the message that follow in further slots."""
 _SLOT = Semaphore.BYTES + SLOT_BYTES
 _LENGTH = struct.Struct("q")
 _FAILURE_BYTES = (16 << 10) - Semaphore.BYTES - _LENGTH.size
-"""Of a failure: a sentence and the end of its traceback."""
+"""Bytes of a failure: a sentence and the end of its traceback."""
 _REPORT = Semaphore.BYTES + _LENGTH.size + _FAILURE_BYTES
 
 
@@ -279,7 +279,7 @@ def _shortened(text: bytes, limit: int) -> bytes:
 _HELLO = b""
 """A rank's first message: a ROUTER sends only to peers that it has received from."""
 _TCP_FAILURE_BYTES = 64 << 10
-"""Of a failure: a sentence and both ends of its traceback."""
+"""Bytes of a failure: a sentence and both ends of its traceback."""
 
 
 class StepsLost(ConnectionError):

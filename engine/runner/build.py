@@ -144,9 +144,9 @@ class LoadedRank(NamedTuple):
     own_cpus: frozenset[int]
     """CPUs that other processes keep off."""
     group: RankCollectives | None
-    """Of the ranks, where there are several; to be joined."""
+    """Collectives of the ranks, where there are several; not joined yet."""
     world: World | None
-    """Of the ranks of all replicas, where they compute in lockstep; to be joined before the group."""
+    """Collectives of all replicas, where they compute in lockstep; to be joined before `group`."""
 
 
 def load_rank(

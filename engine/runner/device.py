@@ -242,7 +242,7 @@ class Uploads:
         self._sent: deque[tuple[torch.Tensor, Event]] = deque()
         self._free: list[torch.Tensor] = []
         self.num_copies = self.num_bytes = 0
-        """So far."""
+        """Copies and bytes so far."""
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """The arrays on the device, valid for work that is enqueued from now on; they share memory."""

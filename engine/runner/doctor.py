@@ -74,7 +74,7 @@ def free_by_nvml(nvml: Any, address: str) -> int | None:
 
 MIB, GIB = 2**20, 2**30
 _TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
-"""Of its packages: now for CUDA, now for ROCm, and for ROCm up to torch 2.9."""
+"""Names of Triton's package: of torch for CUDA, for ROCm, and for ROCm up to torch 2.9."""
 
 
 def gather() -> Facts:

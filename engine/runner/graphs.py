@@ -102,7 +102,7 @@ class GraphShape:
 
     block_size: int
     max_blocks: int
-    """Of the longest sequence."""
+    """Blocks of the longest sequence."""
     padding_block: int
     """A block that no sequence uses: padding rows write there."""
     padding_slot: int

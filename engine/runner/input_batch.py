@@ -51,7 +51,7 @@ class PooledSpan(NamedTuple):
     end: int
     """Index after its last."""
     position: int
-    """Of its first token in the prompt."""
+    """Position in the prompt of its first token."""
     is_last: bool
     """Whether it ends the prompt."""
     params: PoolingParams
@@ -164,7 +164,7 @@ class InputBatch:
         """Tokens of each slot that the host knows: the last one may have been sampled and not read yet."""
         self._adapters: npt.NDArray[np.int32] | None = None
         self._pooling: dict[int, PoolingParams] = {}
-        """Of the slots whose sequences pool their prompts."""
+        """Parameters by slot, of sequences that pool their prompts."""
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
     @property

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MAX_CPU_BYTES = 4 * GIB
-"""Most host memory that the cache takes by default."""
+"""Most bytes of host memory that the cache takes by default."""
 CPU_BYTES_AT_FIRST = GIB
-"""Of the cache, used before cached blocks are given out for something else."""
+"""Bytes of the cache that are used before blocks of cached prefixes are reused."""
 MAX_CPU_TOKENS = 2**19
 """Most tokens that a cache on CPU holds by default: a tiny model would spend its start on bookkeeping for millions."""
 
@@ -43,11 +43,11 @@ class KVCacheSize:
     num_slots: int
     """Sequences that may run at a time: recurrent layers keep a state for each."""
     num_bytes: int
-    """Of blocks and states together."""
+    """Bytes of blocks and states together."""
     reason: str
 
     def of_ranks(self, num_ranks: int, num_blocks: int, num_slots: int) -> "KVCacheSize":
-        """That of all ranks together, which have agreed on these numbers of blocks and slots."""
+        """The size on all ranks together, which have agreed on these numbers of blocks and slots."""
         num_bytes = self.num_bytes * num_ranks * num_blocks // max(1, self.num_blocks)
         return KVCacheSize(num_blocks, num_slots, num_bytes, f"{self.reason}, on {num_ranks} ranks")
 
@@ -55,7 +55,7 @@ class KVCacheSize:
 def kv_cache_size(
     config: Config, *, block_bytes: int, slot_bytes: int, max_model_len: int, budget: Callable[[], MemoryBudget]
 ) -> KVCacheSize:
-    """As many blocks as `num_kvcache_blocks` says, else as fit `budget()`, and no more than all slots could fill.
+    """The number of blocks: `num_kvcache_blocks`, else as many as fit `budget()` and all slots could fill.
 
     `block_bytes` is one block's K and V in all layers, `slot_bytes` one sequence's states. States take at most half
     of the budget: fewer sequences than `max_num_seqs` run where more would not fit. Raises `ValueError` when not even
@@ -73,7 +73,7 @@ def kv_cache_size(
         num_slots = min(num_slots, found.num_bytes // 2 // slot_bytes)
         if num_slots < 1:
             raise _too_small(found, "twice the states of one sequence take", 2 * slot_bytes)
-    # A model may keep nothing but states: its blocks are numbers that cost nothing.
+    # A model may keep only states: its blocks take no memory.
     num_blocks = (found.num_bytes - num_slots * slot_bytes) // max(1, block_bytes)
     if num_blocks < 1:
         raise _too_small(found, f"one block of {config.kv_cache_block_size} tokens takes", block_bytes)
@@ -86,9 +86,7 @@ def kv_cache_size(
         most = -(-max(found.max_tokens, max_model_len) // config.kv_cache_block_size)
         if most < num_blocks:
             num_blocks = most
-            reason = (
-                f"{max(found.max_tokens, max_model_len)} tokens are kept where num_kvcache_blocks asks for no more"
-            )
+            reason = f"by default at most {max(found.max_tokens, max_model_len)} tokens; num_kvcache_blocks sets more"
     return KVCacheSize(num_blocks, num_slots, num_blocks * block_bytes + num_slots * slot_bytes, reason)
 
 
@@ -111,8 +109,8 @@ def gpu_budget(
     """What `gpu_memory_utilization` leaves after the weights, a worst-case step, and what other processes hold.
 
     `worst_case_step` runs a step as large as the configuration allows, of as many sequences as its argument,
-    over states of theirs and one block, which count as the cache's own; the weights are loaded by then. `agree`:
-    whether something is so on all ranks, which run that step together.
+    over their states and one block, which count as part of the cache; the weights are loaded by then. `agree`:
+    whether a condition holds on all ranks, which run that step together.
     """
     memory.reset_peak()
     num_seqs = _seqs_with_states(config.max_num_seqs, memory.free() // 2, slot_bytes, agree)
@@ -139,10 +137,10 @@ def _seqs_with_states(most: int, num_bytes: int, slot_bytes: int, agree: Callabl
 
 
 def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, ranks: int = 1) -> MemoryBudget:
-    """`cpu_kvcache_gib`, else a quarter of what `activations` leave of what is available, at most 4 GiB.
+    """`cpu_kvcache_gib`, else a quarter of the memory that is available beyond `activations`, at most 4 GiB.
 
-    Of this a rank's share, where there are several. `activations`: bytes that the largest step takes on each. `root`
-    holds `proc` and `sys`. Raises `ValueError` where these and the cache cannot both be had.
+    The result is one rank's share. `activations`: bytes that the largest step takes on each. `root`
+    holds `proc` and `sys`. Raises `ValueError` where both do not fit.
     """
     if config.cpu_kvcache_gib is not None:
         num_bytes = int(config.cpu_kvcache_gib * GIB)

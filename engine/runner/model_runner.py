@@ -53,11 +53,11 @@ class StepResult(NamedTuple):
     """What a step computed, on the device."""
 
     logits: torch.Tensor | LaunchedTokens  # [S, V] float32
-    """Of the rows that sample a token; the tokens themselves, where each row takes the argmax and the model's head
-    gives it without logits."""
+    """Logits of the rows that sample a token; or the tokens, where each row takes the argmax and the model's head
+    computes it without logits."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None
     pooled: PooledVectors | None
-    """On rank 0."""
+    """Vectors of pooled prompts, on rank 0."""
 
 
 class ModelRunner:
@@ -266,7 +266,7 @@ class ModelRunner:
         return self.page_committer.commit_idle()
 
     def _count_step(self) -> None:
-        """Of several ranks, each counts as a step begins, see `prepare_model`."""
+        """Count a step for the graphs; with several ranks `prepare_model` counts it."""
         if self.graphs is not None and self.parallel.size == 1:
             self.graphs.count_step()
 
@@ -391,7 +391,7 @@ class ModelRunner:
         return EncoderPrompts(lengths, torch.from_numpy(is_second).to(self.device))
 
     def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
-        """Of the step's tokens, without those that pad it. # [num_tokens, H]"""
+        """Final hidden states of the step's tokens, without padding. # [num_tokens, H]"""
         hidden = self._run_pass(step, num_tokens, has_adapters=has_adapters)
         if isinstance(self.parallel.collectives, SharedMemoryCollectives):
             self.parallel.collectives.check()
@@ -445,7 +445,7 @@ class ModelRunner:
         return argmax_over_ranks(peaks, token_ids, self.parallel)
 
     def _shard_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the tokens whose rows of the head are on this rank. # [S, H] -> [S, tokens] float32"""
+        """Logits of the tokens whose rows of the head are on this rank. # [S, H] -> [S, tokens] float32"""
         if self.parallel.size == 1:
             return self.model.compute_logits(hidden)
         self._lm_head.gives_parts = True

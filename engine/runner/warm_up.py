@@ -192,5 +192,5 @@ def dummy_prompt(
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """And the number itself."""
+    """The powers of two below `most`, and `most` itself."""
     return sorted({*(1 << power for power in range(most.bit_length())), most})

@@ -27,7 +27,7 @@ _MASKED_AT_ONCE = 1 << 18
 """Logits that the CPU masks in one operation, instead of row by row."""
 
 LogprobColumns: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of R rows: the token's log probability and rank, then ids and log probabilities of the top tokens.
+"""Columns of R rows: the token's log probability and rank, then ids and log probabilities of the top tokens.
 
 # [R] float32, [R] int64, [R, count] int64, [R, count] float32
 """

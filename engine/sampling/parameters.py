@@ -80,7 +80,7 @@ class SamplingRows:
     num_logprobs: dict[int, int] | None = None
     """Alternatives asked for, by row."""
     filters: list[FilteredRows] = field(default_factory=list)
-    """Of random rows, those with a filter that the draw does not implement itself."""
+    """Random rows with a filter that the draw does not implement itself."""
 
     @property
     def is_greedy(self) -> bool:
@@ -89,7 +89,7 @@ class SamplingRows:
 
     @property
     def adjustments(self) -> list[tuple[int, Adjustments]]:
-        """Those that change a logit, with their kind, in the order in which they are applied."""
+        """Adjustments that change a logit, with their kinds, in the order in which they are applied."""
         all_kinds = self.repetition, self.presence, self.frequency, self.bias
         return [(kind, each) for kind, each in enumerate(all_kinds) if each is not None and len(each.rows)]
 
@@ -316,7 +316,7 @@ class _Masked:
         self._unwanted_eos = [token for token in eos if token not in ends]
         self._late_ends = [*self._unwanted_eos, *ends]
         self._row: MaskedRow | None = None
-        """Of the last step: most sequences keep their row for many."""
+        """The masked row of the last step: most sequences keep it for many steps."""
 
     @property
     def is_over(self) -> bool:

@@ -16,7 +16,7 @@ from engine.text.request_state import RequestState
 from models.architectures.pooling import PoolingConfig
 
 _NOTHING = SamplingParams(temperature=0.0, max_tokens=0)
-"""Of sequences that generate no token."""
+"""Parameters of sequences that generate no token."""
 
 _QUERY_ROLE = re.compile(r"""["']query["']""")
 """In a chat template: it renders a query and a document, as those of rerankers do."""

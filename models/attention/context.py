@@ -35,7 +35,7 @@ class Context:
     is_draft: bool = False
     """Whether a draft model runs it."""
     prompts: EncoderPrompts | None = None
-    """Of an encoder's step."""
+    """The prompts of an encoder's step."""
 
 
 @dataclass(slots=True)

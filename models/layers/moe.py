@@ -187,7 +187,7 @@ class FusedMoE(nn.Module):
                 sources=self._sources({names.down: _DOWN}, "down_proj_bias", "bias"),
             )
         self._routed: set[tuple[int, bool, bool]] = set()
-        """Of passes with suspended kernels: experts of a token, and whether there were shared experts and a gate."""
+        """Calls with suspended kernels: experts of a token, and whether there were shared experts and a gate."""
         self.shuffled: aiter_experts.ExpertWeights | None = None
         """The weights as aiter reads them, where it computes the layer."""
         self.expert_map: torch.Tensor | None

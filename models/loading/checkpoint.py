@@ -88,7 +88,7 @@ class TransformersConfig(CheckpointConfig):
 
     @classmethod
     def from_checkpoint(cls, path: Path, config: Fields, generation: Fields) -> "TransformersConfig":
-        """Of the directory `path` and its two files. Raises `CheckpointError` for a model that cannot be served."""
+        """Read `path`, given its two files. Raises `CheckpointError` for a model that cannot be served."""
         whole = _auto_config(path, config)
         architecture = _architecture(config, whole)
         if getattr(whole, "is_encoder_decoder", False):

@@ -68,7 +68,7 @@ class LoRAConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        """Of the module of that name in the checkpoint."""
+        """The rank of the module of that name in the checkpoint."""
         return self.rank_pattern.get(_first_match(self.rank_pattern, module), self.rank)
 
     def scale_of(self, module: str) -> float:

@@ -58,7 +58,7 @@ class FP8Weight(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the dense weight. # [.., N, K]"""
+        """Shape of the dense weight. # [.., N, K]"""
         return self.codes.shape
 
     def part(self, at: Rows) -> "FP8Weight":
@@ -93,7 +93,7 @@ class FourBitWeight(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the dense weight. # [.., out, in]"""
+        """Shape of the dense weight. # [.., out, in]"""
         return torch.Size((*self.packed.shape[:-1], 2 * self.packed.shape[-1]))
 
     def part(self, at: Rows) -> "FourBitWeight":

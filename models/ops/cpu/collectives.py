@@ -101,7 +101,7 @@ _LINE = 64
 
 
 class _Shape(NamedTuple):
-    """Of layers that use the same memory, one after the other."""
+    """Sizes of layers that use the same memory in turn."""
 
     size: int
     dtype: torch.dtype
@@ -137,7 +137,7 @@ class SharedMemoryExchange:
         self._address = ctypes.addressof(self._exchange)
         self._rooms: dict[_Shape, _Room] = {}
         self._pairs = Step()
-        """Those that this rank computes in the running layer, as a step's tokens."""
+        """The pairs that this rank computes in the running layer, as a step's tokens."""
         self._said = (ctypes.c_int64 * num_replicas)()
 
     @property

@@ -18,7 +18,7 @@ PANEL, DEPTH = 32, 32
 
 
 class WeightOperators(NamedTuple):
-    """Those that read or write a kind of packed weight."""
+    """The operators that read or write a kind of packed weight."""
 
     linear: type[Arguments]
     pack: type[Arguments]

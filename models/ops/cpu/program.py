@@ -40,7 +40,7 @@ class Program:
         self._kept = kept
         self.max_tokens = len(output)
         self.num_bytes = num_bytes
-        """Of the memory that a step of `max_tokens` commits, or this process's part of what several do together."""
+        """Bytes that a step of `max_tokens` commits; of memory that several processes share, this one's part."""
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
         """The pass's output, valid until the next. # 2 x [tokens] int64 -> [tokens, features]"""
@@ -65,7 +65,7 @@ def record(
 def operators_of(
     compute: Callable[[torch.Tensor], torch.Tensor], num_rows: int, columns: int
 ) -> tuple[list[Arguments], list[torch.Tensor], torch.Tensor]:
-    """Those that `compute` calls on bfloat16 rows, the weights they point to, and its output. Raises `NotRecordable`.
+    """The operators that `compute` calls on bfloat16 rows, their weights, and the output. Raises `NotRecordable`.
 
     The output has no values, only its shape and its memory among the operators'.
     """
@@ -96,7 +96,7 @@ class _Recorder:
 
     @property
     def num_bytes(self) -> int:
-        """Of the memory, with this process's part of what several share."""
+        """Bytes of the memory; of memory that several processes share, this one's part."""
         inner = sum(each.num_bytes // num_sharers for (_, num_sharers), each in self._inner.items())
         return inner + sum(map(len, self.memory))
 

@@ -44,7 +44,7 @@ class Operations:
 
 
 class GroupFunctions:
-    """Those of group.c. The first argument of all but `bytes` is the address of a `structures.Group`."""
+    """The functions of group.c. The first argument of all but `bytes` is the address of a `structures.Group`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         integer, pointer = ctypes.c_int64, ctypes.c_void_p
@@ -67,7 +67,7 @@ class GroupFunctions:
 
 
 class ExchangeFunctions:
-    """Those of exchange.c. The first argument is the address of an `structures.Exchange`.
+    """The functions of exchange.c. The first argument is the address of a `structures.Exchange`.
 
     That of `tokens` is the address of a `ShareTokens`.
     """

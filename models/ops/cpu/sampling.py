@@ -153,7 +153,7 @@ class GreedyHead:
     def of(
         cls, native: Library, compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_size: int, max_rows: int
     ) -> "GreedyHead | None":
-        """That of a model whose logits are one product in bfloat16 with a packed weight; None for any other."""
+        """The head of a model whose logits are one product in bfloat16 with a packed weight; None for any other."""
         try:
             arguments, weights, logits = operators_of(compute_logits, max_rows, hidden_size)
         except NotRecordable:

@@ -25,7 +25,7 @@ SOFTMAX, SIGMOID = range(2)
 MAX_HEAD_DIM = 256
 MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
 MAX_IN_FEATURES = 1 << 16
-"""Of a row: a thread's scratch holds sixteen."""
+"""Most inputs of a row: a thread's scratch holds sixteen rows."""
 MAX_LARGEST = 1024
 """Values of a row that `Largest` finds."""
 MAX_DRAWN = 480 << 10
