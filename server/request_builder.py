@@ -8,7 +8,7 @@ responses, `server.routes.completions` for its prompts.
 
 import hashlib
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -204,15 +204,18 @@ class PreparedChat(NamedTuple):
     """Makes the parser of one choice; None if all that the model writes is the answer's content."""
 
 
-async def prepare_chat(request: ChatCompletionRequest, frontend: Frontend, owner: Owner) -> PreparedChat:
+async def prepare_chat(
+    request: ChatCompletionRequest, frontend: Frontend, owner: Owner, free_texts: Mapping[str, str] | None = None
+) -> PreparedChat:
     """Render, tokenise and check a chat. Raises `BadRequest`, `NotReady` and `Overloaded`.
 
+    `free_texts`: see `ToolUse`.
     The work is done in threads, in the owner's turn, so that the streams and the requests of others go on.
     """
     model, jobs = frontend.loaded, frontend.jobs.of(owner)
     grammars = GrammarChecks(model.grammars, jobs.text, jobs.grammar)
     try:
-        use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls, free_texts)
     except ValueError as error:
         raise BadRequest(str(error), param="tool_choice") from error
     grammar = await compile_response_grammar(request, frontend, owner)
@@ -303,6 +306,11 @@ async def compile_response_grammar(request: SamplingFields, frontend: Frontend, 
         first, second = list(forms)[:2]
         raise BadRequest(f"{first} and {second} are both set; an answer has one form, so send one", param=second)
     [(field, spec)] = forms.items()
+    return await compile_grammar(field, spec, frontend, owner)
+
+
+async def compile_grammar(field: str, spec: GrammarSpec, frontend: Frontend, owner: Owner) -> str:
+    """The Lark text of the grammar in `field` of a request. Raises `BadRequest`, `NotReady` and `Overloaded`."""
     jobs = frontend.jobs.of(owner)
     try:
         return await GrammarChecks(frontend.loaded.grammars, jobs.text, jobs.grammar).compile(spec)

@@ -14,6 +14,7 @@ from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 from engine.text.tokenizer import Tokenizer
 from server.parsing.dialects import harmony
+from server.parsing.embedded_lark import embeddable
 from server.parsing.grammar import (
     ANY_TEXT,
     Function,
@@ -207,6 +208,10 @@ class AnswerFormat:
         inner = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
         outer = {"lark_grammar": lark.grammar(f"{thinking} {content}")}
         return json.dumps({"grammars": [outer, {**inner[0], "name": _CONTENT}, *inner[1:]]})
+
+    def follows(self, lark: str) -> bool:
+        """Whether calls can be held to a client's grammar of free text."""
+        return self._tools is not None and self._tools.ends_text_with_line and embeddable(lark) is not None
 
     def _thinking(self, lark: LarkWriter, prompt_tail: str) -> tuple[str, bool]:
         """An expression for the reasoning that comes first, empty if none can; and whether it may be missing."""

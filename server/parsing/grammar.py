@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from server.parsing.embedded_lark import Embeddable, embeddable, renamed
 from server.parsing.json_repair import resolved
 from server.schemas.chat import Tool, ToolUse
 
@@ -28,6 +29,7 @@ class LarkWriter:
         self._special = special
         self._split = re.compile("|".join(map(re.escape, special))) if special else None
         self._rules: list[str] = []
+        self._imports: set[str] = set()
 
     def spelled(self, text: str) -> str:
         """An expression that matches `text` and nothing else."""
@@ -50,6 +52,13 @@ class LarkWriter:
         """An expression for the JSON values that `schema` allows."""
         return self.rule("%json " + json.dumps({**schema, "x-guidance": _WHITESPACE}))
 
+    def embedded(self, grammar: Embeddable) -> str:
+        """An expression for the texts of a client's grammar."""
+        prefix = f"g{len(self._rules)}_"
+        self._rules.append(renamed(grammar, prefix))
+        self._imports |= grammar.imports
+        return f"{prefix}start"
+
     def any_of(self, expressions: Iterable[str]) -> str:
         return self.rule(" | ".join(expressions))
 
@@ -67,7 +76,8 @@ class LarkWriter:
 
     def grammar(self, start: str) -> str:
         """The grammar's text."""
-        return "\n".join([f"start: {start}", *self._rules, ""])
+        imports = [f"%import common.{name}" for name in sorted(self._imports)]
+        return "\n".join([f"start: {start}", *self._rules, *imports, ""])
 
 
 def literal_pattern(text: str) -> str:
@@ -88,6 +98,14 @@ _DEPTH = 8
 """References and unions followed inside one another."""
 
 
+class FreeText(dict[str, Any]):
+    """The schema of a string that is free text after a client's grammar; where that cannot hold, of any string."""
+
+    def __init__(self, grammar: Embeddable) -> None:
+        super().__init__(type="string")
+        self.grammar = grammar
+
+
 class Function(msgspec.Struct, frozen=True):
     """A function that a grammar allows to be called."""
 
@@ -98,17 +116,24 @@ class Function(msgspec.Struct, frozen=True):
 
 def enforced_functions(use: ToolUse) -> list[Function] | None:
     """The functions that may be called and what their arguments are held to; None where nothing is promised."""
-    if not (use.forced or any(map(_is_strict, use.tools)) or (use.restricted and use.tools)):
+    promised = any(_is_strict(tool) or tool.function.name in use.free_texts for tool in use.tools)
+    if not (use.forced or promised or (use.restricted and use.tools)):
         return None
     return allowed_functions(use)
 
 
 def allowed_functions(use: ToolUse) -> list[Function]:
     """The functions that may be called; arguments of those that are neither forced nor strict are any object."""
-    return [
-        _enforced(tool) if use.forced or _is_strict(tool) else Function(tool.function.name, ANY_OBJECT)
-        for tool in use.tools
-    ]
+    return [_allowed(tool, use) for tool in use.tools]
+
+
+def _allowed(tool: Tool, use: ToolUse) -> Function:
+    name = tool.function.name
+    if (lark := use.free_texts.get(name)) is not None and (grammar := embeddable(lark)) is not None:
+        (argument,) = (tool.function.parameters or {}).get("properties", {})
+        schema = {"properties": {argument: FreeText(grammar)}, "required": [argument], "additionalProperties": False}
+        return Function(name, {"type": "object", **schema})
+    return _enforced(tool) if use.forced or _is_strict(tool) else Function(name, ANY_OBJECT)
 
 
 def _is_strict(tool: Tool) -> bool:
@@ -180,6 +205,8 @@ def bare_value(lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str,
 def _bare_values(
     lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str, before: str, depth: int
 ) -> list[str]:
+    if isinstance(schema, FreeText):
+        return [f"{lark.embedded(schema.grammar)} {lark.spelled(before + end)}"]
     if schema is True or schema == {}:
         return [_bare_string(lark, {}, end, before)]
     if isinstance(schema, dict) and depth:

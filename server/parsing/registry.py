@@ -49,6 +49,8 @@ class ToolDialect:
     """Regular expression of the argument names that can be written."""
     markers: tuple[str, ...] = ()
     """What the parser looks for."""
+    ends_text_with_line: bool = False
+    """Whether strings are written as bare text up to a line break and a marker, so that grammars of text can hold."""
     aliases: tuple[str, ...] = ()
     """Further names, which other servers have for it."""
 

@@ -12,11 +12,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from engine.text.io_processor import DoesNotFit
+from engine.text.structured.spec import GrammarSpec
 from server.errors import BadRequest
 from server.frontend import Frontend
 from server.ignored import ignore
 from server.limits.owners import Owner
-from server.request_builder import PreparedChat, check_request_limits, prepare_chat
+from server.request_builder import PreparedChat, check_request_limits, compile_grammar, prepare_chat
 from server.responses.tools import INPUT, ToolTable
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
@@ -25,6 +26,7 @@ from server.schemas.responses import (
     CompactionItem,
     CustomCallItem,
     CustomCallOutputItem,
+    CustomTool,
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,
@@ -89,10 +91,12 @@ async def prepare(
         messages.append({"role": "user", "content": _COMPACT})
         most_tokens = most_tokens or min(_SUMMARY_TOKENS, frontend.loaded.max_model_len // 4)
 
+    free_texts = await _free_texts(tools, frontend, owner)
+
     async def attempt(messages: list[Message]) -> PreparedChat:
         chat = to_chat(request, instructions + messages, tools, most_tokens)
         check_request_limits(chat, frontend)
-        return await prepare_chat(chat, frontend, owner)
+        return await prepare_chat(chat, frontend, owner, free_texts)
 
     try:
         try:
@@ -107,6 +111,27 @@ async def prepare(
         return await _longest_that_fits(messages, starts, attempt, reason)
     except BadRequest as error:
         raise with_responses_field_names(error, tools) from error
+
+
+async def _free_texts(tools: ToolTable, frontend: Frontend, owner: Owner) -> dict[str, str]:
+    """The Lark grammars that calls of custom tools are held to, by the tool's name in the chat.
+
+    Those that the model's dialect cannot follow are reported as ignored: the model is only shown them. Raises
+    `BadRequest`, also for a wrong regular expression, which holds in every dialect.
+    """
+    followed: dict[str, str] = {}
+    for each in tools.offered:
+        form = each.tool.format if isinstance(each.tool, CustomTool) else None
+        if form is None or form.type == "text":
+            continue
+        spec = GrammarSpec("grammar" if form.syntax == "lark" else "regex", form.definition)
+        lark = await compile_grammar(f"{each.path}.format.definition", spec, frontend, owner)
+        if form.syntax == "lark":
+            if frontend.loaded.answer_format.follows(lark):
+                followed[each.flat] = lark
+            else:
+                ignore(f"{each.path}.format (lark)")
+    return followed
 
 
 async def _longest_that_fits(

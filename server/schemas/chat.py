@@ -4,8 +4,9 @@
 of tools and choice. The chunks of a stream are written by `server.routes.chat`.
 """
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -129,9 +130,22 @@ class ToolUse:
     positions: tuple[int, ...] = ()
     """Index of each of `tools` in the request."""
 
+    free_texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Lark grammars of tools whose one argument is free text, by name: for dialects that can follow them."""
+
     @classmethod
-    def of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel_tool_calls: bool = True) -> "ToolUse":
+    def of(
+        cls,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        parallel_tool_calls: bool = True,
+        free_texts: Mapping[str, str] | None = None,
+    ) -> "ToolUse":
         """Raises `ValueError`, one sentence, if `choice` names a tool that the request does not have."""
+        return dataclasses.replace(cls._of(tools, choice, parallel_tool_calls), free_texts=free_texts or {})
+
+    @classmethod
+    def _of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel_tool_calls: bool) -> "ToolUse":
         if choice == "none":
             return cls(())
         names = [tool.function.name for tool in tools]

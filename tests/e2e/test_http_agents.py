@@ -87,7 +87,7 @@ def test_codex_gets_an_answer_and_hears_what_was_left_out(http: httpx.Client) ->
     events, answer = turn(http, codex(message("user", "Say hello.")))
     (said,) = completed(events)
     assert said["content"][0]["text"] == "Hello."
-    assert answer.headers["x-kaon-ignored"] == HOSTED
+    assert answer.headers["x-kaon-ignored"] == f"{HOSTED}, tools[2].format (lark)"
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["x-request-id"]
 
@@ -116,6 +116,17 @@ def test_a_patch_is_streamed_as_text_and_reasoning_comes_back_sealed(http: httpx
     output = {"type": "custom_tool_call_output", "call_id": called["call_id"], "output": "Done."}
     history = [asked, as_codex_returns(reasoning), as_codex_returns(called), output]
     assert completed(turn(http, codex(*history))[0])[0]["content"][0]["text"] == "I remember that I weighed it."
+
+
+@pytest.mark.parametrize(("syntax", "definition"), [("lark", "start: nowhere"), ("lark", "\0"), ("regex", "a(")])
+def test_a_grammar_that_is_wrong_is_refused_by_its_place(http: httpx.Client, syntax: str, definition: str) -> None:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    custom = {"type": "custom", "name": "edit", "format": form}
+    tools = [{"type": "web_search"}, {"type": "namespace", "name": "n", "description": "d", "tools": [custom]}]
+    answer = http.post("/v1/responses", json=codex(message("user", "Hi"), tools=tools), headers=CODEX_HEADERS)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools[1].tools[0].format.definition")
+    assert "is refused: it" in error["message"]
 
 
 def test_calls_of_two_kinds_stand_in_one_answer(http: httpx.Client) -> None:
