@@ -122,7 +122,7 @@ class Sequence:
         """How the prompt is pooled to a vector, with which the sequence ends; None: it generates."""
 
         self.sent_time = time.monotonic() if sent_time is None else sent_time
-        self.arrive_time = time.time()
+        self.arrive_time = time.monotonic()
         self.schedule_time = 0.0
         """When a step of this sequence was first scheduled; 0 before."""
         self.first_token_time = self.arrive_time if len(self.token_ids) > len(token_ids) else 0.0

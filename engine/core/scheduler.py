@@ -152,7 +152,7 @@ class Scheduler:
         window: int | None = None,
         blocks_at_first: int | None = None,
         splits_prompts: bool = True,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`window`: tokens that a query sees in the model's widest layer, its own included; None: all before it.
 
@@ -470,7 +470,7 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         seq.num_computed_tokens = start
         if seq.schedule_time == 0.0:
-            seq.schedule_time = time.time()
+            seq.schedule_time = time.monotonic()
         self.running.append(seq)
         self._prefilling[seq] = None
         step.new_seqs.append(seq)
@@ -786,7 +786,7 @@ class Scheduler:
             if not accepted:
                 continue
             if seq.first_token_time == 0.0:
-                seq.first_token_time = time.time()
+                seq.first_token_time = time.monotonic()
                 output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
                 output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
                 output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
@@ -828,7 +828,7 @@ class Scheduler:
             vector = vectors.get(seq.id)
             if vector is None or seq.status is not SequenceStatus.RUNNING or seq in self._prefilling:
                 continue
-            seq.first_token_time = time.time()
+            seq.first_token_time = time.monotonic()
             seq.leave_reason = "pooled"
             output = RequestOutput(seq.id, [], finished=True, finish_reason="pooled", time=now - seq.sent_time)
             output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
@@ -897,7 +897,7 @@ class Scheduler:
         seq.status = status
         self._decode_rows = None
         if status is SequenceStatus.FINISHED:
-            seq.leave_time = time.time()
+            seq.leave_time = time.monotonic()
             self.drafts.forget(seq)
         self.block_manager.deallocate(seq)
         seq.num_computed_tokens = 0

@@ -1,5 +1,6 @@
 """The queue of waiting sequences: arrival, priority and ageing."""
 
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -33,6 +34,15 @@ def test_equal_priorities_are_served_in_order_of_addition() -> None:
 def test_a_lower_priority_is_served_first_until_the_other_has_waited_longer_than_it_weighs() -> None:
     old, urgent_soon, urgent_late = seq(0.0), seq(9.0, -1), seq(11.0, -1)
     assert taken(queue_of([old, urgent_soon, urgent_late])) == [urgent_soon, old, urgent_late]
+
+
+def test_a_jump_of_the_wall_clock_changes_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times of the wall clock, a priority that arrived in the far future would wait until then."""
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    old = Sequence([1], 16, priority=0)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    low = Sequence([1], 16, priority=MAX_PRIORITY)
+    assert taken(queue_of([old, low])) == [old, low]
 
 
 def test_priorities_beyond_the_bound_count_as_the_bound() -> None:
