@@ -3,14 +3,16 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
 from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.client.llm_engine import Prompts
 from engine.config.config import Config
 from engine.sampling_params import SamplingParams
+from engine.text.pooling import PooledPrompt, PoolingProcessor, numbers_of
 from engine.text.request_state import RequestDelta, RequestResult
 from kaon.chunks import ChatChunk, chunks
 from kaon.llm import Messages, refusals_as_invalid_requests, validated_chat
@@ -94,6 +96,36 @@ class AsyncLLM:
                 async for each in deltas:
                     yield each[0]
 
+    async def embed(
+        self,
+        texts: Prompts,
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        normalize: bool = True,
+    ) -> list[list[float]]:
+        """The vector of each text, of an embedding model; see `LLM.embed`.
+
+        Raises `InvalidRequest`, a `ValueError`, and `EngineDeadError`.
+        """
+        with refusals_as_invalid_requests():
+            processor = self._frontend.pooling_for("embed")
+            processor.check_dimensions(dimensions)
+            given: list[str | list[int]] = [texts] if isinstance(texts, str) else [*texts]
+            prompts = processor.prompts(given, "texts", prompt_name=prompt_name)
+            vectors = await self._pool(prompts, processor, dimensions=dimensions, activate=normalize)
+        return [numbers_of(vector) for vector in vectors]
+
+    async def score(self, query: str, documents: list[str], *, instruction: str | None = None) -> list[float]:
+        """How relevant each document is to `query`, of a reranker or an embedding model; see `LLM.score`."""
+        with refusals_as_invalid_requests():
+            processor = self._frontend.pooling_for("classify", "embed")
+            processor.check_scores()
+            if not documents:
+                return []
+            vectors = await self._pool(processor.search(query, documents, instruction=instruction), processor)
+        return processor.scores(vectors, [0] * len(documents))
+
     async def chat(self, messages: Messages, **fields: Any) -> ChatCompletion:
         """Answer a conversation, as the server does. `fields` are those of `/v1/chat/completions` (docs/api.md).
 
@@ -119,6 +151,13 @@ class AsyncLLM:
                             yield chunk
             for chunk in chunks(renderer.closing(generation.usage)):
                 yield chunk
+
+    async def _pool(self, prompts: Sequence[PooledPrompt], processor: PoolingProcessor, **how: Any) -> list[bytes]:
+        """The vectors of prompts."""
+        hub, ids = self._frontend.hub, self._frontend.hub.new_ids(len(prompts))
+        sequences = [processor.sequence(*each, **how) for each in zip(prompts, ids, strict=True)]
+        states = await Generation(hub, self._frontend.config, sequences, 1).complete(_new_id())
+        return [state.vector or b"" for state in states]
 
     def _generation(self, prompt: str | list[int], params: SamplingParams | None, lora: str | None) -> Generation:
         frontend = self._frontend

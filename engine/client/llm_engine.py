@@ -153,16 +153,9 @@ class LLMEngine:
         """
         processor = self._pooling_for("embed")
         processor.check_dimensions(dimensions)
-        given: list[Any] = [texts] if isinstance(texts, str) else list(texts)
-        prompts = [
-            processor.prompt(
-                processor.text_of(each, prompt_name) if isinstance(each, str) else each.copy(), f"texts[{index}]"
-            )
-            for index, each in enumerate(given)
-        ]
-        return [
-            numbers_of(vector) for vector in self._pool(prompts, use_tqdm, dimensions=dimensions, activate=normalize)
-        ]
+        prompts = processor.prompts(_listed(texts), "texts", prompt_name=prompt_name)
+        vectors = self._pool(prompts, use_tqdm, dimensions=dimensions, activate=normalize)
+        return [numbers_of(vector) for vector in vectors]
 
     def score(
         self, query: str, documents: list[str], *, instruction: str | None = None, use_tqdm: bool = False
@@ -172,10 +165,7 @@ class LLMEngine:
         `instruction` says what relevance means, for rerankers that read it.
         """
         processor = self._pooling_for("classify", "embed")
-        if processor.pooling.task == "classify" and not processor.pooling.scores_pairs:
-            raise InvalidRequest(
-                f"the model has {processor.pooling.dimension} classes, and no single score; use classify", "model"
-            )
+        processor.check_scores()
         if not documents:
             return []
         prompts = processor.search(query, documents, instruction=instruction)
@@ -184,8 +174,7 @@ class LLMEngine:
     def classify(self, texts: Prompts, *, use_tqdm: bool = False) -> list[tuple[str, list[float]]]:
         """The most probable class of each text, and the probability of each class. Raises as `embed` does."""
         processor = self._pooling_for("classify")
-        given: list[Any] = [texts] if isinstance(texts, str) else list(texts)
-        prompts = [processor.prompt(each, f"texts[{index}]") for index, each in enumerate(given)]
+        prompts = processor.prompts(_listed(texts), "texts")
         classes = [numbers_of(vector) for vector in self._pool(prompts, use_tqdm)]
         return [(processor.best_label(scores), scores) for scores in classes]
 
@@ -353,6 +342,11 @@ class LLMEngine:
         for request_id in request_ids:
             self._states.pop(request_id, None)
             self._callbacks.pop(request_id, None)
+
+
+def _listed(texts: Prompts) -> list[str | list[int]]:
+    """The texts in a list of their own, as the caller may change his while the requests are live."""
+    return [texts] if isinstance(texts, str) else [each if isinstance(each, str) else each.copy() for each in texts]
 
 
 def _checked(params: SamplingParams) -> SamplingParams:

@@ -265,8 +265,11 @@ class InputBatch:
             params = self._pooling.get(slot)
             if params is not None:
                 length, count, end = int(seq_lens[row]), int(query_lens[row]), int(ends[row])
-                is_last = length >= self._num_tokens[slot]
-                spans.append(PooledSpan(row, slot, end - count, end, length - count, bool(is_last), params))
+                is_last = bool(length >= self._num_tokens[slot])
+                spans.append(PooledSpan(row, slot, end - count, end, length - count, is_last, params))
+                if is_last:
+                    # Further steps need not look for it. Should this one fail, the sequence is written again.
+                    del self._pooling[slot]
         return spans
 
     def sampling_rows(self, inputs: StepInputs) -> SamplingRows:

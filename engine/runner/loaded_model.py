@@ -144,6 +144,8 @@ def load_model(
     how the model pools prompts, None where it does not.
     """
     generates = pooling is None or "generate" in config.task
+    if pooling is not None and pooling.is_encoder and config.lora:
+        raise ValueError(f"lora names adapters, but {model_config.architecture} is an encoder, which takes none")
     available = available_host_memory() if available_bytes is None else available_bytes
     # Rope types that depend on the context's length depend on the length that is served.
     served = dataclasses.replace(model_config, max_model_len=config.max_model_len or model_config.max_model_len)

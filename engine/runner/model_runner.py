@@ -86,7 +86,8 @@ class ModelRunner:
         self.num_slots = config.max_num_seqs if num_slots is None else num_slots
         # The cache of one block is that of the step that measures memory.
         is_serving = num_blocks > 1
-        why_eager = why_no_graphs(config, loaded.seam, self.parallel, self.model)
+        # Graphs are of decodes: a model that generates nothing has none, which needs no explanation.
+        why_eager = why_no_graphs(config, loaded.seam, self.parallel, self.model) if loaded.generates else ""
         has_graphs = why_eager is None and is_serving
         self.padding_block = num_blocks if has_graphs or loaded.exchange is not None else None
         """A block of the cache that no sequence uses: dummy and padding rows write there."""

@@ -118,6 +118,26 @@ class PoolingProcessor:
             raise _about(error, field) from error
         return prompt
 
+    def prompts(
+        self,
+        given: Sequence[str | list[int]],
+        field: str,
+        *,
+        prompt_name: str | None = None,
+        longest: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[PooledPrompt]:
+        """As `prompt`, of each of several, which errors name by index; texts go after the checkpoint's prompt."""
+        return [
+            self.prompt(
+                self.text_of(each, prompt_name) if isinstance(each, str) else each,
+                field if len(given) == 1 else f"{field}[{index}]",
+                longest=longest,
+                add_special_tokens=add_special_tokens,
+            )
+            for index, each in enumerate(given)
+        ]
+
     def pair(
         self,
         query: str,
@@ -187,6 +207,13 @@ class PoolingProcessor:
         return [
             _cosine(embedded[first], numbers_of(second)) for first, second in zip(firsts, vectors[count:], strict=True)
         ]
+
+    def check_scores(self) -> None:
+        """Raise `InvalidRequest` for a classifier that has no single score."""
+        if self.pooling.task == "classify" and not self.pooling.scores_pairs:
+            raise InvalidRequest(
+                f"the model has {self.pooling.dimension} classes, and no single score; classify texts instead", "model"
+            )
 
     def best_label(self, scores: Sequence[float]) -> str:
         """The class of the highest score."""

@@ -137,20 +137,16 @@ def _written(vector: bytes, encoding_format: str) -> list[float] | str:
 
 
 async def _prompts_of(call: _Call, request: VectorFields | ClassifyRequest) -> list[PooledPrompt]:
-    processor = call.processor
     prompt_name = request.prompt_name if isinstance(request, VectorFields) else None
-    is_one = len(request.input) == 1
 
     def tokenize() -> list[PooledPrompt]:
-        return [
-            processor.prompt(
-                processor.text_of(given, prompt_name) if isinstance(given, str) else given,
-                "input" if is_one else f"input[{index}]",
-                longest=request.truncate_prompt_tokens,
-                add_special_tokens=request.add_special_tokens,
-            )
-            for index, given in enumerate(request.input)
-        ]
+        return call.processor.prompts(
+            request.input,
+            "input",
+            prompt_name=prompt_name,
+            longest=request.truncate_prompt_tokens,
+            add_special_tokens=request.add_special_tokens,
+        )
 
     return await call.tokenize(request.input, tokenize)
 
@@ -220,15 +216,6 @@ async def classify(http: Request) -> Response:
 # -- pairs ------------------------------------------------------------------------------------------------------
 
 
-def _check_scores(processor: PoolingProcessor) -> None:
-    pooling = processor.pooling
-    if pooling.task == "classify" and not pooling.scores_pairs:
-        raise BadRequest(
-            f"the model of this server has {pooling.dimension} classes, and no single score; use /classify",
-            param="model",
-        )
-
-
 @endpoints.post(
     "/v1/score", ScoreAnswer, request=ScoreRequest, example={"text_1": "The capital of France", "text_2": ["Paris"]}
 )
@@ -240,7 +227,7 @@ async def score(http: Request) -> Response:
     async with accept(http, ScoreRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("classify", "embed"))
         processor = call.processor
-        _check_scores(processor)
+        processor.check_scores()
         queries, documents = request.text_1, request.text_2
         if len(queries) not in (1, len(documents)):
             raise BadRequest(
@@ -263,12 +250,10 @@ async def score(http: Request) -> Response:
                     )
                     for index, (first, document) in enumerate(zip(firsts, documents, strict=True))
                 ]
-            named = [
-                (_item(field, index, len(texts)), text)
-                for field, texts in (("text_1", queries), ("text_2", documents))
-                for index, text in enumerate(texts)
+            return [
+                *processor.prompts(queries, "text_1", longest=longest),
+                *processor.prompts(documents, "text_2", longest=longest),
             ]
-            return [processor.prompt(processor.text_of(text), field, longest=longest) for field, text in named]
 
         call.prepare(await call.tokenize((*queries, *documents), tokenize), activate=request.use_activation)
 
@@ -310,7 +295,7 @@ async def _rerank(http: Request, *, returns_documents: bool, version: str) -> Re
     async with accept(http, RerankRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("classify", "embed"))
         processor = call.processor
-        _check_scores(processor)
+        processor.check_scores()
         documents = [each.text if isinstance(each, TextDocument) else each for each in request.documents]
         frontend.admission.precheck(owner, len(documents))
 

@@ -205,8 +205,6 @@ def test_a_classifier_names_the_most_probable_class(tmp_path: Path) -> None:
             best = max(range(3), key=raw["data"].__getitem__)
             assert each["label"] == f"LABEL_{best}"
         refused = server.post("/score", {"model": "model", "text_1": "x", "text_2": "y"})
-        assert error(refused)["message"] == (
-            "the model of this server has 3 classes, and no single score; use /classify"
-        )
+        assert error(refused)["message"] == ("the model has 3 classes, and no single score; classify texts instead")
     finally:
         assert server.stop() == 0

@@ -1,5 +1,6 @@
 """Pooled prompts in real engine processes: over ranks, ahead of the host, with compiled operators, after a death."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import InvalidRequest
 from engine.text.tokenizer import Tokenizer
+from kaon import LLM, AsyncLLM
 from models.ops.cpu.runtime import load_library
 from tests.e2e.engines import until_replaced
 from tests.parity.embedding_checkpoints import add_modules, encoder, qwen3_classifier, qwen3_embedding
@@ -24,8 +25,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 needs_operators = pytest.mark.skipif(load_library() is None, reason="the operators were not built")
 
 
-def engine_of(path: Path, **settings: Any) -> LLMEngine:
-    return LLMEngine(str(path), **{"num_kvcache_blocks": 512, "dtype": "float32", "device": "cpu", **settings})
+def engine_of(path: Path, **settings: Any) -> LLM:
+    return LLM(str(path), **{"num_kvcache_blocks": 512, "dtype": "float32", "device": "cpu", **settings})
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,13 @@ def assert_close(found: list[list[float]], expected: list[list[float]], toleranc
         assert vector == pytest.approx(other, abs=tolerance)
 
 
-@pytest.mark.parametrize("ahead", ["off", "on"])
-def test_texts_are_embedded_next_to_generation(checkpoint: Path, ahead: str) -> None:
-    with engine_of(checkpoint, task=("generate", "embed"), async_scheduling=ahead) as engine:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"async_scheduling": "on", "num_speculative_tokens": 3}],
+    ids=["step by step", "ahead, with drafts"],
+)
+def test_texts_are_embedded_next_to_generation(checkpoint: Path, settings: dict[str, Any]) -> None:
+    with engine_of(checkpoint, task=("generate", "embed"), **settings) as engine:
         alone = [result["token_ids"] for result in engine.generate(TEXTS, GREEDY, use_tqdm=False)]
         ids = engine.add_request(TEXTS, GREEDY)
         assert_close(engine.embed(TEXTS), reference(checkpoint))
@@ -108,18 +113,18 @@ def test_compiled_operators_give_the_same_bits_in_any_company(checkpoint: Path, 
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with engine_of(qwen3_classifier(tmp_path_factory.mktemp("classifier"), num_labels=3)) as engine:
         yield engine
 
 
-def test_texts_are_classified(classifier: LLMEngine) -> None:
+def test_texts_are_classified(classifier: LLM) -> None:
     for label, probabilities in classifier.classify(TEXTS):
         assert sum(probabilities) == pytest.approx(1, abs=1e-6)
         assert label == f"LABEL_{max(range(3), key=probabilities.__getitem__)}"
 
 
-def test_a_model_that_only_pools_refuses_to_generate(classifier: LLMEngine) -> None:
+def test_a_model_that_only_pools_refuses_to_generate(classifier: LLM) -> None:
     with pytest.raises(InvalidRequest, match="served to classify, and generates nothing"):
         classifier.generate(TEXTS)
     with pytest.raises(InvalidRequest, match="3 classes, and no single score"):
@@ -134,3 +139,14 @@ def test_pairs_are_scored_by_an_encoder(tmp_path: Path) -> None:
         assert engine.score("a dog", []) == []
         with pytest.raises(InvalidRequest, match=r"documents\[1\] is not accepted: its prompt has"):
             engine.score("a dog", ["x", "y " * 400])
+
+
+async def test_asyncio_programs_embed_and_score(checkpoint: Path) -> None:
+    async with AsyncLLM(str(checkpoint), num_kvcache_blocks=512, dtype="float32") as llm:
+        vectors, other = await asyncio.gather(llm.embed(TEXTS), llm.embed(TEXTS[0], dimensions=8))
+        assert_close(vectors, reference(checkpoint))
+        assert len(other[0]) == 8
+        scores = await llm.score("a dog", TEXTS)
+        assert len(scores) == len(TEXTS)
+        with pytest.raises(InvalidRequest, match=r"texts\[1\] is not accepted"):
+            await llm.embed(["x", [5] * 600])  # type: ignore[list-item]
