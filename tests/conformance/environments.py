@@ -18,7 +18,9 @@ class InstallError(RuntimeError):
 
 def requirements(suite: Suite) -> Path:
     """The file that pins what the suite runs with."""
-    return HERE / "node" / "package-lock.json" if suite.is_node else HERE / "requirements" / f"{suite.name}.txt"
+    if suite.is_node:
+        return (HERE / suite.tests[0]).with_name("package-lock.json")
+    return HERE / "requirements" / f"{suite.name}.txt"
 
 
 def python_of(suite: Suite) -> Path:
@@ -35,7 +37,7 @@ def install(suite: Suite) -> None:
     stamp.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     if suite.is_node:
-        _install_node(folder)
+        _install_node(requirements(suite).parent, folder)
     else:
         _install_python(suite, folder)
     stamp.write_text(wanted, encoding="utf-8")
@@ -49,11 +51,11 @@ def _install_python(suite: Suite, folder: Path) -> None:
     )
 
 
-def _install_node(folder: Path) -> None:
+def _install_node(source: Path, folder: Path) -> None:
     if shutil.which("npm") is None:
-        raise InstallError("npm is not installed; the node suite needs Node 20 or newer")
+        raise InstallError("npm is not installed; the suites of npm's packages need Node 20 or newer")
     for name in ("package.json", "package-lock.json"):
-        shutil.copy(HERE / "node" / name, folder / name)
+        shutil.copy(source / name, folder / name)
     _run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", cwd=folder)
 
 

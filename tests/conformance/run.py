@@ -50,24 +50,36 @@ def _run_all(chosen: list[Suite], flags: list[str]) -> tuple[list[Result], list[
     results, complaints = [], []
     with tempfile.TemporaryDirectory(prefix="kaon-conformance-") as scratch, Server(Path(scratch) / "log") as server:
         for suite in chosen:
-            started = time.monotonic()
             folder = Path(scratch) / suite.name
             folder.mkdir()
-            result = Result(suite)
-            for command, junit in _commands(suite, folder, flags):
-                environment = _environment(suite, server, folder)
-                try:
-                    subprocess.run(command, cwd=folder, env=environment, check=False, timeout=_SUITE_SECONDS)
-                except subprocess.TimeoutExpired:
-                    result.failures.append(f"not done within {_SUITE_SECONDS} s")
-                result.read(junit)
+            if suite.script:
+                script = folder / "script.json"
+                script.write_text((HERE / suite.script).read_text().replace("$TMPDIR", str(folder)))
+                with Server(folder / "log", script) as scripted:
+                    result, wrong = _run(suite, scripted, folder, flags)
+            else:
+                result, wrong = _run(suite, server, folder, flags)
             results.append(result)
-            complaints += [f"{suite.name}: {each}" for each in server.complaints()]
-            passed = f"{result.passed} of {result.tests} passed, {result.num_excluded} excluded"
-            _say(f"{suite.name}: {passed}, {time.monotonic() - started:.0f} s")
+            complaints += wrong
             if server.process.poll() is not None:
                 break
     return results, complaints
+
+
+def _run(suite: Suite, server: Server, folder: Path, flags: list[str]) -> tuple[Result, list[str]]:
+    """What a suite gave against `server`, and what went wrong inside the server."""
+    started = time.monotonic()
+    result = Result(suite)
+    for command, junit in _commands(suite, folder, flags):
+        environment = _environment(suite, server, folder)
+        try:
+            subprocess.run(command, cwd=folder, env=environment, check=False, timeout=_SUITE_SECONDS)
+        except subprocess.TimeoutExpired:
+            result.failures.append(f"not done within {_SUITE_SECONDS} s")
+        result.read(junit)
+    passed = f"{result.passed} of {result.tests} passed, {result.num_excluded} excluded"
+    _say(f"{suite.name}: {passed}, {time.monotonic() - started:.0f} s")
+    return result, [f"{suite.name}: {each}" for each in server.complaints()]
 
 
 def _commands(suite: Suite, folder: Path, flags: list[str]) -> list[tuple[list[str], Path]]:

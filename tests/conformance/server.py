@@ -15,7 +15,8 @@ _FLAGS = ("--port", "0", "--api-key", API_KEY, "--access-log", "json")
 # float32, so that greedy text and log probabilities do not depend on what else is in the batch.
 _FLAGS += ("--dtype", "float32", "--cpu-kvcache-gib", "0.25", "--max-num-seqs", "64")
 _START_SECONDS = 120
-_CORE = "engine.core.main"
+_CORE, _SCRIPTED_CORE = "engine.core.main", "scripted_core"
+_SCRIPTED_FLAGS = ("--reasoning-parser", "think")
 
 
 class StartError(RuntimeError):
@@ -25,16 +26,19 @@ class StartError(RuntimeError):
 class Server:
     """`kaon serve` from the project's environment, from `__enter__` to `__exit__`."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, script: Path | None = None) -> None:
+        """`script`: rules by which the model answers, as `tests.e2e.scripted_core` reads them."""
         self._log = log
+        self._script = script
         self._read = 0
 
     def __enter__(self) -> "Server":
-        kaon = Path(sys.executable).with_name("kaon")
+        command = [str(Path(sys.executable).with_name("kaon")), "serve", *_FLAGS]
+        if self._script is not None:
+            module = "tests.e2e.scripted_server"
+            command = [sys.executable, "-m", module, str(self._script), *_FLAGS, *_SCRIPTED_FLAGS]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [str(kaon), "serve", *_FLAGS], stdout=subprocess.PIPE, stderr=log, text=True
-            )
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if " on http" not in line:
@@ -72,7 +76,8 @@ class Server:
         command = ["ps", "-A", "-ww", "-o", "ppid=,pid=,args="]
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         rows = [row.split(None, 2) for row in listed.splitlines()]
-        cores = [int(pid) for parent, pid, *args in rows if int(parent) == self.process.pid and _CORE in args[0]]
+        core = _CORE if self._script is None else _SCRIPTED_CORE
+        cores = [int(pid) for parent, pid, *args in rows if int(parent) == self.process.pid and core in args[0]]
         return cores[0] if len(cores) == 1 else None
 
 

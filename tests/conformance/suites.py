@@ -8,7 +8,7 @@ class Suite:
     """Tests that drive the server with one client, in an environment of the client's own."""
 
     name: str
-    """Also the environment's: `requirements/<name>.txt`, installed into `.conformance/<name>`; `node` is npm's."""
+    """Also the environment's, `.conformance/<name>`: what `requirements/<name>.txt` or npm's lock file pins."""
     packages: tuple[str, ...]
     """The clients under test, whose versions the results name."""
     tests: tuple[str, ...]
@@ -17,10 +17,13 @@ class Suite:
     """What is shown, in a line for the results."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further environment variables."""
+    script: str = ""
+    """What the model says, for `tests.e2e.scripted_server`; default: the embedded model answers."""
 
     @property
     def is_node(self) -> bool:
-        return self.name == "node"
+        """Whether npm installs it: next to the tests are its package files."""
+        return self.tests[0].endswith(".mjs")
 
 
 SUITES = (
@@ -47,6 +50,13 @@ SUITES = (
         ("anthropic",),
         ("test_anthropic.py",),
         "Anthropic's official client: messages, tools, structured output, counts and errors, plain and streamed",
+    ),
+    Suite(
+        "claude-code",
+        ("@anthropic-ai/claude-code",),
+        ("claude-code/claude_code.test.mjs",),
+        "the agent itself, with a scripted model: a loop of tools, a conversation that goes on, errors",
+        script="claude-code/script.json",
     ),
     Suite(
         "langchain",

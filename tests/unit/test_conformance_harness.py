@@ -21,7 +21,7 @@ JUNIT = """<testsuites><testsuite>
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
 def test_every_suite_has_its_tests_and_pins_its_clients(suite: Suite) -> None:
-    assert all((HERE / test).is_file() for test in suite.tests)
+    assert all((HERE / file).is_file() for file in (*suite.tests, suite.script or suite.tests[0]))
     assert all(version_of(suite, package)[0].isdigit() for package in suite.packages)
 
 
@@ -31,8 +31,9 @@ def test_everything_that_pip_installs_has_a_version(suite: Suite) -> None:
     assert [line for line in lines if line and not line.startswith("#") and "==" not in line] == []
 
 
-def test_everything_that_npm_installs_has_a_version_and_no_host() -> None:
-    packages = json.loads((HERE / "node" / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite.is_node], ids=lambda suite: suite.name)
+def test_everything_that_npm_installs_has_a_version_and_no_host(suite: Suite) -> None:
+    packages = json.loads(requirements(suite).read_text(encoding="utf-8"))["packages"]
     assert all(each["version"] and each["integrity"] for name, each in packages.items() if name)
     assert not any("resolved" in each for each in packages.values())
 
