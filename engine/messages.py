@@ -3,6 +3,8 @@
 To the core: `Inbound`. From the core: `Outbound`, one `StepOutputs` an engine step.
 """
 
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -110,6 +112,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Pool the prompt to a vector, and generate nothing; `sampling_params` then has a `max_tokens` of 0."""
     weight: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
     """How many times the tokens of an owner of weight 1 its owner gets."""
+    shares_tables: bool = False
+    """Its `sampling_params` lack their tables, which are those of the message before it: see `share_tables`."""
     sent_time: float = 0.0
     """When the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
 
@@ -125,6 +129,44 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 Inbound: TypeAlias = AddRequest | AbortRequests | Shutdown
+
+_TABLES = ("logit_bias", "stop_token_ids", "stop_token_sequences", "allowed_token_ids", "bad_words", "grammar")
+"""Sampling parameters that may have thousands of entries, and that all choices of a request have in common."""
+_NO_TABLES = dict.fromkeys(_TABLES)
+
+
+def _tables_of(params: SamplingParams) -> list[object]:
+    return [getattr(params, name) for name in _TABLES]
+
+
+def share_tables(messages: Iterable[Inbound]) -> Iterator[Inbound]:
+    """The messages of one sending, in which tables that successive requests have in common are sent once.
+
+    Tables are common where they are the same objects, as they are for all choices of a request.
+    """
+    before: SamplingParams | None = None
+    for message in messages:
+        if not isinstance(message, AddRequest):
+            yield message
+            continue
+        params, previous = message.sampling_params, before
+        before = params
+        tables = _tables_of(params)
+        if previous is None or not any(tables) or any(map(operator.is_not, tables, _tables_of(previous))):
+            yield message
+        else:
+            bare = msgspec.structs.replace(params, **_NO_TABLES)
+            yield msgspec.structs.replace(message, sampling_params=bare, shares_tables=True)
+
+
+def take_tables(message: AddRequest, previous: SamplingParams | None) -> None:
+    """Give a decoded message that shares tables those of the message before it. Raises `ValueError` without one."""
+    if message.shares_tables:
+        if previous is None:
+            raise ValueError("shares_tables is set, but no request was sent before this one in the same message")
+        for name in _TABLES:
+            # The parameters are frozen, and were checked as part of the other message.
+            msgspec.structs.force_setattr(message.sampling_params, name, getattr(previous, name))
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

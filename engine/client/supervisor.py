@@ -20,7 +20,7 @@ import zmq
 
 from engine.config.config import Config
 from engine.distributed.core_process import CoreHandle, CoreTransport
-from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs, Stopped
+from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs, Stopped, share_tables
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class CoreLink:
     def send(self, messages: Sequence[Inbound]) -> None:
         """Send one multipart message, a frame each. One to a core that just died is lost; its death is seen later."""
         if messages:
-            self.wire.send([_encoder.encode(message) for message in messages])
+            self.wire.send([_encoder.encode(message) for message in share_tables(messages)])
 
     @property
     def is_gone(self) -> bool:

@@ -205,6 +205,8 @@ class Scheduler:
         self._decode_turn = 0
         self._alone_from = 0.0
         """When an owner that has no company counts as alone."""
+        self._latest_ends: tuple[frozenset[int | None], list[int] | None, bool] = frozenset(), None, False
+        """Tokens that end the sequence added last; its own list of them; and whether the model's are among them."""
         self._submitted: deque[_SubmittedStep] = deque()
         """In order of submission."""
         self._clock = clock
@@ -842,7 +844,13 @@ class Scheduler:
         """Note on a sequence which tokens may end it, and the length that does."""
         # `ignore_eos` ignores the model's whole EOS list, of which `stop_token_ids` is the rest.
         model_tokens = () if seq.ignore_eos else (self.eos_token_id, *self.stop_token_ids)
-        seq.end_tokens = frozenset((*model_tokens, *(seq.sampling_params.stop_token_ids or ())))
+        own = seq.sampling_params.stop_token_ids
+        ends, of, with_model = self._latest_ends
+        if own is None or own is not of or with_model is seq.ignore_eos:
+            ends = frozenset((*model_tokens, *(own or ())))
+            self._latest_ends = ends, own, not seq.ignore_eos
+        # The choices of a request share their tokens.
+        seq.end_tokens = ends
         seq.token_limit = min(seq.num_prompt_tokens + seq.max_tokens, self.token_limit)
 
     def _leave_reason(self, seq: Sequence, token_id: int) -> str | None:

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import msgspec
 import zmq
 
-from engine.messages import AbortRequests, AddRequest, Inbound, Outbound, Shutdown, StepOutputs, terminal_output
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Inbound,
+    Outbound,
+    Shutdown,
+    StepOutputs,
+    take_tables,
+    terminal_output,
+)
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.text.structured.matcher import Matchers
 from engine.text.structured.spec import InvalidGrammar
@@ -117,9 +127,14 @@ class CoreSockets:
             except zmq.ContextTerminated:
                 self._input.close()
                 return
+            params: SamplingParams | None = None
             for frame in frames:
                 try:
-                    self._accept(decoder.decode(frame))
+                    message = decoder.decode(frame)
+                    if isinstance(message, AddRequest):
+                        take_tables(message, params)
+                        params = message.sampling_params
+                    self._accept(message)
                 except BaseException as error:  # noqa: BLE001 - logged and answered; a native panic is no `Exception`
                     self._refuse(frame, error)
 

@@ -3,9 +3,9 @@
 The input batch writes a slot when its sequence starts, and asks for the rows of each step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from engine.sampling.filters import FILTERS, FilteredRows
 from engine.sequence import Sequence as EngineSequence
 from engine.text.structured.matcher import MaskedRow, packed
 from models.ops.counter_rng import request_key, server_key, uniform
+
+Table = TypeVar("Table")
+Made = TypeVar("Made")
 
 MIN_TEMPERATURE = 1e-5
 """Below it the argmax is taken: the limit, without the overflow."""
@@ -94,6 +97,19 @@ class SamplingRows:
         return [(kind, each) for kind, each in enumerate(all_kinds) if each is not None and len(each.rows)]
 
 
+class _PerTable(Generic[Table, Made]):
+    """What is made of a table of parameters, which all choices of a request have in common; made once for those."""
+
+    def __init__(self, make: Callable[[Table], Made]) -> None:
+        self._make = make
+        self._latest: tuple[Table, Made] | None = None
+
+    def __call__(self, table: Table) -> Made:
+        if self._latest is None or self._latest[0] is not table:
+            self._latest = table, self._make(table)
+        return self._latest[1]
+
+
 class SamplingColumns:
     """Sampling parameters by slot, as columns; what few requests use is kept in dictionaries by slot."""
 
@@ -112,6 +128,9 @@ class SamplingColumns:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._min_num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         """Sequence length from which on the slot's forbidden tokens may be sampled."""
+        self._bias_of = _PerTable(_bias_arrays)
+        self._bad_words_of = _PerTable(BadWords)
+        self._ends_of = _PerTable(self._known_tokens)
         self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
         self._forbidden: dict[int, npt.NDArray[np.int64]] = {}
         self._bad_words: dict[int, BadWords] = {}
@@ -142,16 +161,15 @@ class SamplingColumns:
             self._frequency[slot] = params.frequency_penalty
         if params.logit_bias:
             needs |= _BIAS
-            ids = np.array(list(params.logit_bias), dtype=np.int64)
-            self._bias[slot] = ids, np.array(list(params.logit_bias.values()), dtype=np.float32)
-        ends = [token for token in seq.end_tokens if token is not None and token < self._vocab_size]
+            self._bias[slot] = self._bias_of(params.logit_bias)
+        ends = self._ends_of(seq.end_tokens)
         self._min_num_tokens[slot] = seq.num_prompt_tokens + params.min_tokens
         if params.min_tokens > 0 and seq.matcher is None:
             needs |= _FORBIDDEN
             self._forbidden[slot] = np.array(ends, dtype=np.int64)
         if params.bad_words:
             needs |= _BAD_WORDS
-            self._bad_words[slot] = BadWords(params.bad_words)
+            self._bad_words[slot] = self._bad_words_of(params.bad_words)
         if seq.matcher is not None or params.allowed_token_ids is not None:
             needs |= _MASK
             self._masked[slot] = _Masked(seq, ends, self._vocab_size)
@@ -160,6 +178,10 @@ class SamplingColumns:
             self._num_logprobs[slot] = params.logprobs
         self._num_prompt_tokens[slot] = seq.num_prompt_tokens
         self._needs[slot] = needs
+
+    def _known_tokens(self, token_ids: frozenset[int | None]) -> list[int]:
+        """Those of the vocabulary."""
+        return [token for token in token_ids if token is not None and token < self._vocab_size]
 
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
         """Whether all these slots take their argmax, and nothing else is asked of the logits."""
@@ -276,6 +298,11 @@ class SamplingColumns:
 
     def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]) -> dict[int, int]:
         return {int(row): self._num_logprobs[int(slots[row])] for row in np.flatnonzero(flags & _LOGPROBS)}
+
+
+def _bias_arrays(bias: dict[int, float]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tokens and what is added to their logits. # 2 x [num_biases]"""
+    return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
 
 
 class BadWords:

@@ -18,6 +18,8 @@ from engine.messages import (
     Stopped,
     TokenLogprobs,
     openai_finish_reason,
+    share_tables,
+    take_tables,
 )
 from engine.sampling_params import SamplingParams
 
@@ -107,3 +109,36 @@ def test_what_is_no_message_is_refused(frame: bytes) -> None:
 )
 def test_finish_reason_is_told_in_openai_terms(leave_reason: str | None, expected: str | None) -> None:
     assert openai_finish_reason(leave_reason) == expected
+
+
+def test_tables_that_the_choices_of_a_request_have_in_common_cross_the_wire_once() -> None:
+    tables = SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0), bad_words=[[1, 2]], stop_token_ids=[7])
+    other = SamplingParams(logit_bias={5: 2.0})
+    sent = [
+        *(AddRequest(choice, [1], msgspec.structs.replace(tables, seed=choice)) for choice in range(3)),
+        AbortRequests([9]),
+        AddRequest(3, [1], other),
+        AddRequest(4, [1], other),
+        AddRequest(5, [1], SamplingParams()),
+    ]
+    frames = [msgspec.msgpack.encode(message) for message in share_tables(sent)]
+    assert len(frames[0]) > 5000
+    assert max(map(len, frames[1:3])) < 200
+    received, params = [], None
+    for frame in frames:
+        message = msgspec.msgpack.decode(frame, type=Inbound)
+        if isinstance(message, AddRequest):
+            take_tables(message, params)
+            params = message.sampling_params
+            message.shares_tables = False
+        received.append(message)
+    assert received == sent
+    first, second = received[0], received[1]
+    assert isinstance(first, AddRequest)
+    assert isinstance(second, AddRequest)
+    assert first.sampling_params.logit_bias is second.sampling_params.logit_bias
+
+
+def test_a_request_that_shares_the_tables_of_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="shares_tables is set"):
+        take_tables(AddRequest(1, [1], SamplingParams(), shares_tables=True), None)

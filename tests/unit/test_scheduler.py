@@ -488,3 +488,16 @@ def test_a_sequence_that_a_caller_queued_itself_ends_as_any_other() -> None:
         assert scheduled is not None
         scheduler.postprocess([seq], ScheduledBatchOutput({seq.id: (7,)}))
     assert (seq.completion_token_ids, seq.leave_reason) == ([7, 7, 7], "max_tokens")
+
+
+def test_choices_of_a_request_share_the_set_of_tokens_that_end_them() -> None:
+    scheduler = make_scheduler(stop_token_ids=[33])
+    own = [40, 41]
+    seqs = [make_seq(3, stop_token_ids=own, ignore_eos=ignores) for ignores in (False, False, True, True, False)]
+    plain = make_seq(3)
+    scheduler.extend([*seqs, plain])
+    assert seqs[0].end_tokens is seqs[1].end_tokens
+    assert seqs[0].end_tokens == seqs[4].end_tokens == {EOS, 33, 40, 41}
+    assert seqs[2].end_tokens is seqs[3].end_tokens
+    assert seqs[2].end_tokens == {40, 41}
+    assert plain.end_tokens == {EOS, 33}
