@@ -8,7 +8,7 @@ responses, `server.routes.completions` for its prompts.
 
 import hashlib
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -38,6 +38,7 @@ from server.schemas.generation import (
     SamplingFields,
 )
 from server.schemas.pooling import PoolingFields
+from server.streaming.generation import while_connected
 from server.streaming.resumable import ResumableStreams
 
 MAX_SEQUENCES = 2048
@@ -45,6 +46,9 @@ MAX_SEQUENCES = 2048
 
 _QUICKLY_PARSED_BYTES = 32 * 2**10
 """Larger bodies are parsed in a thread: they may take longer than a stream may wait for its next chunk."""
+
+MAX_TABLE_ENTRIES = 2**17
+"""Most entries of biases, stop tokens and words that the choices of one request keep together: 128 times 1024."""
 
 _GUIDED: dict[str, GrammarKind] = {
     "guided_json": "json",
@@ -98,7 +102,8 @@ async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Ac
         if not isinstance(request, PoolingFields):
             frontend.check_generates()
         facts_of(http.scope).model = request.model
-        yield request, frontend, owner_of(http.scope)
+        async with while_connected(http):
+            yield request, frontend, owner_of(http.scope)
 
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
@@ -186,8 +191,32 @@ def check_request_limits(
             f"{MAX_SEQUENCES} choices in all",
             param="prompt",
         )
+    _check_tables(request, num_prompts * num_choices)
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options is set, but only a request with stream true has any", param="stream_options")
+
+
+def _check_tables(request: SamplingFields, num_sequences: int) -> None:
+    """Raise `BadRequest` if the sequences of a request have too many entries in lists that each keeps for itself.
+
+    One sequence may have as many as the fields' own limits allow.
+    """
+    lists: dict[str, Collection[object]] = {
+        "logit_bias": request.logit_bias,
+        "stop": request.stop,
+        "stop_token_ids": request.stop_token_ids,
+        "allowed_token_ids": request.allowed_token_ids or (),
+        "bad_words": request.bad_words,
+    }
+    entries = sum(map(len, lists.values()))
+    if num_sequences > 1 and num_sequences * entries > MAX_TABLE_ENTRIES:
+        longest = max(lists, key=lambda field: len(lists[field]))
+        raise BadRequest(
+            f"{longest} and the other lists of {', '.join(lists)} hold {entries} entries, and {num_sequences} choices "
+            f"have {num_sequences * entries} in all; a request may have at most {MAX_TABLE_ENTRIES}; ask for fewer "
+            "choices, or shorten the lists",
+            param=longest,
+        )
 
 
 # -- chats ------------------------------------------------------------------------------------------------------

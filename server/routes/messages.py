@@ -14,7 +14,7 @@ from server.request_builder import accept, new_sequences, read_request
 from server.responses.service import ResponsesService
 from server.schemas.body import as_json
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
-from server.streaming.generation import Generation
+from server.streaming.generation import Generation, while_connected
 
 endpoints = ENDPOINTS.register("messages")(EndpointFamily(AnthropicError))
 
@@ -75,7 +75,8 @@ async def count_message_tokens(http: Request) -> Response:
     frontend.check_model(request.model)
     owner = owner_of(http.scope)
     opener = ResponsesService.of(http.app).opener(owner)
-    return as_json(TokenCount(await count_tokens(request, frontend, owner, opener)))
+    async with while_connected(http):
+        return as_json(TokenCount(await count_tokens(request, frontend, owner, opener)))
 
 
 def _check_version(http: Request) -> None:

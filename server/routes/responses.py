@@ -27,7 +27,7 @@ from server.schemas.responses import (
     ResponseObject,
     ResponsesRequest,
 )
-from server.streaming.generation import Generation
+from server.streaming.generation import Generation, while_connected
 from server.streaming.sse import EventStream
 
 endpoints = ENDPOINTS.register("responses")(EndpointFamily())
@@ -165,7 +165,8 @@ async def count_input_tokens(http: Request) -> Response:
     frontend.check_loaded()
     request.model = request.model or frontend.model_names[0]
     frontend.check_model(request.model)
-    _, _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope))
+    async with while_connected(http):
+        _, _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope))
     return as_json(InputTokens(len(chat.prompt.token_ids)))
 
 

@@ -13,6 +13,7 @@ from server.request_builder import in_thread, read_request, render_prompt
 from server.schemas.body import as_json, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from server.streaming.generation import while_connected
 
 endpoints = ENDPOINTS.register("tokenize")(EndpointFamily())
 
@@ -29,7 +30,8 @@ async def tokenize(http: Request) -> Response:
     request = await read_request(http, TokenizeRequest, frontend.config.server_config)
     if request.model is not None:
         frontend.check_model(request.model)
-    return as_json(await in_thread(_jobs(http), request.chat_template, lambda: _tokenize(request, frontend)))
+    async with while_connected(http):
+        return as_json(await in_thread(_jobs(http), request.chat_template, lambda: _tokenize(request, frontend)))
 
 
 @endpoints.post("/detokenize", DetokenizeAnswer, request=DetokenizeRequest, example={"tokens": [1, 2, 3]})
@@ -40,7 +42,8 @@ async def detokenize(http: Request) -> Response:
     if request.model is not None:
         frontend.check_model(request.model)
     processor = frontend.loaded.processor
-    text = await _jobs(http).text(lambda: processor.detokenize(request.tokens))
+    async with while_connected(http):
+        text = await _jobs(http).text(lambda: processor.detokenize(request.tokens))
     return as_json(DetokenizeAnswer(text))
 
 

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -281,6 +282,36 @@ def _num_prompt_logprobs(request: AddRequest) -> int:
 def _mean_logprob(state: RequestState) -> float:
     logprobs = state.logprobs or ()
     return sum(token.logprob for token in logprobs) / max(1, len(logprobs))
+
+
+@asynccontextmanager
+async def while_connected(http: Request) -> AsyncIterator[None]:
+    """Cancel the block and raise `ClientDisconnect` once the client disconnects. The body must have been read.
+
+    Work that waits for its turn is thereby given up: else the requests of clients that left would be done one by one.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    is_inside = True
+    is_gone = False
+
+    def give_up(watch: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        if is_inside and not watch.cancelled():
+            is_gone = True
+            task.cancel()
+
+    watch = asyncio.create_task(_wait_for_disconnect(http))
+    watch.add_done_callback(give_up)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_gone and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        is_inside = False
+        watch.cancel()
 
 
 async def _unless_disconnected(http: Request, results: WholeResult) -> None:

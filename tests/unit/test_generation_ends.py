@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta
 from server.errors import EngineError, Overloaded, RequestTimeout
-from server.streaming.generation import Generation
+from server.streaming.generation import Generation, while_connected
 from server.streaming.hub import DeltaStream
 from server.streaming.sse import EventStream
 from tests.unit.generation_support import FrontEnd, renderer
@@ -325,3 +325,55 @@ async def test_silent_tokens_are_no_readers_fault() -> None:
     assert not full
     stream.put(0, RequestDelta("a", [5]))
     assert len((await stream.take())[0].token_ids) == 1001
+
+
+# -- before the generation --------------------------------------------------------------------------------------
+
+
+async def test_work_for_a_client_that_leaves_is_given_up() -> None:
+    left = asyncio.Event()
+
+    async def leaves_later() -> Any:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    was_cancelled = False
+
+    async def work() -> None:
+        nonlocal was_cancelled
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            was_cancelled = True
+            raise
+
+    async def handle() -> None:
+        async with while_connected(http(leaves_later)):
+            await work()
+
+    handling = asyncio.create_task(handle())
+    await settle()
+    assert not handling.done()
+    left.set()
+    with pytest.raises(ClientDisconnect):
+        await handling
+    assert was_cancelled
+
+
+@pytest.mark.parametrize("receive", [stays, leaves])
+async def test_a_client_that_leaves_after_the_work_disturbs_nothing(receive: Any) -> None:
+    async with while_connected(http(receive)):
+        pass
+    await settle()
+
+
+async def test_a_cancelled_handler_is_cancelled_and_not_taken_for_a_client_that_left() -> None:
+    async def handle() -> None:
+        async with while_connected(http()):
+            await asyncio.Event().wait()
+
+    handling = asyncio.create_task(handle())
+    await settle()
+    handling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await handling

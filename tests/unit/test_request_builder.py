@@ -5,14 +5,16 @@ from typing import Any, cast
 
 import pytest
 
+from engine.config.config import Config
 from engine.messages import ModelInfo
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import InputOutputProcessor, NewSequence
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
+from server.errors import BadRequest
 from server.frontend import Frontend
 from server.limits.owners import ANYONE, Owner
-from server.request_builder import new_sequences
+from server.request_builder import check_request_limits, new_sequences
 from server.schemas.body import validate
 from server.schemas.completions import CompletionRequest
 
@@ -96,3 +98,43 @@ def test_parameters_that_need_no_change_are_not_copied() -> None:
 def test_choices_have_seeds_of_their_own_that_wrap_around() -> None:
     choices = sequences(n=3, params={"seed": 2**63 - 2})
     assert [each.request.sampling_params.seed for each in choices] == [2**63 - 2, 2**63 - 1, -(2**63)]
+
+
+def test_keys_of_one_group_share_cached_prefixes_and_others_do_not() -> None:
+    def salt(owner: Owner) -> int | None:
+        [sequence] = sequences(owner=owner)
+        return sequence.request.cache_salt
+
+    one, two = Owner.of_key("1" * 64), Owner.of_key("2" * 64)
+    assert salt(one._replace(group="team")) == salt(two._replace(group="team"))
+    assert len({salt(one), salt(one._replace(group="team")), salt(one._replace(group="else")), salt(two)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "fields", "refused"),
+    [
+        (1, {"n": 128, "logit_bias": dict.fromkeys(map(str, range(1024)), 1.0)}, None),
+        (1, {"n": 128, "logit_bias": dict.fromkeys(map(str, range(1024)), 1.0), "stop": "x"}, "logit_bias"),
+        (16, {"n": 128, "stop_token_ids": [1] * 64, "bad_words": ["a"]}, "stop_token_ids"),
+        (1, {"n": 1, "allowed_token_ids": [1] * 1000}, None),
+    ],
+)
+def test_lists_that_many_choices_keep_each_are_bounded_together(
+    num_prompts: int, fields: dict[str, Any], refused: str | None
+) -> None:
+    frontend = cast(Frontend, SimpleNamespace(config=Config()))
+    request = validate({"model": "m", "prompt": "x", **fields}, CompletionRequest, allow_unknown=False)
+    if refused is None:
+        check_request_limits(request, frontend, num_prompts=num_prompts)
+        return
+    with pytest.raises(BadRequest, match="a request may have at most 131072; ask for fewer choices") as caught:
+        check_request_limits(request, frontend, num_prompts=num_prompts)
+    assert caught.value.param == refused
+
+
+def test_the_choices_of_a_request_share_its_lists() -> None:
+    params = {"stop_strings": ["a", "b"], "logit_bias": {1: 2.0}, "bad_words": [[1, 2]]}
+    choices = sequences(params=params, n=8)
+    for name in ("logit_bias", "bad_words"):
+        assert len({id(getattr(each.request.sampling_params, name)) for each in choices}) == 1
+    assert len({id(each.state._detokenizer._stops) for each in choices}) == 1
