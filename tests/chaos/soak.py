@@ -6,6 +6,7 @@ Prints a report. Exit code 1 when an answer was wrong, a counter is off, or memo
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import statistics
 import sys
@@ -14,9 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest import mock
 
 import httpx
 
+from tests.chaos.clock import JUMPS, LIBRARY, MISSING, WallClock
 from tests.chaos.faults import ChaosServer
 from tests.chaos.outcomes import Outcome, merged, read_events
 from tests.chaos.slow_readers import SlowReader
@@ -39,7 +42,17 @@ SHORTEST_FOR_MEMORY = 10
 class Soak:
     """One run: its clients, its faults, and what they saw."""
 
-    def __init__(self, server: ChaosServer, expected: dict[str, Outcome], moments: random.Random) -> None:
+    def __init__(
+        self,
+        server: ChaosServer,
+        expected: dict[str, Outcome],
+        moments: random.Random,
+        fault_rate: float = 1.0,
+        clock: WallClock | None = None,
+    ) -> None:
+        """`fault_rate`: faults in the time of one; 1 is about two faults a minute. `clock`: the server's, if it may
+        jump.
+        """
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.resident: list[tuple[float, int, int]] = []
@@ -47,6 +60,8 @@ class Soak:
         self._server = server
         self._expected = expected
         self._moments = moments
+        self._fault_rate = fault_rate
+        self._clock = clock
         self._names = list(WORKLOAD)
 
     async def run(self, seconds: float) -> None:
@@ -57,6 +72,7 @@ class Soak:
             (SLOW, self._read_slowly),
             (1, self._burst),
             (1, self._injure),
+            (0 if self._clock is None else 1, self._jump),
             (1, self._observe),
         ]
         ends = time.monotonic() + seconds
@@ -146,7 +162,7 @@ class Soak:
 
     async def _injure(self, http: httpx.AsyncClient) -> None:
         """Kill the core, mostly; now and then another time while it starts, or stop it."""
-        await asyncio.sleep(self._moments.uniform(10, 40))
+        await asyncio.sleep(self._moments.uniform(10, 40) / self._fault_rate)
         fault = self._moments.choices(
             (
                 self._server.kill_core,
@@ -157,6 +173,13 @@ class Soak:
         )[0]
         await asyncio.to_thread(fault)
         self.counts["faults injected"] += 1
+
+    async def _jump(self, http: httpx.AsyncClient) -> None:
+        """Set the server's wall clock forward, back or right."""
+        assert self._clock is not None
+        await asyncio.sleep(self._moments.uniform(2, 20) / self._fault_rate)
+        self._clock.set(self._moments.choice(JUMPS))
+        self.counts["jumps of the wall clock"] += 1
 
     async def _observe(self, http: httpx.AsyncClient) -> None:
         await asyncio.sleep(2)
@@ -215,18 +238,23 @@ def memory(soak: Soak, minutes: float) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make soak ARGS=...", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="how long clients and faults go on (20)")
+    parser.add_argument("--fault-rate", type=float, default=1.0, help="times the usual rate, two a minute (1)")
     parser.add_argument("--seed", type=int, default=None, help="seed of all that is random here")
     arguments = parser.parse_args()
     seed = random.SystemRandom().getrandbits(32) if arguments.seed is None else arguments.seed
     sys.stdout.write(f"soaking for {arguments.minutes:g} minutes, seed {seed}\n")
     with tempfile.TemporaryDirectory(prefix="soak") as directory:
-        server = ChaosServer(Path(directory) / "log", *OPTIONS, *SUPERVISION)
+        clock = WallClock(Path(directory) / "time") if LIBRARY else None
+        if clock is None:
+            sys.stdout.write(f"the wall clock does not jump: {MISSING}\n")
+        with mock.patch.dict(os.environ, {} if clock is None else clock.environment):
+            server = ChaosServer(Path(directory) / "log", *OPTIONS, *SUPERVISION)
         try:
             server.ready()
             expected = {}
             for name, ask in WORKLOAD.items():
                 expected.update(asyncio.run(perform_all(server.url, {name: ask})))
-            soak = Soak(server, expected, random.Random(seed))
+            soak = Soak(server, expected, random.Random(seed), arguments.fault_rate, clock)
             asyncio.run(soak.run(arguments.minutes * 60))
             lines = report(soak, server, arguments.minutes)
             if code := server.stop():

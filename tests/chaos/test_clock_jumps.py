@@ -1,46 +1,28 @@
 """The wall clock jumps, by libfaketime, as NTP, a suspended machine or an operator make it: no answer changes."""
 
 import asyncio
-import glob
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.clock import JUMPS, LIBRARY, MISSING, WallClock
 from tests.chaos.conftest import StartServer
 from tests.chaos.faults import ChaosServer
 from tests.chaos.outcomes import Outcome
 from tests.chaos.workload import WORKLOAD, perform_all
 
-LIBRARIES = (os.environ.get("LIBFAKETIME", ""), *glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1"))
-LIBRARY = next((each for each in LIBRARIES if each and Path(each).exists()), "")
-JUMPS = ("+400d", "-400d", "+1h", "-1s", "+0")
-"""Offsets from the true time, in the form of libfaketime; the last sets the clock right again."""
 EACH_SECONDS = 0.3
 
 
 @pytest.fixture
-def set_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets the wall clock of processes that start from now on, and of their children, while they run.
-
-    The monotonic clock goes on, as the kernel's does.
-    """
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WallClock:
+    """Of the servers that the test starts."""
     if not LIBRARY:
-        pytest.skip("libfaketime is not installed: apt install faketime, or name it by LIBFAKETIME")
-    file = tmp_path / "clock"
-
-    def set_to(offset: str) -> None:
-        whole = file.with_suffix(".new")
-        whole.write_text(offset + "\n")
-        whole.rename(file)
-
-    set_to("+0")
-    monkeypatch.setenv("LD_PRELOAD", LIBRARY)
-    monkeypatch.setenv("FAKETIME_TIMESTAMP_FILE", str(file))
-    monkeypatch.setenv("FAKETIME_NO_CACHE", "1")
-    monkeypatch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-    return set_to
+        pytest.skip(MISSING)
+    made = WallClock(tmp_path / "clock")
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    return made
 
 
 def created(server: ChaosServer) -> int:
@@ -52,17 +34,17 @@ def created(server: ChaosServer) -> int:
 
 
 async def test_answers_counters_and_the_engine_survive_jumps_of_the_clock(
-    set_clock: Callable[[str], None], start_server: StartServer, undisturbed: dict[str, Outcome]
+    clock: WallClock, start_server: StartServer, undisturbed: dict[str, Outcome]
 ) -> None:
     server = start_server("--stall-timeout", "60")
     before = created(server)
-    set_clock("+400d")
+    clock.set("+400d")
     assert created(server) - before > 300 * 86400, "the clock of the server is not the one that the test sets"
 
     async def jump() -> None:
         while True:
             for offset in JUMPS:
-                set_clock(offset)
+                clock.set(offset)
                 await asyncio.sleep(EACH_SECONDS)
 
     jumping = asyncio.create_task(jump())

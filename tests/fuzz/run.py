@@ -24,13 +24,8 @@ _MAX_BYTES = 4096
 _INPUT_SECONDS = 20
 _MEMORY_MIB = 4096
 _PACKAGES = [
-    "server",
-    "engine",
-    "models.config",
-    "models.lora",
-    "models.loading",
-    "models.architectures.config",
-    "jinja2",
+    *("server", "engine", "models.config", "models.lora", "models.loading", "models.architectures.config"),
+    *("jinja2", "uvicorn"),
 ]
 """Whose code guides the fuzzer; native libraries are not instrumented."""
 _SHOWN_LINES = 40
