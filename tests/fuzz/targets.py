@@ -5,20 +5,27 @@ are fed with mutations by `tests.fuzz.run` (atheris) and with their corpora by `
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
+import socket
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvicorn
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from jwt.algorithms import ECAlgorithm
+from starlette.datastructures import Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
 from uvicorn.server import ServerState
 
+from engine.config.config import ServerConfig
 from engine.distributed.host_messages import FromHost, ToHost
 from engine.distributed.rank_link import FromRank, RankLaunch
 from engine.messages import Inbound, ModelInfo, Outbound
@@ -34,8 +41,13 @@ from models.config.fields import read_generation_config
 from models.demo import CHAT_TEMPLATE_PATH, CHECKPOINT_DIR
 from models.errors import CheckpointError
 from models.lora.config import LoRAConfig
-from server.errors import BadRequest
+from server.batches.runner import read_lines
+from server.errors import BadRequest, InvalidApiKey
 from server.http import HttpProtocol
+from server.limits.accounts import Accounts
+from server.limits.connections import ConnectionLimits, Connections
+from server.limits.tokens import TokenVerifier
+from server.metrics import Metrics
 from server.parsing import registry
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.json_repair import mend
@@ -48,6 +60,7 @@ from server.schemas.messages import MessagesRequest
 from server.schemas.pooling import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from server.schemas.responses import ResponsesRequest
 from server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from server.sealing import Changed, Foreign, Seal
 from tests.unit.answers.dialect_texts import USE, parsed
 
 Target = Callable[[bytes], object]
@@ -138,7 +151,12 @@ class Transport(asyncio.Transport):
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
 
     def can_write_eof(self) -> bool:
-        return False
+        return True
+
+    def write_eof(self) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -165,27 +183,115 @@ def http_head(data: bytes) -> None:
     asyncio.run(serve(stream, cuts))
 
 
+@cache
+def metrics() -> Metrics:
+    return Metrics("fuzz")
+
+
 async def serve(stream: bytes, cuts: int) -> None:
     loop = asyncio.get_running_loop()
     failures: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: failures.append(context))
     transport = Transport()
-    protocol = HttpProtocol(config=http_settings(), server_state=ServerState(), app_state={}, _loop=loop)
-    protocol.connection_made(transport)
-    step = max(len(stream) // (cuts % 8 + 1), 1)
-    for at in range(0, len(stream), step):
-        if transport.closed:
-            break
-        protocol.data_received(stream[at : at + step])
-        for _ in range(4):
+    connections = Connections(ConnectionLimits(connections=8, per_address=8), Accounts(), metrics(), lambda: 0.0)
+    with socket.socket() as unused:
+        connection = connections.open(unused, "192.0.2.1")
+        assert connection is not None
+        protocol = HttpProtocol(
+            config=http_settings(),
+            server_state=ServerState(),
+            app_state={},
+            connection=connection,
+            probes=(b"/livez",),
+            _loop=loop,
+        )
+        protocol.connection_made(transport)
+        step = max(len(stream) // (cuts % 8 + 1), 1)
+        for at in range(0, len(stream), step):
+            if transport.closed:
+                break
+            protocol.data_received(stream[at : at + step])
+            for _ in range(4):
+                await asyncio.sleep(0)
+        if cuts >= 128 and not transport.closed:
+            protocol.eof_received()
             await asyncio.sleep(0)
-    protocol.connection_lost(None)
-    for _ in range(8):
-        await asyncio.sleep(0)
-    for task in asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
-        task.cancel()
+        protocol.connection_lost(None)
+        for _ in range(8):
+            await asyncio.sleep(0)
+        for task in asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
+            task.cancel()
     assert not failures, failures
+    assert len(connections) == 0
     assert not transport.written or transport.written.startswith(b"HTTP/1.1 "), transport.written[:100]
+
+
+@target
+def multipart(data: bytes) -> None:
+    """An uploaded form, whose content type is the first line, is read or refused."""
+    content_type, _, body = data.partition(b"\n")
+
+    async def parse() -> None:
+        async def stream() -> AsyncGenerator[bytes, None]:
+            for at in range(0, len(body), 100):
+                yield body[at : at + 100]
+
+        headers = Headers(raw=[(b"content-type", b"multipart/form-data" + content_type)])
+        try:
+            form = await MultiPartParser(headers, stream(), max_files=1, max_fields=8).parse()
+        except MultiPartException:
+            return
+        await form.close()
+
+    asyncio.run(parse())
+
+
+@target
+def batch_lines(data: bytes) -> None:
+    """The input of a batch has lines that lie in it, or errors in words."""
+    path = written("input", data) / "input"
+    lines, errors = read_lines(path, "/v1/completions")
+    assert lines or errors
+    for line in lines:
+        assert json.loads(data[line.start : line.start + line.length])["custom_id"] == line.custom_id
+    assert all(error.message for error in errors)
+
+
+@cache
+def verifier() -> TokenVerifier:
+    key = json.loads(ECAlgorithm.to_jwk(generate_private_key(SECP256R1()).public_key()))
+    path = Path(_FOLDERS.enter_context(tempfile.TemporaryDirectory(prefix="kaon-fuzz-"))) / "keys.json"
+    path.write_text(json.dumps({"keys": [{**key, "kid": "a", "alg": "ES256"}]}))
+    found = TokenVerifier.of(ServerConfig(jwt_issuer="https://i", jwt_audience="a", jwt_jwks_file=str(path)))
+    assert found is not None
+    return found
+
+
+@target
+def token(data: bytes) -> None:
+    """A token that nobody signed opens nothing: parts are encoded here, so that mutations reach what is inside."""
+    choice, rest = choose(data, 2)
+    if choice:
+        rest = b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in rest.split(b"\n", 2))
+    with contextlib.suppress(InvalidApiKey):
+        raise AssertionError(f"it opened the server for {asyncio.run(verifier().owner(rest))}")
+
+
+@cache
+def seal() -> Seal:
+    return Seal(b"0" * 32)
+
+
+@target
+def sealed(data: bytes) -> None:
+    """What a client sends back as sealed is opened only if this server sealed it for the same owner."""
+    choice, rest = choose(data, 2)
+    text = rest.decode("utf-8", "replace")
+    if choice:
+        assert seal().open("reasoning", seal().seal("reasoning", text, "a"), "a") == text
+        text = seal().seal("reasoning", text, "a")
+    with contextlib.suppress(Foreign, Changed):
+        raise AssertionError(f"it was opened for another: {seal().open('reasoning', text, 'b')!r}")
 
 
 # -- text -------------------------------------------------------------------------------------------------------
@@ -239,8 +345,10 @@ def chat_template(data: bytes) -> None:
         messages = json.loads(rest)
     except (ValueError, RecursionError):
         return
+    if not isinstance(messages, list):
+        return
     with contextlib.suppress(ValueError):
-        demo_template().render(messages if isinstance(messages, list) else [messages])
+        demo_template().render([each for each in messages if isinstance(each, dict)])
 
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
