@@ -26,8 +26,7 @@ from engine.runner import loaded_model
 from engine.runner.device import Graph, HostDevice
 from engine.runner.graphs import GraphRunner
 from engine.runner.kv_cache import PageCommitter
-from engine.runner.launched_step import LaunchedStep
-from engine.runner.model_runner import ModelRunner
+from engine.runner.model_runner import LaunchedStep, ModelRunner
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES
 from models.attention.triton import TritonAttentionBackend

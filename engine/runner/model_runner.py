@@ -13,19 +13,20 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.distributed.rank_steps import RankSteps, StepMessage, rank_batch
 from engine.messages import PoolingParams, TokenLogprobs
-from engine.runner.device import oom_in_step
+from engine.runner.device import Download, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
 from engine.runner.graphs import DecodeGraphs, make_graphs, why_no_graphs
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kv_cache import PageCommitter
-from engine.runner.launched_step import LaunchedStep, mark_unusable, output_of
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
 from engine.runner.pooling import PooledVectors, PromptPooler, finish_vectors
+from engine.runner.step_output import mark_unusable, output_of
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
 from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
@@ -58,6 +59,75 @@ class StepResult(NamedTuple):
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None
     pooled: PooledVectors | None
     """Vectors of pooled prompts, on rank 0."""
+
+
+class LaunchedStep:
+    """A step on the device whose tokens are read later, as asynchronous scheduling needs it.
+
+    Sampled tokens stay on the device by slot; a row whose last token has not been read yet takes it from there.
+    """
+
+    def __init__(
+        self,
+        runner: "ModelRunner",
+        batch: ScheduledBatch,
+        inputs: StepInputs,
+        slots: torch.Tensor,
+        result: StepResult,
+    ) -> None:
+        """`slots`: those that sample, on the device."""
+        self._runner, self._batch, self._inputs, self._slots = runner, batch, inputs, slots
+        self._logits: torch.Tensor | LaunchedTokens | None = result.logits
+        self._prompt_logprobs = result.prompt_logprobs
+        self._pooled = result.pooled
+        self._vectors = None if result.pooled is None else runner.device_batch.downloads.begin(_words(result.pooled))
+        self._tokens: LaunchedTokens | None = None
+        self._downloads: list[Download] = []
+
+    def sample(self) -> None:
+        """Launch the sampler, if it was not yet: the steps before have been read."""
+        if self._tokens is None:
+            self.launch_sampler(self._runner.input_batch.sampling_rows(self._inputs))
+
+    def launch_sampler(self, rows: SamplingRows) -> None:
+        """Have the device sample, keep the tokens for the next step, and copy them to the host."""
+        device_batch = self._runner.device_batch
+        assert self._logits is not None
+        with torch.inference_mode(), oom_in_step():
+            self._tokens = tokens = self._runner.launch_sampler(self._logits, rows)
+            # A step that verifies drafts is read before the next is launched, which finds its tokens on the host.
+            if not self._inputs.has_drafts:
+                last_tokens = device_batch.last_tokens
+                last_tokens.index_copy_(0, self._slots, tokens.token_ids.to(last_tokens.device))
+            words = (tokens.candidates.words, tokens.logprobs)
+            self._downloads = [device_batch.downloads.begin(each) for each in words if each is not None]
+        # They may be most of the memory that a step takes.
+        self._logits = None
+
+    def result(self) -> ScheduledBatchOutput:
+        """Wait for the step's tokens. Raises what the step raised."""
+        assert self._tokens is not None
+        sampled = self._tokens.read(*(download.wait() for download in self._downloads))
+        for download in self._downloads:
+            self._runner.device_batch.downloads.give_back(download)
+        output = self._runner.finish(self._batch, self._inputs, sampled)
+        output.prompt_logprobs = self._prompt_logprobs
+        if self._pooled is not None and self._vectors is not None:
+            shape = self._pooled.values.shape
+            values = self._vectors.wait().view(torch.float32)[: shape.numel()].view(shape).clone()
+            self._runner.device_batch.downloads.give_back(self._vectors)
+            self._runner.add_vectors(output, self._batch, self._pooled, values)
+        return output
+
+    def wait(self) -> None:
+        """Wait until the device has come to the end of what is enqueued. Raises what it failed with."""
+        self._runner.device_batch.device.record().synchronize()
+
+
+def _words(pooled: PooledVectors) -> torch.Tensor:
+    """The vectors as the 64-bit words that `Downloads` copies, with one more number where theirs is odd."""
+    flat = pooled.values.flatten()
+    return F.pad(flat, (0, len(flat) % 2)).view(torch.int64)
 
 
 class ModelRunner:

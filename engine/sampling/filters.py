@@ -1,8 +1,8 @@
 """`FILTERS`: what a request may exclude from the tokens of a random draw, one row of the table each.
 
 To add a filter: a field of `SamplingParams` and of the request schema, and a row here with its `keep`. The draw
-implements the first three itself, where the order of the tokens is known (`engine.sampling.ops`, and the operators in
-C and Triton that it names); any other filter masks the logits before the draw.
+implements the first three itself, where the order of the tokens is known (`engine.sampling.torch_ops`, and operators
+in C and Triton that it names); any other filter masks the logits before the draw.
 """
 
 from collections.abc import Callable

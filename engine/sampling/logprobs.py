@@ -1,6 +1,7 @@
 """Log probabilities of sampled and of prompt tokens, with the top alternatives at each position.
 
-On the device they are columns (`ops.LogprobColumns`), which `pack_logprobs` makes one tensor, to be read in one copy.
+On the device they are columns (`torch_ops.LogprobColumns`), which `pack_logprobs` makes one tensor to be read in one
+copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,8 @@ import torch
 
 from engine.batch import PromptSpan
 from engine.messages import TokenLogprobs
-from engine.sampling.ops import LogprobColumns, ops_for
+from engine.sampling.ops import ops_for
+from engine.sampling.torch_ops import LogprobColumns
 
 _LOGITS_AT_A_TIME = 1 << 22
 """Logits of prompt tokens that exist at a time (16 MiB): those of a whole prompt may be gigabytes."""

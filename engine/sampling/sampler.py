@@ -17,9 +17,10 @@ import torch
 from engine.messages import TokenLogprobs
 from engine.sampling.filters import mask_excluded
 from engine.sampling.logprobs import pack_logprobs, unpack_logprobs
-from engine.sampling.ops import Candidates, ops_for
+from engine.sampling.ops import ops_for
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
 from engine.sampling.top_k import argmax
+from engine.sampling.torch_ops import Candidates
 from engine.text.structured.matcher import MaskedRow, TokenMasks, packed
 from models.ops import triton
 from models.ops.memory import Send, upload

@@ -7,8 +7,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from engine.sampling.ops import Candidates, LogprobColumns, TorchOps
 from engine.sampling.parameters import BIAS, FREQUENCY, PRESENCE, REPETITION, RandomRows
+from engine.sampling.torch_ops import Candidates, LogprobColumns, TorchOps
 from models.ops.triton import logits as kernels
 from models.ops.triton import sampling as draw_kernels
 from models.ops.triton.logits import MAX_TOP_LOGPROBS

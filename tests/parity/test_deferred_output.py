@@ -9,9 +9,9 @@ import torch
 
 from engine.runner.device import Downloads, Uploads
 from engine.sampling import sampler
-from engine.sampling.ops import TorchOps
 from engine.sampling.parameters import RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
+from engine.sampling.torch_ops import TorchOps
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.text.structured.matcher import Matchers

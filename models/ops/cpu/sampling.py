@@ -69,7 +69,7 @@ def draw(
     uniform: npt.NDArray[np.float64],
     filtered: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int64]:
-    """A token for each of D rows of the logits, by the rule of `engine.sampling.ops`. # [N, V], [N], 7 x [D] -> [D]
+    """A token for each of D rows of the logits, as `engine.sampling.torch_ops` has it. # [N, V], [N], 7 x [D] -> [D]
 
     `peaks` are the rows' finite maxima. A row that is not `filtered` is drawn from in the order of ids, one that is in
     descending order, equal tokens by id. `top_k` is 1 to V, `uniform` in [0, 1).

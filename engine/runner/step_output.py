@@ -1,0 +1,52 @@
+"""What a step sampled, as messages by sequence."""
+
+import torch
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.messages import TokenLogprobs
+from engine.runner.input_batch import StepInputs
+from engine.sampling.sampler import SampledTokens
+from engine.sampling.verification import NO_TOKEN, accepted_positions, is_verifying
+
+
+def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:
+    """As `sampled`, but with `NO_TOKEN` at positions of rows that verify drafts where no token could be sampled."""
+    if not inputs.has_drafts or not (sampled.non_finite or sampled.refused):
+        return sampled
+    verifies = is_verifying(inputs.sampled_rows)
+    token_ids = sampled.token_ids.copy()
+    token_ids[[index for index in (*sampled.non_finite, *sampled.refused) if verifies[index]]] = NO_TOKEN
+    broken = [index for index in sampled.non_finite if not verifies[index]]
+    refused = {index: reason for index, reason in sampled.refused.items() if not verifies[index]}
+    return SampledTokens(token_ids, sampled.logprobs, broken, refused)
+
+
+def output_of(
+    batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens, dtype: torch.dtype
+) -> ScheduledBatchOutput:
+    """What a step of a model in `dtype` sampled, by sequence: only accepted positions, where drafts are verified."""
+    ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
+    token_ids: dict[int, tuple[int, ...]]
+    logprobs: dict[int, list[TokenLogprobs]]
+    if not inputs.has_drafts:
+        token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
+        logprobs = {ids[index]: [of_token] for index, of_token in sampled.logprobs.items()}
+    else:
+        token_ids, logprobs = {}, {}
+        accepted = accepted_positions(inputs.sampled_rows, inputs.last_tokens, inputs.input_ids, sampled.token_ids)
+        for index in accepted.tolist():
+            token_ids[ids[index]] = (*token_ids.get(ids[index], ()), int(sampled.token_ids[index]))
+            if index in sampled.logprobs:
+                logprobs.setdefault(ids[index], []).append(sampled.logprobs[index])
+    errors = {
+        ids[index]: (
+            f"the model's logits are not finite after {inputs.sampled_positions[index]} tokens: the "
+            f"checkpoint is damaged, or its values overflow {dtype} and need another dtype"
+        )
+        for index in sampled.non_finite
+    }
+    refusals = {ids[index]: reason for index, reason in sampled.refused.items()}
+    for seq_id in (*errors, *refusals):
+        token_ids.pop(seq_id, None)
+        logprobs.pop(seq_id, None)
+    return ScheduledBatchOutput(token_ids, logprobs=logprobs or None, errors=errors or None, refusals=refusals or None)
