@@ -255,10 +255,12 @@ class MessagesRenderer(Renderer):
         return "tool_use" if self._writer.has_calls else "end_turn"
 
     def _usage(self, usage: Usage) -> MessageUsage:
-        prompt, cached = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
-        created = 0
+        prompt, cached, created = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, 0
+        # The last token is computed in any case. Clients take 0 input tokens for a count that is missing, and would
+        # add the count of `message_start`.
+        cached = min(cached, prompt - 1)
         if self._cache_block_size is not None:
-            created = max(0, prompt // self._cache_block_size * self._cache_block_size - cached)
+            created = max(0, (prompt - 1) // self._cache_block_size * self._cache_block_size - cached)
         return MessageUsage(
             input_tokens=prompt - cached - created,
             cache_creation_input_tokens=created,

@@ -65,9 +65,9 @@ def last(text: str = "", reason: str = "stop", stop: int | str | None = None) ->
     return delta(text, finished=True, finish_reason=reason, stop_reason=stop)
 
 
-def stream_of(renderer: MessagesRenderer, deltas: Sequence[RequestDelta]) -> bytes:
+def stream_of(renderer: MessagesRenderer, deltas: Sequence[RequestDelta], usage: Usage = USAGE) -> bytes:
     events = [renderer.opening(), *(renderer.chunk(0, each) for each in deltas)]
-    return b"".join([*events, renderer.closing(USAGE)])
+    return b"".join([*events, renderer.closing(usage)])
 
 
 def events_of(stream: bytes) -> list[Any]:
@@ -198,15 +198,27 @@ def test_why_the_answer_ended(
 
 
 @pytest.mark.parametrize(
-    ("block_size", "counts"), [(None, (24, 0, 16)), (16, (8, 16, 16)), (32, (8, 16, 16)), (64, (24, 0, 16))]
+    ("prompt", "cached", "block_size", "counts"),
+    [
+        (40, 16, None, (24, 0, 16)),
+        (40, 16, 16, (8, 16, 16)),
+        (40, 16, 32, (8, 16, 16)),
+        (40, 16, 64, (24, 0, 16)),
+        (48, 16, 16, (16, 16, 16)),
+        (48, 48, None, (1, 0, 47)),
+        (48, 48, 16, (1, 0, 47)),
+    ],
 )
-def test_the_prompt_is_split_into_new_cached_and_newly_cached(
-    block_size: int | None, counts: tuple[int, int, int]
+def test_the_prompt_is_split_into_new_cached_and_newly_cached_and_never_without_new(
+    prompt: int, cached: int, block_size: int | None, counts: tuple[int, int, int]
 ) -> None:
-    usage = assembled(stream_of(renderer_of(cache_block_size=block_size), [last("a")]))["usage"]
+    usage = Usage(prompt, 5, prompt + 5, PromptTokensDetails(cached))
+    renderer = renderer_of(cache_block_size=block_size)
+    told = assembled(stream_of(renderer, [last("a")], usage))["usage"]
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-    assert tuple(usage[name] for name in names) == counts
-    assert usage["output_tokens"] == 5
+    assert tuple(told[name] for name in names) == counts
+    assert sum(counts) == prompt
+    assert told["output_tokens"] == 5
 
 
 def test_a_request_with_context_management_hears_that_nothing_was_cleared() -> None:
