@@ -111,7 +111,8 @@ class ChatTemplate:
         """`messages` with roles for instructions that the template shows: many leave out `developer`, or refuse or
         leave out instructions behind the first message, of which agents send several.
 
-        Those at the beginning become one message where only one is shown, those between turns a user's.
+        Those at the beginning become one message where only one is shown, those between turns a user's: part of the
+        user's message next to them, because templates may refuse two messages of a role in a row.
         """
         first = next((index for index, each in enumerate(messages) if each.get("role") not in _INSTRUCTING), None)
         beginning, rest = messages[:first], messages[len(messages) if first is None else first :]
@@ -122,11 +123,20 @@ class ChatTemplate:
                 shown[-1] = joined
             else:
                 shown.append({**message, "role": role})
+        joins = False
         for message in rest:
+            became_users = False
             if message.get("role") in _INSTRUCTING:
                 roles = (message["role"], "system")
                 message = {**message, "role": next((role for role in roles if self._shows(role, late=True)), "user")}
-            shown.append(message)
+                became_users = message["role"] == "user"
+            joins = (joins or became_users) and bool(shown) and shown[-1]["role"] == message["role"] == "user"
+            joined = _joined(shown[-1], message) if joins else None
+            if joined is None:
+                shown.append(message)
+            else:
+                shown[-1] = joined
+            joins = joins or became_users
         return shown
 
     def _shows(self, role: str, *, late: bool) -> bool:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from engine.text.chat_template import ChatTemplate
 from engine.text.io_processor import DoesNotFit, InvalidRequest
 from server.errors import BadRequest, ContextLengthExceeded, refusal
 from server.frontend import Frontend
@@ -125,14 +124,10 @@ def _renamed(error: BadRequest) -> BadRequest:
 
 def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal) -> ChatCompletionRequest:
     """`request` as a chat request. Raises `BadRequest` for what cannot be converted."""
-    settings, template = frontend.config.server_config, frontend.loaded.processor.chat_template
-    shows_late_system = template is not None and any(each.role == "system" for each in request.messages)
-    if shows_late_system and template is not None:
-        shows_late_system = takes_late_system(template)
     conversation = _Conversation(open_seal)
-    if system := _system_text(request.system, settings.strip_billing_line):
+    if system := _system_text(request.system, frontend.config.server_config.strip_billing_line):
         conversation.messages.append({"role": "system", "content": system})
-    for turn in _turns(request, shows_late_system):
+    for turn in _turns(request):
         conversation.add(turn)
     continues = conversation.end()
     format = request.output_config.format or request.output_format
@@ -172,16 +167,6 @@ def wants_cache(request: CountTokensRequest) -> bool:
         *(block for message in request.messages for block in message.content if not isinstance(block, HostedBlock)),
     )
     return any(each.cache_control is not None for each in marked)
-
-
-def takes_late_system(template: ChatTemplate) -> bool:
-    """Whether a template shows a system message that follows another message; some refuse it, some leave it out."""
-    mark = "a late instruction"
-    messages = [{"role": "user", "content": "question"}, {"role": "system", "content": mark}]
-    try:
-        return mark in template.render(messages)
-    except ValueError:
-        return False
 
 
 def _template_variables(request: CountTokensRequest) -> dict[str, Any]:
@@ -230,12 +215,11 @@ class _Turn(NamedTuple):
     """The content, each block with its path in the request."""
 
 
-def _turns(request: CountTokensRequest, shows_late_system: bool) -> list[_Turn]:
+def _turns(request: CountTokensRequest) -> list[_Turn]:
     turns: list[_Turn] = []
     for index, message in enumerate(request.messages):
-        role = "user" if message.role == "system" and not shows_late_system else message.role
-        if not turns or turns[-1].role != role:
-            turns.append(_Turn(role, []))
+        if not turns or turns[-1].role != message.role:
+            turns.append(_Turn(message.role, []))
         turns[-1].blocks.extend(
             (f"messages[{index}].content[{number}]", block) for number, block in enumerate(message.content)
         )

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.chat_template import ChatTemplate
-from server.anthropic.conversion import NO_IMAGE, digest, takes_late_system, to_chat, wants_cache
+from server.anthropic.conversion import NO_IMAGE, digest, to_chat, wants_cache
 from server.errors import BadRequest
 from server.frontend import Frontend
 from server.ignored import collect
@@ -19,11 +18,6 @@ from server.schemas.messages import MessagesRequest
 from server.sealing import Kind, Seal
 from tests.unit.anthropic_bodies import BODIES
 
-ANY_ROLE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-ONE_SYSTEM = (
-    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
-    "{{ raise_exception('System message must be at the beginning') }}{% endif %}{{ message.content }}{% endfor %}"
-)
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli;"
 SEAL, OTHER_SEAL = Seal(), Seal()
 TEMPORARY = {"type": "ephemeral", "ttl": "1h"}
@@ -48,17 +42,14 @@ def request_of(*messages: dict[str, Any], **fields: Any) -> MessagesRequest:
     return validate(body, MessagesRequest, allow_unknown=False)
 
 
-def frontend_of(template: str = ANY_ROLE, strip: bool = True) -> Frontend:
+def frontend_of(strip: bool = True) -> Frontend:
     """What of a front end a conversion reads."""
-    loaded = SimpleNamespace(processor=SimpleNamespace(chat_template=ChatTemplate({"default": template})))
     config = SimpleNamespace(server_config=SimpleNamespace(strip_billing_line=strip))
-    return cast(Frontend, SimpleNamespace(loaded=loaded, config=config))
+    return cast(Frontend, SimpleNamespace(config=config))
 
 
-def chat_of(
-    *messages: dict[str, Any], template: str = ANY_ROLE, strip: bool = True, **fields: Any
-) -> ChatCompletionRequest:
-    return to_chat(request_of(*messages, **fields), frontend_of(template, strip), opened)
+def chat_of(*messages: dict[str, Any], strip: bool = True, **fields: Any) -> ChatCompletionRequest:
+    return to_chat(request_of(*messages, **fields), frontend_of(strip), opened)
 
 
 def shown(*messages: dict[str, Any], **fields: Any) -> list[tuple[str, str | None]]:
@@ -209,14 +200,9 @@ def test_the_billing_line_is_left_out_so_that_prompts_begin_alike() -> None:
     assert shown(system=blocks, strip=False)[0] == ("system", f"{BILLING}\nYou help.")
 
 
-def test_a_late_system_message_stays_where_the_template_shows_it_and_is_the_users_where_not() -> None:
-    late = [user("Hi"), {"role": "system", "content": [text("Now hurry.")]}]
-    assert takes_late_system(ChatTemplate({"default": ANY_ROLE}))
-    assert not takes_late_system(ChatTemplate({"default": ONE_SYSTEM}))
-    assert shown(*late) == [("user", "Hi"), ("system", "Now hurry.")]
-    assert shown(*late, template=ONE_SYSTEM) == [("user", "Hi\nNow hurry.")]
-    between = [*late, assistant(CALL), user(result())]
-    assert [role for role, _ in shown(*between, template=ONE_SYSTEM)] == ["user", "assistant", "tool"]
+def test_a_late_system_message_stays_where_it_is() -> None:
+    late = [user("Hi"), {"role": "system", "content": [text("Now hurry.")]}, assistant(CALL), user(result())]
+    assert shown(*late) == [("user", "Hi"), ("system", "Now hurry."), ("assistant", ""), ("tool", "fine")]
 
 
 # -- reasoning --------------------------------------------------------------------------------------------------
