@@ -10,9 +10,11 @@ ARG PYTHON_BASE=python:3.12-slim
 
 FROM ${PYTHON_BASE} AS cpu
 ARG TORCH_INDEX=
+# For CUDA: --build-arg TORCH_LOCK=deploy/locks/torch-cuda.txt checks the hashes of torch, too (docs/dependencies.md).
+ARG TORCH_LOCK=
 COPY . /opt/kaon
 WORKDIR /opt/kaon
-RUN PIP_EXTRA_INDEX_URL=${TORCH_INDEX} sh deploy/container.sh
+RUN PIP_EXTRA_INDEX_URL=${TORCH_INDEX} KAON_TORCH_LOCK=${TORCH_LOCK} sh deploy/container.sh
 # Where hub checkpoints and compiled code are kept: mount a volume here to download and compile once.
 ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor
 USER kaon

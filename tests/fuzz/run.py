@@ -25,7 +25,7 @@ _INPUT_SECONDS = 20
 _MEMORY_MIB = 4096
 _PACKAGES = [
     *("server", "engine", "models.config", "models.lora", "models.loading", "models.architectures.config"),
-    *("jinja2", "uvicorn"),
+    *("jinja2", "uvicorn", "starlette", "python_multipart", "jwt"),
 ]
 """Whose code guides the fuzzer; native libraries are not instrumented."""
 _SHOWN_LINES = 40

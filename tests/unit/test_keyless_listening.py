@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from engine.config.config import Config, ServerConfig
+from engine.config.config import Config, ParallelConfig, ServerConfig
 from engine.config.settings import load_config
 from server import process as serve
 from server.limits.keys import ApiKeys
@@ -80,6 +80,13 @@ def test_what_an_image_runs_by_default_opens_no_keyless_port(command: str) -> No
     config = load_config(arguments).server_config
     with pytest.raises(ValueError, match="there is no API key"):
         listens(host=config.host, insecure_no_auth=config.insecure_no_auth)
+
+
+def test_a_host_that_serves_no_http_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_run_node", lambda config: 0)
+    monkeypatch.setattr(serve, "_listen", lambda *arguments: pytest.fail("it listens"))
+    parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=1)
+    assert serve.run(Config(server_config=ServerConfig(host="0.0.0.0"), parallel_config=parallel)) == 0
 
 
 def test_a_keyed_server_still_uses_its_keys_when_the_flag_is_set() -> None:
