@@ -17,9 +17,13 @@ class InstallError(RuntimeError):
 
 
 def requirements(suite: Suite) -> Path:
-    """The file that pins what the suite runs with."""
+    """The file that pins the suite's clients."""
     if suite.is_node:
         return (HERE / suite.tests[0]).with_name("package-lock.json")
+    return HERE / suite.name / "package-lock.json" if suite.has_npm else _pip_requirements(suite)
+
+
+def _pip_requirements(suite: Suite) -> Path:
     return HERE / "requirements" / f"{suite.name}.txt"
 
 
@@ -32,14 +36,16 @@ def install(suite: Suite) -> None:
     folder = ENVIRONMENTS / suite.name
     stamp = folder / "installed.txt"
     wanted = requirements(suite).read_text(encoding="utf-8")
+    if suite.has_npm:
+        wanted += _pip_requirements(suite).read_text(encoding="utf-8")
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return
     stamp.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    if suite.is_node:
-        _install_node(requirements(suite).parent, folder)
-    else:
+    if not suite.is_node:
         _install_python(suite, folder)
+    if suite.is_node or suite.has_npm:
+        _install_node(requirements(suite).parent, folder)
     stamp.write_text(wanted, encoding="utf-8")
 
 
@@ -47,7 +53,7 @@ def _install_python(suite: Suite, folder: Path) -> None:
     _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
     _run(
         *(sys.executable, "-m", "pip", "--python", str(python_of(suite)), "install", "--quiet"),
-        *("--disable-pip-version-check", "-r", str(requirements(suite))),
+        *("--disable-pip-version-check", "-r", str(_pip_requirements(suite))),
     )
 
 

@@ -64,7 +64,7 @@ def _reason(skipped: ElementTree.Element) -> str:
 def version_of(suite: Suite, package: str) -> str:
     """The version that the requirement file pins."""
     text = requirements(suite).read_text(encoding="utf-8")
-    if suite.is_node:
+    if suite.is_node or suite.has_npm:
         version: str = json.loads(text)["packages"][f"node_modules/{package}"]["version"]
         return version
     found = re.search(rf"^{re.escape(package)}==(\S+)", text, re.MULTILINE | re.IGNORECASE)

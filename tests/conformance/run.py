@@ -55,7 +55,8 @@ def _run_all(chosen: list[Suite], flags: list[str]) -> tuple[list[Result], list[
             if suite.script:
                 script = folder / "script.json"
                 script.write_text((HERE / suite.script).read_text().replace("$TMPDIR", str(folder)))
-                with Server(folder / "log", script) as scripted:
+                flags_of_server = [str(HERE / flag) if "/" in flag else flag for flag in suite.flags]
+                with Server(folder / "log", script, flags_of_server) as scripted:
                     result, wrong = _run(suite, scripted, folder, flags)
             else:
                 result, wrong = _run(suite, server, folder, flags)
@@ -109,6 +110,7 @@ def _environment(suite: Suite, server: Server, folder: Path) -> dict[str, str]:
         "KAON_URL": server.url,
         "KAON_MODEL": MODEL,
         "KAON_CHECKPOINT": str(CHECKPOINT),
+        "KAON_ENVIRONMENT": str(ENVIRONMENTS / suite.name),
         "OPENAI_BASE_URL": f"{server.url}/v1",
         "OPENAI_API_KEY": API_KEY,
         "HF_HUB_OFFLINE": "1",

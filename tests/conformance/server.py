@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -26,8 +27,9 @@ class StartError(RuntimeError):
 class Server:
     """`kaon serve` from the project's environment, from `__enter__` to `__exit__`."""
 
-    def __init__(self, log: Path, script: Path | None = None) -> None:
-        """`script`: rules by which the model answers, as `tests.e2e.scripted_core` reads them."""
+    def __init__(self, log: Path, script: Path | None = None, flags: Sequence[str] = ()) -> None:
+        """`script`: rules by which the model answers, as `tests.e2e.scripted_core` reads them; `flags`: its own."""
+        self._flags = flags
         self._log = log
         self._script = script
         self._read = 0
@@ -36,7 +38,7 @@ class Server:
         command = [str(Path(sys.executable).with_name("kaon")), "serve", *_FLAGS]
         if self._script is not None:
             module = "tests.e2e.scripted_server"
-            command = [sys.executable, "-m", module, str(self._script), *_FLAGS, *_SCRIPTED_FLAGS]
+            command = [sys.executable, "-m", module, str(self._script), *_FLAGS, *_SCRIPTED_FLAGS, *self._flags]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout is not None

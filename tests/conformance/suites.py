@@ -19,6 +19,10 @@ class Suite:
     """Further environment variables."""
     script: str = ""
     """What the model says, for `tests.e2e.scripted_server`; default: the embedded model answers."""
+    flags: tuple[str, ...] = ()
+    """Further flags of that server; files are in this folder."""
+    has_npm: bool = False
+    """Whether tests in Python drive a program of npm's: `<name>/package-lock.json` is installed too."""
 
     @property
     def is_node(self) -> bool:
@@ -57,6 +61,15 @@ SUITES = (
         ("claude-code/claude_code.test.mjs",),
         "the agent itself, with a scripted model: a loop of tools, a conversation that goes on, errors",
         script="claude-code/script.json",
+    ),
+    Suite(
+        "codex",
+        ("@openai/codex",),
+        ("test_codex.py",),
+        "Codex CLI, with a scripted model: shell, patches, MCP, agents, reasoning, compaction, resuming",
+        script="codex/script.json",
+        flags=("--chat-template", "codex/messages.jinja", "--tool-call-parser", "hermes"),
+        has_npm=True,
     ),
     Suite(
         "langchain",

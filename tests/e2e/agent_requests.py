@@ -84,7 +84,7 @@ def codex(*items: dict[str, Any], **fields: Any) -> dict[str, Any]:
     opening = [
         message("developer", "You are an agent."),
         message("developer", "These are your skills.", "You may read all files."),
-        message("user", "The directory is /home."),
+        message("user", "The directory is ~/work."),
     ]
     return {
         "model": "kaon-demo",

@@ -25,13 +25,17 @@ def test_every_suite_has_its_tests_and_pins_its_clients(suite: Suite) -> None:
     assert all(version_of(suite, package)[0].isdigit() for package in suite.packages)
 
 
-@pytest.mark.parametrize("suite", [suite for suite in SUITES if not suite.is_node], ids=lambda suite: suite.name)
+@pytest.mark.parametrize(
+    "suite", [suite for suite in SUITES if not (suite.is_node or suite.has_npm)], ids=lambda suite: suite.name
+)
 def test_everything_that_pip_installs_has_a_version(suite: Suite) -> None:
     lines = requirements(suite).read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line and not line.startswith("#") and "==" not in line] == []
 
 
-@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite.is_node], ids=lambda suite: suite.name)
+@pytest.mark.parametrize(
+    "suite", [suite for suite in SUITES if suite.is_node or suite.has_npm], ids=lambda suite: suite.name
+)
 def test_everything_that_npm_installs_has_a_version_and_no_host(suite: Suite) -> None:
     packages = json.loads(requirements(suite).read_text(encoding="utf-8"))["packages"]
     assert all(each["version"] and each["integrity"] for name, each in packages.items() if name)
