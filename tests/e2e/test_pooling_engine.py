@@ -68,6 +68,7 @@ def test_texts_are_embedded_next_to_generation(checkpoint: Path, settings: dict[
             engine.classify(TEXTS)
 
 
+@pytest.mark.slow
 def test_two_ranks_give_an_encoders_vectors(tmp_path: Path) -> None:
     path = add_modules(encoder(tmp_path, "modernbert", num_attention_heads=4), "mean_tokens")
     with engine_of(path, parallel_config={"tensor_parallel_size": 2}, cpu_threads=1) as engine:

@@ -18,7 +18,7 @@ from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
 from kvcache.block import Block
 from kvcache.block_manager import RELEASED
-from tests.property.test_scheduling import POISON, FakeWorker, SchedulingMachine, duration, next_token
+from tests.property.test_scheduling import POISON, FakeWorker, SchedulingMachine, duration, next_token, vector_of
 
 
 @dataclass
@@ -50,9 +50,7 @@ class LateWorker(FakeWorker):
         in_use = {slot for step in self.unread for _, slot, _, _ in step.rows}
         for seq in batch.new_seqs:
             assert seq.slot not in in_use, "a slot changed hands before its step was read"
-            self.tokens[seq.slot] = list(seq.token_ids)
-            self.tables[seq.slot] = list(seq.block_table)
-            self.salts[seq.slot] = -1 if seq.cache_salt is None else seq.cache_salt
+            self.take_in(seq)
         for slot, start, block_ids in batch.appended_blocks:
             assert len(self.tables[slot]) == start
             self.tables[slot] += block_ids
@@ -87,7 +85,7 @@ class LateWorker(FakeWorker):
                     poisoned.add(cell)
                 else:
                     self.kv[cell] = content
-        errors, sampled = {}, {}
+        errors, sampled, vectors = {}, {}, {}
         for seq, slot, end, count in step.rows:
             cells = {position: self.cell(slot, position) for position in self.seen(end, count)}
             known, drafts = self.tokens[slot], step.drafts(seq)
@@ -96,7 +94,10 @@ class LateWorker(FakeWorker):
             elif seq.slot == slot:
                 for position, cell in cells.items():
                     assert self.kv[cell] == self.content(slot, [*known, *drafts], position)
-            if end == len(known) + len(drafts):
+            if seq.pooling is not None:
+                if end == len(known) and seq.slot == slot and seq.id not in errors:
+                    vectors[seq.id] = vector_of(known)
+            elif end == len(known) + len(drafts):
                 new = [next_token(known)]
                 for draft in drafts:
                     if draft != new[-1]:
@@ -105,7 +106,9 @@ class LateWorker(FakeWorker):
                 known += new
                 if seq.id not in errors:
                     sampled[seq.id] = tuple(new)
-        return ScheduledBatchOutput(sampled, errors=errors or None, prompt_logprobs=step.prompt_logprobs)
+        return ScheduledBatchOutput(
+            sampled, errors=errors or None, prompt_logprobs=step.prompt_logprobs, vectors=vectors or None
+        )
 
     def fail(self) -> list[Sequence]:
         """The step that was launched first raises, and leaves nothing that it, or those behind it, should have."""
@@ -149,7 +152,7 @@ class DeferredMachine(SchedulingMachine):
             self.read_step(fault)
             return
         batch, seqs = scheduled
-        assert batch.total_tokens_num - batch.total_tokens_num_decode <= self.budget
+        self.check_size(batch)
         assert all(count > 0 for count in batch.num_scheduled_tokens)
         for seq, end in zip(batch.sequences, batch.context_lens, strict=True):
             assert end < seq.token_limit or end <= seq.num_prompt_tokens, "computed past a limit that is known ahead"
@@ -214,6 +217,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         "mtp_k": 3,
         "looks_up": True,
     },
+    "whole_prompts": {"splits_prompts": False, "caching": False},
     "window": {"window": 6},
     "window_mixed": {"window": 4, "policy": "mixed", "budget": 7},
     "window_of_one_token": {"window": 1, "block_size": 1, "num_blocks": 30, "budget": 4},
@@ -231,6 +235,7 @@ SHORT = {
     "drafts_in_blocks_of_one_token",
     "drafts_in_a_window",
     "bounded_owners",
+    "whole_prompts",
     "window_of_one_token",
 }
 """In which any two kinds of settings meet."""

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.core.scheduler import Scheduler
-from engine.messages import RequestOutput, TokenLogprobs
+from engine.messages import PoolingParams, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from kvcache.block_manager import RELEASED
@@ -54,6 +54,11 @@ def expected_completion(seq: Sequence, limit: int) -> list[int]:
     return completion
 
 
+def vector_of(tokens: list[int]) -> bytes:
+    """What the pretended model makes of a prompt that is pooled."""
+    return bytes(tokens)
+
+
 POISON = (-1000,)
 """KV of a step that went wrong: no later step may meet it."""
 
@@ -79,13 +84,19 @@ class FakeWorker:
         self.tokens: dict[int, list[int]] = {}
         self.salts: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}
+        self.pools: dict[int, bool] = {}
+
+    def take_in(self, seq: Sequence) -> None:
+        """Keep the row of a sequence that starts."""
+        self.tokens[seq.slot] = list(seq.token_ids)
+        self.tables[seq.slot] = list(seq.block_table)
+        self.salts[seq.slot] = -1 if seq.cache_salt is None else seq.cache_salt
+        self.pools[seq.slot] = seq.pooling is not None
 
     def forward(self, batch: ScheduledBatch, broken: Collection[int] = ()) -> ScheduledBatchOutput:
         """Compute a step. Sequences named in `broken` write poison, and fail with all who read it in this step."""
         for seq in batch.new_seqs:
-            self.tokens[seq.slot] = list(seq.token_ids)
-            self.tables[seq.slot] = list(seq.block_table)
-            self.salts[seq.slot] = -1 if seq.cache_salt is None else seq.cache_salt
+            self.take_in(seq)
         for slot, start, block_ids in batch.appended_blocks:
             assert len(self.tables[slot]) == start
             self.tables[slot] += block_ids
@@ -147,10 +158,14 @@ class FakeWorker:
         """Verify drafts and propose new ones: the right token, then a wrong one, so that some are rejected."""
         accepted: dict[int, tuple[int, ...]] = {}
         drafts: dict[int, list[int]] = {}
+        vectors: dict[int, bytes] = {}
         for req_id, slot, end, _ in rows:
             known = self.tokens[slot]
             proposed = batch.scheduled_spec_decode_tokens.get(req_id, [])
             if end < len(known) + len(proposed):
+                continue
+            if self.pools[slot]:
+                vectors[req_id] = vector_of(known)
                 continue
             new = [next_token(known)]
             for draft in proposed:
@@ -162,7 +177,7 @@ class FakeWorker:
             if self.mtp_k:
                 right = next_token(known)
                 drafts[req_id] = [right, (right + 1) % VOCAB, right, right][: self.mtp_k]
-        return ScheduledBatchOutput(accepted, drafts or None)
+        return ScheduledBatchOutput(accepted, drafts or None, vectors=vectors or None)
 
     def cell(self, slot: int, position: int) -> tuple[int, int]:
         block_id = self.tables[slot][position // self.block_size]
@@ -196,6 +211,8 @@ class SchedulingMachine(RuleBasedStateMachine):
     window: int | None = None
     max_step_seconds = 0.0
     owners: tuple[str, ...] = ("",)
+    splits_prompts = True
+    """False: all sequences pool their prompts, each in one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +237,7 @@ class SchedulingMachine(RuleBasedStateMachine):
                 speculative_config=speculative,
             ),
             window=self.window,
+            splits_prompts=self.splits_prompts,
             clock=self.clock,
         )
         self.limit = self.max_model_len or self.block_size * self.num_blocks + 1
@@ -228,6 +246,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
         self.read: dict[int, list[TokenLogprobs]] = {}
+        self.vectors: dict[int, bytes] = {}
 
     def put_nowait(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -237,6 +256,9 @@ class SchedulingMachine(RuleBasedStateMachine):
             if output.prompt_logprobs is not None:
                 assert output.request_id not in self.read, "a prompt's log probabilities are told twice"
                 self.read[output.request_id] = output.prompt_logprobs
+            assert (output.vector is not None) == (output.finish_reason == "pooled")
+            if output.vector is not None:
+                self.vectors[output.request_id] = output.vector
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
 
@@ -249,6 +271,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, 0, 7]),
         prompt_logprobs=st.sampled_from([None, None, 1]),
         priority=st.integers(-2, 2),
+        pools=st.sampled_from([False, False, True]),
         data=st.data(),
     )
     def add(
@@ -260,9 +283,13 @@ class SchedulingMachine(RuleBasedStateMachine):
         salt: int | None,
         prompt_logprobs: int | None,
         priority: int,
+        pools: bool,
         data: st.DataObject,
     ) -> Sequence | MultipleResults[Sequence]:
         """`min_tokens` comes with `ignore_eos`: to hold EOS back is the sampler's part, which is not here."""
+        pools = pools or not self.splits_prompts
+        if pools:
+            max_tokens, prompt_logprobs = 0, None
         params = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=min_tokens is not None,
@@ -280,6 +307,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             priority=priority,
             owner=owner,
             weight=2.0 if owner == "heavy" else 1.0,
+            pooling=PoolingParams() if pools else None,
         )
         seq.arrive_time = self.clock.now
         longest = self.limit - 1 if max_tokens else min(self.limit, self.block_size * self.num_blocks)
@@ -299,7 +327,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         assert scheduled is not None, "nothing is computed though there are requests"
         batch, seqs = scheduled
         assert batch.total_tokens_num == sum(batch.num_scheduled_tokens)
-        assert batch.total_tokens_num - batch.total_tokens_num_decode <= self.budget
+        self.check_size(batch)
         assert all(count > 0 for count in batch.num_scheduled_tokens)
         if self.policy == "prefill_first" and not self.max_step_seconds:
             assert not (batch.total_seqs_num_prefill and batch.total_seqs_num_decode)
@@ -315,6 +343,13 @@ class SchedulingMachine(RuleBasedStateMachine):
         output = self.worker.forward(batch, broken)
         self.scheduler.postprocess(list(seqs.values()), output, self)
         self.scheduler.note_duration(batch, duration(batch))
+
+    def check_size(self, batch: ScheduledBatch) -> None:
+        """A step is within its budget, and so is each prompt that may not be split, unless it is alone."""
+        is_alone = not self.splits_prompts and len(batch.req_ids) == 1
+        assert is_alone or batch.total_tokens_num - batch.total_tokens_num_decode <= self.budget
+        if not self.splits_prompts:
+            assert batch.num_scheduled_tokens == batch.context_lens
 
     @rule(seq=consumes(live))
     def abort(self, seq: Sequence) -> None:
@@ -345,6 +380,8 @@ class SchedulingMachine(RuleBasedStateMachine):
             if self.ended[seq_id] in ("abort", "error"):
                 expected = expected[: len(self.outputs[seq_id])]
             assert self.outputs[seq_id] == expected
+            if seq.pooling is not None and self.ended[seq_id] not in ("abort", "error"):
+                assert self.vectors[seq_id] == vector_of(seq.prompt_token_ids)
             asked = seq.sampling_params.prompt_logprobs is not None
             if seq_id in self.read or (asked and self.ended[seq_id] not in ("abort", "error")):
                 assert asked
@@ -374,6 +411,14 @@ VARIANTS: dict[str, dict[str, object]] = {
         "mtp_k": 3,
     },
     "bounded_owners_in_a_window": {"max_step_seconds": 2.0, "owners": ("light", "heavy"), "window": 5},
+    "whole_prompts": {"splits_prompts": False, "caching": False},
+    "whole_prompts_bounded_mixed": {
+        "splits_prompts": False,
+        "caching": False,
+        "policy": "mixed",
+        "max_step_seconds": 2.0,
+        "owners": ("light", "heavy"),
+    },
     "window": {"window": 6},
     "window_mixed": {"window": 4, "policy": "mixed", "budget": 7},
     "window_of_one_token": {"window": 1, "block_size": 1, "num_blocks": 30, "budget": 4},
@@ -394,6 +439,7 @@ SHORT = {
     "cache_of_one_block_with_delay",
     "bounded_owners",
     "bounded_owners_mixed_with_drafts",
+    "whole_prompts_bounded_mixed",
     "window_with_drafts",
     "window_without_cache",
     "looked_up_mixed_in_few_blocks",
