@@ -318,8 +318,6 @@ def _routes(app: FastAPI) -> list[Route]:
 def _route_sentence(request: Request, error: HTTPException, headers: Mapping[str, str]) -> str:
     path = request.url.path
     if error.status_code == 404:
-        if path.startswith("/v1/messages/batches"):
-            return f"{path} is of Anthropic's API for message batches, which this server does not have; see /docs"
         part = path.removeprefix("/v1/").partition("/")[0]
         if path.startswith("/v1/") and part in _UNSUPPORTED_PARTS:
             return (

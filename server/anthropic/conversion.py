@@ -63,7 +63,7 @@ _NAMES = {
     "stop holds": "stop_sequences holds",
 }
 """Names of fields: in a chat, in a message."""
-_FUNCTION = re.compile(r"(tools\[\d+\])\.function\.parameters\b")
+_FUNCTION = re.compile(r"tools\[(\d+)\]\.function(\.parameters)?\b")
 
 
 async def prepare(
@@ -78,7 +78,7 @@ async def prepare(
         check_request_limits(chat, frontend)
         return chat, await prepare_chat(chat, frontend, owner)
     except BadRequest as error:
-        raise _renamed(error) from error
+        raise _renamed(error, request) from error
 
 
 async def count_tokens(request: CountTokensRequest, frontend: Frontend, owner: Owner, open_seal: OpenSeal) -> int:
@@ -93,10 +93,10 @@ async def count_tokens(request: CountTokensRequest, frontend: Frontend, owner: O
     except InvalidRequest as error:
         renamed = refusal(error)
         renamed.__cause__ = error
-        raise _renamed(renamed) from error
+        raise _renamed(renamed, request) from error
 
 
-def _renamed(error: BadRequest) -> BadRequest:
+def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
     """`error` of a chat with the names of a message's fields, and with the words by which Anthropic's clients know
     that a conversation has become too long.
     """
@@ -116,7 +116,9 @@ def _renamed(error: BadRequest) -> BadRequest:
             "the last message is the assistant's, and the model's chat template does not show its content as it is; "
             "end messages with one of the role user"
         )
-    text = _FUNCTION.sub(r"\1.input_schema", text)
+    # Tools that are left out are not counted in the chat.
+    positions = [index for index, tool in enumerate(request.tools) if isinstance(tool, ClientTool)]
+    text = _FUNCTION.sub(lambda match: f"tools[{positions[int(match[1])]}]{'.input_schema' if match[2] else ''}", text)
     for chat, message in _NAMES.items():
         text = text.replace(chat, message)
     return BadRequest(text)

@@ -270,9 +270,9 @@ def test_a_key_may_come_in_either_header(client: anthropic.Anthropic, api_key: s
     assert client.models.retrieve(model, extra_headers={**unset, header: sent}).id == model  # type: ignore[arg-type]
 
 
-def test_batches_are_not_here(client: anthropic.Anthropic) -> None:
+def test_an_api_that_is_not_here_is_not_found(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as raised:
-        client.messages.batches.list()
+        client.beta.skills.list()
     assert raised.value.type == "not_found_error"
 
 

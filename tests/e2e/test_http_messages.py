@@ -223,6 +223,8 @@ def test_models_are_listed_in_anthropics_form(claude: anthropic.Anthropic) -> No
 
 
 IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+HOSTED: Any = {"type": "bash_20250124", "name": "bash"}
+ENDLESS: Any = {**WEATHER, "input_schema": {"$ref": "#/nowhere"}}
 REFUSED: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str, str]] = [
     (
         {"messages": [{"role": "user", "content": [IMAGE]}]},
@@ -232,6 +234,12 @@ REFUSED: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str, str]] =
     ),
     ({"extra_body": {"model": "gpt-17"}}, anthropic.NotFoundError, "not_found_error", "gpt-17"),
     ({"messages": "word " * 20_000}, anthropic.BadRequestError, "invalid_request_error", "prompt is too long: "),
+    (
+        {"tools": [HOSTED, ENDLESS], "tool_choice": {"type": "any"}},
+        anthropic.BadRequestError,
+        "invalid_request_error",
+        "tools[1].input_schema",
+    ),
     ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "invalid_request_error", "no tools to call"),
     ({"stop_sequences": list("abcde")}, anthropic.BadRequestError, "invalid_request_error", "stop_sequences holds 5"),
     ({"extra_headers": {"anthropic-version": "latest"}}, anthropic.BadRequestError, "invalid_request_error", "a date"),
