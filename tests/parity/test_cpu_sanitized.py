@@ -12,7 +12,7 @@ import models.ops.cpu
 
 SOURCES = Path(models.ops.cpu.__file__).parent
 CHECKS = "-fsanitize=address,undefined"
-FLAGS = ["-O1", "-g1", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fno-trapping-math"]
+FLAGS = ["-O0", "-g1", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fno-trapping-math"]
 FLAGS += ["-fvisibility=hidden", "-DKAON_SANITIZE"]
 
 
