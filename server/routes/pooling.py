@@ -9,7 +9,7 @@ import base64
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
@@ -57,8 +57,6 @@ _LONG_CHARACTERS = 4096
 """Longer texts are tokenised in a thread, so that other streams go on meanwhile."""
 _MANY_NUMBERS = 8192
 """Longer answers are written in a thread."""
-
-Result = TypeVar("Result")
 
 
 class _Call:
@@ -133,6 +131,11 @@ def _written(vector: bytes, encoding_format: str) -> list[float] | str:
     return base64.b64encode(vector).decode() if encoding_format == "base64" else numbers_of(vector)
 
 
+def _encoded(items: Iterable[msgspec.Struct]) -> list[Any]:
+    """The items as JSON, one after the other: other threads run between them, and not while one call writes all."""
+    return [msgspec.Raw(msgspec.json.encode(item)) for item in items]
+
+
 # -- single texts -----------------------------------------------------------------------------------------------
 
 
@@ -167,8 +170,8 @@ async def embeddings(http: Request) -> Response:
         call.prepare(prompts, dimensions=request.dimensions, activate=request.normalize)
 
     def write(vectors: Sequence[bytes], usage: PoolingUsage) -> EmbeddingList:
-        data = [Embedding(index, _written(vector, request.encoding_format)) for index, vector in enumerate(vectors)]
-        return EmbeddingList(data=data, model=request.model, usage=usage)
+        data = (Embedding(index, _written(vector, request.encoding_format)) for index, vector in enumerate(vectors))
+        return EmbeddingList(data=_encoded(data), model=request.model, usage=usage)
 
     return await call.answer(write)
 
@@ -184,9 +187,13 @@ async def pool(http: Request) -> Response:
         call.prepare(prompts, dimensions=request.dimensions, activate=request.use_activation)
 
     def write(vectors: Sequence[bytes], usage: PoolingUsage) -> PoolingAnswer:
-        data = [PooledData(index, _written(vector, request.encoding_format)) for index, vector in enumerate(vectors)]
+        data = (PooledData(index, _written(vector, request.encoding_format)) for index, vector in enumerate(vectors))
         return PoolingAnswer(
-            id=f"pool-{call.id}", created=int(time.time()), model=request.model, data=data, usage=usage
+            id=f"pool-{call.id}",
+            created=int(time.time()),
+            model=request.model,
+            data=_encoded(data),
+            usage=usage,
         )
 
     return await call.answer(write)

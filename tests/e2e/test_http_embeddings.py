@@ -1,14 +1,18 @@
 """Embeddings, scores and classes over HTTP: real servers of small random models, and the clients that people use."""
 
+import base64
 import json
 import math
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest
 
 from tests.e2e.kaon_server import KaonServer, free_port
+from tests.e2e.test_http_openapi import check, example
 from tests.parity.embedding_checkpoints import qwen3_classifier, qwen3_embedding, qwen3_reranker
 
 TEXTS = ["The quick brown fox", "a lazy dog sleeps; the fox and the dog are friends.", "jumps"]
@@ -122,7 +126,7 @@ def test_many_texts_run_in_few_steps(embedder: KaonServer) -> None:
 
 def test_a_search_by_embeddings_uses_the_checkpoints_prompts(embedder: KaonServer) -> None:
     body = {"model": "model", "query": "a dog", "documents": TEXTS}
-    results = embedder.post("/v1/rerank", body).json()["results"]
+    results = embedder.post("/rerank", body).json()["results"]
     inputs = ["Find what answers: a dog", *TEXTS]
     data = embedder.post("/v1/embeddings", {"model": "model", "input": inputs}).json()["data"]
     query, *documents = [each["embedding"] for each in data]
@@ -165,6 +169,43 @@ def test_jinas_and_coheres_forms_of_a_rerank(reranker: KaonServer) -> None:
     scored = reranker.post("/score", {"model": "model", "text_1": "a dog", "text_2": TEXTS}).json()["data"]
     by_index = {each["index"]: each["relevance_score"] for each in jina["results"]}
     assert [each["score"] for each in scored] == [by_index[index] for index in range(3)]
+
+
+def test_scores_pair_texts_one_to_one_or_one_to_many(reranker: KaonServer) -> None:
+    def scores(first: object, second: object) -> list[float]:
+        answer = reranker.post("/v1/score", {"model": "model", "text_1": first, "text_2": second})
+        return [each["score"] for each in answer.json()["data"]]
+
+    pairs = scores(["a dog", "a fox"], ["x", "y"])
+    assert pairs == pytest.approx([*scores("a dog", "x"), *scores("a fox", ["y"])], abs=1e-6)
+    refused = reranker.post("/score", {"model": "model", "text_1": ["x", "y"], "text_2": ["x", "y", "z"]})
+    assert error(refused)["message"] == "text_1 holds 2 texts and text_2 3; it must hold 1, or as many"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"]
+)
+def test_the_examples_of_the_description_work(embedder: KaonServer, path: str) -> None:
+    document = embedder.get("/openapi.json").json()
+    operation = document["paths"][path]["post"]
+    schema, body = example(document, operation)
+    jsonschema.validate(body, schema)
+    answer = embedder.post(path, body)
+    assert answer.status_code == 200
+    check(document, operation, answer)
+
+
+def test_many_long_vectors_are_one_answer(embedder: KaonServer) -> None:
+    texts = [f"{index}" for index in range(600)]
+    body = {"model": "model", "input": texts}
+    plain = embedder.post("/v1/embeddings", body).json()["data"]
+    encoded = embedder.post("/v1/embeddings", {**body, "encoding_format": "base64"}).json()["data"]
+    assert [each["index"] for each in plain] == list(range(600))
+    assert len(plain) == len(encoded)
+    for each, other in zip(plain, encoded, strict=True):
+        assert struct.unpack("<64f", base64.b64decode(other["embedding"])) == pytest.approx(
+            each["embedding"], abs=1e-6
+        )
 
 
 def test_a_document_may_be_cut_and_a_long_one_is_named(reranker: KaonServer) -> None:
