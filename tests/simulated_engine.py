@@ -34,7 +34,9 @@ class SimulatedEngine:
             "speculative_config": None,
             "max_step_seconds": 0.5,
         }
-        self.scheduler = Scheduler(SimpleNamespace(**(fields | settings)), clock=lambda: self.now)
+        default = settings.pop("default_step_seconds", 0.0)
+        config = SimpleNamespace(**(fields | settings))
+        self.scheduler = Scheduler(config, default_step_seconds=default, clock=lambda: self.now)
         self.token_times: dict[int, list[float]] = {}
         """By sequence: its arrival, and when each of its tokens was sampled."""
         self.steps: list[tuple[ScheduledBatch, float]] = []

@@ -549,7 +549,7 @@ class Config(Section):
     max_step_seconds: Annotated[float, Field(ge=0.0, le=3600.0)] | None = None
     """Seconds that a step takes at most, about; running streams wait twice as long at most, whatever others send.
 
-    Default: 0.75 on CPUs; 0, which is that of GPUs, bounds steps by tokens alone."""
+    Default: 0.75 on CPUs, more where a step has large fixed costs; 0 on GPUs, which bounds steps by tokens alone."""
 
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Whether a step is scheduled and launched before the tokens of the previous one are read; `auto`: on GPUs

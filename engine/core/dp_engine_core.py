@@ -107,6 +107,7 @@ class DPEngineCoreProc(EngineCore):
         blocks_at_first: int | None = None,
         splits_prompts: bool = True,
         generates: bool = True,
+        default_step_seconds: float = 0.0,
         prepare_ahead: Callable[[], bool] | None = None,
         record: FlightRecord | None = None,
     ) -> None:
@@ -120,6 +121,7 @@ class DPEngineCoreProc(EngineCore):
             blocks_at_first=blocks_at_first,
             splits_prompts=splits_prompts,
             generates=generates,
+            default_step_seconds=default_step_seconds,
             prepare_ahead=prepare_ahead,
             record=record,
         )

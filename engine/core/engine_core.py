@@ -58,16 +58,21 @@ class EngineCore:
         blocks_at_first: int | None = None,
         splits_prompts: bool = True,
         generates: bool = True,
+        default_step_seconds: float = 0.0,
         prepare_ahead: Callable[[], bool] | None = None,
         record: FlightRecord | None = None,
     ) -> None:
-        """`window`, `blocks_at_first` and `splits_prompts` are the scheduler's. `generates`: False where all that the
-        model does is to pool prompts. `record` names the sequences in the steps that run.
+        """`window`, `blocks_at_first`, `splits_prompts` and `default_step_seconds` are the scheduler's. `generates`:
+        False where all that the model does is to pool prompts. `record` names the sequences in the steps that run.
 
         `prepare_ahead`, called while the core is idle, makes later steps faster, and returns whether to call it again.
         """
         self.scheduler = Scheduler(
-            config, window=window, blocks_at_first=blocks_at_first, splits_prompts=splits_prompts
+            config,
+            window=window,
+            blocks_at_first=blocks_at_first,
+            splits_prompts=splits_prompts,
+            default_step_seconds=default_step_seconds,
         )
         self._generates = generates
         self._canary_pooling = None if generates else PoolingParams()

@@ -191,6 +191,7 @@ def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links
         "window": loaded.window,
         "blocks_at_first": loaded.blocks_at_first,
         "splits_prompts": loaded.splits_prompts,
+        "default_step_seconds": loaded.default_step_seconds,
         "generates": loaded.generates,
         "prepare_ahead": runner.prepare_ahead,
         "record": record,

@@ -39,6 +39,9 @@ _ALONE_AFTER_SECONDS = 30.0
 """An owner counts as alone when there has been no other for so long."""
 _LEAST_PROMPTS, _LEAST_PROMPTS_MIXED = 0.5, 0.25
 """In the same unit, what prompts get of each step, however long its decodes take; the second under `mixed`."""
+_FIXED_COSTS, _MOST_GROWTH = 10.0, 8.0
+"""A default bound is at least so many times what a step costs before its first token, but grows no more than by the
+second: otherwise large models on slow processors would mostly read their weights."""
 _CHUNK_MULTIPLE = 16
 """Chunks that time cuts are multiples of it, which suits the cache's blocks and the processor's tiles."""
 _LEAST_CHUNK = 64
@@ -152,13 +155,16 @@ class Scheduler:
         window: int | None = None,
         blocks_at_first: int | None = None,
         splits_prompts: bool = True,
+        default_step_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`window`: tokens that a query sees in the model's widest layer, its own included; None: all before it.
 
         With a window, a sequence gives back the blocks that none of its later tokens sees. `blocks_at_first`: initial
         size of a cache that grows with its use; None: all of it. `splits_prompts`: False where each token sees the
-        whole prompt, which is then computed in one step. `clock` is that of `Sequence.arrive_time`.
+        whole prompt, which is then computed in one step. `default_step_seconds`: the `max_step_seconds` of a config
+        that sets none, which grows where steps have large fixed costs; 0: no bound. `clock` is that of
+        `Sequence.arrive_time`.
         """
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
@@ -179,8 +185,10 @@ class Scheduler:
         self.drafts = Drafts(config, config.max_num_seqs)
         self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.max_drafts
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
-        self.max_step_seconds: float = getattr(config, "max_step_seconds", None) or 0.0
+        configured: float | None = getattr(config, "max_step_seconds", None)
+        self.max_step_seconds = default_step_seconds if configured is None else configured
         """Predicted duration that a step does not exceed by much; 0: steps are bounded by tokens alone."""
+        self._bound_grows = configured is None
         self.step_time = StepTimeModel(self.max_step_seconds) if self.max_step_seconds else None
 
         # A sequence's last token needs no KV: nothing follows it.
@@ -452,6 +460,7 @@ class Scheduler:
         if len(owners) > 1:
             self._alone_from = self.prev_time + _ALONE_AFTER_SECONDS
         unit = 1.0
+        bound = self._bound(self.step_time)
         if self.prev_time >= self._alone_from:
             if not step.num_decodes:
                 unit = _ALONE_PROMPTS
@@ -459,7 +468,14 @@ class Scheduler:
                 unit = _ALONE_DECODING
         work = StepWork(decode_tokens=step.num_decode_tokens, decode_keys=sum(step.context_lens))
         least = _LEAST_PROMPTS_MIXED if self.mixed else _LEAST_PROMPTS
-        return max(unit * self.max_step_seconds - self.step_time.seconds(work), least * self.max_step_seconds)
+        return max(unit * bound - self.step_time.seconds(work), least * bound)
+
+    def _bound(self, step_time: StepTimeModel) -> float:
+        """`max_step_seconds`; a default one is more where each step costs much before its first token."""
+        if not self._bound_grows:
+            return self.max_step_seconds
+        least = min(_FIXED_COSTS * step_time.seconds(StepWork()), _MOST_GROWTH * self.max_step_seconds)
+        return max(self.max_step_seconds, least)
 
     def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
         """Start a waiting sequence: its tokens `[start, start + count)` are computed in this step."""
@@ -543,9 +559,10 @@ class Scheduler:
         each = 1 + self.mtp_k
         base = step_time.seconds(StepWork())
         added = step_time.seconds(StepWork(decode_tokens=each * len(seqs), decode_keys=sum(lengths))) - base
-        if base + added <= self.max_step_seconds:
+        bound = self._bound(step_time)
+        if base + added <= bound:
             return rows, lengths
-        room = max(len(rows.costs), int(len(seqs) * (self.max_step_seconds - base) / added))
+        room = max(len(rows.costs), int(len(seqs) * (bound - base) / added))
         if room >= len(seqs):
             return rows, lengths
         first = self._decode_turn % len(seqs)

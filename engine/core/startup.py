@@ -59,6 +59,8 @@ class LoadedModel(NamedTuple):
     """Initial blocks of a KV cache that grows with its use; None: all."""
     world: "World | None" = None
     """The group of the replicas that compute in lockstep."""
+    default_step_seconds: float = 0.0
+    """Bound of a step's duration where the settings have none; 0: none."""
     splits_prompts: bool = True
     """Whether a prompt may be computed in several steps."""
     generates: bool = True
@@ -108,7 +110,7 @@ def load_model(
         if ranks is not None:
             size = size.of_ranks(ranks.shard.size, *ranks.agree(size.num_blocks, size.num_slots))
         _log_cache(config, size, loaded.model_config.architecture)
-        config = _with_device_defaults(_with_cache(config, size), loaded.device.type)
+        config = _with_async_scheduling(_with_cache(config, size), loaded.device.type)
         return size.num_blocks, size.num_slots
 
     runner = start_runner(loaded, meet=meet, agree=agree, on_phase=phases.end)
@@ -129,6 +131,7 @@ def load_model(
         window=runner.window,
         blocks_at_first=runner.blocks_at_first,
         world=world,
+        default_step_seconds=_CPU_STEP_SECONDS if loaded.device.type == "cpu" else 0.0,
         splits_prompts=not loaded.is_encoder,
         generates=loaded.generates,
     )
@@ -207,20 +210,15 @@ def _with_cache(config: Config, size: "KVCacheSize") -> Config:
     )
 
 
-def _with_device_defaults(config: Config, device_type: str) -> Config:
-    """`config` with the settings decided whose defaults depend on the device.
-
-    A step of the CPU's is over when it is launched, so being ahead of it would only hold its tokens back; and it may
-    take long enough to be noticed.
+def _with_async_scheduling(config: Config, device_type: str) -> Config:
+    """`config` with `async_scheduling` decided: a step of the CPU's is over when it is launched, so being ahead of it
+    would only hold its tokens back.
     """
-    updates: dict[str, object] = {}
-    if config.async_scheduling == "auto":
-        parallel = config.parallel_config
-        pays = device_type != "cpu" and parallel.tensor_parallel_size == 1 and not parallel.in_lockstep
-        updates["async_scheduling"] = "on" if pays else "off"
-    if config.max_step_seconds is None:
-        updates["max_step_seconds"] = _CPU_STEP_SECONDS if device_type == "cpu" else 0.0
-    return config.model_copy(update=updates)
+    if config.async_scheduling != "auto":
+        return config
+    parallel = config.parallel_config
+    pays = device_type != "cpu" and parallel.tensor_parallel_size == 1 and not parallel.in_lockstep
+    return config.model_copy(update={"async_scheduling": "on" if pays else "off"})
 
 
 def _model_info(

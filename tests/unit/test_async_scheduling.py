@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.config.config import Config
-from engine.core.startup import PhaseClock, _with_device_defaults, load_model
+from engine.core.startup import PhaseClock, _with_async_scheduling, load_model
 
 RANKS = {"tensor_parallel_size": 2}
 LOCKSTEP = {"data_parallel_size": 3, "enable_expert_parallel": True}
@@ -24,13 +24,13 @@ LOCKSTEP = {"data_parallel_size": 3, "enable_expert_parallel": True}
 )
 def test_auto_is_on_where_it_pays_and_works(parallel: dict[str, Any], device_type: str, expected: str) -> None:
     config = Config.model_validate({"parallel_config": parallel})
-    assert _with_device_defaults(config, device_type).async_scheduling == expected
+    assert _with_async_scheduling(config, device_type).async_scheduling == expected
 
 
 @pytest.mark.parametrize("chosen", ["on", "off"])
 def test_what_was_chosen_stays(chosen: str) -> None:
     config = Config.model_validate({"async_scheduling": chosen})
-    assert _with_device_defaults(config, "cpu").async_scheduling == chosen
+    assert _with_async_scheduling(config, "cpu").async_scheduling == chosen
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,25 @@ def test_a_plain_configuration_has_no_bound() -> None:
     assert [batch.total_tokens_num for batch, _ in made.steps] == [16_000]
 
 
+def test_a_default_bound_grows_where_steps_have_large_fixed_costs() -> None:
+    totals = []
+    for default in (0.0, 0.75):
+        slow = device(0.6, 0.04, decode=0.04)
+        made = SimulatedEngine(slow, max_step_seconds=None, default_step_seconds=default)
+        made.add(2000, 50)
+        made.run()
+        streams = [made.add(16, 400, at=made.now) for _ in range(2)]
+        for _ in range(5):
+            made.step()
+        start = made.now
+        long = made.add(3000, at=start)
+        made.run(lambda seq=long: seq.is_finished)
+        totals.append(made.now - start)
+        if default:
+            assert max(map(made.longest_gap, streams)) <= 2 * 8 * 0.75
+    assert totals[1] <= 1.15 * totals[0]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_device_far_slower_than_the_bound_still_computes_everything(policy: str) -> None:
     made = SimulatedEngine(lambda work: 3.0 + work.prompt_tokens, scheduling_policy=policy)
