@@ -177,11 +177,13 @@ def to_chat(
     request: ResponsesRequest, messages: list[Message], tools: ToolTable, most_tokens: int | None
 ) -> ChatCompletionRequest:
     """`request` as a chat request. Raises `BadRequest` for what a chat refuses."""
+    choice = tools.chat_choice(request.tool_choice)
     data: dict[str, Any] = request.model_dump(include=_SHARED, exclude_unset=True, by_alias=True)
     data |= {
         "messages": messages,
         "tools": tools.chat_tools(),
-        "tool_choice": tools.chat_choice(request.tool_choice),
+        # A summary is no call; with `none` the tools would leave the prompt, and its prefix the cache.
+        "tool_choice": "auto" if request.compacts and choice != "none" else choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request),
         "reasoning_effort": request.reasoning.effort,

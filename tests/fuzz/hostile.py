@@ -267,6 +267,32 @@ CHAT: dict[str, dict[str, Any]] = {
     },
 }
 
+
+def _custom(syntax: str, definition: str) -> dict[str, Any]:
+    return {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+
+
+CUSTOM: dict[str, dict[str, str]] = {
+    "lark": {
+        "nothing": "",
+        "no start": 'a: "b"',
+        "itself": "start: start",
+        "a name that is not there": "start: nowhere",
+        "a NUL": "start: \0",
+        "a lone surrogate": 'start: "\ud800"',
+        "a megabyte": 'start: "' + "x" * MEBIBYTE + '"',
+        "nested brackets": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
+    },
+    "regex": {
+        "nothing": "",
+        "an open bracket": "a(",
+        "a backreference": r"(a)\1",
+        "a look-ahead": "(?=a)b",
+        "a lone surrogate": "\ud800",
+        "a megabyte": "x" * MEBIBYTE,
+    },
+}
+
 RESPONSES: dict[str, dict[str, Any]] = {
     **{
         f"{field} is {name}": {field: value}
@@ -297,6 +323,33 @@ RESPONSES: dict[str, dict[str, Any]] = {
     "metadata is long": {"metadata": {"a": "x" * MEBIBYTE}},
     "metadata a hundred thousand times": {"metadata": {str(i): "x" for i in range(100_000)}},
     "a tool that is none": {"tools": [{"type": "robot"}]},
+    **{
+        f"a custom tool's {syntax}, {name}": {
+            "tools": [_custom(syntax, definition)],
+            "tool_choice": {"type": "custom", "name": "c"},
+        }
+        for syntax, definitions in CUSTOM.items()
+        for name, definition in definitions.items()
+    },
+    "a namespace in a namespace": {
+        "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m", "tools": []}]}]
+    },
+    "a hundred thousand members": {
+        "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}] * 100_000}]
+    },
+    "two members of one name": {
+        "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}] * 2}]
+    },
+    "a member that is not there": {
+        "tools": [_custom("regex", "a")],
+        "tool_choice": {"type": "custom", "name": "c", "namespace": "n"},
+    },
+    "a compaction of nobody's": {"input": [{"type": "compaction", "encrypted_content": "\ud800"}]},
+    "a sealed text of 9 MB": {"input": [{"type": "compaction", "encrypted_content": "x" * 9 * MEBIBYTE}]},
+    "an output of no call": {"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]},
+    "a custom call with a lone surrogate": {
+        "input": [{"type": "custom_tool_call", "call_id": "c", "name": "c", "input": "\ud800"}]
+    },
     "top_logprobs is a million": {"top_logprobs": 1_000_000},
     "max_output_tokens is -1": {"max_output_tokens": -1},
 }
@@ -404,6 +457,7 @@ _ENDPOINTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
         MESSAGES,
     ),
+    "/v1/responses/compact": ({"model": MODEL, "input": "Hi", "max_output_tokens": 16}, RESPONSES),
     "/tokenize": ({"model": MODEL, "prompt": "Hi"}, TOKENIZE),
     "/detokenize": ({"model": MODEL, "tokens": [5]}, DETOKENIZE),
 }

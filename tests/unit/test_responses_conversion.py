@@ -258,6 +258,12 @@ def test_reasoning_that_another_server_sealed_is_left_out_and_reported(blob: str
     assert ignored == ["reasoning (encrypted_content of another server)"]
 
 
+def test_a_compaction_makes_no_call() -> None:
+    items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
+    for choice, expected in (("required", "auto"), ({"type": "function", "name": "add"}, "auto"), ("none", "none")):
+        assert chat_of(tools=TOOLS, tool_choice=choice, input=items).tool_choice == expected
+
+
 def test_a_compaction_is_its_summary_or_refused() -> None:
     item = {"type": "compaction", "encrypted_content": SEAL.seal("compaction", "We agreed.", None)}
     assert to_messages(items_of(item)) == [{"role": "user", "content": SUMMARY_INTRODUCTION + "We agreed."}]
