@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from server.limits.owners import Owner
+from server.limits.owners import KEYLESS_LABEL, Owner
 
 Resource = Literal[
     "connections",
     "body_bytes",
     "jobs",
     "requests",
+    "sequences",
     "queued_sequences",
     "queued_tokens",
     "background_responses",
@@ -22,8 +23,8 @@ Resource = Literal[
     "stored_bytes",
 ]
 """What is counted: open connections; bytes of request bodies that are held; grammar checks, renderings and
-tokenisations that wait or run; requests that were admitted and have not ended; sequences without an output so far, and
-the tokens of their prompts; background responses that run; stored responses, and their bytes."""
+tokenisations that wait or run; requests that were admitted and have not ended, and their sequences; sequences without
+an output so far, and the tokens of their prompts; background responses that run; stored responses, and their bytes."""
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
@@ -117,17 +118,22 @@ class Accounts:
         return self._tallies.values()
 
     def by_label(self) -> list[tuple[str, dict[str, int], dict[str, int]]]:
-        """For each label of metrics, the counts of its tallies and the present use of each resource."""
-        found = {
-            label: (dict(counts), dict.fromkeys(map(str, RESOURCES), 0)) for label, counts in self._dropped.items()
-        }
+        """For each label of metrics, the counts of its tallies and the present use of each resource.
+
+        An owner without a tally has sent no request with a key: what it uses, such as connections, is its address'.
+        """
+        used = {label: dict(counts) for label, counts in self._dropped.items()}
         for tally in self._tallies.values():
-            used, in_use = found[tally.label]
+            counts = used[tally.label]
             for name, count in tally.counts().items():
-                used[name] += count
-            for resource, count in self.of_owner(tally.owner.party).items():
-                in_use[resource] += count
-        return [(label, *counts) for label, counts in found.items()]
+                counts[name] += count
+        used.setdefault(KEYLESS_LABEL, dict.fromkeys(TALLIES, 0))
+        in_use: dict[str, dict[str, int]] = {label: dict.fromkeys(RESOURCES, 0) for label in used}
+        for resource, uses in self._uses.items():
+            for party, count in uses.items():
+                known = self._tallies.get(party)
+                in_use[KEYLESS_LABEL if known is None else known.label][resource] += count
+        return [(label, counts, in_use[label]) for label, counts in used.items()]
 
     def _drop_idle(self) -> None:
         busy = {party for uses in self._uses.values() for party in uses}

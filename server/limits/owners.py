@@ -10,6 +10,10 @@ Scope = Literal["inference", "admin", "metrics"]
 ALL_SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 
 
+KEYLESS_LABEL = "keyless"
+"""The label of metrics of clients without a key."""
+
+
 class Quotas(NamedTuple):
     """What an owner may use a minute, on average; None: as much as it likes."""
 
@@ -64,7 +68,7 @@ class Owner(NamedTuple):
     def label(self) -> str:
         """The label of its metrics: the name of a key that was given one; the others are counted together."""
         if self.key is None:
-            return "keyless"
+            return KEYLESS_LABEL
         return self.key_name if self.is_listed and self.key_name is not None else "other"
 
     @property

@@ -94,6 +94,7 @@ class Hub:
         for index, ((request, state), tokens) in enumerate(zip(sequences, queued_tokens, strict=True)):
             self._live[state.request_id] = _Live(state, consumer, index, self._models[request.adapter], tally)
             self.admission.queue(state.request_id, tokens, tally.owner.party)
+        self._count(tally, len(sequences))
 
     def cancel(self, states: Sequence[RequestState], reason: str = "abort") -> bool:
         """Abort those of `states` that are live, for one of the metrics' reasons; whether any was.
@@ -103,6 +104,7 @@ class Hub:
         ids = self._live_ids(states)
         for id in ids:
             live = self._live.pop(id)
+            self._count(live.tally, -1)
             self.metrics.finished(live.state, reason, live.model)
             self.admission.remove(id)
         if ids:
@@ -168,6 +170,7 @@ class Hub:
             self.admission.first_output(state.request_id)
         if delta.finished:
             del self._live[state.request_id]
+            self._count(live.tally, -1)
             self.metrics.finished(state, delta.finish_reason or "error", live.model)
             if not had_tokens:
                 self.admission.remove(state.request_id)
@@ -177,6 +180,9 @@ class Hub:
                 live.consumer.fail(_why_failed(output))
                 return
         live.consumer.put(live.index, delta)
+
+    def _count(self, tally: Tally, sequences: int) -> None:
+        self.admission.accounts.change(tally.owner.party, "sequences", sequences)
 
     def _live_ids(self, states: Sequence[RequestState]) -> list[int]:
         return [state.request_id for state in states if state.request_id in self._live]
