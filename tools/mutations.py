@@ -39,14 +39,14 @@ _REQUESTS = ("unit/test_protocol_requests.py", "unit/test_protocol_parsing.py")
 _SCHEDULING = (
     Mutation(
         "scheduler/chunk-exceeds-the-budget",
-        "count = min(seq.num_tokens - seq.num_computed_tokens, step.budget)",
-        "count = seq.num_tokens - seq.num_computed_tokens",
+        "count = min(num_left, step.budget)",
+        "count = num_left",
         (*_SCHEDULER, *_RANDOM_STEPS),
     ),
     Mutation(
         "scheduler/shrunk-row-limit-is-ignored",
-        "            and len(self.running) < self.limits.num_rows\n",
-        "",
+        "return bool(self._free_slots) and len(self.running) < self.limits.num_rows",
+        "return bool(self._free_slots)",
         ("parity/test_gpu_memory.py",),
     ),
     Mutation(
@@ -57,8 +57,8 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/oldest-sequence-is-preempted",
-        "victim = self.running[-1]",
-        "victim = self.running[0]",
+        "                return victim\n        return self.running[-1]",
+        "                return victim\n        return self.running[0]",
         _SCHEDULER,
     ),
     Mutation(
@@ -645,15 +645,15 @@ _HTTP = (
         ("unit/test_face.py", *_REQUESTS, "e2e/test_http_bad_input.py"),
     ),
     Mutation(
-        "http/only-the-last-key-opens",
-        "known |= hmac.compare_digest(each, digest)",
-        "known = hmac.compare_digest(each, digest)",
+        "http/only-keys-of-the-file-open",
+        "accepted = self._given.get(digest) or self._filed.get(digest)",
+        "accepted = self._filed.get(digest)",
         ("unit/test_secrets.py", "unit/test_face.py"),
     ),
     Mutation(
         "http/two-authorization-headers-open",
-        'values if len(values) == 1 else [b""]',
-        "values[:1]",
+        'values[0].strip() if len(values) == 1 else b""',
+        "values[0].strip()",
         ("unit/test_face.py", "unit/test_secrets.py"),
     ),
     Mutation(
@@ -670,8 +670,8 @@ _HTTP = (
     ),
     Mutation(
         "http/queued-tokens-never-leave",
-        "        self._queued_tokens -= tokens\n",
-        "",
+        'self.accounts.change(party, "queued_tokens", -tokens)',
+        'self.accounts.change(party, "queued_tokens", 0)',
         ("unit/test_admission.py",),
     ),
     Mutation(
@@ -682,8 +682,8 @@ _HTTP = (
     ),
     Mutation(
         "http/usage-counts-the-prompt-a-choice",
-        "firsts = self._states[:: self._num_choices]",
-        "firsts = self._states[:]",
+        "firsts = states[::num_choices]",
+        "firsts = states[:]",
         _GENERATION,
     ),
     Mutation(
