@@ -15,6 +15,7 @@ from engine.runner.device import Device, device_of, oom_at_start
 from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.pooling import PoolingConfig
+from models.architectures.registry import ENCODERS
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import DPMetadata
 from models.layers.base import CausalLM
@@ -144,7 +145,7 @@ def load_model(
     how the model pools prompts, None where it does not.
     """
     generates = pooling is None or "generate" in config.task
-    if pooling is not None and pooling.is_encoder and config.lora:
+    if pooling is not None and pooling.body in ENCODERS and config.lora:
         raise ValueError(f"lora names adapters, but {model_config.architecture} is an encoder, which takes none")
     available = available_host_memory() if available_bytes is None else available_bytes
     # Rope types that depend on the context's length depend on the length that is served.
@@ -198,7 +199,11 @@ def _for_pooling(loaded: LoadedModel, pooling: PoolingConfig) -> LoadedModel:
             f"num_speculative_tokens is {config.num_drafts}, but {architecture} is served to {pooling.task} and "
             "generates nothing; leave it out"
         )
-    if not pooling.reads_all_positions:
+    if pooling.is_encoder and loaded.model.kv_cache_layers():
+        raise ValueError(
+            f"the checkpoint asks for attention in both directions, which {architecture} does not have here"
+        )
+    if not pooling.reads_all_positions and not pooling.is_encoder:
         return loaded
     # What is pooled are hidden states, and only keys and values are cached.
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))

@@ -76,11 +76,13 @@ class BertSelfAttention(nn.Module):
             bias=True,
             parallel=parallel,
         )
-        self.attn = EncoderAttention(self.qkv.num_heads, config.head_dim)
+        self.shape = 3, self.qkv.num_heads, config.head_dim
+        self.attn = EncoderAttention()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, the rank's heads * head_dim]"""
-        return self.attn(self.qkv(hidden))  # type: ignore[no-any-return]
+        q, k, v = self.qkv(hidden).view(len(hidden), *self.shape).unbind(1)
+        return self.attn(q, k, v).view(len(hidden), -1)  # type: ignore[no-any-return]
 
 
 class BertOutput(nn.Module):

@@ -61,9 +61,13 @@ class ModelConfig(CheckpointConfig):
     """For each layer the number of tokens that a query sees, its own included; None: all before it."""
     fields: Fields = field(repr=False, compare=False)
     """config.json, for fields that only one architecture has."""
+    is_bidirectional: bool = False
+    """Whether tokens see those after them as well: of a language model that is served as an encoder."""
 
     @classmethod
-    def from_checkpoint(cls, path: Path, architecture: str | None = None) -> "ModelConfig":
+    def from_checkpoint(
+        cls, path: Path, architecture: str | None = None, *, is_bidirectional: bool = False
+    ) -> "ModelConfig":
         """Read the checkpoint directory `path`. Raises `CheckpointError` naming file, field and value.
 
         `architecture`: whose code computes it, where that is not the one that config.json names.
@@ -106,6 +110,7 @@ class ModelConfig(CheckpointConfig):
             sliding_windows=_sliding_windows(config, facts, num_layers),
             quantization=parse_quantization(config, path),
             fields=config,
+            is_bidirectional=is_bidirectional,
         )
 
 

@@ -111,7 +111,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         fields = config.fields
-        _reject_unsupported(fields)
+        _reject_unsupported(config)
         super().__init__(config, parallel)
         self.soft_cap = fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else None
 
@@ -125,10 +125,11 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
 
-def _reject_unsupported(fields: Fields) -> None:
+def _reject_unsupported(config: ModelConfig) -> None:
+    fields = config.fields
     if fields.string("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise fields.invalid("hidden_activation", '"gelu_pytorch_tanh"')
-    if fields.boolean("use_bidirectional_attention", False):
+    if fields.boolean("use_bidirectional_attention", False) and not config.is_bidirectional:
         raise fields.invalid("use_bidirectional_attention", "false: a generated token sees only earlier ones")
     if fields.has("attn_logit_softcapping"):
         raise fields.invalid("attn_logit_softcapping", "null: Gemma 3 normalises queries and keys instead")

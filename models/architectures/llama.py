@@ -8,7 +8,7 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.registry import ConfigFacts, architecture
-from models.layers.attention import Attention
+from models.layers.attention import Attention, EncoderAttention
 from models.layers.base import CacheSpec
 from models.layers.linear import (
     MergedColumnParallelLinear,
@@ -52,13 +52,19 @@ class LlamaAttention(nn.Module):
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.sinks: nn.Parameter | None = None
-        self.attn = Attention(
-            f"model.layers.{layer}.self_attn",
-            num_kv_heads=self.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=self.score_scale(config),
-            sliding_window=config.sliding_windows[layer],
-        )
+        scale, window = self.score_scale(config), config.sliding_windows[layer]
+        self.attn: Attention | EncoderAttention
+        if config.is_bidirectional:
+            # Half of the window is before a token and half after it.
+            self.attn = EncoderAttention(scale=scale, window=None if window is None else window // 2)
+        else:
+            self.attn = Attention(
+                f"model.layers.{layer}.self_attn",
+                num_kv_heads=self.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=scale,
+                sliding_window=window,
+            )
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""

@@ -55,11 +55,13 @@ class ModernBertAttention(nn.Module):
             parallel=parallel,
         )
         self.Wo = RowParallelLinear(heads * config.head_dim, config.hidden_size, bias=bias, parallel=parallel)
-        self.attn = EncoderAttention(self.Wqkv.num_heads, config.head_dim, config.windows[layer])
+        self.shape = 3, self.Wqkv.num_heads, config.head_dim
+        self.attn = EncoderAttention(window=config.windows[layer])
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
-        return self.Wo(self.attn(self.Wqkv(hidden), rotation))  # type: ignore[no-any-return]
+        q, k, v = self.Wqkv(hidden).view(len(hidden), *self.shape).unbind(1)
+        return self.Wo(self.attn(q, k, v, rotation=rotation).view(len(hidden), -1))  # type: ignore[no-any-return]
 
 
 class ModernBertMLP(nn.Module):

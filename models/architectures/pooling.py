@@ -137,7 +137,7 @@ def read_pooling(
     body, is_encoder = _body(config, name)
     if is_encoder and "generate" in tasks:
         raise CheckpointError(
-            f"task is {','.join(tasks)}, but {name} of {path} is an encoder, which generates nothing"
+            f"task is {','.join(tasks)}, but tokens of {name} of {path} see those after them, so it generates nothing"
         )
     if task == "classify":
         if any(kind == "LogitScore" for kind, _ in modules):
@@ -158,13 +158,11 @@ def _body(config: Fields, name: str) -> tuple[str, bool]:
     if encoder is not None and not name.endswith("ForCausalLM"):
         return encoder, True
     for kind in _KINDS:
-        body = f"{name.removesuffix(kind)}ForCausalLM"
-        if name.endswith(kind) and body in ARCHITECTURES:
-            if config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True):
-                raise CheckpointError(
-                    f"{config.where} asks for attention in both directions, with which {name} cannot be served"
-                )
-            return body, False
+        stem = name.removesuffix(kind)
+        bodies = (f"{stem}ForCausalLM", f"{stem.removesuffix('Text')}ForCausalLM")
+        body = next((each for each in bodies if each in ARCHITECTURES), None)
+        if name.endswith(kind) and body is not None:
+            return body, config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True)
     raise CheckpointError(
         f"architectures of {config.where} is {name or 'missing'}, whose prompts this release cannot pool; it pools "
         f"those of {', '.join(ENCODERS)} and of the language models that it has itself"
@@ -205,7 +203,7 @@ def _classifier(config: Fields, name: str, body: str, is_encoder: bool) -> Pooli
         activation = _activation(config, "classifier_activation", "gelu")
         norm = HeadLayer("head.norm", norm_eps=config.number("norm_eps", 1e-5))
         head = (HeadLayer("head.dense", activation), norm, HeadLayer("classifier"))
-    elif is_encoder:
+    elif body in ENCODERS:
         head = (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj"))
     else:
         modes, head = ("last",), (HeadLayer("score"),)
@@ -385,9 +383,10 @@ def _matryoshka(
         return sizes if wanted == "on" else None
     if sizes or config.boolean("is_matryoshka", False):
         return sizes
-    # Qwen3-Embedding was trained so, which its files do not say: no other Qwen3 is pooled like it.
-    is_qwen3 = body == "Qwen3ForCausalLM" and has_modules and (modes, function) == (("last",), "normalize")
-    return () if is_qwen3 else None
+    # Qwen3-Embedding and EmbeddingGemma were trained so, which their files do not say: no other model of their
+    # families is pooled like them.
+    known = {"Qwen3ForCausalLM": ("last",), "Gemma3ForCausalLM": ("mean",)}
+    return () if has_modules and function == "normalize" and known.get(body) == modes else None
 
 
 def _prompts(settings: Fields) -> tuple[Mapping[str, str], str | None]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from models.attention.context import get_forward_context
 from models.layers.base import KVCacheSpec
+from models.ops.norm import rms_norm
 from models.ops.torch_ops import rotate
 from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
@@ -72,18 +73,33 @@ class EncoderAttention(nn.Module):
     A step's prompts are computed one after the other, so that none depends on its company.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, window: int | None = None) -> None:
-        """Heads are this rank's. `window`: tokens on each side that a token sees; None: all."""
+    def __init__(self, *, scale: float | None = None, window: int | None = None) -> None:
+        """`scale` of the scores is `head_dim ** -0.5` by default. `window`: tokens on each side that a token sees;
+        None: all."""
         super().__init__()
-        self.num_heads, self.head_dim, self.window = num_heads, head_dim, window
+        self.scale, self.window = scale, window
 
-    def forward(self, qkv: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
-        """# [tokens, 3 * heads * head_dim] -> [tokens, heads * head_dim]"""
-        q, k, v = qkv.view(len(qkv), 3, self.num_heads, self.head_dim).unbind(1)  # 3 x [tokens, heads, head_dim]
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        norms: HeadNorms | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """As `Attention.forward`, without sinks.
+
+        # [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]
+        """
+        assert sinks is None, "no encoder has sinks"
+        if norms is not None:
+            q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         prompts = get_forward_context().context.prompts
-        lengths = [len(qkv)] if prompts is None else prompts.lengths
+        lengths = [len(q)] if prompts is None else prompts.lengths
         out = q.new_empty(q.shape)
         start = 0
         for length in lengths:
@@ -92,11 +108,16 @@ class EncoderAttention(nn.Module):
             own_q, own_k, own_v = (part[prompt].transpose(0, 1) for part in (q, k, v))
             for queries, keys, mask in self._spans(length, q.device):
                 attended = F.scaled_dot_product_attention(
-                    own_q[None, :, queries], own_k[None, :, keys], own_v[None, :, keys], attn_mask=mask
+                    own_q[None, :, queries],
+                    own_k[None, :, keys],
+                    own_v[None, :, keys],
+                    attn_mask=mask,
+                    scale=self.scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
                 )
                 out[prompt][queries] = attended[0].transpose(0, 1)
             start += length
-        return out.view(len(qkv), -1)
+        return out
 
     def _spans(self, length: int, device: torch.device) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
         """Spans of queries with the keys that they see, and which of these each query sees; None: all."""

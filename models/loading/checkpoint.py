@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from models.architectures.config import DTYPES, CheckpointConfig, ModelConfig
 from models.architectures.encoder_config import EncoderConfig
 from models.architectures.pooling import PoolingConfig
-from models.architectures.registry import ARCHITECTURES, INDEXED_LAYERS
+from models.architectures.registry import ARCHITECTURES, ENCODERS, INDEXED_LAYERS
 from models.config.fields import Fields, read_config, read_generation_config
 from models.errors import CheckpointError, first_line
 from models.quantization.methods import parse_quantization
@@ -141,8 +141,9 @@ def read_checkpoint_config(
                 f"model_impl is transformers, but a model that is served to {pooling.task} runs by Kaon's own code; "
                 "set it to auto"
             )
-        config_class = EncoderConfig if pooling.is_encoder else ModelConfig
-        return config_class.from_checkpoint(path, pooling.body)
+        if pooling.body in ENCODERS:
+            return EncoderConfig.from_checkpoint(path, pooling.body)
+        return ModelConfig.from_checkpoint(path, pooling.body, is_bidirectional=pooling.is_encoder)
     names = config.values.get("architectures")
     is_ours = isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
     if model_impl == "kaon" or (model_impl == "auto" and is_ours):

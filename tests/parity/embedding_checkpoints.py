@@ -11,6 +11,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
@@ -89,6 +91,21 @@ def qwen3_reranker(directory: Path, **overrides: Any) -> Path:
     """As Qwen3-Reranker: a language model whose answers no and yes, here the letters n and y, make the score."""
     make_checkpoint(directory, "qwen3", **{"tie_word_embeddings": True, **overrides})
     edit_json(directory / "config.json", classifier_from_token=["n", "y"])
+    return directory
+
+
+def embedding_gemma(directory: Path) -> Path:
+    """As EmbeddingGemma: Gemma 3 with attention in both directions, the mean, and two layers without activations."""
+    fields = {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 15,
+        "query_pre_attn_scalar": 24,
+        "use_bidirectional_attention": True,
+    }
+    make_checkpoint(directory, Family(Gemma3TextConfig, Gemma3TextModel, fields, norm_mean=0.0))
+    add_modules(directory, "mean_tokens", dense=(64, 96))
+    edit_json(directory / "2_Dense/config.json", activation_function="torch.nn.modules.linear.Identity")
     return directory
 
 

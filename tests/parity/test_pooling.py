@@ -21,6 +21,7 @@ from tests.parity.checkpoints import edit_json
 from tests.parity.embedding_checkpoints import (
     ENCODER_FAMILIES,
     add_modules,
+    embedding_gemma,
     encoder,
     qwen3_classifier,
     qwen3_embedding,
@@ -254,6 +255,30 @@ def test_an_encoder_classifies_texts_and_pairs_as_transformers_does(
     for vector, (ids, first) in zip(ran.vectors, given, strict=True):
         types = None if first is None else [0] * first + [1] * (len(ids) - first)
         assert_close(vector, logits(path, ids, types))
+
+
+def test_a_language_model_with_attention_in_both_directions(tmp_path: Path) -> None:
+    path = embedding_gemma(tmp_path)
+    from safetensors.torch import load_file
+
+    dense = load_file(path / "2_Dense/model.safetensors")
+    ran = PoolingEngine(load_pooling(path, max_num_batched_tokens=64)).run(prompts())
+    assert sorted(count for step in ran.steps for count in step) == sorted(LENGTHS)
+    for vector, prompt in zip(ran.vectors, prompts(), strict=True):
+        mean = hidden_states(path, prompt).mean(0)
+        assert_close(vector, unit(dense["linear.weight"] @ mean + dense["linear.bias"]))
+
+
+def test_a_language_model_that_is_not_causal_by_its_configuration(tmp_path: Path) -> None:
+    path = add_modules(qwen3_embedding(tmp_path), "lasttoken")
+    edit_json(path / "config.json", is_causal=False)
+    ran = PoolingEngine(load_pooling(path)).run(prompts())
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for vector, prompt in zip(ran.vectors, prompts(), strict=True):
+        everything = torch.zeros(1, 1, len(prompt), len(prompt))
+        with torch.inference_mode():
+            states = model(torch.tensor([prompt]), attention_mask=everything).last_hidden_state[0]
+        assert_close(vector, unit(states[-1]))
 
 
 def test_windows_of_a_long_prompt_are_computed_in_parts(tmp_path: Path) -> None:
