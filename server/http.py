@@ -43,6 +43,10 @@ _MAX_HEADERS = 256
 _SLICE = 16 * 2**10
 """Most bytes that are parsed before others get a turn."""
 
+_MAX_TINY_PIECES, _TINY_BYTES = 4096, 16
+"""A body that comes in more pieces has so many bytes in each on average: every one takes a microsecond."""
+
+_TINY = f"the request's body comes in chunks of less than {_TINY_BYTES} bytes on average; send larger ones"
 _NO_HTTP = "the request is not HTTP/1.1; check the client, and that the URL is http://"
 
 _SHUTDOWN_SECONDS = 5
@@ -92,6 +96,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes received since the last end of a head, or since the last byte of a body."""
         self._body_bytes = 0
         """Bytes of a body in the bytes that are being parsed."""
+        self._num_pieces = self._piece_bytes = 0
+        """Pieces in which the body has come so far, and their bytes."""
         self._unparsed: deque[memoryview] = deque()
         self._is_parsing_later = False
         self._is_reading = True
@@ -188,14 +194,18 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._body_bytes:
             self._connection.received_body(self._body_bytes)
+            self._piece_bytes += self._body_bytes
             self._body_bytes = 0
+            if self._num_pieces > _MAX_TINY_PIECES and self._piece_bytes < _TINY_BYTES * self._num_pieces:
+                self._refuse_incomplete(BadRequest(_TINY))
+                return
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(f"the request's headers are too large; send at most {MAX_HEAD_BYTES} bytes"))
 
     # -- what the parser reports --------------------------------------------------------------------------------
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes = self._num_pieces = self._piece_bytes = 0
         if len(self.headers) > _MAX_HEADERS:
             self._stop(HeadTooLarge(f"the request has {len(self.headers)} headers; send at most {_MAX_HEADERS}"))
         refused = self._connection.begin_request(is_probe=self.url.partition(b"?")[0] in self._probes)
@@ -206,6 +216,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         self._body_bytes += len(body)
+        self._num_pieces += 1
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -14,8 +14,10 @@ always room for the head of a probe. A new request beyond them is refused in wor
 import asyncio
 import contextlib
 import errno
+import functools
 import ipaddress
 import logging
+import math
 import os
 import resource
 import socket
@@ -50,6 +52,14 @@ _BODY_BUDGET_BODIES = 64
 _SLOW_AFTER_SECONDS = 1.0
 """From here on, a body below the least rate makes room for others."""
 
+_LEAST_AGE_SECONDS = 0.01
+"""A connection makes no room for new ones before this age, so that a flood does not close those that send at once."""
+
+_MAX_SPARED = 4
+"""Most connections that make no room because bytes have just arrived on them, before another one does."""
+
+_NUM_KNOWN_ADDRESSES = 1024
+
 _SWEEP_SECONDS = 0.5
 _REPORT_SECONDS = 10.0
 
@@ -59,7 +69,7 @@ _FIRST_QUESTION_SECONDS, _LAST_QUESTION_SECONDS = 2.0, 16.0
 _TCP_CLOSE = 7
 """State in the first byte of TCP_INFO (linux/tcp_states.h) of a connection that was reset."""
 
-_MAX_ACCEPTED_AT_ONCE = 8
+_MAX_ADMITTED_AT_ONCE, _MAX_ACCEPTED_AT_ONCE = 8, 64
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_SECONDS = 0.05
 
@@ -194,11 +204,12 @@ class Connection:
         """Bytes have arrived."""
         self._has_begun = True
         if self._phase == "idle":
-            self._phase, self._since = "head", self._table.clock()
+            self._table.forget(self)
+            self._enter("head")
 
     def begin_request(self, *, is_probe: bool) -> TooManyConnections | None:
         """The head of a request is complete; the error, if it must be refused."""
-        if self._phase == "answer":
+        if self._phase == "answer" or not self.is_open:
             return None  # A pipelined request. The phase is set when the one before it has been answered.
         if not is_probe:
             refused = self._table.admit_request(self)
@@ -253,6 +264,19 @@ class Connection:
         self._end_as("evicted")
 
     # -- for `Connections` --------------------------------------------------------------------------------------
+
+    @property
+    def since(self) -> float:
+        """When its phase began."""
+        return self._since
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether bytes have arrived that this process has not come to read."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
 
     @property
     def is_receiving_body(self) -> bool:
@@ -327,6 +351,8 @@ class Connection:
         self._is_served = False
 
     def _enter(self, phase: Phase) -> None:
+        if not self.is_open:
+            return
         self._phase, self._since = phase, self._table.clock()
         self._table.moved(self, waits=phase in ("head", "idle", "rest"))
 
@@ -399,6 +425,10 @@ class Connections:
         self._num_reported = 0
         self._num_closed = 0
         self._report_at = 0.0
+        self._origin_of = functools.lru_cache(_NUM_KNOWN_ADDRESSES)(
+            lambda host: (Owner.of_address(host).party, limits.is_proxy(host))
+        )
+        """The party of an address, and whether it may have any number of connections."""
         metrics.show_connections(lambda: len(self._open))
 
     def __len__(self) -> int:
@@ -406,8 +436,7 @@ class Connections:
 
     def open(self, sock: socket.socket, host: str | None) -> Connection | None:
         """A connection from `host` was accepted; None if there is no room for it, even if others make room."""
-        party = Owner.of_address(host).party
-        is_exempt = self.limits.is_proxy(host)
+        party, is_exempt = self._origin_of(host)
         # One more than serve requests, so that its head is read, and it is refused in words or is a probe.
         if (
             not is_exempt
@@ -424,6 +453,14 @@ class Connections:
         self._waiting.add(connection)
         self._accounts.change(party, "connections", 1)
         return connection
+
+    @property
+    def open_at(self) -> float:
+        """When a new connection is taken: those that make room for it shall have had a moment to send a request."""
+        if len(self._open) < self.limits.connections:
+            return -math.inf
+        victim = self._waiting.oldest(None)
+        return -math.inf if victim is None else victim.since + _LEAST_AGE_SECONDS
 
     def make_room(self) -> bool:
         """Close the oldest waiting connection of the address that has the most; whether there was one."""
@@ -500,15 +537,26 @@ class Connections:
         """A body arrives too slowly now, or no longer."""
         (self._slow.add if is_slow else self._slow.discard)(connection)
 
-    def closed(self, connection: Connection) -> None:
-        """A connection has ended."""
+    def forget(self, connection: Connection) -> None:
+        """A connection is no longer among those that make room."""
         self._waiting.discard(connection)
         self._slow.discard(connection)
+
+    def closed(self, connection: Connection) -> None:
+        """A connection has ended."""
+        self.forget(connection)
         del self._open[connection]
         self._accounts.change(connection.party, "connections", -1)
 
     def _make_room(self, party: str | None) -> bool:
-        victim = self._waiting.oldest(party) or self._slow.oldest(party)
+        victim = self._waiting.oldest(party)
+        for _ in range(_MAX_SPARED):
+            if victim is None or not victim.has_unread:
+                break
+            self._waiting.discard(victim)
+            self._waiting.add(victim)
+            victim = self._waiting.oldest(party)
+        victim = victim or self._slow.oldest(party)
         if victim is not None:
             victim.evict()
         return victim is not None
@@ -562,7 +610,12 @@ class Acceptor:
         self._connections.sweep()
 
     def _accept(self) -> None:
+        num_admitted = 0
         for _ in range(_MAX_ACCEPTED_AT_ONCE):
+            delay = self._connections.open_at - self._connections.clock()
+            if delay > 0:
+                self._pause(delay)  # Meanwhile the system holds the new ones.
+                return
             try:
                 sock, address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
@@ -572,7 +625,13 @@ class Acceptor:
                     self._accept_without_descriptor()
                     return
                 continue  # The client has gone again.
+            if _has_ended(sock):
+                sock.close()
+                continue
             self._admit(sock, address[0] if address else None)
+            num_admitted += 1
+            if num_admitted == _MAX_ADMITTED_AT_ONCE:
+                return
 
     def _accept_without_descriptor(self) -> None:
         """This process, or the system, can open no file: have a connection make room, or refuse the new ones."""
@@ -583,8 +642,11 @@ class Acceptor:
                 sock, _ = self._listener.accept()
                 _refuse(sock)
         # What is closed is free in the loop's next round; until then the listener would be reported again and again.
+        self._pause(_RETRY_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener)
-        self._retry = self._loop.call_later(_RETRY_SECONDS, self._accept_again)
+        self._retry = self._loop.call_later(seconds, self._accept_again)
 
     def _accept_again(self) -> None:
         self._take_spare()
@@ -636,6 +698,16 @@ def _set_options(listener: socket.socket) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, value in _KEEP_ALIVE:
         listener.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Whether the client has sent nothing, and sends no more."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _refuse(sock: socket.socket) -> None:

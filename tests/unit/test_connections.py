@@ -25,6 +25,7 @@ class Peer:
         self.refusals: list[ApiError] = []
         self.unsent = 0
         self.tcp_state = 1
+        self.arrived = b""
         self.connection: Connection
 
     def close(self) -> None:
@@ -34,6 +35,11 @@ class Peer:
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
+
+    def recv(self, *args: int) -> bytes:
+        if not self.arrived:
+            raise BlockingIOError
+        return self.arrived
 
     def getsockopt(self, *args: int) -> bytes:
         return bytes([self.tcp_state])
@@ -102,6 +108,29 @@ def test_the_oldest_of_the_address_with_the_most_waiting_connections_makes_room(
     assert [peer.is_aborted for peer in heavy] == [True] * 3 + [False] * 4
     assert not any(peer.is_aborted for peer in [light, *newcomers])
     assert (len(edge.table), edge.closed("evicted")) == (8, 3)
+
+
+def test_one_whose_bytes_have_just_arrived_makes_no_room(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(per_address=8))
+    peers = [edge.connect(A) for _ in range(8)]
+    for peer in peers[:3]:
+        peer.arrived = b"G"
+    edge.connect(B)
+    assert [peer.is_aborted for peer in peers] == [False] * 3 + [True] + [False] * 4
+    for peer in peers:
+        peer.arrived = b"G"
+    edge.connect(B)
+    assert [peer.is_aborted for peer in peers].count(True) == 2
+
+
+def test_new_ones_wait_until_those_that_make_room_had_a_moment_to_send(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(per_address=8))
+    for _ in range(8):
+        assert edge.table.open_at < edge.now
+        edge.connect(A)
+    assert edge.now < edge.table.open_at < edge.now + 0.1
+    edge.now += 0.1
+    assert edge.table.open_at < edge.now
 
 
 def test_an_address_beyond_its_own_limit_makes_room_itself(edge: Edge) -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -112,7 +113,7 @@ async def serving(limits: ConnectionLimits = LIMITS, tls: ssl.SSLContext | None 
     state = ServerState()
     clock = [0.0]
     metrics = Metrics("test")
-    connections = Connections(limits, Accounts(), metrics, lambda: clock[0])
+    connections = Connections(limits, Accounts(), metrics, lambda: time.monotonic() + clock[0])
 
     def new_protocol(connection: Connection) -> HttpProtocol:
         return HttpProtocol(
@@ -264,11 +265,23 @@ async def test_pipelined_requests_are_parsed_as_they_are_answered() -> None:
 
 
 @run
-async def test_a_body_in_tiny_chunks_is_read_whole_and_others_get_turns() -> None:
+async def test_a_body_in_very_many_tiny_chunks_is_refused() -> None:
     async with serving() as edge:
-        chunks = b"1\r\nx\r\n" * 200_000
+        head = b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client = await edge.connect(head + b"1\r\nx\r\n" * 200_000)
+        answer = await client.all()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"chunks of less than 16 bytes on average" in answer
+        client = await edge.connect(head + b"14\r\n01234567890123456789\r\n" * 20_000 + b"0\r\n\r\n")
+        assert (await client.until(b"0\r\n\r\n")).endswith(b"6\r\n400000\r\n0\r\n\r\n")
+
+
+@run
+async def test_a_body_in_some_tiny_chunks_is_read_whole() -> None:
+    async with serving() as edge:
+        chunks = b"1\r\nx\r\n" * 4000
         client = await edge.connect(b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
-        assert (await client.until(b"0\r\n\r\n")).endswith(b"6\r\n200000\r\n0\r\n\r\n")
+        assert (await client.until(b"0\r\n\r\n")).endswith(b"4\r\n4000\r\n0\r\n\r\n")
         client.writer.write(GET)
         assert (await client.until(b"0\r\n\r\n")).endswith(b"1\r\n0\r\n0\r\n\r\n")
 

@@ -1,0 +1,135 @@
+"""Attacks on the HTTP edge: another client's stream keeps every byte, and probes are answered throughout.
+
+For each attack, the longest gap of the other stream and the longest answers of probes are shown, and what they were
+without it. The server keeps 16 connections at most, as one does with few descriptors, and nobody reads its log.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.chaos.edge_attacks import ATTACKS
+from tests.chaos.faults import ChaosServer
+from tests.chaos.workload import client
+from tests.e2e.kaon_server import MODEL, START_SECONDS
+
+VICTIM: dict[str, Any] = {
+    "model": MODEL,
+    "prompt": "A long story",
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
+_PROBE_SECONDS = 0.05
+_WARM_UP_SECONDS = 1.0
+
+
+class Seen(NamedTuple):
+    """What others saw of the server for a time."""
+
+    text: str
+    gap: float
+    """Longest time between two chunks of the stream."""
+    first: float
+    """Time to its first chunk."""
+    probes: list[float]
+    """Times of `/livez`, sorted."""
+
+    def __str__(self) -> str:
+        late = self.probes[int(len(self.probes) * 0.99)]
+        return (
+            f"gap {1e3 * self.gap:.0f} ms, first chunk {1e3 * self.first:.0f} ms; {len(self.probes)} probes, "
+            f"p99 {1e3 * late:.0f} ms, longest {1e3 * self.probes[-1]:.0f} ms"
+        )
+
+
+@pytest.fixture(scope="module")
+def unread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
+    """A server of few connections whose log is a pipe that nobody reads."""
+    fifo = tmp_path_factory.mktemp("edge") / "log"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    server = ChaosServer(Path(fifo), "--log-level", "info", "--max-connections", "16")
+    try:
+        yield server.ready()
+        assert server.stop() == 0
+    finally:
+        server.end()
+        os.close(reader)
+
+
+async def observe(server: ChaosServer) -> Seen:
+    """Read a stream, and probe the server, each time on a connection of its own, until the stream ends."""
+    async with client(server.url) as http:
+        stream = asyncio.create_task(read_stream(http))
+        probes = []
+        while not stream.done():
+            began = time.monotonic()
+            response = await http.get("/livez")
+            probes.append(time.monotonic() - began)
+            assert response.status_code == 200
+            await asyncio.sleep(_PROBE_SECONDS)
+        return Seen(*await stream, sorted(probes))
+
+
+async def read_stream(http: httpx.AsyncClient) -> tuple[str, float, float]:
+    """The text of the victim's stream, its longest gap and the time to its first chunk."""
+    began = time.monotonic()
+    async with http.stream("POST", "/v1/completions", json=VICTIM) as response:
+        assert response.status_code == 200
+        parts, times = [], []
+        async for part in response.aiter_raw():
+            parts.append(part)
+            times.append(time.monotonic())
+    *events, done, _ = b"".join(parts).split(b"\n\n")
+    assert done == b"data: [DONE]"
+    # Chunks merge where the client or the server had no time for each.
+    text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events if event.startswith(b"data: "))
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return text, max(gaps), times[0] - began
+
+
+@contextlib.asynccontextmanager
+async def attack(name: str, server: ChaosServer) -> AsyncIterator[None]:
+    command = [sys.executable, "-m", "tests.chaos.edge_attacks", name, str(server.port)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        await asyncio.sleep(_WARM_UP_SECONDS)
+        assert process.poll() is None
+        yield
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait(START_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(unread: ChaosServer) -> Seen:
+    seen = asyncio.run(observe(unread))
+    print(f"undisturbed: {seen}")
+    return seen
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_others_are_served_under_attack(name: str, unread: ChaosServer, undisturbed: Seen) -> None:
+    async with attack(name, unread):
+        seen = await observe(unread)
+    closed = {key: value for key, value in unread.metrics().items() if "connections_closed" in key and value}
+    dropped = unread.metric("kaon_log_lines_dropped_total")
+    print(f"undisturbed: {undisturbed}")
+    print(f"{name}: {seen}; {closed}; {dropped:.0f} log lines dropped so far")
+    assert seen.text == undisturbed.text
+    assert len(seen.probes) >= 3
+    unread.until(unread.is_idle)
