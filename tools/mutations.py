@@ -886,6 +886,75 @@ _TEMPLATES = (
     ),
 )
 
+_SECURITY = (
+    Mutation(
+        "security/keyless-port-for-others",
+        "if is_keyless and not config.insecure_no_auth and not is_loopback(str(address[0])):",
+        "if is_keyless and not config.insecure_no_auth and not is_loopback(str(address[0])) and host != '0.0.0.0':",
+        ("unit/test_keyless_listening.py",),
+    ),
+    Mutation(
+        "security/name-of-the-host-is-believed",
+        "not is_loopback(str(address[0]))",
+        "host != 'localhost' and not is_loopback(str(address[0]))",
+        ("unit/test_keyless_listening.py",),
+    ),
+    Mutation(
+        "security/checkpoint-code-if-stdin-says-yes",
+        "AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)",
+        "AutoTokenizer.from_pretrained(path)",
+        ("e2e/test_checkpoint_code.py",),
+    ),
+    Mutation(
+        "security/child-without-landlock",
+        "if _landlock_version() > 0:",
+        "if _landlock_version() > 99:",
+        ("unit/text/test_sandbox.py",),
+    ),
+    Mutation(
+        "security/child-without-filter",
+        "    if _has_seccomp():\n        _forbid",
+        "    if not _has_seccomp():\n        _forbid",
+        ("unit/text/test_sandbox.py",),
+    ),
+    Mutation(
+        "security/child-may-fork",
+        '"clone": _instruction(_JUMP_IF_ANY_BIT, _CLONE_THREAD, 0, 1)',
+        '"clone": _instruction(_JUMP_IF_ANY_BIT, _CLONE_THREAD, 0, 0)',
+        ("unit/text/test_sandbox.py",),
+    ),
+    Mutation(
+        "security/child-keeps-the-environment",
+        "{name: os.environ[name] for name in _INHERITED if name in os.environ}",
+        "dict(os.environ)",
+        ("unit/text/test_sandbox.py",),
+    ),
+    Mutation(
+        "security/child-may-withdraw-its-timer",
+        "resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))",
+        "pass",
+        ("unit/text/test_sandbox.py",),
+    ),
+    Mutation(
+        "security/key-stays-in-the-environment",
+        '_mask(_ENVIRONMENT, [f"{_KEY_VARIABLE}={variable}"])',
+        "pass",
+        ("unit/test_secrets.py",),
+    ),
+    Mutation(
+        "security/server-with-keys-can-be-inspected",
+        "        if keys:\n            forbid_inspection()\n",
+        "",
+        ("unit/test_secrets.py",),
+    ),
+    Mutation(
+        "security/interface-of-the-cluster-is-ignored",
+        "os.environ[variable] = self.interface()",
+        "os.environ.setdefault(variable, self.interface())",
+        ("parity/test_rendezvous.py",),
+    ),
+)
+
 _STRUCTURED = (
     Mutation(
         "structured/nesting-one-level-too-few",
@@ -992,6 +1061,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_HTTP,
     *_PARSERS,
     *_TEMPLATES,
+    *_SECURITY,
     *_STRUCTURED,
     *_CONFIG,
 )

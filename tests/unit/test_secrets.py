@@ -42,6 +42,20 @@ def test_a_key_given_as_a_variable_is_gone_from_what_the_system_shows_of_the_env
     assert shown == ["FIRST=sk-one-more", masked, "LAST=KAON_API_KEY", f"PYTHONPATH={ROOT}", "dumpable 0"]
 
 
+@pytest.mark.parametrize("keys", [(), ("sk-one",)])
+def test_a_server_with_keys_and_no_other_is_closed_to_inspection(
+    keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(serve, "name_process", lambda name: None)
+    monkeypatch.setattr(serve, "mask_command_line", lambda secrets: None)
+    monkeypatch.setattr(serve, "forbid_inspection", lambda: closed.append(True))
+    # The start ends here, in a sentence.
+    server = ServerConfig(api_key=tuple(map(SecretStr, keys)), port=0, ssl_certfile="missing.pem")
+    assert serve._run(Config(server_config=server), 0.0) == 1
+    assert closed == [True] * len(keys)
+
+
 READ_ANOTHER = """
 import ctypes, os, signal
 if os.geteuid() == 0:
