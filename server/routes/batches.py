@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import FileResponse
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from server.batches.runner import BatchRunner
@@ -61,11 +61,7 @@ async def upload_file(http: Request) -> Response:
     declared = http.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit + 2**16:
         raise _too_large(limit)
-    parser = MultiPartParser(http.headers, _counted(http, limit), max_files=1, max_fields=8)
-    try:
-        form = await parser.parse()
-    except MultiPartException as error:
-        raise BadRequest(f"the form cannot be read: {error.message}") from error
+    form = await read_form(http.headers, _counted(http, limit))
     try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
@@ -79,6 +75,17 @@ async def upload_file(http: Request) -> Response:
     finally:
         await form.close()
     return as_json(added)
+
+
+async def read_form(headers: Headers, body: AsyncGenerator[bytes, None]) -> FormData:
+    """The fields and the file of multipart form data. Raises `BadRequest`."""
+    try:
+        return await MultiPartParser(headers, body, max_files=1, max_fields=8).parse()
+    except MultiPartException as error:
+        raise BadRequest(f"the form cannot be read: {error.message}") from error
+    except (LookupError, ValueError) as error:
+        # The parser raises them for a charset that does not exist, or whose text the form is not.
+        raise BadRequest(f"the form cannot be read: {error}") from error
 
 
 def _store(runner: BatchRunner, upload: UploadFile, owner: str, seconds: int | None) -> FileObject:

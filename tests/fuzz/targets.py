@@ -22,7 +22,6 @@ import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from jwt.algorithms import ECAlgorithm
 from starlette.datastructures import Headers
-from starlette.formparsers import MultiPartException, MultiPartParser
 from uvicorn.server import ServerState
 
 from engine.config.config import ServerConfig
@@ -52,6 +51,7 @@ from server.parsing import registry
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.json_repair import mend
 from server.request_builder import sampling_params
+from server.routes.batches import read_form
 from server.schemas.body import RequestModel, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.completions import CompletionRequest
@@ -238,8 +238,8 @@ def multipart(data: bytes) -> None:
 
         headers = Headers(raw=[(b"content-type", b"multipart/form-data" + content_type)])
         try:
-            form = await MultiPartParser(headers, stream(), max_files=1, max_fields=8).parse()
-        except MultiPartException:
+            form = await read_form(headers, stream())
+        except BadRequest:
             return
         await form.close()
 

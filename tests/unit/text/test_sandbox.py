@@ -39,9 +39,9 @@ def attempt(name, call):
         found[name] = type(error).__name__
 
 def fork():
-    if (pid := os.fork()) == 0:
+    # Waiting for it is another system call, which is refused too.
+    if os.fork() == 0:
         os._exit(0)
-    os.waitpid(pid, 0)
 
 def thread():
     threads = [threading.Thread(target=len, args=("",))]
