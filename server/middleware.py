@@ -135,6 +135,7 @@ class OwnerMiddleware:
         self._keyless_paths = frozenset(keyless_paths)
         self._scopes = scopes
         self._quotas = quotas
+        _audit_log.setLevel(logging.INFO)  # Whatever else the log leaves out.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -79,6 +79,8 @@ class Generation:
         timeouts = [each for each in (timeout, self._settings.request_timeout) if each is not None]
         self._timeout = min(timeouts, default=None)
         self._deadline: asyncio.TimerHandle | None = None
+        self._stream: DeltaStream | None = None
+        """Of a streamed answer, which counts what its client has not read."""
         self._facts = RequestFacts()
         self._id: str | None = None
         """The answer's id, from the submission of the sequences to their end."""
@@ -123,7 +125,7 @@ class Generation:
 
         Raises `Overloaded` and other `ApiError`s.
         """
-        stream = DeltaStream(self._settings.stream_buffer_bytes, self._on_full, self._on_drained)
+        stream = self._new_stream()
         self._begin(id, stream)
         remaining = len(self._states)
         try:
@@ -152,7 +154,7 @@ class Generation:
         Raises `Overloaded` and other `ApiError`s; a later failure becomes the last event. The caller must call `end`,
         whether or not it takes any event.
         """
-        stream = DeltaStream(self._settings.stream_buffer_bytes, self._on_full, self._on_drained)
+        stream = self._new_stream()
         self._begin(renderer.head.id, stream)
         return self._events(renderer, stream)
 
@@ -194,6 +196,16 @@ class Generation:
                 choices = sorted(choices, key=_mean_logprob, reverse=True)[: self._num_answered]
             answered += choices
         return answered
+
+    def _new_stream(self) -> DeltaStream:
+        accounts, party = self._hub.admission.accounts, self._owner.party
+        self._stream = DeltaStream(
+            self._settings.stream_buffer_bytes,
+            self._on_full,
+            self._on_drained,
+            lambda num_bytes: accounts.change(party, "stream_bytes", num_bytes),
+        )
+        return self._stream
 
     # -- begin and end ------------------------------------------------------------------------------------------
 
@@ -248,6 +260,8 @@ class Generation:
         if self._id is None:
             return
         id, self._id = self._id, None
+        if self._stream is not None:
+            self._stream.close()
         if self._deadline is not None:
             self._deadline.cancel()
         self._hub.cancel(self._states)

@@ -217,9 +217,16 @@ class DeltaStream:
     """
 
     def __init__(
-        self, max_bytes: float, on_full: Callable[["DeltaStream"], object], on_drained: Callable[[], object]
+        self,
+        max_bytes: float,
+        on_full: Callable[["DeltaStream"], object],
+        on_drained: Callable[[], object],
+        on_growth: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
-        """`max_bytes`: approximate bound of the backlog, which is all but the first delta of each sequence."""
+        """`max_bytes`: approximate bound of the backlog, which is all but the first delta of each sequence.
+
+        `on_growth` receives by how many bytes the backlog has become larger or smaller.
+        """
         self._pending: dict[int, RequestDelta] = {}
         self._backlog: dict[int, list[RequestDelta]] = {}
         """Deltas after a pending one. They are merged when they are taken: each merging copies all of them."""
@@ -231,6 +238,7 @@ class DeltaStream:
         self._max_bytes = max_bytes
         self._on_full = on_full
         self._on_drained = on_drained
+        self._on_growth = on_growth
         self._is_full = False
 
     def put(self, index: int, delta: RequestDelta) -> None:
@@ -248,10 +256,18 @@ class DeltaStream:
     def _queue_delta(self, index: int, delta: RequestDelta) -> None:
         backlog = self._backlog.setdefault(index, [])
         backlog.append(delta)
-        self._num_bytes += _size(delta)
+        size = _size(delta)
+        self._num_bytes += size
+        self._on_growth(size)
         if self._num_bytes > self._max_bytes and len(backlog) >= _MIN_BACKLOG and not self._is_full:
             self._is_full = True
             self._on_full(self)
+
+    def close(self) -> None:
+        """The client has gone: nothing is taken any more."""
+        self._on_growth(-self._num_bytes)
+        self._num_bytes = 0
+        self._backlog = {}
 
     def fail(self, error: ApiError) -> None:
         """Make `take` raise `error` after the deltas that arrived before it."""
@@ -273,6 +289,7 @@ class DeltaStream:
             for index, backlog in self._backlog.items():
                 taken[index] = _merged([taken[index], *backlog])
             self._backlog = {}
+            self._on_growth(-self._num_bytes)
             self._num_bytes = 0
         if self._error is not None:
             self._arrived.set()

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta
 from server.errors import EngineError, Overloaded, RequestTimeout
+from server.limits.owners import ANYONE, Owner
 from server.streaming.generation import Generation, while_connected
 from server.streaming.hub import DeltaStream
 from server.streaming.sse import EventStream
@@ -23,6 +24,7 @@ FINISHED, REJECTED = "kaon_requests_finished_total", "kaon_requests_rejected_tot
 
 def frontend_at_rest(front: FrontEnd) -> bool:
     told = front.count("kaon_requests_received_total") == front.count(FINISHED) + front.count(REJECTED)
+    told &= not any(front.admission.accounts.of_owner(ANYONE.party).values())
     return told and front.admission.is_empty and not front.hub.num_live and front.count("kaon_requests_live") == 0
 
 
@@ -315,6 +317,26 @@ async def test_log_probabilities_count_as_bytes() -> None:
         raise AssertionError("it was never full")
 
     assert steps_until_full(20) < steps_until_full(0) / 2
+
+
+async def test_what_a_client_has_not_read_is_accounted_to_its_owner_and_leaves_with_it() -> None:
+    front = FrontEnd(stream_buffer_bytes=2**20)
+    accounts, owner = front.admission.accounts, Owner.of_address("10.0.0.7")
+    read, left = (front.generation(time.monotonic(), owner=owner) for _ in range(2))
+    events = read.events(renderer())
+    _ = left.events(renderer())
+    for _ in range(50):
+        front.core.step()
+    unread = accounts.used(owner.party, "stream_bytes")
+    assert unread > 2 * 49 * 256
+    assert accounts.used(owner.party, "sequences") == 2
+    await anext(events)
+    assert accounts.used(owner.party, "stream_bytes") == unread / 2
+    left.end()
+    assert accounts.used(owner.party, "stream_bytes") == 0
+    front.core.step(last=True)
+    assert [event async for event in events]
+    assert not any(accounts.of_owner(owner.party).values())
 
 
 async def test_silent_tokens_are_no_readers_fault() -> None:
