@@ -191,13 +191,64 @@ def test_a_response_that_is_done_cannot_be_cancelled(client: openai.OpenAI, mode
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("web_search", {"tools": [{"type": "web_search"}]}), ("conversation", {"conversation": "conv_1"})],
+    [("prompt", {"prompt": {"id": "pmpt_1"}}), ("conversation", {"conversation": "conv_1"})],
 )
 def test_what_is_not_supported_is_refused_by_name(
     client: openai.OpenAI, model: str, name: str, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=name):
         respond(client, model, "Hello", **fields)
+
+
+def test_a_hosted_tool_is_left_out_by_name(client: openai.OpenAI, model: str) -> None:
+    raw = client.responses.with_raw_response.create(
+        model=model, input="What is 2 + 3?", tools=[{"type": "web_search"}]
+    )
+    assert raw.headers["x-kaon-ignored"] == "tools[0] (web_search)"
+    assert raw.parse().output_text
+
+
+def test_a_member_of_a_namespace_is_called(client: openai.OpenAI, model: str) -> None:
+    tools: Any = [{"type": "namespace", "name": "world", "description": "Of the world.", "tools": [GET_WEATHER]}]
+    (call,) = respond(client, model, WEATHER, tools=tools, tool_choice="required", parallel_tool_calls=False).output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name) == ("world", "get_weather")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    answer = respond(client, model, [{"role": "user", "content": WEATHER}, call, output], tools=tools)
+    assert answer.output_text
+
+
+def test_a_custom_tool_is_called_and_streamed(client: openai.OpenAI, model: str) -> None:
+    form: Any = {"type": "grammar", "syntax": "regex", "definition": "(red|green) (light|dark)"}
+    tools: Any = [{"type": "custom", "name": "paint", "format": form}]
+    with client.responses.stream(
+        model=model, input="Paint it.", temperature=0, tools=tools, tool_choice={"type": "custom", "name": "paint"}
+    ) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+        (call,) = stream.get_final_response().output
+    assert call.type == "custom_tool_call"
+    assert "".join(deltas) == call.input
+    assert call.input in ("red light", "red dark", "green light", "green dark")
+    second = respond(
+        client,
+        model,
+        [{"role": "user", "content": "Paint it."}, call, custom_output(call.call_id, "Painted.")],
+        tools=tools,
+    )
+    assert second.output
+
+
+def custom_output(call_id: str, text: str) -> dict[str, str]:
+    return {"type": "custom_tool_call_output", "call_id": call_id, "output": text}
+
+
+def test_a_conversation_is_compacted(client: openai.OpenAI, model: str) -> None:
+    chat: Any = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "2 + 3 = 5"}]
+    compacted = client.responses.compact(model=model, input=chat)
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.usage.total_tokens > 0
+    items = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
+    assert respond(client, model, [*items, {"role": "user", "content": "Hello"}]).status == "completed"
 
 
 def test_the_raw_response_has_its_request_id(client: openai.OpenAI, model: str) -> None:
