@@ -5,6 +5,7 @@ The model says what a script tells it, and its chat template shows all that it i
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import openai
 import pytest
 from openai._streaming import SSEDecoder
 
-from tests.e2e.agent_requests import CODEX_HEADERS, HOSTED, as_codex_returns, codex, message
+from tests.e2e.agent_requests import CODEX_HEADERS, CODEX_TOOLS, HOSTED, as_codex_returns, codex, message
 from tests.e2e.kaon_server import MODEL
 from tests.e2e.scripted_server import ScriptedServer
 
@@ -207,6 +208,67 @@ def test_the_catalog_names_what_codex_needs(http: httpx.Client) -> None:
     assert [level["effort"] for level in model["supported_reasoning_levels"]] == ["none", "low", "medium", "high"]
     assert model["apply_patch_tool_type"] == "freeform"
     assert model["base_instructions"]
+
+
+def test_a_stored_conversation_goes_on_behind_a_custom_call(scripted: ScriptedServer) -> None:
+    with scripted.client() as client:
+        first = client.responses.create(model=MODEL, input="Patch it.", tools=CODEX_TOOLS)  # type: ignore[arg-type]
+        called = first.output[-1]
+        assert called.type == "custom_tool_call"
+        output: Any = {"type": "custom_tool_call_output", "call_id": called.call_id, "output": "Done."}
+        second = client.responses.create(model=MODEL, input=[output], previous_response_id=first.id)
+        assert second.output_text == "I remember that I weighed it."
+        listed = client.responses.input_items.list(second.id, order="asc")
+        assert [item.type for item in listed] == [
+            "message",
+            "reasoning",
+            "custom_tool_call",
+            "custom_tool_call_output",
+        ]
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """A server for two keys, of which each may have one request at a time."""
+    folder = tmp_path_factory.mktemp("keyed")
+    log, keys = folder / "log", folder / "keys"
+    keys.write_text("sk-one\nsk-two\n")
+    face = {"api_key_file": str(keys), "max_requests_per_key": 1}
+    running = ScriptedServer(log, [("Hold on", "word " * 40_000), *RULES], server_config=face).ready()
+    yield running
+    assert running.stop() == 0
+
+
+def headers_of(key: str) -> dict[str, str]:
+    return {**CODEX_HEADERS, "authorization": f"Bearer {key}"}
+
+
+def test_reasoning_that_another_keys_client_got_is_refused(keyed: ScriptedServer) -> None:
+    asked = message("user", "Patch it.")
+    with keyed.http() as http:
+        own, other = headers_of("sk-one"), headers_of("sk-two")
+        first = http.post("/v1/responses", json=codex(asked, stream=False), headers=own).json()
+        body = codex(asked, as_codex_returns(first["output"][0]), stream=False)
+        assert http.post("/v1/responses", json=body, headers=own).status_code == 200
+        refused = http.post("/v1/responses", json=body, headers=other)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_encrypted_content")
+        assert "weigh" not in refused.text
+
+
+def test_codex_reads_in_the_stream_when_to_try_again(keyed: ScriptedServer) -> None:
+    with keyed.http() as http:
+        long = codex(message("user", "Hold on."))
+        with http.stream("POST", "/v1/responses", json=long, headers=headers_of("sk-one")) as held:
+            assert next(held.iter_lines()) == "event: response.created"
+            body = codex(message("user", "Say hello."))
+            failed = http.post("/v1/responses", json=body, headers=headers_of("sk-one"))
+            *_, (_, last) = frames(iter([failed.content]))
+            assert last["type"] == "response.failed"
+            error = last["response"]["error"]
+            assert error["code"] == "rate_limit_exceeded"
+            assert re.search(r"try again in \d+(\.\d+)?s", error["message"])
+            others = {name: value for name, value in headers_of("sk-one").items() if name != "originator"}
+            assert http.post("/v1/responses", json=body, headers=others).status_code == 429
 
 
 @pytest.fixture(scope="module")
