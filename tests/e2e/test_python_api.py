@@ -144,6 +144,7 @@ async def test_a_wrong_prompt_or_field_is_an_invalid_request_here_too(async_llm:
         ("generate", "The capital of France is Paris."),
         ("chat", "17 + 25 = 42"),
         ("async_chats", "What is 7 + 7? 7 + 7 = 14"),
+        ("search", "The capital of Italy is Rome."),
     ],
 )
 def test_examples_run(
