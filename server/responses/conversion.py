@@ -13,7 +13,7 @@ import msgspec
 
 from engine.text.io_processor import DoesNotFit
 from engine.text.structured.spec import GrammarSpec
-from server.errors import BadRequest
+from server.errors import BadRequest, ContextLengthExceeded
 from server.frontend import Frontend
 from server.ignored import ignore
 from server.limits.owners import Owner
@@ -87,16 +87,24 @@ async def prepare(
         instructions.append({"role": "system", "content": request.instructions})
 
     most_tokens = request.max_output_tokens
+    summary_tokens = min(most_tokens or _SUMMARY_TOKENS, frontend.loaded.max_model_len // 4)
     if request.compacts:
         messages.append({"role": "user", "content": _COMPACT})
-        most_tokens = most_tokens or min(_SUMMARY_TOKENS, frontend.loaded.max_model_len // 4)
+        most_tokens = most_tokens or summary_tokens
 
     free_texts = await _free_texts(tools, frontend, owner)
 
     async def attempt(messages: list[Message]) -> PreparedChat:
         chat = to_chat(request, instructions + messages, tools, most_tokens)
         check_request_limits(chat, frontend)
-        return await prepare_chat(chat, frontend, owner, free_texts)
+        prepared = await prepare_chat(chat, frontend, owner, free_texts)
+        if request.compacts and prepared.prompt.max_tokens < summary_tokens:
+            reason = DoesNotFit(f"it leaves {prepared.prompt.max_tokens} tokens for a summary", "messages")
+            raise ContextLengthExceeded(
+                f"input cannot be compacted: {reason}, which needs {summary_tokens}; leave tools or instructions out",
+                param="input",
+            ) from reason
+        return prepared
 
     try:
         try:

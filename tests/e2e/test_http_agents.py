@@ -297,3 +297,6 @@ def test_a_conversation_beyond_the_context_is_compacted_from_its_end(narrow: Scr
         compacted = client.responses.compact(model=MODEL, input=long)
         assert compacted.output[-1].type == "compaction"
         assert 1 < len(compacted.output) < 10
+        assert compacted.usage.input_tokens <= 512 - 512 // 4
+        with pytest.raises(openai.BadRequestError, match=r"it leaves .* tokens for a summary, which needs 128"):
+            client.responses.compact(model=MODEL, input=long, instructions="Say hello. " * 60)
