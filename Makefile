@@ -23,7 +23,7 @@ chat: $(VENV)/.installed ## Chat in the terminal
 test: $(VENV)/.installed-test ## Run the tests
 	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one, on examples drawn anew
+test-long: $(VENV)/.installed-fuzz ## Run the tests, with the long form of those that have one, on examples drawn anew
 	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal --hypothesis-profile=anew $(ARGS)
 
 test-paths: $(VENV)/.installed-test ## Run the parity tests with each set of instructions that the processor has
