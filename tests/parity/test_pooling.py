@@ -14,9 +14,13 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.messages import PoolingParams
+from engine.runner.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 from models.architectures.pooling import read_pooling
 from models.errors import CheckpointError
+from tests.parity.ahead import Ahead
 from tests.parity.checkpoints import edit_json
 from tests.parity.embedding_checkpoints import (
     ENCODER_FAMILIES,
@@ -165,6 +169,24 @@ def test_a_dense_layer_comes_before_the_norm(tmp_path: Path) -> None:
     for vector, prompt in zip(ran.vectors, prompts(), strict=True):
         mean = hidden_states(path, prompt).mean(0)
         assert_close(vector, unit(torch.tanh(dense["linear.weight"] @ mean + dense["linear.bias"])))
+
+
+@pytest.mark.parametrize("tasks", [("embed",), ("generate", "embed")])
+def test_vectors_of_steps_that_are_read_late(tmp_path: Path, tasks: tuple[str, ...]) -> None:
+    # An odd number of elements, and of vectors: the device copies words of two.
+    path = add_modules(qwen3_embedding(tmp_path), "mean_tokens", dense=(64, 23))
+    loaded = load_pooling(path, task=tasks, max_num_batched_tokens=32, max_num_seqs=8)
+    at_once = PoolingEngine(loaded).run(prompts())
+    runner = ModelRunner(loaded, 64)
+    runner.warm_up()
+    nothing = SamplingParams(temperature=0.0, max_tokens=0)
+    pooled = [Sequence(prompt, 16, nothing, pooling=PoolingParams()) for prompt in prompts()]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    others = [Sequence([5, 9, 200, 17], 16, greedy)] if "generate" in tasks else []
+    told = {output.request_id: output for output in Ahead(runner).run([*others, *pooled]) if output.finished}
+    for seq, vector in zip(pooled, at_once.vectors, strict=True):
+        assert_close(np.frombuffer(told[seq.id].vector or b"", dtype="<f4"), vector)
+    assert [seq.leave_reason for seq in others] == ["max_tokens"] * len(others)
 
 
 def test_vectors_are_cut_and_normalised_again(embedder: Path, expected: list[npt.NDArray[np.float32]]) -> None:
