@@ -88,7 +88,7 @@ class HttpProtocol(HttpToolsProtocol):
     """
 
     def __init__(self, *args: Any, connection: Connection, probes: Collection[bytes] = (), **keywords: Any) -> None:
-        """`probes` are paths that are served however many other connections are."""
+        """`probes` are paths, of admin calls too, that are served however many other connections are."""
         super().__init__(*args, **keywords)
         self._probes = probes
         self._connection = connection
@@ -325,8 +325,8 @@ class _Server(uvicorn.Server):
         config = self._frontend.config.server_config
         limits = ConnectionLimits.of(config, num_free_descriptors(), self._frontend.max_request_bytes)
         connections = Connections(limits, self._frontend.accounts, self._frontend.metrics)
-        paths = [endpoint.path for endpoint in all_endpoints() if endpoint.is_probe]
-        probes = {f"{prefix}{path}".encode() for path in paths for prefix in ("", config.root_path)}
+        reserved = [each for each in all_endpoints() if each.is_probe or each.scope in ("admin", "metrics")]
+        probes = {f"{prefix}{each.path}".encode() for each in reserved for prefix in ("", config.root_path)}
 
         def new_protocol(connection: Connection) -> HttpProtocol:
             return HttpProtocol(

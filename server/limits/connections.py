@@ -52,7 +52,7 @@ _BODY_BUDGET_BODIES = 64
 _SLOW_AFTER_SECONDS = 1.0
 """From here on, a body below the least rate makes room for others."""
 
-_LEAST_AGE_SECONDS = 0.01
+_LEAST_AGE_SECONDS = 0.005
 """A connection makes no room for new ones before this age, so that a flood does not close those that send at once."""
 
 _MAX_SPARED = 4

@@ -159,6 +159,8 @@ _SHOWN_CHARACTERS = 60
 JSON = "application/json"
 _MAX_CONTAINERS = 2**16
 """Most lists and objects in a body: they take several times as long to create as numbers and texts."""
+_MAX_FIELDS = 2**16
+"""Most fields of all objects in a body: a key costs as much as several values."""
 _BYTES_PER_VALUE = 16
 """A body may hold as many values as the limit of its bytes has room for, at so many bytes each. Texts have more, and
 token ids less, but a prompt of ids then still has four times the bytes of a full context."""
@@ -199,14 +201,13 @@ _decoder = msgspec.json.Decoder(float_hook=_float)
 
 
 def _check_values(body: bytes, max_values: int) -> None:
-    """Raise if `body` holds too many values, or too many lists and objects; what is in strings does not count.
-
-    The key of a field counts as a value: it takes as long to read."""
+    """Raise if `body` holds too many values, fields, or lists and objects; what is in strings does not count."""
     max_values = max(max_values, 2 * _MAX_CONTAINERS)
     num_containers = body.count(b"[") + body.count(b"{")
-    if num_containers <= _MAX_CONTAINERS and num_containers + body.count(b",") + body.count(b":") <= max_values:
+    is_small = num_containers <= _MAX_CONTAINERS and num_containers + body.count(b",") <= max_values
+    if is_small and body.count(b":") <= _MAX_FIELDS:
         return
-    num_containers = num_values = start = 0
+    num_containers = num_fields = num_values = start = 0
     is_in_string = False
     while start < len(body):
         end = start + _SLICE
@@ -217,10 +218,13 @@ def _check_values(body: bytes, max_values: int) -> None:
         is_in_string ^= len(pieces) % 2 == 0
         opened = outside.count(b"[") + outside.count(b"{")
         num_containers += opened
-        num_values += opened + outside.count(b",") + outside.count(b":")
+        num_fields += outside.count(b":")
+        num_values += opened + outside.count(b",")
         start = end
         if num_containers > _MAX_CONTAINERS:
             raise BadRequest(f"the request body holds more than {_MAX_CONTAINERS} lists and objects; send fewer")
+        if num_fields > _MAX_FIELDS:
+            raise BadRequest(f"the request body holds more than {_MAX_FIELDS} fields; send fewer")
         if num_values > max_values:
             raise BadRequest(
                 f"the request body holds more than {max_values} values; send fewer, or start the server with a higher "
