@@ -72,6 +72,23 @@ SUITES = (
         has_npm=True,
     ),
     Suite(
+        "coding-agents",
+        ("opencode-linux-x64", "@continuedev/cli"),
+        ("coding-agents/agents.test.mjs",),
+        "opencode and Continue's command line, with a scripted model: a command is run and its output read",
+        script="coding-agents/script.json",
+        flags=("--chat-template", "codex/messages.jinja", "--tool-call-parser", "hermes"),
+    ),
+    Suite(
+        "aider",
+        ("aider-chat",),
+        ("test_aider.py",),
+        "aider, with a scripted model: an edit is applied and committed, streamed and not",
+        {"AIDER_ANALYTICS": "false"},
+        script="aider/script.json",
+        flags=("--chat-template", "codex/messages.jinja", "--tool-call-parser", "hermes"),
+    ),
+    Suite(
         "langchain",
         ("langchain-tests", "langchain-openai"),
         ("test_langchain.py",),
