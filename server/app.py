@@ -69,7 +69,9 @@ def create_app(
     app.state.frontend = frontend
     app.state.responses = service
     lines = settings.batch_concurrency or min(32, max(1, config.max_num_seqs // 2))
-    app.state.batches = batches = BatchRunner(open_store(settings), app.answer, lambda: frontend.hub.num_live, lines)
+    app.state.batches = batches = BatchRunner(
+        open_store(settings), app.answer, lambda: frontend.hub.num_live, lines, keys.holder
+    )
     errors.install(app)
     routers = [ENDPOINTS[name].router for name in ENDPOINTS]
     for router in routers:

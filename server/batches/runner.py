@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message
 from engine.config.config import ServerConfig
 from server.access_log import RequestFacts, new_request_id
 from server.batches.store import Batch, BatchStore, FileNotFound, Line, LineAt, output_line
+from server.errors import InvalidApiKey
 from server.limits.owners import Owner
 from server.schemas.batches import BatchError, BatchObject, BatchStatus
 
@@ -83,15 +84,24 @@ def open_store(config: ServerConfig) -> BatchStore:
 class BatchRunner:
     """The batches of one server. Used from its event loop."""
 
-    def __init__(self, store: BatchStore, answer: ASGIApp, num_live: Callable[[], int], max_lines: int) -> None:
+    def __init__(
+        self,
+        store: BatchStore,
+        answer: ASGIApp,
+        num_live: Callable[[], int],
+        max_lines: int,
+        holder: Callable[[str], Owner | None] = Owner.of_key,
+    ) -> None:
         """`answer` is the application without authentication and log.
 
-        `num_live` returns the sequences that run in the server; at most `max_lines` lines run at a time.
+        `num_live` returns the sequences that run in the server; at most `max_lines` lines run at a time. `holder`
+        returns the owner of the key with a digest, or None if the key is no longer accepted.
         """
         self.store = store
         self._answer = answer
         self._num_live = num_live
         self._max_lines = max_lines
+        self._holder = holder
         self._num_running = 0
         self._line_ended = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -197,8 +207,15 @@ class BatchRunner:
         self._line_ended.set()
 
     async def _run_line(self, batch: Batch, line: Line) -> None:
-        owner = Owner(f"{batch.party} (batches)", batch.owner or None, _WEIGHT)
-        output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, line.content, owner)
+        holder = self._holder(batch.owner) if batch.owner else Owner(batch.party)
+        if holder is None:
+            error = InvalidApiKey("the API key that made the batch has been revoked or has expired")
+            response = {"status_code": error.status, "request_id": new_request_id(), "body": msgspec.Raw(error.body())}
+            output, succeeded = output_line(line.custom_id, response), False
+        else:
+            # A party of its own: its live requests do not wait for its batches, whose quotas are counted apart.
+            owner = holder._replace(party=f"{batch.party} (batches)", weight=_WEIGHT * holder.weight)
+            output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, line.content, owner)
         await asyncio.to_thread(self.store.record, batch.object.id, line.number, output, succeeded=succeeded)
 
     async def compute(self, endpoint: str, custom_id: str, content: bytes, owner: Owner) -> tuple[bytes, bool]:

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import logging
 import os
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
@@ -66,9 +65,18 @@ class ApiKeys:
         accepted = self._given.get(digest) or self._filed.get(digest)
         if accepted is None or not hmac.compare_digest(accepted.owner.party, digest):
             return None
-        if accepted.expires is not None and accepted.expires <= time.time():
+        if accepted.has_expired:
             raise InvalidApiKey("the API key has expired; ask the operator of this server for a new one")
         return accepted.owner
+
+    def holder(self, digest: str) -> Owner | None:
+        """The holder of the key with this digest, for work that goes on without its client; None if the key has been
+        revoked or has expired. Subjects of tokens are taken for what they were.
+        """
+        accepted = self._given.get(digest) or self._filed.get(digest)
+        if accepted is None:
+            return Owner.of_key(digest) if self._tokens is not None or not self else None
+        return None if accepted.has_expired else accepted.owner
 
     async def authenticate(self, key: bytes) -> Owner | None:
         """The holder of an API key, or the subject of a token; None if it is neither. Raises `InvalidApiKey`."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import ipaddress
+import time
 from typing import Literal, NamedTuple, Self, get_args
 
 Scope = Literal["inference", "admin", "metrics"]
@@ -91,6 +92,11 @@ class AcceptedKey(NamedTuple):
     owner: Owner
     expires: float | None = None
     """In seconds since 1970; None: never."""
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether the key is no longer accepted."""
+        return self.expires is not None and self.expires <= time.time()
 
 
 def digest_of(key: str) -> str:

@@ -211,3 +211,21 @@ def test_the_file_says_what_it_holds_in_json(file: Path) -> None:
     record = json.loads(file.read_text())["keys"][0]
     assert {"name", "digest", "created", "scopes", "group"} == record.keys()
     assert time.time() - 3600 < KeyFile.load(file).keys[0].created.timestamp() <= time.time()
+
+
+def test_work_without_a_client_has_its_keys_owner_until_the_key_is_revoked_or_expires(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    created(capsys, "alice", "--file", str(file), "--group", "team")
+    created(capsys, "old", "--file", str(file), "--expires", "2020-01-01")
+    alice, old = (record.digest for record in KeyFile.load(file).keys)
+    keys = keys_of(file)
+    owner = keys.holder(alice)
+    assert owner is not None
+    assert (owner.name, owner.group) == ("alice", "team")
+    assert keys.holder(old) is None
+    assert keys.holder("f" * 64) is None
+    assert command("revoke", "alice", "--file", str(file)) == 0
+    keys.reload()
+    assert keys.holder(alice) is None
+    assert ApiKeys().holder(alice) == Owner.of_key(alice)

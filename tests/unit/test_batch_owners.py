@@ -1,0 +1,60 @@
+"""As whom the lines of a batch run, once nobody is connected any more."""
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+from starlette.types import Receive, Scope, Send
+
+from server.batches.runner import BatchRunner
+from server.batches.store import BatchStore
+from server.limits.owners import Owner, Quotas
+
+ALICE = Owner("a" * 64, "a" * 64, 2.0, "alice", group="team", quotas=Quotas(5))
+
+
+class Record:
+    """A store that keeps what a line became, behind an application that keeps whom it was for."""
+
+    def __init__(self) -> None:
+        self.owners: list[Owner] = []
+        self.lines: list[tuple[dict[str, Any], bool]] = []
+
+    def record(self, id: str, number: int, output: bytes, *, succeeded: bool) -> None:
+        self.lines.append((json.loads(output), succeeded))
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.owners.append(scope["state"]["owner"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"ok": true}'})
+
+    async def run(self, holder: Owner | None) -> None:
+        runner = BatchRunner(cast(BatchStore, self), self.answer, lambda: 0, 4, lambda digest: holder)
+        batch = SimpleNamespace(
+            object=SimpleNamespace(id="batch_1", endpoint="/v1/completions"), owner=ALICE.key, party=ALICE.party
+        )
+        line = SimpleNamespace(number=0, custom_id="one", content=b'{"body": {"model": "m", "prompt": "x"}}')
+        await runner._run_line(cast(Any, batch), cast(Any, line))
+
+
+async def test_a_line_runs_with_its_keys_group_and_quotas_as_a_party_of_its_own() -> None:
+    record = Record()
+    await record.run(ALICE)
+    [owner] = record.owners
+    assert (owner.group, owner.quotas, owner.key) == ("team", Quotas(5), ALICE.key)
+    assert owner.party == f"{ALICE.party} (batches)"
+    assert 0 < owner.weight < ALICE.weight
+    [(output, succeeded)] = record.lines
+    assert succeeded
+    assert output["response"]["status_code"] == 200
+
+
+async def test_a_line_of_a_revoked_key_is_a_401_and_runs_nothing() -> None:
+    record = Record()
+    await record.run(None)
+    assert record.owners == []
+    [(output, succeeded)] = record.lines
+    assert not succeeded
+    assert output["custom_id"] == "one"
+    assert output["response"]["status_code"] == 401
+    assert "revoked" in output["response"]["body"]["error"]["message"]
