@@ -147,18 +147,11 @@ class HostedBlock(_Part):
     type: str
 
 
-_BLOCKS: dict[str, type[_Part]] = {
-    "text": TextBlock,
-    "thinking": ThinkingBlock,
-    "redacted_thinking": RedactedThinkingBlock,
-    "tool_use": ToolUseBlock,
-    "image": ImageBlock,
-    "document": DocumentBlock,
-    "search_result": SearchResultBlock,
-    "tool_reference": ToolReferenceBlock,
-    "compaction": CompactionBlock,
-    **dict.fromkeys(_HOSTED_BLOCKS, HostedBlock),
-}
+_RESULT_BLOCKS = ("text", "image", "document", "search_result", "tool_reference", "browser_state")
+_BLOCKS = (
+    *("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image", "document", "search_result"),
+    *("compaction", *_HOSTED_BLOCKS),
+)
 
 
 def _of_known_type(data: Any, known: tuple[str, ...]) -> Any:
@@ -190,11 +183,7 @@ ResultBlock: TypeAlias = Annotated[
         | Annotated[HostedBlock, Tag("<hosted>")],
         Discriminator(_tag),
     ],
-    BeforeValidator(
-        lambda data: _of_known_type(
-            data, ("text", "image", "document", "search_result", "tool_reference", "browser_state")
-        )
-    ),
+    BeforeValidator(lambda data: _of_known_type(data, _RESULT_BLOCKS)),
 ]
 
 
@@ -225,7 +214,7 @@ Block: TypeAlias = Annotated[
         | Annotated[HostedBlock, Tag("<hosted>")],
         Discriminator(_tag),
     ],
-    BeforeValidator(lambda data: _of_known_type(data, (*_BLOCKS, "tool_result"))),
+    BeforeValidator(lambda data: _of_known_type(data, _BLOCKS)),
 ]
 """A block of a message's content."""
 
