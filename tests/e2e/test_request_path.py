@@ -13,8 +13,8 @@ import pytest
 from tests.e2e.kaon_server import MODEL, KaonServer, free_port
 
 MOST_FILES = 18
-LEAVES = ("kvcache/block_manager.py", "engine/sampling/parameters.py")
-"""They read a sequence's token ids and a batch's parameters for their caller."""
+LEAVES = ("kvcache/block_manager.py", "engine/sampling/parameters.py", "engine/core/waiting_queue.py")
+"""They read a sequence's token ids and a batch's parameters for their caller, and keep sequences in order for it."""
 
 PROFILER = '''
 """Imported by each Python process at its start: appends to a file the product files that get the request."""
