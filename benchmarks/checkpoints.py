@@ -83,7 +83,7 @@ def write_random(directory: Path, config: Any, largest_file: str = "4GB") -> Non
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.save_pretrained(directory, max_shard_size=largest_file)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(CHECKPOINT_DIR / file, directory / file)
