@@ -394,6 +394,9 @@ class CountTokensRequest(ModelRequest):
         dict[str, Any] | None, FewFields, Field(description="Accepted; nothing of the conversation is cleared.")
     ] = None
     speed: HintText = None
+    anthropic_version: HintText = None
+    anthropic_beta: HintList = None
+    betas: HintList = None
 
 
 class MessagesRequest(CountTokensRequest):

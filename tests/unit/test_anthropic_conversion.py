@@ -359,6 +359,8 @@ def test_hints_of_agents_are_accepted_whatever_they_hold() -> None:
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "diagnostics": {"previous_message_id": None},
         "inference_geo": "eu",
+        "anthropic_version": "vertex-2023-10-16",
+        "betas": ["effort-2025-11-24"],
         "mcp_servers": [],
     }
     assert ignored_of(**hints) == []
