@@ -1051,6 +1051,59 @@ _CONFIG = (
     ),
 )
 
+_RESPONSES = ("unit/test_responses_conversion.py", "unit/test_responses_rendering.py", "unit/test_responses_tools.py")
+
+_AGENTS = (
+    Mutation(
+        "agents/sealed-reasoning-is-read-for-any-key",
+        "f\"{kind}\\0{'' if owner is None else owner}\"",
+        'f"{kind}"',
+        ("unit/test_sealing.py",),
+    ),
+    Mutation(
+        "agents/members-of-two-namespaces-share-a-name",
+        "while flat in taken:",
+        "while False:",
+        ("unit/test_responses_tools.py",),
+    ),
+    Mutation(
+        "agents/member-is-answered-by-its-flat-name",
+        "return Called(kind, offered.namespace, offered.tool.name)",
+        "return Called(kind, None, offered.flat)",
+        _RESPONSES,
+    ),
+    Mutation(
+        "agents/half-a-surrogate-pair-is-decoded",
+        "elif len(text) - at < _LONGEST_ESCAPE and _may_go_on(text[at:]):",
+        "elif False:",
+        ("unit/test_freeform.py",),
+    ),
+    Mutation(
+        "agents/grammar-may-run-over-the-marker",
+        'elif kind == "regex" and (_MANY_LINES.search(text) or "s" in text.rpartition("/")[2]):',
+        'elif kind == "regex" and False:',
+        ("unit/answers/test_free_texts.py",),
+    ),
+    Mutation(
+        "agents/summary-cut-off-ends-as-incomplete",
+        "None if isinstance(self._output, CompactionOutput) else reason",
+        "reason",
+        _RESPONSES,
+    ),
+    Mutation(
+        "agents/instructions-lost-on-a-template",
+        "if shown and not self._shows(role, late=True) and",
+        "if False and",
+        ("unit/text/test_chat_template.py",),
+    ),
+    Mutation(
+        "agents/unreadable-compaction-is-left-out",
+        "raise InvalidEncryptedContent(item.id, why) from None",
+        'return ""',
+        _RESPONSES,
+    ),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
     *_SCHEDULING,
     *_CACHE,
@@ -1064,4 +1117,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_SECURITY,
     *_STRUCTURED,
     *_CONFIG,
+    *_AGENTS,
 )

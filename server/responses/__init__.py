@@ -1,1 +1,1 @@
-"""What `/v1/responses` adds to a chat: conversion, events, stored responses and background runs."""
+"""What `/v1/responses` adds to a chat: tools, conversion, events, stored responses and background runs."""
