@@ -451,6 +451,7 @@ def new_sequences(
         grammar=grammar,
         cache_salt=prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.prefix_domain),
         owner=owner.party,
+        weight=owner.weight,
         priority=request.priority,
         adapter=frontend.adapter_of(request.model),
         arrival_time=arrival_time,

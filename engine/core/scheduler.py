@@ -119,6 +119,7 @@ class _Holding:
     """What an owner's running sequences hold, as parts of all slots and of all blocks."""
 
     weight: float
+    sequences: int = 0
     slots: float = 0.0
     blocks: float = 0.0
     share: float = 1.0
@@ -616,6 +617,7 @@ class Scheduler:
             holding = holdings.get(seq.owner)
             if holding is None:
                 holding = holdings[seq.owner] = _Holding(seq.weight)
+            holding.sequences += 1
             holding.slots += slot
             holding.blocks += block * (len(seq.block_table) - seq.num_released_blocks)
         total = sum(holding.weight for holding in holdings.values())
@@ -623,17 +625,21 @@ class Scheduler:
             holding.share = holding.weight / total
         return holdings
 
-    def _newest_of_largest_holder(self, holdings: "dict[str, _Holding]") -> Sequence | None:
-        """The sequence that started last of the owner that holds most, where it holds much more than its share."""
-        owner = max(holdings, key=lambda owner: holdings[owner].in_shares)
-        if holdings[owner].in_shares <= _OVER_SHARE:
+    def _newest_of_largest_holder(self, holdings: "dict[str, _Holding]", above: float) -> Sequence | None:
+        """The sequence that started last of the owner that holds most, where that is more than `above` fair shares.
+
+        An owner keeps its only sequence: two of one slot would take it from each other for ever.
+        """
+        over = [owner for owner, each in holdings.items() if each.sequences > 1 and each.in_shares > above]
+        if not over:
             return None
+        owner = max(over, key=lambda owner: holdings[owner].in_shares)
         return next(seq for seq in reversed(self.running) if seq.owner == owner)
 
     def _victim(self) -> Sequence:
         """The sequence to preempt where a decode needs a block."""
         if len({seq.owner for seq in self.running} | self.waiting.owners) > 1:
-            victim = self._newest_of_largest_holder(self._holdings())
+            victim = self._newest_of_largest_holder(self._holdings(), _OVER_SHARE)
             if victim is not None:
                 return victim
         return self.running[-1]
@@ -645,7 +651,8 @@ class Scheduler:
     def _make_room(self, now: float) -> bool:
         """Preempt for the sequence that could not start in the last step; False: a step must be read first.
 
-        Only where its owner is below its fair share, and only what others hold far beyond theirs.
+        Only where its owner is below its fair share, and only what others hold far beyond theirs; for an owner
+        without a running sequence, what they hold beyond theirs at all.
         """
         seq, self._blocked = self._blocked, None
         if seq is None or seq.status is not SequenceStatus.WAITING or now < self._next_room_check:
@@ -656,7 +663,7 @@ class Scheduler:
             holdings = self._holdings()
             own = holdings[seq.owner]
             needed = max(1 / self.limits.num_rows, seq.num_blocks / len(self.block_manager.blocks))
-            victim = self._newest_of_largest_holder(holdings)
+            victim = self._newest_of_largest_holder(holdings, _OVER_SHARE if own.part else 1.0)
             if victim is None or victim.owner == seq.owner or (own.part and own.part + needed > own.share):
                 break
             if self._submitted:

@@ -228,6 +228,7 @@ class InputOutputProcessor:
         priority: int = 0,
         adapter: int = 0,
         owner: str = "",
+        weight: float = 1.0,
         arrival_time: float | None = None,
         visible_token_ids: frozenset[int] = frozenset(),
     ) -> list[NewSequence]:
@@ -246,6 +247,7 @@ class InputOutputProcessor:
                     priority=priority,
                     adapter=adapter,
                     owner=owner,
+                    weight=weight,
                 ),
                 RequestState(id, token_ids, params, self.tokenizer, arrival_time, visible_token_ids),
             )

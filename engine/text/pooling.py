@@ -230,6 +230,7 @@ class PoolingProcessor:
         priority: int = 0,
         adapter: int = 0,
         owner: str = "",
+        weight: float = 1.0,
         arrival_time: float | None = None,
     ) -> NewSequence:
         """The sequence that pools a prompt; for its options see `PoolingParams` and `AddRequest`."""
@@ -241,6 +242,7 @@ class PoolingProcessor:
             priority=priority,
             adapter=adapter,
             owner=owner,
+            weight=weight,
             pooling=PoolingParams(dimensions, activate, prompt.first_text_tokens),
         )
         state = RequestState(request_id, prompt.token_ids, _NOTHING, self.processor.tokenizer, arrival_time)

@@ -95,6 +95,7 @@ class _Call:
                 priority=request.priority,
                 adapter=frontend.adapter_of(request.model),
                 owner=owner.party,
+                weight=owner.weight,
                 arrival_time=self._arrival_time,
             )
             for prompt, request_id in zip(prompts, frontend.hub.new_ids(len(prompts)), strict=True)

@@ -99,6 +99,23 @@ class TestPreemption:
             assert made.ttft(short) < 3.0
         assert made.scheduler.stats("", 0.0).preemptions <= 8
 
+    def test_the_first_request_of_an_owner_starts_where_many_others_hold_little_more_than_their_shares(self) -> None:
+        made = engine(max_num_seqs=22)
+        for number in range(22):
+            made.add(50, 20_000, owner=f"heavy {number % 10}", at=made.now)
+        made.run(lambda: made.scheduler.get_request_counts()[0] == 22)
+        first = made.add(50, 5, owner="light", at=made.now)
+        made.run(lambda: first.is_finished)
+        assert made.ttft(first) < 1.0
+        assert made.scheduler.stats("", 0.0).preemptions == 1
+
+    def test_owners_do_not_take_the_only_slot_from_each_other(self) -> None:
+        made = engine(max_num_seqs=1)
+        seqs = [made.add(50, 300, owner=owner, at=made.now) for owner in "ab"]
+        made.run()
+        assert all(len(seq.token_ids) == 350 for seq in seqs)
+        assert made.scheduler.stats("", 0.0).preemptions == 0
+
     def test_an_owner_of_all_blocks_gives_some_back(self) -> None:
         made = engine(num_kvcache_blocks=1000)
         for _ in range(4):

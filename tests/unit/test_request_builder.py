@@ -61,8 +61,8 @@ def test_keys_share_no_cached_prefix_unless_the_server_says_so() -> None:
 
 
 def test_the_core_gets_the_party_of_each_request() -> None:
-    [sequence] = sequences(owner=Owner("10.0.0.7"))
-    assert sequence.request.owner == "10.0.0.7"
+    [sequence] = sequences(owner=Owner("10.0.0.7", weight=2.5))
+    assert (sequence.request.owner, sequence.request.weight) == ("10.0.0.7", 2.5)
 
 
 def test_each_choice_has_an_id_and_the_arrival_time_and_all_share_the_prompt() -> None:
