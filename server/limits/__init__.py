@@ -1,1 +1,1 @@
-"""What a client may use: API keys, and the bounded queue in front of the engine with its limits for each key."""
+"""Who may use what: owners and their keys, what each uses, and the limits and turns by which they share the server."""
