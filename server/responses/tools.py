@@ -105,14 +105,28 @@ class ToolTable:
         if isinstance(choice, str):
             return choice
         if isinstance(choice, AllowedFunctions):
-            names = [name for each in choice.tools for name in self._chosen(each)]
-            mode: str = choice.mode
+            names, mode = self._allowed(choice), str(choice.mode)
         else:
             names, mode = self._chosen(choice), "required"
             if choice.type != "namespace":
                 return {"type": "function", "function": {"name": names[0]}}
         tools = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    def _allowed(self, choice: AllowedFunctions) -> list[str]:
+        names: list[str] = []
+        for index, each in enumerate(choice.tools):
+            if isinstance(each, HostedTool):
+                ignore(f"tool_choice.tools[{index}] ({each.type})")
+            else:
+                names += self._chosen(each)
+        if not names:
+            raise BadRequest(
+                "tool_choice allows only tools that this server does not have; name a function, a custom tool or a "
+                "namespace",
+                param="tool_choice",
+            )
+        return names
 
     def _chosen(self, choice: NamedChoice) -> list[str]:
         """The names that the model sees of what `choice` names."""

@@ -677,15 +677,22 @@ def _callable_choice(data: Any) -> Any:
     return data
 
 
+def _allowed_choice(data: Any) -> Any:
+    kind = data.get("type") if isinstance(data, dict) else None
+    return data if isinstance(kind, str) and kind in _HOSTED_TOOLS else _callable_choice(data)
+
+
+AllowedTool: TypeAlias = Annotated[
+    Annotated[NamedChoice | HostedTool, Field(discriminator="type")], BeforeValidator(_allowed_choice)
+]
+
+
 class AllowedFunctions(RequestModel):
-    """Some of the tools; the prompt shows all of them."""
+    """Some of the tools; the prompt shows all of them. Tools of hosted services are left out."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[
-        Items[Annotated[Annotated[NamedChoice, Field(discriminator="type")], BeforeValidator(_callable_choice)]],
-        Field(min_length=1),
-    ]
+    tools: Annotated[Items[AllowedTool], Field(min_length=1)]
 
 
 def _is_choice(value: Any) -> Any:

@@ -113,6 +113,21 @@ def test_a_choice_names_what_the_model_sees() -> None:
             chosen(wrong)
 
 
+def test_hosted_tools_that_are_allowed_are_left_out_too() -> None:
+    hosted = {"type": "web_search"}
+
+    def chosen(*tools: dict[str, Any]) -> Any:
+        choice = {"type": "allowed_tools", "mode": "required", "tools": list(tools)}
+        return table_of(ADD, hosted).chat_choice(request_of(tool_choice=choice).tool_choice)
+
+    with collect() as ignored:
+        allowed = chosen(hosted, {"type": "function", "name": "add"})["allowed_tools"]
+    assert [tool["function"]["name"] for tool in allowed["tools"]] == ["add"]
+    assert ignored == ["tools[1] (web_search)", "tool_choice.tools[0] (web_search)"]
+    with pytest.raises(BadRequest, match="allows only tools that this server does not have"):
+        chosen(hosted)
+
+
 PATCH_CHOICE = {"type": "custom", "name": "patch"}
 
 
