@@ -9,15 +9,19 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import httpx
 import jwt
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from engine.config.config import ServerConfig
+from engine.client.core_manager import CoreManager
+from engine.config.config import Config, ServerConfig
+from server.app import create_app
 from server.errors import InvalidApiKey
 from server.limits.keys import ApiKeys
 from server.limits.owners import Owner
@@ -300,3 +304,22 @@ async def test_while_the_issuer_fails_known_keys_stay_and_it_is_asked_ever_less_
         fetches += len(caplog.records) > warned
     assert 5 <= fetches <= 9
     assert "the 2 known ones stay" in caplog.text
+
+
+async def test_a_server_takes_tokens_over_http_and_answers_by_their_scopes(file: Path) -> None:
+    config = ServerConfig(jwt_issuer=ISSUER, jwt_audience=AUDIENCE, jwt_jwks_file=str(file))
+    core = SimpleNamespace(ready=None, failure=None, serving=(), local_pids=(None,))
+    app = create_app(Config(server_config=config), cast(CoreManager, core))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kaon") as http:
+
+        async def status(path: str, given: bytes | None) -> int:
+            headers = {} if given is None else {"Authorization": f"Bearer {given.decode()}"}
+            return (await http.get(path, headers=headers)).status_code
+
+        assert await status("/v1/models", token()) == 200
+        assert await status("/metrics", token()) == 403
+        assert await status("/metrics", token(scope="metrics")) == 200
+        for given in (None, HOSTILE["unsigned"], HOSTILE["expired"], b"sk-none"):
+            assert await status("/v1/models", given) == 401
+        limits = (await http.get("/kaon/limits", headers={"x-api-key": token().decode()})).json()
+    assert (limits["name"], limits["scopes"]) == ("alice", ["inference"])
