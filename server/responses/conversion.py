@@ -193,7 +193,7 @@ def to_chat(
         # A summary is no call; with `none` the tools would leave the prompt, and its prefix the cache.
         "tool_choice": "auto" if request.compacts and choice != "none" else choice,
         "parallel_tool_calls": request.parallel_tool_calls,
-        "response_format": _response_format(request),
+        "response_format": None if request.compacts else _response_format(request),
         "reasoning_effort": request.reasoning.effort,
         "max_completion_tokens": most_tokens,
         "chat_template_kwargs": request.chat_template_kwargs,

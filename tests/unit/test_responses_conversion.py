@@ -258,8 +258,9 @@ def test_reasoning_that_another_server_sealed_is_left_out_and_reported(blob: str
     assert ignored == ["reasoning (encrypted_content of another server)"]
 
 
-def test_a_compaction_makes_no_call() -> None:
+def test_a_compaction_makes_no_call_and_has_no_form() -> None:
     items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
+    assert chat_of(text={"format": {"type": "json_object"}}, input=items).response_format is None
     for choice, expected in (("required", "auto"), ({"type": "function", "name": "add"}, "auto"), ("none", "none")):
         assert chat_of(tools=TOOLS, tool_choice=choice, input=items).tool_choice == expected
 
