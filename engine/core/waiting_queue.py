@@ -17,6 +17,8 @@ MAX_PRIORITY = 100
 
 _OWNERS_KEPT = 64
 """Owners whose service is remembered before those that no longer matter are looked for."""
+_CREDIT = 4096.0
+"""Tokens of its share that an owner may have later, and then before others."""
 _MOST_OWNERS = 4096
 """Owners that are remembered, of those that have no sequence."""
 
@@ -24,14 +26,15 @@ _MOST_OWNERS = 4096
 class FairShares:
     """Tokens computed for each owner, divided by its weight: the owner with the fewest is served next.
 
-    An owner that begins to wait starts where the owner served latest was, so that none saves up turns while it needs
-    none, and none has to wait because others did not need theirs.
+    An owner that begins to wait starts at most `_CREDIT` tokens before the owner served latest: so much of what it did
+    not need lately it may have at once, so that a prompt now and then is computed without a round of the others
+    between two of its chunks, but none saves up turns without end.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._now = 0.0
-        """Where the owner whose turn came latest stood before it: no owner that begins to wait starts before this."""
+        """Where the owner whose turn came latest stood before it, at the most so far."""
         self._furthest = 0.0
         """Where the owner stands that got furthest by its turns."""
         self._most_kept = _OWNERS_KEPT
@@ -41,11 +44,11 @@ class FairShares:
 
     def served(self, owner: str) -> float:
         """Its tokens over its weight, counted from where it began to wait."""
-        return self._served.get(owner, self._now)
+        return self._served.get(owner, self._now - _CREDIT)
 
     def join(self, owner: str) -> None:
         """Note that an owner begins to wait."""
-        self._served[owner] = max(self._served.get(owner, self._now), self._now)
+        self._served[owner] = max(self.served(owner), self._now - _CREDIT)
 
     def serve(self, owner: str, cost: float) -> None:
         """Note that it is an owner's turn, in which it gets tokens, divided by its weight."""
@@ -60,7 +63,7 @@ class FairShares:
 
     def charge(self, owner: str, cost: float) -> None:
         """Count tokens, divided by the owner's weight, that a step computes for it without a turn."""
-        self._served[owner] = self._served.get(owner, self._now) + cost
+        self._served[owner] = self.served(owner) + cost
 
     @property
     def is_crowded(self) -> bool:

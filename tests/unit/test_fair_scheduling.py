@@ -60,6 +60,24 @@ def test_choices_of_one_request_count_as_their_tokens() -> None:
     assert sum(seq.is_finished for seq in choices) <= 8
 
 
+def test_a_light_owner_gets_its_first_token_soon_beside_ten_heavy_ones() -> None:
+    made = SimulatedEngine(device(0.05, 0.0012, decode=0.0016), max_step_seconds=0.5)
+    made.add(3000, 20)
+    made.run()
+    alone = made.add(300, 10, owner="light", at=made.now)
+    made.run()
+    begin = made.now + 100
+    lights = [made.add(300, 10, owner="light", at=begin + 8.37 * number) for number in range(1, 11)]
+    heavy = [made.add(2000, 30, owner=f"heavy {number % 10}", at=begin) for number in range(20)]
+    while not all(seq.is_finished for seq in lights):
+        made.step()
+        for number, seq in enumerate(heavy):
+            if seq.is_finished:
+                heavy[number] = made.add(2000, 30, owner=f"heavy {number % 10}", at=made.now)
+    assert max(map(made.ttft, lights)) <= 3 * made.ttft(alone)
+    assert max(map(made.longest_gap, lights)) <= 2 * 0.5
+
+
 class TestPreemption:
     def test_an_owner_of_all_slots_gives_some_to_the_first_requests_of_another(self) -> None:
         made = engine(max_num_seqs=8)
@@ -139,14 +157,16 @@ class TestPreemption:
 
 
 class TestShares:
-    def test_an_owner_that_was_away_saves_up_no_turns(self) -> None:
+    def test_an_owner_that_was_away_saves_up_one_prompt_and_not_more(self) -> None:
         shares = FairShares()
         for owner in ("a", "b"):
             shares.join(owner)
         for _ in range(100):
-            shares.serve("a", 10)
+            shares.serve("a", 100)
         shares.join("b")
-        assert shares.served("b") == 990
+        shares.join("new")
+        assert shares.served("a") - shares.served("b") == 4196
+        assert shares.served("new") == shares.served("b")
 
     def test_owners_that_are_gone_cost_nothing_for_ever(self) -> None:
         made = engine()
