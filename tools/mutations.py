@@ -1104,6 +1104,58 @@ _AGENTS = (
     ),
 )
 
+_POOLING_TESTS = ("parity/test_pooling.py",)
+_POOLING = (
+    Mutation(
+        "pooling/mean-forgets-earlier-chunks",
+        "part = part if begun is None else begun + part",
+        "part = part",
+        _POOLING_TESTS,
+    ),
+    Mutation(
+        "pooling/pooled-row-is-sampled-too",
+        "sampled = np.setdiff1d(sampled, [span.row for span in pooled], assume_unique=True)",
+        "sampled = sampled",
+        _POOLING_TESTS,
+    ),
+    Mutation(
+        "pooling/prompt-of-an-encoder-is-split",
+        "        if not self.splits_prompts:\n            return False\n",
+        "",
+        ("unit/test_scheduler_pooling.py", *_POOLING_TESTS),
+    ),
+    Mutation(
+        "pooling/second-text-has-the-first-ones-type",
+        "is_second[span.first + span.params.first_text_tokens : span.end] = 1",
+        "is_second[span.first + span.params.first_text_tokens : span.end] = 0",
+        _POOLING_TESTS,
+    ),
+    Mutation(
+        "pooling/cut-vector-is-not-normalised-again",
+        "finished.append(apply(row[: wanted.dimensions]) if np.isfinite(row).all() else None)",
+        "finished.append(apply(row)[: wanted.dimensions] if np.isfinite(row).all() else None)",
+        _POOLING_TESTS,
+    ),
+    Mutation(
+        "pooling/score-without-the-answer-no",
+        "return VectorLayer((yes if no is None else yes - no)[None], None)",
+        "return VectorLayer(yes[None], None)",
+        _POOLING_TESTS,
+    ),
+    Mutation(
+        "pooling/vector-of-an-aborted-sequence-is-told",
+        "if vector is None or seq.status is not SequenceStatus.RUNNING or seq in self._prefilling:",
+        "if vector is None or seq in self._prefilling:",
+        ("unit/test_scheduler_pooling.py",),
+    ),
+    Mutation(
+        "pooling/cut-text-loses-its-last-special-token",
+        "cut = set(own[max(0, len(own) - (len(ids) - longest)) :])",
+        "cut = set(range(longest, len(ids)))",
+        ("unit/text/test_pooling.py",),
+    ),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
     *_SCHEDULING,
     *_CACHE,
@@ -1118,4 +1170,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *_STRUCTURED,
     *_CONFIG,
     *_AGENTS,
+    *_POOLING,
 )

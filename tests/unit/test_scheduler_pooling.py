@@ -73,6 +73,18 @@ def test_the_vector_of_a_preempted_sequence_is_dropped_and_computed_again() -> N
     assert output.vector == b"%d" % seq.id
 
 
+def test_a_sequence_that_was_aborted_during_its_step_ends_once() -> None:
+    scheduler = make_scheduler()
+    seq = pooled(6)
+    scheduler.add(seq)
+    _, seqs = schedule(scheduler)
+    assert len(scheduler.abort([seq.id])) == 1
+    queue = Queue()
+    scheduler.postprocess(list(seqs.values()), ScheduledBatchOutput({}, vectors={seq.id: b"late"}), queue)
+    assert queue.outputs == []
+    scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
 def test_prompts_that_may_not_be_split_are_computed_whole(policy: str) -> None:
     scheduler = make_scheduler(splits_prompts=False, max_num_batched_tokens=8, scheduling_policy=policy)
