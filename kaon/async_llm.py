@@ -1,6 +1,5 @@
 """`AsyncLLM`: the Python API for asyncio programs: the server's own front end, without HTTP."""
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -64,7 +63,8 @@ class AsyncLLM:
     async def close(self) -> None:
         """End the engine process. What runs ends with an error."""
         self._frontend.close()
-        await asyncio.to_thread(self._core.shutdown)
+        # In the loop's own thread: its readers would otherwise process the core's end at the same time.
+        self._core.shutdown()
 
     async def __aenter__(self) -> Self:
         await self.start()
