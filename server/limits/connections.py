@@ -228,6 +228,7 @@ class Connection:
     def end_body(self) -> None:
         """The request is complete."""
         if self._phase == "body":
+            self._release_body()
             self._enter("answer")
         elif self._phase == "rest":
             self._enter("idle")
@@ -286,10 +287,6 @@ class Connection:
     def body_bytes(self) -> int:
         return self._body_bytes
 
-    @property
-    def is_served(self) -> bool:
-        return self._is_served
-
     def check(self, now: float) -> None:
         """End the connection if its client has been too slow, or has gone."""
         limits, elapsed = self._table.limits, now - self._since
@@ -346,9 +343,14 @@ class Connection:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _release(self) -> None:
-        self._table.released(self)
+        self._release_body()
+        if self._is_served:
+            self._is_served = False
+            self._table.ended_request(self)
+
+    def _release_body(self) -> None:
+        self._table.released_body(self, self._body_bytes)
         self._body_bytes = 0
-        self._is_served = False
 
     def _enter(self, phase: Phase) -> None:
         if not self.is_open:
@@ -516,14 +518,16 @@ class Connections:
         largest = max(arriving, key=lambda each: (self._accounts.used(each.party, "body_bytes"), each.body_bytes))
         largest.evict()
 
-    def released(self, connection: Connection) -> None:
-        """A connection's request has been answered, or its client has gone."""
-        self._accounts.change(connection.party, "body_bytes", -connection.body_bytes)
-        if connection.is_served:
-            self._num_served -= 1
-            self._served[connection.party] -= 1
-            if not self._served[connection.party]:
-                del self._served[connection.party]
+    def released_body(self, connection: Connection, num_bytes: int) -> None:
+        """A body has arrived, or will not."""
+        self._accounts.change(connection.party, "body_bytes", -num_bytes)
+
+    def ended_request(self, connection: Connection) -> None:
+        """An admitted request has been answered, or its client has gone."""
+        self._num_served -= 1
+        self._served[connection.party] -= 1
+        if not self._served[connection.party]:
+            del self._served[connection.party]
 
     def moved(self, connection: Connection, *, waits: bool) -> None:
         """A connection waits for its client from now on, or no longer."""
@@ -682,8 +686,9 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 lambda: self._new_protocol(connection), sock, ssl=self._tls, ssl_handshake_timeout=timeout
             )
-        except (OSError, asyncio.CancelledError) as error:
-            _log.debug("a connection ended before it was set up: %r", error)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, nobody else is concerned
+            is_usual = isinstance(error, (OSError, asyncio.CancelledError))
+            _log.log(logging.DEBUG if is_usual else logging.ERROR, "a connection was not set up: %r", error)
             connection.close()
             sock.close()
 

@@ -331,6 +331,16 @@ def test_bodies_beyond_what_may_be_held_end_with_the_largest_of_the_heaviest_add
     assert [peer.is_aborted for peer in (small, larger)] == [False, True]
 
 
+def test_a_body_that_has_arrived_no_longer_counts(edge: Edge) -> None:
+    peers = [edge.connect(A) for _ in range(3)]
+    for peer in peers:
+        peer.request(whole=False)
+        peer.body(900)
+        peer.connection.end_body()
+    assert edge.accounts.total("body_bytes") == 0
+    assert not any(peer.is_aborted for peer in peers)
+
+
 # -- clients that have shut down their sending side -------------------------------------------------------------------
 
 
