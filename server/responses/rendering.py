@@ -15,7 +15,7 @@ from engine.messages import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
-from server.errors import ApiError, EngineError
+from server.errors import ApiError, BadRequest, EngineError
 from server.parsing.freeform import FreeformInput
 from server.parsing.parser import (
     AnswerParser,
@@ -363,22 +363,54 @@ class ResponseOutput:
         return events
 
 
+_LIMITING = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "logit_bias",
+        "max_output_tokens",
+        "stop",
+        "stop_token_ids",
+        "structured_outputs",
+    }
+)
+"""Fields with which a request may leave a summary no text."""
+
+
 class CompactionOutput(ResponseOutput):
     """One item, the sealed text of the answer. Reasoning and calls are left out."""
 
-    def __init__(self, writer: EventWriter, parser: AnswerParser | None, tools: ToolTable, seal: SealText) -> None:
+    def __init__(
+        self,
+        writer: EventWriter,
+        parser: AnswerParser | None,
+        tools: ToolTable,
+        seal: SealText,
+        limits: Sequence[str] = (),
+    ) -> None:
+        """`limits`: fields of the request that may have kept the model from writing anything."""
         super().__init__(writer, parser, tools, seal)
         self._seal_summary = seal
+        self._limits = limits
         self._summary: list[str] = []
 
     def push(self, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         return self._keep([TextPart(text)] if self._parser is None else self._parser.push(text), num_tokens)
 
     def finish(self, status: ItemStatus) -> bytes:
-        """The events of the item. Raises `EngineError` if the model wrote no text."""
+        """The events of the item. Raises `EngineError` if the model wrote no text, `BadRequest` if for the limits."""
         if self._parser is not None:
             self._keep(self._parser.finish(), 0)
         summary = "".join(self._summary).strip()
+        if not summary and self._limits:
+            raise BadRequest(
+                f"the model wrote no summary of the conversation within {', '.join(self._limits)}; leave them out",
+                param=self._limits[0],
+            )
         if not summary:
             raise EngineError("the model wrote no summary of the conversation; send the request again")
         item = CompactionItem(id=new_id("cmp"), encrypted_content=self._seal_summary("compaction", summary))
@@ -413,7 +445,7 @@ class ResponsesRenderer(Renderer):
         self._on_end = on_end
         self._writer = EventWriter()
         self._output = (
-            CompactionOutput(self._writer, parser, tools, seal)
+            CompactionOutput(self._writer, parser, tools, seal, sorted(request.model_fields_set & _LIMITING))
             if request.compacts
             else ResponseOutput(self._writer, parser, tools, seal if request.wants_sealed_reasoning else None)
         )

@@ -10,7 +10,7 @@ from openai.types.responses import Response
 
 from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta, RequestState
-from server.errors import ApiError, ContextLengthExceeded, EngineError, Overloaded
+from server.errors import ApiError, BadRequest, ContextLengthExceeded, EngineError, Overloaded
 from server.ignored import collect
 from server.limits.owners import ANYONE
 from server.parsing.parser import ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
@@ -297,6 +297,11 @@ def test_a_compaction_is_one_sealed_item(finish_reason: str) -> None:
 def test_a_compaction_without_a_summary_fails() -> None:
     with pytest.raises(EngineError, match="wrote no summary"):
         whole(ScriptedParser([[ReasoningPart("hm")]]), ["t"], **COMPACT)
+    with pytest.raises(
+        BadRequest, match="no summary of the conversation within max_output_tokens, stop; leave"
+    ) as bad:
+        whole(None, [" "], **COMPACT, stop=["a"], max_output_tokens=1)
+    assert bad.value.param == "max_output_tokens"
 
 
 @pytest.mark.parametrize(
