@@ -59,12 +59,12 @@ def test_a_body_over_the_limit_is_refused(client: openai.OpenAI, model: str) -> 
     [
         lambda client: client.embeddings.create(model="kaon-demo", input="Hello"),
         lambda client: client.moderations.create(input="Hello"),
-        lambda client: client.files.list(),
+        lambda client: client.images.generate(prompt="a cat"),
         lambda client: client.chat.completions.retrieve("chatcmpl-1"),
         lambda client: client.conversations.create(),
-        lambda client: client.batches.list(),
+        lambda client: client.fine_tuning.jobs.list(),
     ],
-    ids=["embeddings", "moderations", "files", "stored chat completions", "conversations", "batches"],
+    ids=["embeddings", "moderations", "images", "stored chat completions", "conversations", "fine-tuning"],
 )
 def test_an_endpoint_that_is_not_there_is_not_found(client: openai.OpenAI, call: Callable[[Any], object]) -> None:
     with pytest.raises(openai.NotFoundError) as raised:

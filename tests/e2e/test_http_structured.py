@@ -117,7 +117,7 @@ HOSTILE = {
         "grammar": "start: a0\n" + "\n".join(f'a{i}: a{i + 1} | "x{i}"' for i in range(4000)) + '\na4000: "z"'
     },
     "empty choice": {"choice": []},
-    "10 MB": {"regex": "a" * 9_000_000},
+    "3 MB": {"regex": "a" * 3_000_000},
 }
 
 
