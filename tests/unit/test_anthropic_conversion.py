@@ -238,7 +238,11 @@ def test_reasoning_that_was_changed_is_refused(block: dict[str, Any]) -> None:
     assert "messages[1].content[0]: Invalid `" in words
 
 
-@pytest.mark.parametrize("signature", [OTHER_SEAL.seal("signature", "x", None), "Eo8BCkYIBxgC" + "Ab3/" * 20])
+@pytest.mark.parametrize(
+    "signature",
+    [OTHER_SEAL.seal("signature", "x", None), "Eo8BCkYIBxgC" + "Ab3/" * 20],
+    ids=["with another key", "of Anthropic"],
+)
 def test_reasoning_of_another_server_is_left_out(signature: str) -> None:
     messages = [user("Go."), assistant(thinking("Hm.", signature), text("It is.")), user("Why?")]
     assert chat_of(*messages).messages[1].reasoning_content in (None, "")

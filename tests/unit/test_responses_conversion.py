@@ -250,7 +250,11 @@ def test_sealed_reasoning_is_shown_to_the_template() -> None:
         assert refused.value.code == "invalid_encrypted_content"
 
 
-@pytest.mark.parametrize("blob", ["gAAAAABopaque", "", "kaon", Seal().seal("reasoning", "hm", None)])
+@pytest.mark.parametrize(
+    "blob",
+    ["gAAAAABopaque", "", "kaon", Seal().seal("reasoning", "hm", None)],
+    ids=["of OpenAI", "empty", "short", "with another key"],
+)
 def test_reasoning_that_another_server_sealed_is_left_out_and_reported(blob: str) -> None:
     item = {"type": "reasoning", "summary": [], "encrypted_content": blob}
     with collect() as ignored:
