@@ -262,6 +262,7 @@ async def test_pipelined_requests_are_parsed_as_they_are_answered() -> None:
         while received < 20_001:
             received += (await client.reader.read(2**20)).count(b"HTTP/1.1 200")
             assert len(protocol.pipeline) < 16 * 2**10 / len(GET)
+            assert sum(map(len, protocol._unparsed)) <= 2**20
         assert edge.application.num_requests == 20_001
 
 
