@@ -467,6 +467,9 @@ class Scheduler:
                 unit = _ALONE_PROMPTS
             elif not self.mixed:
                 unit = _ALONE_DECODING
+        if step.num_decodes:
+            # On a machine whose other work disturbs steps, streams would otherwise often wait too long.
+            unit /= 1.0 + self.step_time.excess
         work = StepWork(decode_tokens=step.num_decode_tokens, decode_keys=sum(step.context_lens))
         least = _LEAST_PROMPTS_MIXED if self.mixed else _LEAST_PROMPTS
         return max(unit * bound - self.step_time.seconds(work), least * bound)

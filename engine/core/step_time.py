@@ -10,6 +10,7 @@ uncertain they are, and coefficients that no recent step depended on become unce
 """
 
 import math
+import operator
 from typing import NamedTuple
 
 from engine.batch import ScheduledBatch
@@ -27,6 +28,8 @@ _ABSOLUTE_NOISE = 2e-4
 """The same in seconds, for the shortest steps."""
 _DRIFT = 0.02
 """Change of a coefficient between two measurements, as a share of it."""
+_EXCESS_RATE, _MOST_EXCESS = 0.1, 3.0
+"""Weight of a step in the mean of what steps take longer than predicted, and the most that one counts as."""
 _OUTLIER = 3.0
 """Standard deviations beyond which a measurement counts as if it were there."""
 _OUTLIERS_BELIEVED = 3
@@ -77,6 +80,8 @@ class StepTimeModel:
         ]
         self._largest = 0.0
         """Most prompt tokens of a measured step."""
+        self.excess = 0.0
+        """By how much steps take longer than predicted, as a share of the prediction; 0 for those that take less."""
         self._outliers = 0
         """Successive outliers; negative where these steps took less than predicted."""
         self._decode_steps = 0
@@ -93,23 +98,27 @@ class StepTimeModel:
         """Learn how long a step of this work took."""
         self._largest = max(self._largest, work.prompt_tokens)
         covariance, coefficients = self._covariance, self._coefficients
-        spread = [sum(entry * each for entry, each in zip(row, work, strict=True)) for row in covariance]
+        a, b, c, d, e = work
+        spread = [p * a + q * b + r * c + s * d + t * e for p, q, r, s, t in covariance]
         predicted = self.seconds(work)
+        if predicted > 0:
+            self.excess += _EXCESS_RATE * (min(max(0.0, seconds / predicted - 1.0), _MOST_EXCESS) - self.excess)
         noise = _RELATIVE_NOISE * max(predicted, seconds) + _ABSOLUTE_NOISE
-        variance = sum(entry * each for entry, each in zip(spread, work, strict=True)) + noise * noise
+        variance = sum(map(operator.mul, spread, work)) + noise * noise
         error = self._limited(seconds - predicted, math.sqrt(variance))
         gains = [entry / variance for entry in spread]
         for index, gain in enumerate(gains):
             coefficients[index] = max(0.0, coefficients[index] + gain * error)
-            row = covariance[index]
-            for column, entry in enumerate(spread):
-                row[column] -= gain * entry
+            row = covariance[index] = [
+                old - gain * entry for old, entry in zip(covariance[index], spread, strict=True)
+            ]
             if row[index] < self._first_variances[index]:
                 row[index] += max(self._least_drifts[index], _DRIFT * coefficients[index]) ** 2
 
     def seconds(self, work: StepWork) -> float:
         """The predicted duration of a step."""
-        return sum(each * amount for each, amount in zip(self._coefficients, work, strict=True))
+        predicted: float = sum(map(operator.mul, self._coefficients, work))
+        return predicted
 
     def prompt_seconds(self, start: int, count: int) -> float:
         """What computing `count` tokens of a prompt after `start` others adds to a step."""

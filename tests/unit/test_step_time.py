@@ -42,6 +42,11 @@ def test_a_device_that_becomes_slower_for_good_is_believed_within_some_steps() -
     assert model.seconds(BOTH) == pytest.approx(4 * DEVICE(BOTH), rel=0.1)
 
 
+def test_how_much_longer_disturbed_steps_take_is_known() -> None:
+    assert trained().excess < 0.02
+    assert 0.2 < trained(noise=1.0).excess < 1.5
+
+
 def test_many_equal_decodes_do_not_change_what_is_known_of_prompts() -> None:
     model = trained()
     for _ in range(5000):
