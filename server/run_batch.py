@@ -49,6 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         config = load_config(flags)
         endpoint = _endpoint(Path(source))
         lines, errors = read_lines(Path(source), endpoint)
+        done = _answered_ids(Path(target))
     except (SettingsError, OSError, ValueError) as error:
         sys.stderr.write(f"kaon run-batch: {error}\n")
         return 2
@@ -56,7 +57,6 @@ def run(arguments: Sequence[str]) -> int:
         for each in errors[:10]:
             sys.stderr.write(f"kaon run-batch: {_located(source, each)}\n")
         return 2
-    done = _answered_ids(Path(target))
     pending = [line for line in lines if line.custom_id not in done]
     core = CoreManager(config)
     try:
@@ -88,21 +88,32 @@ class _Addressed(msgspec.Struct):
     url: str
 
 
-class _Identified(msgspec.Struct):
+class _Answered(msgspec.Struct):
     custom_id: str
+    response: msgspec.Raw
 
 
 def _answered_ids(target: Path) -> set[str]:
-    """Custom ids of the answers in an output. A last line that was cut off when it was written is removed."""
+    """Custom ids of the answers in an output. A last line that was cut off when it was written is removed.
+
+    Raises `OSError`, and `ValueError` for a file that is no output, which is left as it is.
+    """
     if not target.exists():
         return set()
     with target.open("rb+") as file:
         ids = set[str]()
         end = 0
-        for line in file:
-            if not line.endswith(b"\n"):
+        for number, line in enumerate(file, 1):
+            is_cut_off = not line.endswith(b"\n")
+            try:
+                answered = msgspec.json.decode(line, type=_Answered)
+            except msgspec.DecodeError as error:
+                if is_cut_off and line.startswith(b"{") and not isinstance(error, msgspec.ValidationError):
+                    break
+                raise ValueError(f"line {number} of {target} is no answer of a batch; name another OUTPUT") from error
+            if is_cut_off:
                 break
-            ids.add(msgspec.json.decode(line, type=_Identified).custom_id)
+            ids.add(answered.custom_id)
             end += len(line)
         file.truncate(end)
     return ids

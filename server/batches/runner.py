@@ -6,12 +6,14 @@ ended goes on with those lines that have no answer yet.
 """
 
 import asyncio
+import itertools
 import logging
 import os
+import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message
@@ -19,14 +21,21 @@ from starlette.types import ASGIApp, Message
 from engine.config.config import ServerConfig
 from server.access_log import RequestFacts, new_request_id
 from server.batches.store import Batch, BatchStore, FileNotFound, Line, LineAt, output_line
-from server.errors import InvalidApiKey
+from server.errors import BadRequest, EngineError, InvalidApiKey
 from server.limits.owners import Owner
 from server.schemas.batches import BatchError, BatchObject, BatchStatus
+from server.schemas.body import parse_object
 
 _log = logging.getLogger(__name__)
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
 MAX_LINES = 50_000
 """Most requests in a batch (OpenAI's limit)."""
+
+MAX_LINE_BYTES = 33 * 2**20
+"""Longest line: the largest body that a server takes by default, and what is around it."""
 
 _MAX_ERRORS = 100
 """Most wrong lines that a failed batch reports."""
@@ -42,7 +51,7 @@ _BUSY_SHARE = 8
 """With live traffic, only one in so many lines runs at a time."""
 _RECHECK_SECONDS = 0.2
 _RETRY_SECONDS = (0.25, 8.0)
-"""The first and the longest wait before a line that the server could not take is tried again."""
+"""The first and the longest wait before what could not be done is tried again: a line, or a write to the disk."""
 _ATTEMPTS = 3
 """How often a line that the server failed on is tried."""
 _TRY_AGAIN = (429, 503)
@@ -123,10 +132,11 @@ class BatchRunner:
         id = batch.object.id
         task = self._tasks.get(id)
         if task is None:
-            return batch.object
-        cancelling = await asyncio.to_thread(self.store.update, id, "cancelling")
-        task.cancel()
-        return cancelling
+            return await asyncio.to_thread(self.store.batch, id, batch.owner)
+        cancelled = await asyncio.to_thread(self.store.update, id, "cancelling")
+        if cancelled.status == "cancelling" != batch.object.status:
+            task.cancel()
+        return cancelled
 
     async def close(self) -> None:
         """Stop all batches; what they were computing is computed again by the next server."""
@@ -149,19 +159,37 @@ class BatchRunner:
             try:
                 async with asyncio.timeout(batch.object.expires_at - time.time()):
                     await self._run_lines(batch)
-                await asyncio.to_thread(self.store.update, id, "finalizing")
+                await self._write(id, self.store.update, id, "finalizing")
                 status: BatchStatus = "completed"
             except TimeoutError:
                 status = "expired"
-            await asyncio.to_thread(self.store.finish, batch, status)
+            await self._write(id, self.store.finish, batch, status)
         except asyncio.CancelledError:
             if id not in self._tasks:
                 raise  # The server ends.
-            await asyncio.to_thread(self.store.finish, batch, "cancelled")
+            await self._write(id, self.store.finish, batch, "cancelled")
         except Exception as error:  # noqa: BLE001 - the client reads it in the batch
             _log.exception("%s failed", id)
-            why = BatchError("server_error", f"the server could not compute the batch: {error}")
-            await asyncio.to_thread(self.store.fail, id, [why])
+            cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            why = BatchError("server_error", f"the server could not compute the batch: {cause}")
+            await self._write(id, self.store.finish, batch, "failed", [why])
+
+    async def _write(
+        self,
+        id: str,
+        write: Callable[_Parameters, _Result],
+        *arguments: _Parameters.args,
+        **keywords: _Parameters.kwargs,
+    ) -> _Result:
+        """Have the store write something of a batch. Tries again while it cannot, for instance as the disk is full."""
+        wait = _RETRY_SECONDS[0]
+        while True:
+            try:
+                return await _to_its_end(write, *arguments, **keywords)
+            except (OSError, sqlite3.OperationalError) as error:
+                _log.error("%s waits, because the store of batches cannot be written: %s", id, error)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _RETRY_SECONDS[1])
 
     async def _validate(self, batch: Batch) -> bool:
         """Read the lines of a new batch. False if they are wrong: the batch has failed."""
@@ -169,25 +197,29 @@ class BatchRunner:
         try:
             path = await asyncio.to_thread(store.path, batch.object.input_file_id, batch.owner)
         except FileNotFound as error:
-            await asyncio.to_thread(store.fail, id, [BatchError("file_not_found", str(error), param="input_file_id")])
+            await self._write(id, store.fail, id, [BatchError("file_not_found", str(error), param="input_file_id")])
             return False
         lines, errors = await asyncio.to_thread(read_lines, path, batch.object.endpoint)
         if errors:
-            await asyncio.to_thread(store.fail, id, errors)
+            await self._write(id, store.fail, id, errors)
             return False
-        await asyncio.to_thread(store.begin, id, lines)
+        await self._write(id, store.begin, id, lines)
         return True
 
     async def _run_lines(self, batch: Batch) -> None:
         """Compute every line that is pending."""
         number = -1
+        unfinished = asyncio.Semaphore(self._max_lines)
         async with asyncio.TaskGroup() as running:
             while lines := await asyncio.to_thread(self.store.pending, batch, number, _FETCHED_LINES):
                 number = lines[-1].number
                 for line in lines:
+                    await unfinished.acquire()
                     await self._wait_for_room()
                     self._num_running += 1
-                    running.create_task(self._run_line(batch, line)).add_done_callback(self._end_line)
+                    task = running.create_task(self._run_line(batch, line))
+                    task.add_done_callback(self._end_line)
+                    task.add_done_callback(lambda _: unfinished.release())
 
     async def _wait_for_room(self) -> None:
         """Wait until another line may run: fewer do while live requests run."""
@@ -206,6 +238,15 @@ class BatchRunner:
         self._num_running -= 1
         self._line_ended.set()
 
+    async def _try_later(self, seconds: float) -> None:
+        """Wait until a line may be tried again. Meanwhile others run, perhaps of an owner that has quota left."""
+        self._end_line(None)
+        try:
+            await asyncio.sleep(seconds)
+            await self._wait_for_room()
+        finally:
+            self._num_running += 1
+
     async def _run_line(self, batch: Batch, line: Line) -> None:
         holder = self._holder(batch.owner) if batch.owner else Owner(batch.party)
         if holder is None:
@@ -215,13 +256,23 @@ class BatchRunner:
         else:
             # A party of its own: its live requests do not wait for its batches, whose quotas are counted apart.
             owner = holder._replace(party=f"{batch.party} (batches)", weight=_WEIGHT * holder.weight)
-            output, succeeded = await self.compute(batch.object.endpoint, line.custom_id, line.content, owner)
-        await asyncio.to_thread(self.store.record, batch.object.id, line.number, output, succeeded=succeeded)
+            output, succeeded = await self.compute(
+                batch.object.endpoint, line.custom_id, line.content, owner, self._try_later
+            )
+        id = batch.object.id
+        await self._write(id, self.store.record, id, line.number, output, succeeded=succeeded)
 
-    async def compute(self, endpoint: str, custom_id: str, content: bytes, owner: Owner) -> tuple[bytes, bool]:
+    async def compute(
+        self,
+        endpoint: str,
+        custom_id: str,
+        content: bytes,
+        owner: Owner,
+        wait_for: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> tuple[bytes, bool]:
         """The output's line for the line `content` of the input, and whether it succeeded.
 
-        Waits while the server is too busy for it, or not ready.
+        While the server is too busy for it, or not ready, it waits by `wait_for`, which takes seconds.
         """
         request_id, body = new_request_id(), _body(content, endpoint)
         wait, failures = _RETRY_SECONDS[0], 0
@@ -231,7 +282,7 @@ class BatchRunner:
                 failures += answer.status >= 500
                 if answer.status < 500 or failures == _ATTEMPTS or b"x-should-retry" in answer.headers:
                     break
-            await asyncio.sleep(wait)
+            await wait_for(wait)
             wait = min(2 * wait, _RETRY_SECONDS[1])
         response = {"status_code": answer.status, "request_id": request_id, "body": msgspec.Raw(answer.body)}
         return output_line(custom_id, response), 200 <= answer.status < 300
@@ -254,7 +305,7 @@ class BatchRunner:
             "state": {"owner": owner, "request_id": request_id, "facts": RequestFacts()},
         }
         unread = [body]
-        status, headers, content = 500, dict[bytes, bytes](), bytearray()
+        status, headers, content, is_complete = 500, dict[bytes, bytes](), bytearray(), False
 
         async def receive() -> Message:
             if unread:
@@ -263,22 +314,57 @@ class BatchRunner:
             raise AssertionError
 
         async def send(message: Message) -> None:
-            nonlocal status, headers
+            nonlocal status, headers, is_complete
             if message["type"] == "http.response.start":
                 status, headers = message["status"], dict(message["headers"])
             elif message["type"] == "http.response.body":
                 content.extend(message.get("body", b""))
+                is_complete = not message.get("more_body", False)
 
-        await self._answer(scope, receive, send)
+        try:
+            await self._answer(scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - one line must not end the batch
+            # Starlette raises what a route raised, even after it has answered 500.
+            _log.exception("a line of a batch could not be answered")
+            if not is_complete:
+                failure = EngineError(f"the server could not answer the line: {type(error).__name__}: {error}")
+                status, content = failure.status, bytearray(failure.body())
         return _Answer(status, headers, bytes(content))
+
+
+class _Requested(msgspec.Struct):
+    body: msgspec.Raw
 
 
 def _body(content: bytes, endpoint: str) -> bytes:
     """The body of the request that a line asks for, at low priority."""
-    body: dict[str, Any] = msgspec.json.decode(content)["body"]
-    if endpoint in _PRIORITISED:
-        body["priority"] = _PRIORITY
-    return msgspec.json.encode(body)
+    body = bytes(msgspec.json.decode(content, type=_Requested).body)
+    if endpoint not in _PRIORITISED:
+        return body
+    # Of a field that is there twice, the last one counts. To decode a large body here would hold up other requests.
+    fields = body.strip()[1:-1].rstrip()
+    return b'{%b%b"priority":%d}' % (fields, b"," if fields else b"", _PRIORITY)
+
+
+async def _to_its_end(
+    function: Callable[_Parameters, _Result], *arguments: _Parameters.args, **keywords: _Parameters.kwargs
+) -> _Result:
+    """Call `function` in a thread. A task that is cancelled meanwhile ends only when the thread is done.
+
+    Otherwise the thread would go on beside what the task does next.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **keywords))
+    is_cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        if (error := work.exception()) is not None:
+            _log.warning("%s failed while its task was cancelled: %s", function, error)
+        raise asyncio.CancelledError
+    return work.result()
 
 
 # -- the input --------------------------------------------------------------------------------------------------
@@ -291,7 +377,13 @@ def read_lines(path: Path, endpoint: str) -> tuple[list[LineAt], list[BatchError
     seen: set[str] = set()
     start = 0
     with path.open("rb") as file:
-        for number, content in enumerate(file, 1):
+        for number in itertools.count(1):
+            content = file.readline(MAX_LINE_BYTES + 1)
+            if not content:
+                break
+            if len(content) > MAX_LINE_BYTES:
+                why = f"the line is longer than {MAX_LINE_BYTES} bytes, the most that a line may have"
+                return [], [*errors, BatchError("line_too_long", why, line=number)]
             if content.strip():
                 checked = _checked(content, endpoint, seen)
                 if isinstance(checked, BatchError):
@@ -314,11 +406,9 @@ def read_lines(path: Path, endpoint: str) -> tuple[list[LineAt], list[BatchError
 def _checked(content: bytes, endpoint: str, seen: set[str]) -> str | BatchError:
     """The custom id of a line, or what is wrong with it."""
     try:
-        line = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return BatchError("invalid_json_line", f"the line is not JSON: {error}")
-    if not isinstance(line, dict):
-        return BatchError("invalid_json_line", "the line is not a JSON object")
+        line = parse_object(content, MAX_LINE_BYTES)
+    except BadRequest as error:
+        return BatchError("invalid_json_line", str(error).replace("the request body", "the line"))
     for field, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
         if not isinstance(line.get(field), kind):
             noun = "an object" if kind is dict else "a string"

@@ -23,7 +23,7 @@ from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from server.errors import ApiError, BadRequest
+from server.errors import ApiError, BadRequest, ShuttingDown
 from server.schemas.batches import (
     BATCH_ENDED,
     BatchError,
@@ -50,8 +50,15 @@ CREATE TABLE IF NOT EXISTS lines (
 CREATE INDEX IF NOT EXISTS pending_lines ON lines (batch, state, number);
 """
 
+_USED_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE owner = ?"
+_LIVE = "(expires_at IS NULL OR expires_at > ?)"
+"""A file whose time has not come. The value is now, in seconds."""
+
 PENDING, SUCCEEDED, FAILED = range(3)
 """States of a line."""
+
+MAX_UNFINISHED = 100
+"""Most batches of an owner that have not ended: each holds a row for every line of its input."""
 
 _EXPIRED = {"code": "batch_expired", "message": "the batch's completion window ended before this line was computed"}
 _CANCELLED = {"code": "batch_cancelled", "message": "the batch was cancelled before this line was computed"}
@@ -74,7 +81,7 @@ class BatchNotFound(BadRequest):
 
 
 class NoRoom(ApiError):
-    """The files of an owner fill its share of the disk."""
+    """The files of an owner fill its share of the disk, or too many of its batches have not ended."""
 
     status = 429
     type = "rate_limit_error"
@@ -124,12 +131,14 @@ class BatchStore:
         self._lock = threading.RLock()
         self._database: sqlite3.Connection | None = None
         self._lock_file: IO[bytes] | None = None
+        self._is_closed = False
         if folder is not None and (folder / "batches.sqlite").exists():
             self._open()
 
     def close(self) -> None:
-        """Leave the folder to others."""
+        """Leave the folder to others. All other methods raise `ShuttingDown` from now on."""
         with self._lock:
+            self._is_closed = True
             if self._database is not None:
                 self._database.close()
                 self._database = None
@@ -166,7 +175,7 @@ class BatchStore:
             expires_at=None if seconds is None else now + seconds,
         )
         with self._transaction() as database:
-            [used] = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM files WHERE owner = ?", (owner,)).fetchone()
+            [used] = database.execute(_USED_BYTES, (owner,)).fetchone()
             # What a batch wrote is not refused: its work is done.
             if purpose == "batch" and used + size > self._max_bytes_per_owner:
                 raise NoRoom(
@@ -174,16 +183,17 @@ class BatchStore:
                     f"{self._max_bytes_per_owner}, the most that this server keeps for one (max_file_bytes_per_key); "
                     "delete files that are not needed"
                 )
-            Path(file.name).rename(self._files / added.id)
             database.execute(
                 "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (added.id, owner, now, added.expires_at, size, filename, added.purpose),
             )
+            # Last: whatever fails before leaves the file to `new_file`, which deletes it.
+            Path(file.name).rename(self._files / added.id)
         return added
 
     def file(self, id: str, owner: str) -> FileObject:
         """Raises `FileNotFound`, also for a file of another owner."""
-        rows = self._query("SELECT * FROM files WHERE id = ? AND owner = ?", id, owner)
+        rows = self._query(f"SELECT * FROM files WHERE id = ? AND owner = ? AND {_LIVE}", id, owner, int(time.time()))
         if not rows:
             raise FileNotFound(f"there is no file {id[:80]!r}: it never existed, or it was deleted or has expired")
         return _file(rows[0])
@@ -192,10 +202,11 @@ class BatchStore:
         """A page of an owner's files. Raises `FileNotFound` for `after`."""
         if after is not None:
             self.file(after, owner)
-        condition = "owner = ?" if purpose is None else "owner = ? AND purpose = ?"
-        rows = self._page(
-            "files", condition, (owner,) if purpose is None else (owner, purpose), after, limit, newest_first
-        )
+        condition = f"owner = ? AND {_LIVE}"
+        values: tuple[str | int, ...] = (owner, int(time.time()))
+        if purpose is not None:
+            condition, values = f"{condition} AND purpose = ?", (*values, purpose)
+        rows = self._page("files", condition, values, after, limit, newest_first)
         return Page([_file(row) for row in rows[:limit]], len(rows) > limit)
 
     def path(self, id: str, owner: str) -> Path:
@@ -206,6 +217,10 @@ class BatchStore:
     def delete_file(self, id: str, owner: str) -> None:
         """Raises `FileNotFound`, and `BadRequest` for the input of a batch that has not ended."""
         self.file(id, owner)
+        self._delete_file(id, owner)
+
+    def _delete_file(self, id: str, owner: str) -> None:
+        """Delete a file, if it is there. Raises `BadRequest` as `delete_file` does."""
         with self._transaction() as database:
             rows = database.execute("SELECT object FROM batches WHERE owner = ?", (owner,)).fetchall()
             for batch in (_decode_batch(row["object"]) for row in rows):
@@ -218,15 +233,30 @@ class BatchStore:
         """Delete the files whose time has come."""
         for row in self._query("SELECT * FROM files WHERE expires_at <= ?", int(time.time())):
             try:
-                self.delete_file(row["id"], row["owner"])
+                self._delete_file(row["id"], row["owner"])
             except BadRequest:
                 continue  # A batch still reads it.
 
     # -- batches ------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: BatchObject, owner: str, party: str, output_seconds: int | None) -> None:
-        """Keep a new batch."""
+        """Keep a new batch. Raises `NoRoom`."""
+        marks = ", ".join("?" * len(BATCH_ENDED))
+        unfinished = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN ({marks})"
         with self._transaction() as database:
+            [count] = database.execute(unfinished, (owner, *BATCH_ENDED)).fetchone()
+            if count >= MAX_UNFINISHED:
+                raise NoRoom(
+                    f"{count} batches of this key have not ended, the most that a key may have; "
+                    "wait for one, or cancel one"
+                )
+            # Answers are never refused, however long they are; the next batch is.
+            [used] = database.execute(_USED_BYTES, (owner,)).fetchone()
+            if used > self._max_bytes_per_owner:
+                raise NoRoom(
+                    f"the files of this key have {used} bytes, more than the {self._max_bytes_per_owner} that this "
+                    "server keeps for one (max_file_bytes_per_key); delete files that are not needed"
+                )
             database.execute(
                 "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (batch.id, owner, party, batch.status, batch.created_at, output_seconds, _encoded(batch)),
@@ -254,7 +284,7 @@ class BatchStore:
             raise BadRequest(f"{id} is {batch.status}; cancel it first")
         for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
             if file is not None:
-                self.delete_file(file, owner)
+                self._delete_file(file, owner)
         with self._transaction() as database:
             database.execute("DELETE FROM batches WHERE id = ?", (id,))
 
@@ -265,7 +295,10 @@ class BatchStore:
         return [Batch(_decode_batch(row["object"]), row["owner"], row["party"]) for row in rows]
 
     def update(self, id: str, status: BatchStatus, **fields: Any) -> BatchObject:
-        """Set a batch's status, its time, and further fields, unless it has ended; the batch as it is then."""
+        """Set a batch's status, its time, and further fields, unless it has ended; the batch as it is then.
+
+        A batch that ends thereby needs its lines no more.
+        """
         with self._transaction() as database:
             row = database.execute("SELECT object FROM batches WHERE id = ?", (id,)).fetchone()
             batch = _decode_batch(row["object"])
@@ -275,6 +308,8 @@ class BatchStore:
                 database.execute(
                     "UPDATE batches SET status = ?, object = ? WHERE id = ?", (status, _encoded(batch), id)
                 )
+                if status in BATCH_ENDED:
+                    database.execute("DELETE FROM lines WHERE batch = ?", (id,))
         return self._with_counts(batch)
 
     def begin(self, id: str, lines: list[LineAt]) -> None:
@@ -292,10 +327,12 @@ class BatchStore:
         self.update(id, "failed", errors=BatchErrors(errors))
 
     def pending(self, batch: Batch, after: int, limit: int) -> list[Line]:
-        """The next lines to compute, behind number `after`. Raises `FileNotFound`."""
-        path = self.path(batch.object.input_file_id, batch.owner)
+        """The next lines to compute, behind number `after`."""
+        # Not by `path`: a batch goes on with an input whose time has come meanwhile.
+        path = self._files / batch.object.input_file_id
         rows = self._query(
-            "SELECT * FROM lines WHERE batch = ? AND state = 0 AND number > ? ORDER BY number LIMIT ?",
+            "SELECT number, custom_id, start, length FROM lines WHERE batch = ? AND state = 0 AND number > ? "
+            "ORDER BY number LIMIT ?",
             batch.object.id,
             after,
             limit,
@@ -320,30 +357,36 @@ class BatchStore:
                 (SUCCEEDED if succeeded else FAILED, answer, id, number),
             )
 
-    def finish(self, batch: Batch, status: BatchStatus) -> None:
-        """Write the output and error files of a batch that ends with `status`, and end it.
+    def finish(self, batch: Batch, status: BatchStatus, errors: list[BatchError] | None = None) -> None:
+        """Write the output and error files of a batch that ends with `status`, and end it, unless it has ended.
 
-        Lines that are not computed are in the error file.
+        Lines that are not computed are in the error file of a batch that has expired or was cancelled.
         """
         id = batch.object.id
+        [row] = self._query("SELECT status, output_seconds FROM batches WHERE id = ?", id)
+        if row["status"] in BATCH_ENDED:
+            return
         why = {"expired": _EXPIRED, "cancelled": _CANCELLED}.get(status)
         if why is not None:
-            for row in self._query("SELECT number, custom_id FROM lines WHERE batch = ? AND state = 0", id):
-                self.record(id, row["number"], output_line(row["custom_id"], error=why), succeeded=False)
-        counts = self._with_counts(batch.object).request_counts
-        written = {}
-        [row] = self._query("SELECT output_seconds FROM batches WHERE id = ?", id)
+            with self._transaction() as database:
+                undone = database.execute("SELECT number, custom_id FROM lines WHERE batch = ? AND state = 0", (id,))
+                database.executemany(
+                    "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ?",
+                    [(FAILED, output_line(each["custom_id"], error=why), id, each["number"]) for each in undone],
+                )
+        fields: dict[str, Any] = {"request_counts": self._with_counts(batch.object).request_counts}
+        if errors is not None:
+            fields["errors"] = BatchErrors(errors)
         for name, state in (("output", SUCCEEDED), ("error", FAILED)):
-            written[f"{name}_file_id"] = self._write_output(batch, name, state, row["output_seconds"])
-        self.update(id, status, request_counts=counts, **written)
-        with self._transaction() as database:
-            database.execute("DELETE FROM lines WHERE batch = ?", (id,))
+            fields[f"{name}_file_id"] = self._write_output(batch, name, state, row["output_seconds"])
+        self.update(id, status, **fields)
 
     def _write_output(self, batch: Batch, name: str, state: int, seconds: int | None) -> str | None:
         filename = f"{batch.object.id}_{name}.jsonl"
         # A server that was killed may have written it, and not have ended the batch.
-        for row in self._query("SELECT id FROM files WHERE owner = ? AND filename = ?", batch.owner, filename):
-            self.delete_file(row["id"], batch.owner)
+        mine = "SELECT id FROM files WHERE owner = ? AND filename = ? AND purpose = 'batch_output'"
+        for row in self._query(mine, batch.owner, filename):
+            self._delete_file(row["id"], batch.owner)
         with self.new_file() as file:
             number = -1
             while rows := self._query(
@@ -379,6 +422,7 @@ class BatchStore:
     def _open(self) -> sqlite3.Connection:
         """Take the folder and open the database, once. Raises `OSError`."""
         with self._lock:
+            self._check_open()
             if self._database is not None:
                 return self._database
             if self._is_temporary:
@@ -392,14 +436,21 @@ class BatchStore:
             except BlockingIOError as error:
                 self._lock_file.close()
                 raise OSError(f"data_dir is {self._folder}, which another server uses; give each its own") from error
-            for part in self._files.glob("part-*"):
-                part.unlink()
             database = sqlite3.connect(self._folder / "batches.sqlite", check_same_thread=False, isolation_level=None)
             database.row_factory = sqlite3.Row
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_SCHEMA)
             self._database = database
+            # Contents that a killed server had renamed and not entered, or whose entry it had deleted.
+            entered = {row["id"] for row in database.execute("SELECT id FROM files")}
+            for content in self._files.iterdir():
+                if content.name not in entered:
+                    content.unlink()
             return database
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ShuttingDown("the server is shutting down; try again in a moment")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -408,13 +459,16 @@ class BatchStore:
             database.execute("BEGIN IMMEDIATE")
             try:
                 yield database
+                database.execute("COMMIT")
             except BaseException:
-                database.execute("ROLLBACK")
+                # SQLite has done so itself after some errors, such as a full disk.
+                if database.in_transaction:
+                    database.execute("ROLLBACK")
                 raise
-            database.execute("COMMIT")
 
     def _query(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:
+            self._check_open()
             # Nothing was ever written: nothing is there, and no folder is made to find that out.
             return [] if self._database is None else self._database.execute(statement, values).fetchall()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from server.batches.store import Batch, BatchStore, Page, new_batch
+from server.batches.store import Batch, BatchStore, FileNotFound, NoRoom, Page, new_batch
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import AnthropicError, BadRequest
 from server.frontend import Frontend, owner_of
@@ -71,7 +72,11 @@ def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str
             file.write(msgspec.json.encode(line) + b"\n")
         input = store.add_file(file, owner, "message_batch.jsonl")
     batch = new_batch(input.id, _ENDPOINT, DAY, kind="msgbatch")
-    store.add_batch(batch, owner, party, None)
+    try:
+        store.add_batch(batch, owner, party, None)
+    except NoRoom:
+        store.delete_file(input.id, owner)
+        raise
     batch.request_counts.total = len(request.requests)
     return batch
 
@@ -150,7 +155,8 @@ def _message_batch(batch: BatchObject, store: BatchStore, owner: str, http: Requ
     counts, has_ended = batch.request_counts, batch.status in BATCH_ENDED
     shown = MessageBatchCounts(counts.total - counts.completed - counts.failed, counts.completed, counts.failed)
     if has_ended and batch.error_file_id is not None:
-        with store.path(batch.error_file_id, owner).open("rb") as file:
+        # Without the file, which its owner may delete, all that was not answered counts as an error.
+        with suppress(FileNotFound, FileNotFoundError), store.path(batch.error_file_id, owner).open("rb") as file:
             for line in file:
                 shown.canceled += b'"error":{"code":"batch_cancelled"' in line
                 shown.expired += b'"error":{"code":"batch_expired"' in line

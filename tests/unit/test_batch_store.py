@@ -1,6 +1,8 @@
 """Batches on disk: what the input may be, what survives a server that is killed, and whose is what."""
 
 import json
+import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from engine.config.config import ServerConfig
 from server.batches.runner import MAX_LINES, open_store, read_lines
 from server.batches.store import Batch, BatchNotFound, BatchStore, FileNotFound, NoRoom, new_batch, output_line
-from server.errors import BadRequest
+from server.errors import BadRequest, ShuttingDown
 
 CHAT = "/v1/chat/completions"
 
@@ -61,8 +63,8 @@ def test_the_lines_of_an_input_are_where_they_say(tmp_path: Path) -> None:
     ("lines", "code", "number", "sentence"),
     [
         ([], "empty_file", None, "holds no request"),
-        (["{"], "invalid_json_line", 1, "the line is not JSON"),
-        (["[1]"], "invalid_json_line", 1, "not a JSON object"),
+        (["{"], "invalid_json_line", 1, "the line is not valid JSON"),
+        (["[1]"], "invalid_json_line", 1, "it must be a JSON object"),
         ([request(), {"custom_id": "b"}], "missing_required_parameter", 2, "method is missing"),
         ([request(body=[])], "missing_required_parameter", 1, "body is missing, or is not an object"),
         ([request("")], "invalid_custom_id", 1, "custom_id has 0 characters"),
@@ -87,6 +89,18 @@ def test_errors_and_lines_are_bounded(tmp_path: Path) -> None:
     line = '{"custom_id":"%d","method":"POST","url":"' + CHAT + '","body":{}}\n'
     (tmp_path / "many").write_text("".join(line % number for number in range(MAX_LINES + 1)))
     assert [error.code for error in read_lines(tmp_path / "many", CHAT)[1]] == ["too_many_tasks"]
+
+
+def test_a_line_that_no_server_would_take_fails_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = json.dumps(request(body={"x": [[]] * 100_000}))
+    [error] = read_lines(write(tmp_path / "in", request("first"), values), CHAT)[1]
+    assert (error.code, error.line) == ("invalid_json_line", 2)
+    assert "the line holds more than" in error.message
+    monkeypatch.setattr("server.batches.runner.MAX_LINE_BYTES", 1000)
+    [error] = read_lines(write(tmp_path / "in", request("first"), "x" * 10**6), CHAT)[1]
+    assert (error.code, error.line) == ("line_too_long", 2)
 
 
 # -- a batch's life ---------------------------------------------------------------------------------------------
@@ -232,3 +246,101 @@ def test_a_port_has_its_folder_and_a_temporary_one_ends_with_the_server(
     assert not temporary.exists()
     with pytest.raises(OSError, match="which another server uses"):
         open_store(ServerConfig(data_dir=str(tmp_path / "kaon" / "port-8123")))
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    answer = output_line("a", {"status_code": 200, "body": "x" * 10**6})
+    assert store._database is not None
+    [pages] = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            store.record(batch.object.id, 0, answer, succeeded=True)
+    store._database.execute("PRAGMA max_page_count = 100000")
+    store.record(batch.object.id, 0, answer, succeeded=True)
+    assert store.batch(batch.object.id, "me").request_counts.completed == 1
+
+
+def test_a_closed_store_neither_opens_again_nor_seems_empty(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    store.close()
+    for call in (lambda: store.finish(batch, "completed"), lambda: store.pending(batch, -1, 1)):
+        with pytest.raises(ShuttingDown):
+            call()
+    again = BatchStore(tmp_path / "data", 10**6)
+    assert [line.custom_id for line in again.pending(batch, -1, 10)] == ["a", "b", "c"]
+
+
+def test_a_batch_ends_once(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    store.record(batch.object.id, 0, output_line("a", {"status_code": 200}), succeeded=True)
+    store.finish(batch, "completed")
+    ended = store.batch(batch.object.id, "me")
+    store.finish(batch, "cancelled")
+    assert store.batch(batch.object.id, "me") == ended
+    assert ended.output_file_id is not None
+    assert store.path(ended.output_file_id, "me").read_bytes().count(b"\n") == 1
+
+
+def test_contents_that_no_file_has_are_deleted_by_the_next_server(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    kept = add_file(store, b"kept")
+    (tmp_path / "data" / "files" / "file-0").write_bytes(b"of a server that was killed")
+    store.close()
+    again = BatchStore(tmp_path / "data", 10**6)
+    assert [path.name for path in (tmp_path / "data" / "files").iterdir()] == [kept]
+    again.close()
+
+
+def test_a_file_whose_time_has_come_is_gone_and_a_batch_still_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    with store.new_file() as file:
+        file.write(THREE)
+        input = store.add_file(file, "me", "in.jsonl", seconds=3600).id
+    batch = Batch(new_batch(input, CHAT, 60), "me", "me")
+    store.add_batch(batch.object, "me", "me", None)
+    store.begin(batch.object.id, read_lines(store.path(input, "me"), CHAT)[0])
+    later = time.time() + 4000
+    monkeypatch.setattr("time.time", lambda: later)
+    with pytest.raises(FileNotFound):
+        store.file(input, "me")
+    assert store.files("me", None, None, 10, newest_first=True).data == []
+    store.delete_expired_files()
+    assert len(store.pending(batch, -1, 10)) == 3
+    store.finish(batch, "completed")
+    store.delete_expired_files()
+    assert list((tmp_path / "data" / "files").iterdir()) == []
+
+
+def test_an_owner_may_have_so_many_batches_and_no_more_with_a_full_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.batches.store.MAX_UNFINISHED", 2)
+    store = BatchStore(tmp_path / "data", 1000)
+    batches = [add_batch(store, THREE, tmp_path) for _ in range(2)]
+    with pytest.raises(NoRoom, match="2 batches of this key have not ended"):
+        add_batch(store, THREE, tmp_path)
+    for batch in batches:
+        store.record(batch.object.id, 0, output_line("a", {"status_code": 200, "body": "x" * 1000}), succeeded=True)
+        store.finish(batch, "completed")
+    with pytest.raises(NoRoom, match="delete files that are not needed"):
+        store.add_batch(new_batch("file-1", CHAT, 60), "me", "me", None)
+    store.add_batch(new_batch("file-1", CHAT, 60), "other", "other", None)
+
+
+def test_a_batch_whose_files_were_deleted_can_be_deleted(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    batch = add_batch(store, THREE, tmp_path)
+    store.finish(batch, "cancelled")
+    error_file = store.batch(batch.object.id, "me").error_file_id
+    assert error_file is not None
+    store.delete_file(error_file, "me")
+    store.delete_batch(batch.object.id, "me")
+    with pytest.raises(BatchNotFound):
+        store.batch(batch.object.id, "me")

@@ -1,0 +1,191 @@
+"""How `BatchRunner` ends batches: what cancellation, shutdown, failing routes and refusals do to their lines."""
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from server.batches.runner import BatchRunner, _body
+from server.batches.store import Batch, BatchStore, new_batch
+from server.limits.owners import Owner
+from server.run_batch import run as run_batch
+from server.schemas.batches import BATCH_ENDED
+
+CHAT = "/v1/chat/completions"
+
+
+class App:
+    """An application that answers 200, unless a test says otherwise of a line's `body.x`."""
+
+    def __init__(self) -> None:
+        self.refused: set[Any] = set()
+        self.raising: set[Any] = set()
+        self.tried: Counter[Any] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        x = json.loads((await receive())["body"])["x"]
+        self.tried[x] += 1
+        if x in self.raising:
+            raise RuntimeError("a bug")
+        await send({"type": "http.response.start", "status": 429 if x in self.refused else 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def add(store: BatchStore, names: list[str], owner: str = "me") -> Batch:
+    lines = [{"custom_id": name, "method": "POST", "url": CHAT, "body": {"x": name}} for name in names]
+    with store.new_file() as file:
+        file.writelines(json.dumps(line).encode() + b"\n" for line in lines)
+        input = store.add_file(file, owner, "in.jsonl").id
+    batch = Batch(new_batch(input, CHAT, 3600), owner, owner)
+    store.add_batch(batch.object, owner, owner, None)
+    return batch
+
+
+def results(store: BatchStore, batch: Batch) -> tuple[str, list[str], list[str]]:
+    """The status of a batch that has ended, and the custom ids in its output and in its error file."""
+    ended = store.batch(batch.object.id, batch.owner)
+    ids = []
+    for file in (ended.output_file_id, ended.error_file_id):
+        lines = [] if file is None else store.path(file, batch.owner).read_text().splitlines()
+        ids.append([json.loads(line)["custom_id"] for line in lines])
+    return ended.status, ids[0], ids[1]
+
+
+async def until_ended(store: BatchStore, batch: Batch) -> None:
+    while store.batch(batch.object.id, batch.owner).status not in BATCH_ENDED:
+        await asyncio.sleep(0.005)
+
+
+def runner_of(store: BatchStore, app: App, max_lines: int = 4) -> BatchRunner:
+    return BatchRunner(store, app, lambda: 0, max_lines, Owner.of_key)
+
+
+class Gate:
+    """Holds the threads that call the store's method `name` with `argument`, until it is opened."""
+
+    def __init__(self, store: BatchStore, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        called = getattr(store, name)
+        is_first = iter([True])
+
+        def held(*arguments: Any, **keywords: Any) -> Any:
+            if any(isinstance(each, str) and each.startswith(argument) for each in arguments):
+                is_late = not next(is_first, False)
+                self.reached.set()
+                assert self.opened.wait(20)
+                if is_late:
+                    time.sleep(0.2)  # A thread that should not be here goes on when the first one is done.
+            return called(*arguments, **keywords)
+
+        monkeypatch.setattr(store, name, held)
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 20)
+
+
+@pytest.mark.parametrize(("place", "argument"), [("begin", "batch_"), ("_write_output", "error")])
+async def test_a_batch_that_is_cancelled_while_the_store_writes_has_each_line_once(
+    place: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BatchStore(tmp_path, 10**6)
+    batch, runner = add(store, list("abc")), runner_of(store, App())
+    gate = Gate(store, place, argument, monkeypatch)
+    runner.run(batch)
+    await gate.wait()
+    cancelling = asyncio.create_task(runner.cancel(batch))
+    await asyncio.sleep(0.2)
+    gate.opened.set()
+    await cancelling
+    await until_ended(store, batch)
+    await runner.cancel(batch)
+    _, done, undone = results(store, batch)
+    assert sorted(done + undone) == ["a", "b", "c"]
+    assert place != "_write_output" or done == ["a", "b", "c"]
+    assert store._query("SELECT * FROM lines") == []
+    await runner.close()
+
+
+async def test_a_server_that_ends_while_the_output_is_written_loses_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BatchStore(tmp_path, 10**6)
+    batch, runner = add(store, list("abc")), runner_of(store, App())
+    gate = Gate(store, "_query", "SELECT number, answer", monkeypatch)
+    runner.run(batch)
+    await gate.wait()
+    closing = asyncio.create_task(runner.close())
+    await asyncio.sleep(0.2)
+    gate.opened.set()
+    await closing
+    again = BatchStore(tmp_path, 10**6)
+    next_runner = runner_of(again, App())
+    next_runner.start()
+    await until_ended(again, batch)
+    assert results(again, batch) == ("completed", ["a", "b", "c"], [])
+    await next_runner.close()
+
+
+async def test_a_line_whose_route_raises_is_an_error_of_its_own(tmp_path: Path) -> None:
+    store, app = BatchStore(tmp_path, 10**6), App()
+    app.raising = {"b"}
+    batch, runner = add(store, list("abc")), runner_of(store, app)
+    runner.run(batch)
+    await until_ended(store, batch)
+    assert results(store, batch) == ("completed", ["a", "c"], ["b"])
+    await runner.close()
+
+
+async def test_lines_that_are_refused_keep_no_other_owners_lines_waiting(tmp_path: Path) -> None:
+    store, app = BatchStore(tmp_path, 10**6), App()
+    app.refused = set("abcdef")
+    refused, other, runner = add(store, list("abcdef")), add(store, ["x"], "you"), runner_of(store, app, max_lines=2)
+    runner.run(refused)
+    while sum(app.tried.values()) < 2:
+        await asyncio.sleep(0.005)
+    runner.run(other)
+    await until_ended(store, other)
+    assert store.batch(refused.object.id, "me").status == "in_progress"
+    app.refused.clear()
+    await until_ended(store, refused)
+    assert results(store, refused) == ("completed", list("abcdef"), [])
+    await runner.close()
+
+
+async def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
+    store, app = BatchStore(tmp_path, 10**7), App()
+    batch, runner = add(store, [f"{number:0500}" for number in range(40)]), runner_of(store, app)
+    assert store._database is not None
+    [pages] = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    runner.run(batch)
+    await asyncio.sleep(0.1)
+    assert store.batch(batch.object.id, "me").status == "validating"
+    store._database.execute("PRAGMA max_page_count = 100000")
+    await until_ended(store, batch)
+    status, done, undone = results(store, batch)
+    assert (status, len(done), undone) == ("completed", 40, [])
+    await runner.close()
+
+
+@pytest.mark.parametrize("content", ["notes", '{"a": 1}', '{"custom_id": "a", "body": {}}\n{"custom', "{\n}"])
+def test_run_batch_leaves_a_file_that_is_no_output_as_it_is(content: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": {}}))
+    target.write_text(content)
+    assert run_batch([str(source), str(target)]) == 2
+    assert target.read_text() == content
+
+
+def test_a_body_gets_the_lowest_priority_whatever_it_says() -> None:
+    deep = "[" * 900 + "]" * 900
+    for body in ("{}", " { } ", '{"priority": -5, "x": 1}', f'{{"x": {deep}}}'):
+        line = f'{{"body": {{"x": 2}}, "custom_id": "a", "body": {body}}}'
+        read = json.loads(_body(line.encode(), CHAT))
+        assert read == {**json.loads(body), "priority": 100}
+    assert _body(b'{"body": {"x": 1}}', "/v1/unknown") == b'{"x": 1}'
