@@ -93,7 +93,10 @@ class Frontend:
         self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths), ids)
         settings = config.server_config
         self.streams = ResumableStreams(
-            settings.resumable_stream_bytes, settings.resumable_stream_seconds, 16 * settings.resumable_stream_bytes
+            settings.resumable_stream_bytes,
+            settings.resumable_stream_seconds,
+            16 * settings.resumable_stream_bytes,
+            self.accounts,
         )
         self.failure: str | None = None
         """Why the server cannot go on; None while it can."""

@@ -19,14 +19,15 @@ Resource = Literal[
     "queued_sequences",
     "queued_tokens",
     "stream_bytes",
+    "held_stream_bytes",
     "background_responses",
     "stored_responses",
     "stored_bytes",
 ]
 """What is counted: open connections; bytes of request bodies that are held; parsing, renderings, tokenisations and
 grammar checks that wait or run; requests that were admitted and have not ended, and their sequences; sequences without
-an output so far, and the tokens of their prompts; bytes of streams that their clients have not read; background
-responses that run; stored responses, and their bytes."""
+an output so far, and the tokens of their prompts; bytes of streams that their clients have not read; bytes of
+resumable streams that have no client; background responses that run; stored responses, and their bytes."""
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 

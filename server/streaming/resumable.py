@@ -3,6 +3,7 @@
 A request opts in. Each event then has an id, the stream's with the event's number. Events are held after they were
 sent, because what was sent may not have arrived. While no client is connected, the answer goes on until the events
 that no client took fill the bound; then it is paused. After a time without a client, the stream ends and is forgotten.
+All streams without a client share a bound too: beyond it, the owner that has most of them loses its oldest one.
 """
 
 import asyncio
@@ -11,12 +12,15 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
 
 from server.errors import BadRequest
+from server.limits.accounts import Accounts
 from server.limits.owners import Owner
 from server.streaming.sse import EventStream
 
 _EVENT_END = b"\n\n"
 _EVENT_BYTES = 64
 """Memory of an event besides its text."""
+_STREAM_BYTES = 1024
+"""Memory of a stream besides its events."""
 _MAX_ID = 200
 
 
@@ -30,7 +34,8 @@ class StreamNotFound(BadRequest):
 class _Stream:
     """The last events of one answer, and the task that takes them from the answer."""
 
-    def __init__(self, id: str, owner: Owner, max_bytes: int) -> None:
+    def __init__(self, id: str, owner: Owner, max_bytes: int, on_change: Callable[["_Stream"], object]) -> None:
+        """`on_change` is called when more or fewer bytes are held."""
         self.id = id
         self.owner = owner
         self.reader: object | None = None
@@ -39,6 +44,9 @@ class _Stream:
         self.task: asyncio.Task[None] | None = None
         self.is_complete = False
         self.num_bytes = 0
+        self.num_counted = 0
+        """Of its bytes, those that are counted as its owner's."""
+        self._on_change = on_change
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
         self._first = 0
@@ -66,7 +74,9 @@ class _Stream:
                 self.num_bytes += len(held) + _EVENT_BYTES
             self._wake()
             while not self._drop_taken():
+                self._on_change(self)
                 await self._wait()
+            self._on_change(self)
 
     def _drop_taken(self) -> bool:
         """Drop the oldest events over the bound, as far as they were taken; whether the rest is within it."""
@@ -86,6 +96,8 @@ class _Stream:
             if start < self.end:
                 end = self.end
                 yield b"".join(itertools.islice(self._events, start - self._first, None))
+                if self.reader is not reader:
+                    return  # What this one has taken must not be dropped: the other one may lack it.
                 # Asked for more: these events have been sent, and perhaps others have come.
                 start = end
                 if start > self._num_taken:
@@ -113,21 +125,22 @@ class _Stream:
 class ResumableStreams:
     """The streams that are held. Used from the event loop's thread."""
 
-    def __init__(self, max_bytes: int, seconds: float, max_held_bytes: int) -> None:
+    def __init__(self, max_bytes: int, seconds: float, max_held_bytes: int, accounts: Accounts | None = None) -> None:
         """`max_bytes`: of the events of one stream. `seconds`: how long a stream without a client is held.
 
-        `max_held_bytes`: of all complete streams; beyond it, those that were complete first are forgotten.
+        `max_held_bytes`: of all streams without a client, which `accounts` counts by owner.
         """
         self._max_bytes, self._seconds, self._max_held_bytes = max_bytes, seconds, max_held_bytes
         self._streams: dict[str, _Stream] = {}
-        self._complete: OrderedDict[str, _Stream] = OrderedDict()
-        self._complete_bytes = 0
+        self._left_alone: OrderedDict[str, _Stream] = OrderedDict()
+        """Streams without a client, those first whose clients left first."""
+        self._accounts = Accounts() if accounts is None else accounts
 
     def begin(
         self, id: str, owner: Owner, answer: AsyncGenerator[bytes, None], on_end: Callable[[], object]
     ) -> EventStream:
         """The response to a request whose events are those of `answer`; `on_end` is called when that has ended."""
-        stream = self._streams[id] = _Stream(id, owner, self._max_bytes)
+        stream = self._streams[id] = _Stream(id, owner, self._max_bytes, self._count)
 
         async def fill() -> None:
             try:
@@ -136,7 +149,6 @@ class ResumableStreams:
                 await answer.aclose()
                 on_end()
                 stream.complete()
-                self._hold_complete(stream)
 
         stream.task = asyncio.create_task(fill(), name=id)
         return self._response(stream, 0)
@@ -173,6 +185,8 @@ class ResumableStreams:
             stream.expiry.cancel()
             stream.expiry = None
         stream.take_over(reader, start)
+        self._left_alone.pop(stream.id, None)
+        self._count(stream)
         return EventStream(stream.follow(start, reader), lambda: self._left(stream, reader))
 
     def _left(self, stream: _Stream, reader: object) -> None:
@@ -181,23 +195,25 @@ class ResumableStreams:
             stream.reader = None
             loop = asyncio.get_running_loop()
             stream.expiry = loop.call_later(self._seconds, self._forget, stream)
+            self._left_alone[stream.id] = stream
+            self._count(stream)
 
-    def _hold_complete(self, stream: _Stream) -> None:
-        if stream.id not in self._streams:
+    def _count(self, stream: _Stream) -> None:
+        """Count the bytes of a stream as its owner's while it has no client, and keep all of them within the bound."""
+        count = _STREAM_BYTES + stream.num_bytes if stream.id in self._left_alone else 0
+        added, stream.num_counted = count - stream.num_counted, count
+        if not added:
             return
-        self._complete[stream.id] = stream
-        self._complete_bytes += stream.num_bytes
-        while self._complete_bytes > self._max_held_bytes:
-            oldest = next((each for each in self._complete.values() if each.reader is None), None)
-            if oldest is None:
-                return  # All are being read.
-            self._forget(oldest)
+        self._accounts.change(stream.owner.party, "held_stream_bytes", added)
+        while added > 0 and self._accounts.total("held_stream_bytes") > self._max_held_bytes:
+            largest = self._accounts.largest_user("held_stream_bytes")
+            self._forget(next(each for each in self._left_alone.values() if each.owner.party == largest))
 
     def _forget(self, stream: _Stream) -> None:
         if self._streams.pop(stream.id, None) is None:
             return
-        if self._complete.pop(stream.id, None) is not None:
-            self._complete_bytes -= stream.num_bytes
+        self._left_alone.pop(stream.id, None)
+        self._count(stream)
         if stream.expiry is not None:
             stream.expiry.cancel()
         if stream.task is not None:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from server.errors import BadRequest
+from server.limits.accounts import Accounts
 from server.limits.owners import ANYONE, Owner
 from server.streaming.resumable import ResumableStreams, StreamNotFound
 from server.streaming.sse import EventStream
@@ -175,8 +176,8 @@ async def test_a_stream_without_a_client_ends_after_its_time() -> None:
         streams.resume("s:0", ANYONE)
 
 
-async def test_complete_streams_share_a_bound_and_the_oldest_goes() -> None:
-    streams = ResumableStreams(10**6, 60, 3000)
+async def test_streams_without_a_client_share_a_bound_and_the_oldest_goes() -> None:
+    streams = ResumableStreams(10**6, 60, 5000)
     for name in ("one", "two", "three"):
         answer = Answer()
         reader = Reader(streams.begin(name, ANYONE, answer(), answer.end))
@@ -186,6 +187,65 @@ async def test_complete_streams_share_a_bound_and_the_oldest_goes() -> None:
     with pytest.raises(StreamNotFound):
         streams.resume("one:0", ANYONE)
     streams.resume("two:0", ANYONE)
+    await streams.close()
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_an_owner_that_leaves_many_streams_behind_loses_its_own(is_complete: bool) -> None:
+    accounts = Accounts()
+    streams = ResumableStreams(10**6, 60, 20_000, accounts)
+    you, me = Owner.of_key("you"), Owner.of_key("me")
+    answers = []
+    for number in range(30):
+        owner = you if number == 0 else me
+        answers.append(answer := Answer())
+        reader = Reader(streams.begin(f"s{number}", owner, answer(), answer.end))
+        answer.write(b"x" * 1000)
+        await reader.read()
+        if is_complete:
+            answer.events.put_nowait(None)
+            await reader.rest()
+        await reader.leave()
+    await settle()
+    assert accounts.total("held_stream_bytes") <= 20_000
+    assert [answer.ended for answer in answers[1:20]] == [True] * 19
+    for name, owner in (("s0", you), ("s29", me)):
+        await Reader(streams.resume(f"{name}:0", owner)).leave()
+    with pytest.raises(StreamNotFound):
+        streams.resume("s1:0", me)
+    await streams.close()
+    assert accounts.total("held_stream_bytes") == 0
+
+
+async def test_a_stream_that_grows_without_a_client_is_counted() -> None:
+    accounts = Accounts()
+    streams, answer = ResumableStreams(10**6, 60, 10**4, accounts), Answer()
+    reader = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    answer.write(b"a")
+    await reader.read()
+    assert accounts.total("held_stream_bytes") == 0
+    await reader.leave()
+    answer.write(*[b"x" * 1000] * 20)
+    await settle()
+    assert answer.ended
+    assert accounts.total("held_stream_bytes") == 0
+    await streams.close()
+
+
+async def test_a_client_that_was_replaced_drops_nothing_that_the_new_one_lacks() -> None:
+    streams, answer = ResumableStreams(1000, 60, 10**6), Answer()
+    first = Reader(streams.begin("s", ANYONE, answer(), answer.end))
+    for _ in range(8):
+        answer.write(b"x")
+        await first.read()
+    # The first connection still sends its last event when the client comes back with an earlier one.
+    second = Reader(streams.resume("s:0", ANYONE))
+    assert await first.read() == b""
+    answer.write(*[b"x"] * 20, None)  # type: ignore[arg-type]
+    await settle()
+    assert numbers(await second.rest()) == list(range(1, 28))
+    await first.leave()
+    await second.leave()
     await streams.close()
 
 
