@@ -1,9 +1,10 @@
 """`AsyncLLM`: the Python API for asyncio programs: the server's own front end, without HTTP."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,8 +35,8 @@ class AsyncLLM:
             async for chunk in llm.stream_chat([{"role": "user", "content": "Hello"}]):
                 print(chunk.choices[0].delta.content or "", end="")
 
-    A task that is cancelled aborts what it waits for. When the engine dies, it is started again and every call goes
-    on where it was.
+    All calls come from the event loop that awaited `start`. A task that is cancelled aborts what it waits for. When
+    the engine dies, it is started again and every call goes on where it was.
     """
 
     def __init__(self, model: str | None = None, *, config: Config | None = None, **config_fields: Any) -> None:
@@ -51,9 +52,12 @@ class AsyncLLM:
             raise ValueError("give AsyncLLM either a config or single fields, not both")
         self._core = CoreManager(config)
         self._frontend = Frontend(config, self._core)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """In which it was started."""
 
     async def start(self) -> None:
         """Wait until the model is loaded. Raises `EngineDeadError` if it cannot be; the object is closed then."""
+        self._loop = asyncio.get_running_loop()
         await self._frontend.start(lambda names: None)
         if self._frontend.why_ended is not None:
             why = self._frontend.why_ended
@@ -83,7 +87,7 @@ class AsyncLLM:
         `sampling_params`: default: what the checkpoint's generation config recommends. `lora` names an adapter. Raises
         `InvalidRequest`, a `ValueError`, and `EngineDeadError`.
         """
-        with refusals_as_invalid_requests():
+        with self._refusals():
             [state] = await self._generation(prompt, sampling_params, lora).complete(_new_id())
         return state.result()
 
@@ -91,7 +95,7 @@ class AsyncLLM:
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None, *, lora: str | None = None
     ) -> AsyncIterator[RequestDelta]:
         """Complete a prompt; what is added to its text, as it comes. Takes and raises what `generate` does."""
-        with refusals_as_invalid_requests():
+        with self._refusals():
             async with aclosing(self._generation(prompt, sampling_params, lora).deltas(_new_id())) as deltas:
                 async for each in deltas:
                     yield each[0]
@@ -108,7 +112,7 @@ class AsyncLLM:
 
         Raises `InvalidRequest`, a `ValueError`, and `EngineDeadError`.
         """
-        with refusals_as_invalid_requests():
+        with self._refusals():
             processor = self._frontend.pooling_for("embed")
             processor.check_dimensions(dimensions)
             given: list[str | list[int]] = [texts] if isinstance(texts, str) else [*texts]
@@ -118,7 +122,7 @@ class AsyncLLM:
 
     async def score(self, query: str, documents: list[str], *, instruction: str | None = None) -> list[float]:
         """How relevant each document is to `query`, of a reranker or an embedding model; see `LLM.score`."""
-        with refusals_as_invalid_requests():
+        with self._refusals():
             processor = self._frontend.pooling_for("classify", "embed")
             processor.check_scores()
             if not documents:
@@ -131,7 +135,7 @@ class AsyncLLM:
 
         Raises `InvalidRequest`, a `ValueError`, and `EngineDeadError`.
         """
-        with refusals_as_invalid_requests():
+        with self._refusals():
             generation, renderer = await self._chat({**fields, "messages": list(messages)})
             await generation.complete(renderer.head.id)
             answer = generation.whole(renderer)
@@ -140,7 +144,7 @@ class AsyncLLM:
 
     async def stream_chat(self, messages: Messages, **fields: Any) -> AsyncIterator[ChatChunk]:
         """Answer a conversation; its chunks as they come. Takes and raises what `chat` does."""
-        with refusals_as_invalid_requests():
+        with self._refusals():
             generation, renderer = await self._chat({**fields, "messages": list(messages), "stream": True})
             async with aclosing(generation.deltas(renderer.head.id)) as deltas:
                 for chunk in chunks(renderer.opening()):
@@ -151,6 +155,13 @@ class AsyncLLM:
                             yield chunk
             for chunk in chunks(renderer.closing(generation.usage)):
                 yield chunk
+
+    def _refusals(self) -> AbstractContextManager[None]:
+        """What every call is made in. Raises `RuntimeError` in another event loop, which would never get an output."""
+        if self._loop is not asyncio.get_running_loop():
+            why = "was not started" if self._loop is None else "was started in another event loop"
+            raise RuntimeError(f"this AsyncLLM {why}; use it in the event loop that awaits its start, by async with")
+        return refusals_as_invalid_requests(self._frontend)
 
     async def _pool(self, prompts: Sequence[PooledPrompt], processor: PoolingProcessor, **how: Any) -> list[bytes]:
         """The vectors of prompts."""

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from engine.client.core_manager import EngineDeadError
 from engine.client.llm_engine import LLMEngine
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from server.frontend import Frontend
     from server.routes.chat import ChatRenderer
     from server.schemas.chat import ChatCompletion
+
+Result = TypeVar("Result")
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation, as `/v1/chat/completions` takes it in `messages`."""
@@ -52,7 +55,7 @@ class LLM(LLMEngine):
 
         several = not messages or not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        chats = asyncio.run(self._prepare([{**fields, "messages": list(each)} for each in conversations]))
+        chats = _run(self._prepare([{**fields, "messages": list(each)} for each in conversations]))
         ids = self._submit([sequence for sequences, _ in chats for sequence in sequences])
         states = self._wait(ids, use_tqdm)
         answers = []
@@ -76,12 +79,13 @@ class LLM(LLMEngine):
         from server.streaming.generation import usage_of
 
         fields = {**fields, "messages": list(messages), "stream": True}
-        [(sequences, renderer)] = asyncio.run(self._prepare([fields]))
+        [(sequences, renderer)] = _run(self._prepare([fields]))
         yield from chunks(renderer.opening())
-        for index, delta in self._stream(sequences):
-            if delta.error is not None:
-                raise RuntimeError(f"a chat could not be answered: {delta.error}")
-            yield from chunks(renderer.chunk(index, delta))
+        with closing(self._stream(sequences)) as deltas:
+            for index, delta in deltas:
+                if delta.error is not None:
+                    raise RuntimeError(f"a chat could not be answered: {delta.error}")
+                yield from chunks(renderer.chunk(index, delta))
         states = [sequence.state for sequence in sequences]
         yield from chunks(renderer.closing(usage_of(states, len(states))))
 
@@ -107,7 +111,7 @@ class LLM(LLMEngine):
         from server.limits.owners import ANYONE
         from server.routes.chat import prepare
 
-        with refusals_as_invalid_requests():
+        with refusals_as_invalid_requests(self._frontend):
             return [
                 await prepare(validated_chat(body, self._frontend), self._frontend, ANYONE, time.monotonic())
                 for body in bodies
@@ -124,14 +128,30 @@ def validated_chat(body: Mapping[str, Any], frontend: "Frontend") -> Any:
     return request
 
 
+def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `coroutine`. Where an event loop runs already, as in a notebook, it gets a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
 @contextmanager
-def refusals_as_invalid_requests() -> Iterator[None]:
-    """Raise `InvalidRequest` in place of a 4xx of the server, and `EngineDeadError` in place of a 5xx."""
-    from server.errors import ApiError
+def refusals_as_invalid_requests(frontend: "Frontend") -> Iterator[None]:
+    """Raise `InvalidRequest` in place of a 4xx of the server.
+
+    In place of a 5xx, raise `EngineDeadError` if no engine can serve, else the `RuntimeError` of a request that failed
+    by itself.
+    """
+    from server.errors import ApiError, NotReady
 
     try:
         yield
     except ApiError as error:
         if error.status < 500:
             raise InvalidRequest(str(error), error.param or "") from error
-        raise EngineDeadError(str(error)) from error
+        if isinstance(error, NotReady) or frontend.why_ended is not None:
+            raise EngineDeadError(str(error)) from error
+        raise RuntimeError(f"the request could not be answered: {error}") from error

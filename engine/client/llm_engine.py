@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -116,7 +116,7 @@ class LLMEngine:
         """
         yield from self._stream(self._sequences(prompts, sampling_params, lora))
 
-    def _stream(self, sequences: Sequence[NewSequence]) -> Iterator[tuple[int, RequestDelta]]:
+    def _stream(self, sequences: Sequence[NewSequence]) -> Generator[tuple[int, RequestDelta], None, None]:
         """The index of a sequence and what an engine step added to it, as it comes. See `stream`."""
         pending: deque[tuple[int, RequestDelta]] = deque()
         ids = self._submit(sequences, lambda *streamed: pending.append(streamed))

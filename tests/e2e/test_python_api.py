@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kaon import LLM, AsyncLLM, InvalidRequest, SamplingParams
+from kaon import LLM, AsyncLLM, EngineDeadError, InvalidRequest, SamplingParams
+from server.errors import NotReady, PoisonousRequest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -48,6 +49,12 @@ def test_a_chat_is_answered_between_prompts(llm: LLM) -> None:
     assert answer.usage.completion_tokens == 8
     after = llm.generate("The capital of France is", params, use_tqdm=False)
     assert before[0]["token_ids"] == after[0]["token_ids"]
+
+
+async def test_a_chat_is_answered_where_an_event_loop_runs_as_in_a_notebook(llm: LLM) -> None:
+    assert llm.chat(QUESTION, temperature=0).choices[0].message.content == "2 + 2 = 4"
+    chunks = list(llm.stream_chat(QUESTION, temperature=0))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "2 + 2 = 4"
 
 
 def test_several_chats_are_answered_in_their_order_each_with_its_choices(llm: LLM) -> None:
@@ -125,6 +132,24 @@ async def test_a_cancelled_task_and_a_stream_left_early_abort_their_sequences(as
     await asyncio.wait([task])
     assert async_llm._frontend.hub.num_live == 0
     assert async_llm._frontend.admission.is_empty
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_that_fails_by_itself_is_not_the_engines_death(async_llm: AsyncLLM) -> None:
+    with pytest.raises(RuntimeError, match="poisonous") as failed, async_llm._refusals():
+        raise PoisonousRequest("poisonous")
+    assert not isinstance(failed.value, EngineDeadError)
+    with pytest.raises(EngineDeadError), async_llm._refusals():
+        raise NotReady("gone")
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_call_from_another_event_loop_is_refused_and_does_not_hang(async_llm: AsyncLLM) -> None:
+    with pytest.raises(RuntimeError, match="was started in another event loop"):
+        await async_llm.generate("Hello")
+    with pytest.raises(RuntimeError, match="was started in another event loop"):
+        async for _ in async_llm.stream_chat(QUESTION):
+            pass
 
 
 @pytest.mark.asyncio(loop_scope="module")
