@@ -92,8 +92,9 @@ class FairPool:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                line.waiting.remove(turn)
-                self._num_waiting -= 1
+                if turn in line.waiting:
+                    line.waiting.remove(turn)
+                    self._num_waiting -= 1
                 self._leave(owner.party, line)
             else:
                 self._end(owner, line, 0.0)
@@ -136,6 +137,8 @@ class FairPool:
                 return
             turn = line.waiting.popleft()
             self._num_waiting -= 1
+            if turn.cancelled():
+                continue  # Its caller leaves, and has not run yet.
             self._num_free -= 1
             line.running += 1
             self._seconds = max(self._seconds, line.seconds)
@@ -155,7 +158,7 @@ class FairPool:
     def _leave(self, party: str, line: _Line) -> None:
         """A job of this owner no longer waits or runs."""
         self._accounts.change(party, "jobs", -1)
-        if line.waiting or line.running:
+        if line.waiting or line.running or self._lines.get(party) is not line:
             return
         del self._lines[party]
         if line.seconds > self._seconds:

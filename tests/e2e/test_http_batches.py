@@ -232,6 +232,21 @@ def test_a_message_batch_answers_as_messages_do(claude: anthropic.Anthropic) -> 
         claude.messages.batches.retrieve(batch.id)
 
 
+def test_a_message_batch_whose_files_were_deleted_is_still_listed_and_deleted(
+    claude: anthropic.Anthropic, server: KaonServer
+) -> None:
+    batch = claude.messages.batches.create(requests=[message(1, temperature=9)])
+    eventually(lambda: claude.messages.batches.retrieve(batch.id).processing_status == "ended")
+    with server.client() as client:
+        for file in client.files.list():
+            if file.filename.startswith(batch.id):
+                client.files.delete(file.id)
+    assert claude.messages.batches.retrieve(batch.id).request_counts.errored == 1
+    assert batch.id in [each.id for each in claude.messages.batches.list(limit=3)]
+    claude.messages.batches.delete(batch.id)
+    assert batch.id not in [each.id for each in claude.messages.batches.list(limit=3)]
+
+
 def test_a_cancelled_message_batch_counts_what_was_not_answered(claude: anthropic.Anthropic) -> None:
     requests = [message(number, max_tokens=3000, stop_sequences=["never"]) for number in range(100)]
     batch = claude.messages.batches.create(requests=requests)

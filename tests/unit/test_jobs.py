@@ -163,6 +163,32 @@ async def test_work_whose_caller_leaves_while_it_waits_never_runs(monkeypatch: p
     await work.end_all()
 
 
+async def test_callers_that_leave_at_once_give_their_turns_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, 1)
+    for name in "abc":
+        await work.ask(HEAVY, name)
+    await work.ask(LIGHT, "d")
+    grant = work.pool._start_next
+    leaving = ["b", "c", "d"]
+
+    def grant_and_leave() -> None:
+        grant()
+        while leaving:
+            work.tasks[leaving.pop()].cancel()
+
+    # One of them has just got the thread, and has not run yet.
+    monkeypatch.setattr(work.pool, "_start_next", grant_and_leave)
+    await work.end("a")
+    for name in "bcd":
+        with pytest.raises(asyncio.CancelledError):
+            await work.tasks[name]
+    assert work.started == ["a"]
+    assert work.pool.num_waiting == 0
+    assert not work.accounts.users("jobs")
+    await work.ask(HEAVY, "e")
+    await work.end("e")
+
+
 async def test_work_whose_caller_leaves_keeps_its_thread_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work(monkeypatch, num_threads=1)
     await work.ask(LIGHT, "first")
