@@ -78,7 +78,7 @@ def resumed(http: Request) -> Response | None:
     last_event_id = http.headers.get("last-event-id")
     if last_event_id is None:
         return None
-    return Frontend.of(http.app).streams.resume(last_event_id, owner_of(http.scope))
+    return Frontend.of(http.app).streams.resume(last_event_id, owner_of(http.scope), http.scope.get("state"))
 
 
 def holder_of_stream(http: Request, request: SamplingFields) -> ResumableStreams | None:

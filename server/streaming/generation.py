@@ -96,7 +96,7 @@ class Generation:
         if stream:
             self._facts = facts_of(http.scope)
             if held_by is not None:
-                return held_by.begin(renderer.head.id, self._owner, self.events(renderer), self.end)
+                return held_by.begin(renderer.head.id, self._owner, self.events(renderer), self.end, self._facts)
             return EventStream(self.events(renderer), self.end, renderer.ping)
         await self.complete(renderer.head.id, http)
         if self._renders_in_thread:

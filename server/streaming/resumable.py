@@ -10,7 +10,9 @@ import asyncio
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
+from server.access_log import RequestFacts
 from server.errors import BadRequest
 from server.limits.accounts import Accounts
 from server.limits.owners import Owner
@@ -38,6 +40,8 @@ class _Stream:
         """`on_change` is called when more or fewer bytes are held."""
         self.id = id
         self.owner = owner
+        self.facts = RequestFacts()
+        """Of the request that began it, which those that go on with it log too."""
         self.reader: object | None = None
         """Whoever follows it now; another one takes over."""
         self.expiry: asyncio.TimerHandle | None = None
@@ -137,7 +141,12 @@ class ResumableStreams:
         self._accounts = Accounts() if accounts is None else accounts
 
     def begin(
-        self, id: str, owner: Owner, answer: AsyncGenerator[bytes, None], on_end: Callable[[], object]
+        self,
+        id: str,
+        owner: Owner,
+        answer: AsyncGenerator[bytes, None],
+        on_end: Callable[[], object],
+        facts: RequestFacts | None = None,
     ) -> EventStream:
         """The response to a request whose events are those of `answer`; `on_end` is called when that has ended."""
         stream = self._streams[id] = _Stream(id, owner, self._max_bytes, self._count)
@@ -150,11 +159,16 @@ class ResumableStreams:
                 on_end()
                 stream.complete()
 
+        if facts is not None:
+            stream.facts = facts
         stream.task = asyncio.create_task(fill(), name=id)
         return self._response(stream, 0)
 
-    def resume(self, last_event_id: str, owner: Owner) -> EventStream:
-        """The events behind the one that a client of the same key received last. Raises `BadRequest`."""
+    def resume(self, last_event_id: str, owner: Owner, state: dict[str, Any] | None = None) -> EventStream:
+        """The events behind the one that a client of the same key received last. Raises `BadRequest`.
+
+        `state` is that of the request's scope, whose line in the log has what the stream's first request learnt.
+        """
         id, _, text = last_event_id.rpartition(":")
         if not (id and text.isascii() and text.isdecimal() and len(last_event_id) <= _MAX_ID):
             raise BadRequest(f"Last-Event-ID is {last_event_id[:80]!r}; it must be the id of an event of a stream")
@@ -170,6 +184,8 @@ class ResumableStreams:
                 f"event {text} is not one of those that are held of stream {id}, {stream.first} to {stream.end - 1}; "
                 "send the request anew, without Last-Event-ID"
             )
+        if state is not None:
+            state["facts"] = stream.facts
         return self._response(stream, start)
 
     async def close(self) -> None:

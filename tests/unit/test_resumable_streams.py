@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
+from server.access_log import RequestFacts
 from server.errors import BadRequest
 from server.limits.accounts import Accounts
 from server.limits.owners import ANYONE, Owner
@@ -246,6 +247,17 @@ async def test_a_client_that_was_replaced_drops_nothing_that_the_new_one_lacks()
     assert numbers(await second.rest()) == list(range(1, 28))
     await first.leave()
     await second.leave()
+    await streams.close()
+
+
+async def test_the_log_of_a_request_that_goes_on_has_the_facts_of_the_first() -> None:
+    streams, answer, facts, state = ResumableStreams(10**6, 60, 10**6), Answer(), RequestFacts(), dict[str, object]()
+    first = Reader(streams.begin("s", ANYONE, answer(), answer.end, facts))
+    answer.write(b"a")
+    await first.read()
+    await first.leave()
+    streams.resume("s:0", ANYONE, state)
+    assert state["facts"] is facts
     await streams.close()
 
 
