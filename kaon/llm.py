@@ -45,8 +45,8 @@ class LLM(LLMEngine):
         """Answer a conversation, or each of several; the answers as the server gives them.
 
         `fields` are those of `/v1/chat/completions` (docs/api.md), for instance `temperature`, `max_tokens`, `tools`,
-        `tool_choice`, `response_format`; `model` may name a LoRA adapter. Raises `InvalidRequest`, a `ValueError`,
-        before anything is computed, and `EngineDeadError`::
+        `tool_choice`, `response_format`; `model` may name a LoRA adapter; `timeout` has no effect here. Raises
+        `InvalidRequest`, a `ValueError`, before anything is computed, and `EngineDeadError`::
 
             answer = llm.chat([{"role": "user", "content": "What is 2 + 2?"}], temperature=0)
             print(answer.choices[0].message.content)
