@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         app = create_app(config, core, keys=ApiKeys())
         return asyncio.run(_compute(app, config.max_num_seqs, endpoint, Path(source), Path(target), pending))
-    except EngineDeadError as error:
+    except (EngineDeadError, OSError) as error:
         sys.stderr.write(f"kaon run-batch: {error}\n")
         return 1
     finally:
@@ -98,7 +98,7 @@ def _answered_ids(target: Path) -> set[str]:
 
     Raises `OSError`, and `ValueError` for a file that is no output, which is left as it is.
     """
-    if not target.exists():
+    if not target.is_file():  # It may also be a pipe or a terminal, which holds nothing yet.
         return set()
     with target.open("rb+") as file:
         ids = set[str]()
@@ -138,7 +138,10 @@ async def _compute(
             lines.cancel()
             await asyncio.wait([lines])
             raise EngineDeadError(frontend.why_ended or "")
-    failed = lines.result()
+    try:
+        failed = lines.result()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
     if failed:
         sys.stderr.write(f"kaon run-batch: {failed} of {len(pending)} lines failed; {target} has the reasons\n")
     return 1 if failed else 0

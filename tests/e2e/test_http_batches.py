@@ -185,6 +185,16 @@ def test_a_file_is_answered_without_a_server_and_gone_on_with(tmp_path: Path) ->
     assert lines["line-6"]["response"]["status_code"] == 400
 
 
+def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(jsonl([chat(1), chat(2)]))
+    command = [sys.executable, "-m", "server", "run-batch", str(source), "/dev/full", "--log-level", "error"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "kaon run-batch: [Errno 28] No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [("", "line 1 of {} is no request of a batch"), ('{"url": "/v1/audio"}', "url is '/v1/audio' in line 1 of {}")],
