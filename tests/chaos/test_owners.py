@@ -17,6 +17,9 @@ from server.limits.key_file import KeyFile
 from tests.chaos.faults import ChaosServer
 from tests.e2e.kaon_server import MODEL, PLAIN_HTTP, START_SECONDS
 
+# Its figures need a machine to itself; unit and end-to-end tests hold the same in `make test`.
+pytestmark = pytest.mark.slow
+
 HEAVY = [f"heavy{number}" for number in range(10)]
 STORED_BYTES = 2**20
 KEYLESS = "/livez,/readyz,/health,/metrics"
