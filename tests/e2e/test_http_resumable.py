@@ -71,6 +71,16 @@ def test_a_stream_cut_off_after_any_event_goes_on_where_it_was(server: KaonServe
     eventually(lambda: server.metric("kaon_requests_live") == 0)
 
 
+@pytest.mark.slow
+def test_two_hundred_streams_cut_off_after_every_event_are_whole(server: KaonServer) -> None:
+    with server.http() as http:
+        for seed in range(200):
+            path = list(BODIES)[seed % 2]
+            body = {**BODIES[path], **COMMON, "temperature": 1.0, "seed": seed, "max_tokens": 12, "n": 1 + seed % 3}
+            whole = texts(list(events(http.post(path, json=body))))
+            assert texts(cut_and_resumed(http, path, body, [1] * 1000)) == whole
+
+
 def test_a_stream_is_resumed_while_it_is_computed(server: KaonServer) -> None:
     path = "/v1/completions"
     body = {"prompt": "Hello", **COMMON, "max_tokens": 600, "ignore_eos": True, "stream_options": {"resumable": True}}
