@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from models.registry import Registry
-from server.errors import ErrorBody
+from server.errors import BadRequest, ErrorBody
 from server.limits.owners import Scope
 from server.schemas.body import RequestModel
 
@@ -109,6 +109,33 @@ class EndpointFamily:
             return handler
 
         return add
+
+
+def query_parameter(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    """A parameter of the query for `EndpointFamily.get`, in OpenAPI's form."""
+    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
+
+
+ORDER = query_parameter("order", "Oldest first, or newest first.", type="string", enum=["asc", "desc"], default="desc")
+"""Of lists; `is_newest_first` reads it."""
+
+
+def is_newest_first(http: Request) -> bool:
+    """What `order` in the query asks for. Raises `BadRequest`."""
+    order = http.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise BadRequest(f"order is {order[:60]!r}; it must be 'asc' or 'desc'", param="order")
+    return order == "desc"
+
+
+def query_integer(http: Request, name: str, default: int, *, low: int, high: int) -> int:
+    """An integer in the query. Raises `BadRequest`."""
+    text = http.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
+        raise BadRequest(f"{name} is {text[:60]!r}; it must be an integer between {low} and {high}", param=name)
+    return int(text)
 
 
 ENDPOINTS: Registry[EndpointFamily] = Registry(

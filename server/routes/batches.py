@@ -11,7 +11,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from server.batches.runner import BatchRunner
 from server.batches.store import Batch, Page, new_batch
-from server.endpoints import ENDPOINTS, EndpointFamily
+from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
 from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
 from server.frontend import Frontend, owner_of
 from server.request_builder import read_request
@@ -36,17 +36,14 @@ _FILES_PAGE, _BATCHES_PAGE = (10_000, 10_000), (20, 100)
 """Default and largest page of each list."""
 
 
-def _query(name: str, description: str, **schema: Any) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
-
-
-_AFTER = _query("after", "Id of the object after which the list begins.", type="string")
-_ORDER = _query("order", "Oldest first, or newest first.", type="string", enum=["asc", "desc"], default="desc")
-_PURPOSE = _query("purpose", "Only files of this purpose.", type="string", enum=["batch", "batch_output"])
+_AFTER = query_parameter("after", "Id of the object after which the list begins.", type="string")
+_PURPOSE = query_parameter("purpose", "Only files of this purpose.", type="string", enum=["batch", "batch_output"])
 
 
 def _limit(page: tuple[int, int]) -> dict[str, Any]:
-    return _query("limit", "Most objects to list.", type="integer", minimum=1, maximum=page[1], default=page[0])
+    return query_parameter(
+        "limit", "Most objects to list.", type="integer", minimum=1, maximum=page[1], default=page[0]
+    )
 
 
 # -- files ------------------------------------------------------------------------------------------------------
@@ -126,19 +123,17 @@ def _expiry(anchor: object, seconds: object) -> int | None:
     return int(seconds)
 
 
-@endpoints.get("/v1/files", FileList, parameters=[_PURPOSE, _limit(_FILES_PAGE), _ORDER, _AFTER])
+@endpoints.get("/v1/files", FileList, parameters=[_PURPOSE, _limit(_FILES_PAGE), ORDER, _AFTER])
 async def list_files(http: Request) -> Response:
     """The uploaded files, and those that batches wrote."""
-    order = http.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise BadRequest(f"order is {order[:60]!r}; it must be 'asc' or 'desc'", param="order")
+    newest_first = is_newest_first(http)
     page: Page = await asyncio.to_thread(
         runner_of(http).store.files,
         owner_of(http.scope).key or "",
         http.query_params.get("purpose"),
         http.query_params.get("after"),
         _limit_of(http, _FILES_PAGE),
-        newest_first=order == "desc",
+        newest_first=newest_first,
     )
     return as_json(FileList(data=page.data, has_more=page.has_more, first_id=_first(page), last_id=_last(page)))
 
@@ -215,10 +210,7 @@ def runner_of(http: Request) -> BatchRunner:
 
 
 def _limit_of(http: Request, page: tuple[int, int]) -> int:
-    text = http.query_params.get("limit", str(page[0]))
-    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= page[1]):
-        raise BadRequest(f"limit is {text[:60]!r}; it must be an integer between 1 and {page[1]}", param="limit")
-    return int(text)
+    return query_integer(http, "limit", page[0], low=1, high=page[1])
 
 
 def _first(page: Page) -> str | None:

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from server.batches.store import Batch, BatchStore, FileNotFound, NoRoom, Page, new_batch
-from server.endpoints import ENDPOINTS, EndpointFamily
+from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import AnthropicError, BadRequest
 from server.frontend import Frontend, owner_of
 from server.request_builder import read_request
@@ -40,13 +40,11 @@ _MESSAGE = {"model": "kaon-demo", "max_tokens": 32, "messages": [{"role": "user"
 _EXAMPLE = {"requests": [{"custom_id": "1", "params": _MESSAGE}]}
 
 
-def _query(name: str, description: str, **schema: Any) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
-
-
 _LIST_PARAMETERS = [
-    _query("limit", "Most batches to list.", type="integer", minimum=1, maximum=_MAX_PAGE, default=_DEFAULT_PAGE),
-    _query("after_id", "Id of the batch after which the list begins.", type="string"),
+    query_parameter(
+        "limit", "Most batches to list.", type="integer", minimum=1, maximum=_MAX_PAGE, default=_DEFAULT_PAGE
+    ),
+    query_parameter("after_id", "Id of the batch after which the list begins.", type="string"),
 ]
 
 
@@ -84,13 +82,11 @@ def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str
 @endpoints.get("/v1/messages/batches", MessageBatchList, parameters=_LIST_PARAMETERS)
 async def list_message_batches(http: Request) -> Response:
     """The batches, newest first."""
-    text = http.query_params.get("limit", str(_DEFAULT_PAGE))
-    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= _MAX_PAGE):
-        raise BadRequest(f"limit is {text[:60]!r}; it must be an integer between 1 and {_MAX_PAGE}", param="limit")
+    limit = query_integer(http, "limit", _DEFAULT_PAGE, low=1, high=_MAX_PAGE)
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
 
     def read() -> MessageBatchList:
-        page: Page = store.batches(owner, "msgbatch", http.query_params.get("after_id"), int(text))
+        page: Page = store.batches(owner, "msgbatch", http.query_params.get("after_id"), limit)
         data = [_message_batch(each, store, owner, http) for each in page.data]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return MessageBatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.has_more)

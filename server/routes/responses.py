@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastapi import Request, Response
 
-from server.endpoints import ENDPOINTS, EndpointFamily
+from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
 from server.errors import ApiError, BadRequest
 from server.frontend import Frontend, owner_of
 from server.limits.owners import Owner
@@ -36,14 +36,9 @@ _DEFAULT_PAGE, _MAX_PAGE = 20, 100
 _MAX_NUMBER = 2**31 - 1
 
 
-def _query(name: str, description: str, **schema: Any) -> dict[str, Any]:
-    """A parameter of the query, in OpenAPI's form."""
-    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
-
-
 _RETRIEVE_PARAMETERS = [
-    _query("stream", "Answer with the events of a background response that is streamed.", type="boolean"),
-    _query(
+    query_parameter("stream", "Answer with the events of a background response that is streamed.", type="boolean"),
+    query_parameter(
         "starting_after",
         "With `stream`: begin after the event of this sequence number.",
         type="integer",
@@ -52,9 +47,11 @@ _RETRIEVE_PARAMETERS = [
     ),
 ]
 _LIST_PARAMETERS = [
-    _query("limit", "Most items to list.", type="integer", minimum=1, maximum=_MAX_PAGE, default=_DEFAULT_PAGE),
-    _query("order", "Oldest first, or newest first.", type="string", enum=["asc", "desc"], default="desc"),
-    _query("after", "Id of the item after which the list begins.", type="string"),
+    query_parameter(
+        "limit", "Most items to list.", type="integer", minimum=1, maximum=_MAX_PAGE, default=_DEFAULT_PAGE
+    ),
+    ORDER,
+    query_parameter("after", "Id of the item after which the list begins.", type="string"),
 ]
 _EXAMPLE = {"input": "What is the capital of France?", "temperature": 0, "max_output_tokens": 32}
 
@@ -187,7 +184,7 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
     stored = _stored(http, response_id)
     start = 0
     if "starting_after" in http.query_params:
-        start = _integer(http, "starting_after", 0, low=0, high=_MAX_NUMBER) + 1
+        start = query_integer(http, "starting_after", 0, low=0, high=_MAX_NUMBER) + 1
     if not _boolean(http, "stream"):
         if start:
             raise BadRequest("starting_after is set; it needs stream to be true", param="starting_after")
@@ -225,12 +222,10 @@ async def cancel_response(http: Request, response_id: str) -> Response:
 async def list_input_items(http: Request, response_id: str) -> Response:
     """What a stored response answers: its own input, and input and output of the turns before it."""
     stored = _stored(http, response_id)
-    limit = _integer(http, "limit", _DEFAULT_PAGE, low=1, high=_MAX_PAGE)
-    order = http.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise BadRequest(f"order is {order[:60]!r}; it must be 'asc' or 'desc'", param="order")
+    limit = query_integer(http, "limit", _DEFAULT_PAGE, low=1, high=_MAX_PAGE)
+    newest_first = is_newest_first(http)
     items = stored.turn.context()
-    if order == "desc":
+    if newest_first:
         items.reverse()
     if (after := http.query_params.get("after")) is not None:
         position = next((index for index, item in enumerate(items) if item.id == after), None)
@@ -251,15 +246,6 @@ def _serving(http: Request) -> ResponsesService:
     """The service. Raises `NotReady` unless requests can be served."""
     Frontend.of(http.app).check_loaded()
     return ResponsesService.of(http.app)
-
-
-def _integer(http: Request, name: str, default: int, *, low: int, high: int) -> int:
-    text = http.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and low <= int(text) <= high):
-        raise BadRequest(f"{name} is {text[:60]!r}; it must be an integer between {low} and {high}", param=name)
-    return int(text)
 
 
 def _boolean(http: Request, name: str) -> bool:
