@@ -73,7 +73,7 @@ class RequestFacts:
 
 
 def facts_of(scope: Scope) -> RequestFacts:
-    """The facts of a request; outside the server's own middleware, facts that nobody logs."""
+    """The facts of a request; outside the server's own middleware, facts that are not logged."""
     facts: RequestFacts = scope.setdefault("state", {}).setdefault("facts", RequestFacts())
     return facts
 

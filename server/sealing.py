@@ -1,7 +1,7 @@
 """`Seal`: text that clients keep for the server and cannot read or change: reasoning, summaries, signatures.
 
 AES-256-GCM. A sealed text is bound to its kind and to the API key that it was made for. It begins with the id of the
-server's key, so that a text of another server, or of this one before it was started again, is told from a changed one.
+server's key, which distinguishes a text of another server, or of this one before a restart, from a changed text.
 """
 
 import base64

@@ -73,8 +73,8 @@ class ParallelConfig(Section):
     """First port at which the other hosts reach host 0. Ranks also use the next two ports; replica r uses port + r."""
 
     cluster_interface: Annotated[str, Field(min_length=1)] | None = None
-    """Network interface of this host for collectives between hosts, such as wg0; default: the one by which it reaches
-    `master_addr`."""
+    """Network interface of this host for collectives between hosts, such as wg0; default: the interface of its
+    route to `master_addr`."""
 
     cluster_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File with the key by which hosts authenticate each other, instead of `KAON_CLUSTER_KEY`; without a key, only
