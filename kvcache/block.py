@@ -1,9 +1,26 @@
 """`Block`: the state of one fixed-size block of the KV cache."""
 
+from typing import NamedTuple, TypeAlias
+
 from kvcache.hashing import NO_HASH
 
 UNPUBLISHED = -1
 """`uid` of a block that no other sequence may share."""
+
+
+class StoredBlock(NamedTuple):
+    """A block that became findable: what `BlockManager.take_changes` reports of it."""
+
+    hash: int
+    parent_hash: int | None
+    """Digest of the block before it; None: it begins a chain."""
+    token_ids: list[int]
+    adapter: int
+    """Number of the LoRA adapter; 0: the base model alone."""
+
+
+Change: TypeAlias = StoredBlock | int
+"""A block that became findable, or the digest of one that is findable no more."""
 
 
 class Block:

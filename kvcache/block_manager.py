@@ -9,9 +9,9 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from kvcache.block import Block
+from kvcache.block import Block, Change, StoredBlock
 from kvcache.block_pool import BlockPool, FreeBlocks
-from kvcache.hashing import NO_HASH, compute_hash, first_parent
+from kvcache.hashing import NO_HASH, adapter_of, compute_hash, first_parent
 
 __all__ = ["RELEASED", "Block", "BlockManager", "BlockOwner"]
 
@@ -117,6 +117,21 @@ class BlockManager:
             block, tokens = self.pool.blocks[seq.block_table[index]], seq.block(index)
             seq.published_uid = self.pool.publish(block, _digest(seq, index, tokens), tokens, seq.published_uid)
             seq.num_published_blocks = index + 1
+            if self.pool.changes is not None and block.uid == seq.published_uid:
+                parent = seq.block_hashes[index - 1] if index else None
+                self.pool.changes.append(StoredBlock(block.hash, parent, tokens, adapter_of(seq.cache_salt)))
+
+    def record_changes(self) -> None:
+        """From now on, record which blocks become findable and which cease to be, for `take_changes`."""
+        self.pool.changes = []
+
+    def take_changes(self) -> list[Change]:
+        """The changes since the last call, in order; none where they are not recorded."""
+        changes = self.pool.changes
+        if not changes:
+            return []
+        self.pool.changes = []
+        return changes
 
     def can_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> bool:
         """Whether a step can compute `num_new_tokens` tokens, the first of them the sequence's last known one."""

@@ -6,7 +6,7 @@ The block manager decides for sequences; the pool knows only blocks.
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from kvcache.block import UNPUBLISHED, Block
+from kvcache.block import UNPUBLISHED, Block, Change
 from kvcache.hashing import NO_HASH
 
 
@@ -93,6 +93,8 @@ class BlockPool:
         self.hash_to_block_id: dict[int, int] = {}
         self.version = 0
         """Incremented whenever the result of a prefix look-up may have changed."""
+        self.changes: list[Change] | None = None
+        """What became findable, added by the block manager, and what ceased to be; None: changes are not recorded."""
         self._next_uid = 0
         self._dropped: OrderedDict[int, None] = OrderedDict()
         """Digests of evicted blocks that would still be cached if unused blocks had been taken instead."""
@@ -154,6 +156,8 @@ class BlockPool:
     def unpublish(self, block: Block) -> None:
         """Make a block's content unfindable; sequences that have the block keep it."""
         if block.uid != UNPUBLISHED:
+            if self.changes is not None:
+                self.changes.append(block.hash)
             del self.hash_to_block_id[block.hash]
             block.update(NO_HASH, [])
             self.version += 1

@@ -21,6 +21,11 @@ def chain_salt(cache_salt: int | None, adapter: int) -> int | None:
     return 2 * adapter * _DIGESTS + (0 if cache_salt is None else _DIGESTS + cache_salt)
 
 
+def adapter_of(salt: int | None) -> int:
+    """The adapter in a `chain_salt`."""
+    return 0 if salt is None else salt // (2 * _DIGESTS)
+
+
 def first_parent(salt: int | None) -> int:
     """The digest to which a chain's first block is chained, from its `chain_salt`."""
     if salt is None or salt < _DIGESTS:

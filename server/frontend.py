@@ -83,7 +83,11 @@ class Frontend:
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self.created = int(time.time())
         self._num_replicas = config.parallel_config.data_parallel_size
-        self.metrics = Metrics(self.version, self._num_replicas)
+        aliases_for = config.model_names[0] if config.server_config.metrics_aliases == "vllm" else None
+        self.metrics = Metrics(self.version, self._num_replicas, aliases_for)
+        self.metrics.show_model(
+            lambda: None if core.ready is None else core.ready.model, lambda: tuple(self._adapters)
+        )
         self.metrics.show_serving(lambda: core.serving)
         self.metrics.show_core_pids(lambda: core.local_pids)
         self.accounts = Accounts()

@@ -6,11 +6,13 @@ an engine core have the label `replica`; those of a single core have none.
 
 import math
 import os
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -27,7 +29,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from engine.distributed.logs import dropped_lines
-from engine.messages import SchedulerStats
+from engine.messages import ModelInfo, SchedulerStats
 from engine.text.request_state import RequestState
 
 SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -53,6 +55,8 @@ _GAUGES = (
     ("kaon_requests_running", "Requests in the running batch."),
     ("kaon_requests_waiting", "Requests waiting to be scheduled."),
     ("kaon_kv_cache_usage_ratio", "Share of KV-cache blocks that running requests hold."),
+    ("kaon_kv_cache_blocks", "Blocks of the KV cache."),
+    ("kaon_kv_cache_block_tokens", "Tokens in a block of the KV cache; 0 while the model loads."),
     ("kaon_core_resident_memory_bytes", "Memory of the engine core's process, without that of further ranks."),
 )
 _COUNTERS = (
@@ -146,7 +150,8 @@ class InterTokenTimes(Collector):
 class Metrics:
     """The server's metrics in a registry of their own. A sequence counts as a request: `n` choices are `n` of them."""
 
-    def __init__(self, version: str, num_replicas: int = 1) -> None:
+    def __init__(self, version: str, num_replicas: int = 1, aliases_for: str | None = None) -> None:
+        """`aliases_for`: the model's name in vLLM's names of the metrics that routers read; None: without those."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -216,6 +221,12 @@ class Metrics:
         )
         self._closed_connections = {reason: closed.labels(reason) for reason in CLOSE_REASONS}
         self._slow_readers = {action: slow_readers.labels(action) for action in ("pause", "end")}
+        self._adapters: Callable[[], Sequence[str]] = tuple
+        registry.register(_AdapterCollector(lambda: self._adapters()))
+        self._aliases: CollectorRegistry | None = None
+        if aliases_for is not None:
+            self._aliases = CollectorRegistry()
+            self._aliases.register(_VllmAliases(registry, aliases_for, lambda: self._adapters()))
 
     def step(self, stats: SchedulerStats, generated_tokens: int, replica: int = 0) -> None:
         """An engine step ended, and generated so many tokens. The samples are updated at the next scrape."""
@@ -233,6 +244,27 @@ class Metrics:
         """At each scrape, `replicas` returns the numbers of those whose cores are ready."""
         for number, replica in enumerate(self._replicas):
             replica.show_serving(lambda number=number: number in replicas())  # type: ignore[misc]
+
+    def show_model(self, model: Callable[[], ModelInfo | None], adapters: Callable[[], Sequence[str]]) -> None:
+        """At each scrape, these return the loaded model, None while it loads, and the names of the loaded adapters."""
+        self._adapters = adapters
+        for replica in self._replicas:
+            replica.show_model(model)
+
+    def load_report(self, format: str) -> bytes | None:
+        """The value of the header `endpoint-load-metrics` in ORCA's `text` or `json` form; None for another form."""
+        all_stats = [replica.stats for replica in self._replicas]
+        total = sum(stats.kv_blocks_total for stats in all_stats)
+        named = {
+            "kv_cache_usage_perc": sum(stats.kv_blocks_used for stats in all_stats) / max(1, total),
+            "num_requests_waiting": float(sum(stats.num_waiting for stats in all_stats)),
+            "num_requests_running": float(sum(stats.num_running for stats in all_stats)),
+        }
+        if format == "text":
+            return ("TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())).encode()
+        if format == "json":
+            return b"JSON " + msgspec.json.encode({"named_metrics": named})
+        return None
 
     def show_core_pids(self, pids: Callable[[], Sequence[int | None]]) -> None:
         """At each scrape, `pids` returns the process ids of the replicas' cores; None of one on another host."""
@@ -310,7 +342,92 @@ class Metrics:
         dropped = dropped_lines()
         self._dropped_log_lines.inc(dropped - self._seen_dropped_log_lines)
         self._seen_dropped_log_lines = dropped
-        return generate_latest(self._registry)
+        text = generate_latest(self._registry)
+        return text if self._aliases is None else text + generate_latest(self._aliases)
+
+
+_VLLM_NAMES = {
+    "kaon_requests_running": "vllm:num_requests_running",
+    "kaon_requests_waiting": "vllm:num_requests_waiting",
+    "kaon_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "kaon_prompt_tokens": "vllm:prompt_tokens",
+    "kaon_generation_tokens": "vllm:generation_tokens",
+    "kaon_preemptions": "vllm:num_preemptions",
+    "kaon_prefix_cache_queried_tokens": "vllm:prefix_cache_queries",
+    "kaon_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
+    "kaon_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "kaon_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "kaon_request_duration_seconds": "vllm:e2e_request_latency_seconds",
+    "kaon_request_queue_seconds": "vllm:request_queue_time_seconds",
+    "kaon_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "kaon_request_output_tokens": "vllm:request_generation_tokens",
+}
+"""vLLM's names of metric families that mean the same; counters without their `_total`."""
+_MEANS = frozenset(("kaon_kv_cache_usage_ratio",))
+"""Gauges of replicas whose mean describes the server; of others it is the sum."""
+
+
+class _VllmAliases(Collector):
+    """The metrics that routers read, under the names that vLLM gives them.
+
+    The Gateway API inference extension and llm-d keep one sample of each name, so that replicas are summed up here.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, adapters: Callable[[], Sequence[str]]) -> None:
+        self._registry = registry
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._adapters = adapters
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of `_VLLM_NAMES`, the cache's size, and the adapters."""
+        cache: dict[str, str] = {}
+        for family in self._registry.collect():
+            if family.name in ("kaon_kv_cache_blocks", "kaon_kv_cache_block_tokens"):
+                # One replica's: a router that counts a prefix's blocks asks what one cache holds.
+                cache[family.name] = str(int(family.samples[0].value))
+            elif family.name in _VLLM_NAMES:
+                yield self._renamed(family)
+        gauge = GaugeMetricFamily(
+            "vllm:cache_config_info", "Size of the KV cache.", labels=["block_size", "num_gpu_blocks"]
+        )
+        gauge.add_metric([cache["kaon_kv_cache_block_tokens"], cache["kaon_kv_cache_blocks"]], 1.0)
+        yield gauge
+        names = self._adapters()
+        if names:
+            gauge = GaugeMetricFamily(
+                "vllm:lora_requests_info",
+                "Adapters that are loaded; its value is the time.",
+                labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            )
+            # Every adapter that is served is in memory, and none waits for another's place.
+            gauge.add_metric([str(len(names)), ",".join(names), ""], time.time())
+            yield gauge
+
+    def _renamed(self, family: Metric) -> Metric:
+        """`family` under vLLM's name, its replicas added up."""
+        name = _VLLM_NAMES[family.name]
+        renamed = Metric(name, family.documentation, family.type)
+        totals: dict[tuple[str, str], list[float]] = {}
+        for sample in family.samples:
+            suffix = sample.name.removeprefix(family.name)
+            totals.setdefault((suffix, sample.labels.get("le", "")), []).append(sample.value)
+        for (suffix, le), values in totals.items():
+            value = sum(values) / (len(values) if family.name in _MEANS else 1)
+            renamed.add_sample(name + suffix, {**self._labels, **({"le": le} if le else {})}, value)
+        return renamed
+
+
+class _AdapterCollector(Collector):
+    """`kaon_lora_adapter_info`: which adapters are loaded."""
+
+    def __init__(self, adapters: Callable[[], Sequence[str]]) -> None:
+        self._adapters = adapters
+
+    def collect(self) -> Iterator[Metric]:
+        gauge = GaugeMetricFamily("kaon_lora_adapter_info", "LoRA adapters that are loaded.", labels=["adapter"])
+        for name in self._adapters():
+            gauge.add_metric([name], 1.0)
+        yield gauge
 
 
 _OWNER_COUNTERS = {
@@ -367,13 +484,22 @@ class ReplicaMetrics:
         self, gauges: dict[str, Gauge], counters: dict[str, Counter], steps: Histogram, labels: dict[str, str]
     ) -> None:
         """The metrics are those of all replicas; `labels` are those of this one's samples."""
-        self._serving, self._running, self._waiting, self._kv_usage, self._memory = _children(gauges, _GAUGES, labels)
+        (
+            self._serving,
+            self._running,
+            self._waiting,
+            self._kv_usage,
+            self._kv_blocks,
+            self._block_tokens,
+            self._memory,
+        ) = _children(gauges, _GAUGES, labels)
         self._generation_tokens, self._restarts, self._resumed = _children(counters, _COUNTERS, labels)
         since_start = [(name, text) for name, text, _ in _SINCE_CORE_START]
         self._since_core_start = _children(counters, since_start, labels)
         self._stats = self._published = _NO_STATS
         """The latest stats, and those up to which the counters since the core's start have been advanced."""
         self._is_serving: Callable[[], bool] = lambda: True
+        self._model: Callable[[], ModelInfo | None] = lambda: None
         self._steps = {kind: steps.labels(**labels, kind=kind) for kind in STEP_KINDS}
         self._unobserved: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
         """Durations of steps not yet in the histograms: observing one costs a tenth of what a chunk costs."""
@@ -409,10 +535,21 @@ class ReplicaMetrics:
         """At each scrape, `pid` returns the process id of the core; None on another host."""
         self._memory.set_function(lambda: _resident_bytes(pid()))
 
+    def show_model(self, model: Callable[[], ModelInfo | None]) -> None:
+        """At each scrape, `model` returns the loaded model, or None while it loads."""
+        self._model = model
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The latest. A core that has died runs nothing and holds no blocks, whatever its last stats were."""
+        return self._stats if self._is_serving() else _NO_STATS
+
     def publish(self) -> None:
         """Update the samples."""
-        # A core that has died runs nothing and holds no blocks, whatever its last stats were.
-        stats = self._stats if self._is_serving() else _NO_STATS
+        stats, model = self.stats, self._model()
+        if model is not None:
+            self._kv_blocks.set(model.num_kvcache_blocks)
+            self._block_tokens.set(model.block_size)
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))

@@ -1,9 +1,10 @@
 """What every request passes before its route: `RequestIdMiddleware` outermost, then `OwnerMiddleware`."""
 
+import functools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,6 +36,8 @@ _audit_log = logging.getLogger("server.audit")
 _ID_HEADER = HEADER.lower().encode()
 _ANTHROPIC_ID_HEADER = ANTHROPIC_HEADER.encode()
 _IGNORED_HEADER = IGNORED_HEADER.encode()
+_LOAD_HEADER = b"endpoint-load-metrics-format"
+"""By this request header, of ORCA load reports, a router asks for the header `endpoint-load-metrics` in the answer."""
 _SCHEME = b"bearer "
 
 
@@ -55,11 +58,14 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         arrival_time = time.monotonic()
-        request_id = _given_id(scope) or new_request_id()
+        given_id, load_format = _given(scope)
+        request_id = given_id or new_request_id()
         scope.setdefault("state", {}).update(request_id=request_id, facts=RequestFacts())
         token = REQUEST_ID.set(request_id)
         with collect() as ignored:
             answer = _Answer(send, request_id, ignored, self._ignored_log, speaks_anthropic(scope))
+            if load_format is not None:
+                answer.report_load(self._metrics, load_format)
             try:
                 await self._app(scope, receive, answer.send)
             finally:
@@ -76,7 +82,7 @@ class RequestIdMiddleware:
 class _Answer:
     """Counts what is sent of an answer. `send` is a plain function: a coroutine would slow every streamed chunk."""
 
-    __slots__ = ("_headers", "_ignored", "_ignored_log", "_send", "bytes", "complete", "status")
+    __slots__ = ("_headers", "_ignored", "_ignored_log", "_load_report", "_send", "bytes", "complete", "status")
 
     def __init__(
         self, send: Send, request_id: str, ignored: list[str], ignored_log: IgnoredLog, speaks_anthropic: bool
@@ -87,9 +93,14 @@ class _Answer:
         self._ignored_log = ignored_log
         names = (_ID_HEADER, _ANTHROPIC_ID_HEADER) if speaks_anthropic else (_ID_HEADER,)
         self._headers = [(name, request_id.encode()) for name in names]
+        self._load_report: Callable[[], bytes | None] | None = None
         self.status: int | None = None
         self.bytes = 0
         self.complete = False
+
+    def report_load(self, metrics: Metrics, format: bytes) -> None:
+        """Add the load to the answer's headers, if it is a success: only who may use the server learns of it."""
+        self._load_report = functools.partial(metrics.load_report, format.decode("latin-1").lower())
 
     def send(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.body":
@@ -98,6 +109,8 @@ class _Answer:
         elif message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), *self._headers]
+            if self._load_report is not None and message["status"] < 300 and (load := self._load_report()) is not None:
+                message["headers"].append((b"endpoint-load-metrics", load))
             if self._ignored:
                 value = header_value(self._ignored)
                 self._ignored_log.write(value)
@@ -105,11 +118,15 @@ class _Answer:
         return self._send(message)
 
 
-def _given_id(scope: Scope) -> str | None:
+def _given(scope: Scope) -> tuple[str | None, bytes | None]:
+    """The request's own id, and the form in which it asks for the server's load."""
+    request_id, load_format = None, None
     for name, value in scope["headers"]:
-        if name == _ID_HEADER:
-            return usable_request_id(value)
-    return None
+        if name == _ID_HEADER and request_id is None:
+            request_id = usable_request_id(value)
+        elif name == _LOAD_HEADER:
+            load_format = value
+    return request_id, load_format
 
 
 class OwnerMiddleware:

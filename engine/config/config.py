@@ -375,6 +375,10 @@ class ServerConfig(Section):
     access_log: Literal["text", "json", "none"] = "text"
     """Format of the log line of each finished request; probes and scrapes are logged at `log_level` debug only."""
 
+    metrics_aliases: Literal["none", "vllm"] = "none"
+    """Show the metrics that routers read under another server's names too (`vllm:num_requests_waiting` and its
+    like)."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of messages that are logged."""
 
@@ -453,6 +457,9 @@ class CompilationConfig(Section):
     512."""
 
 
+_ZMQ_ADDRESS = r"^tcp://(\*|[^\s*]+):[0-9]{1,5}$"
+
+
 class SpeculativeConfig(Section):
     """Speculative decoding: where draft tokens come from, and how many a step verifies."""
 
@@ -494,6 +501,26 @@ class PrecisionConfig(Section):
     kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"
     """Type of cached keys, values and latents: `auto` is the model's; `fp8` takes half of bfloat16's memory and is
     less exact."""
+
+
+class KVEventsConfig(Section):
+    """Events of the KV cache for routers outside of the server, in vLLM's wire format (docs/deploy/routers.md)."""
+
+    kv_events_endpoint: Annotated[str, Field(pattern=_ZMQ_ADDRESS)] | None = None
+    """ZMQ address of a PUB socket for block events, which hold prompts: `tcp://*:5557` listens, `tcp://HOST:PORT`
+    connects; replica N uses the port plus N. Default: no events."""
+
+    kv_events_replay_endpoint: Annotated[str, Field(pattern=_ZMQ_ADDRESS)] | None = None
+    """ZMQ address at which subscribers ask again for events that they missed, for example `tcp://*:5558`."""
+
+    kv_events_topic: str = ""
+    """Topic of the events; llm-d expects `kv@POD@MODEL`."""
+
+    @model_validator(mode="after")
+    def _replay_needs_events(self) -> Self:
+        if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
+            raise ValueError("kv_events_replay_endpoint is set, but kv_events_endpoint is not; set it too")
+        return self
 
 
 class Config(Section):
@@ -611,6 +638,7 @@ class Config(Section):
     compilation_config: CompilationConfig = CompilationConfig()
     speculative_config: SpeculativeConfig | None = None
     quantization_config: PrecisionConfig = PrecisionConfig()
+    kv_events_config: KVEventsConfig = KVEventsConfig()
     server_config: ServerConfig = ServerConfig()
 
     @classmethod
@@ -678,6 +706,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "compilation_config": CompilationConfig,
     "speculative_config": SpeculativeConfig,
     "quantization_config": PrecisionConfig,
+    "kv_events_config": KVEventsConfig,
     "server_config": ServerConfig,
 }
 _SECTION_OF = {field: name for name, section in _SECTIONS.items() for field in section.model_fields}

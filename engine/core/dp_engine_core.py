@@ -15,6 +15,7 @@ from engine.batch import ScheduledBatch
 from engine.config.config import Config
 from engine.core.engine_core import EngineCore
 from engine.core.isolation import FailedStep
+from engine.core.kv_events import KVEventPublisher
 from engine.core.sockets import Incoming, InputQueue, OutputQueue, Wake
 from engine.core.step_pipeline import ModelRunnerInterface, OnRead
 from engine.distributed.flight_record import FlightRecord
@@ -110,6 +111,7 @@ class DPEngineCoreProc(EngineCore):
         default_step_seconds: float = 0.0,
         prepare_ahead: Callable[[], bool] | None = None,
         record: FlightRecord | None = None,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
         """As in `EngineCore`; `lockstep` joins it to the other replicas."""
         super().__init__(
@@ -124,6 +126,7 @@ class DPEngineCoreProc(EngineCore):
             default_step_seconds=default_step_seconds,
             prepare_ahead=prepare_ahead,
             record=record,
+            kv_events=kv_events,
         )
         self._lockstep = lockstep
         self._is_woken = False

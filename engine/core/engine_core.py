@@ -12,6 +12,7 @@ from queue import Empty
 from engine.batch import ScheduledBatch, StepOutOfMemory
 from engine.config.config import Config
 from engine.core.isolation import FailedStep, Isolation
+from engine.core.kv_events import KVEventPublisher
 from engine.core.scheduler import Scheduler
 from engine.core.sockets import Incoming, InputQueue, OutputQueue
 from engine.core.step_pipeline import ModelRunnerInterface, OnRead, StepPipeline
@@ -61,9 +62,11 @@ class EngineCore:
         default_step_seconds: float = 0.0,
         prepare_ahead: Callable[[], bool] | None = None,
         record: FlightRecord | None = None,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
         """`window`, `blocks_at_first`, `splits_prompts` and `default_step_seconds` are the scheduler's. `generates`:
         False where all that the model does is to pool prompts. `record` names the sequences in the steps that run.
+        `kv_events` publishes which blocks are cached.
 
         `prepare_ahead`, called while the core is idle, makes later steps faster, and returns whether to call it again.
         """
@@ -74,6 +77,9 @@ class EngineCore:
             splits_prompts=splits_prompts,
             default_step_seconds=default_step_seconds,
         )
+        self._kv_events = kv_events
+        if kv_events is not None:
+            self.scheduler.block_manager.record_changes()
         self._generates = generates
         self._canary_pooling = None if generates else PoolingParams()
         self.runner = runner
@@ -242,3 +248,5 @@ class EngineCore:
         if self._outputs:
             outputs, self._outputs = self._outputs + outputs, []
         self.output_queue.put(StepOutputs(outputs, self.scheduler.stats(step_kind, step_seconds)))
+        if self._kv_events is not None:
+            self._kv_events.publish(self.scheduler.block_manager.take_changes())

@@ -16,6 +16,7 @@ import msgspec
 
 from engine.config.config import Config
 from engine.core.engine_core import EngineCore
+from engine.core.kv_events import KVEventPublisher
 from engine.core.sockets import CoreSockets, Wake
 from engine.core.startup import LoadedModel, PhaseClock, load_model
 from engine.distributed.core_process import LOST_FRONT_END, Launch
@@ -143,7 +144,7 @@ def _load_and_serve(config: Config, launch: Launch, sockets: CoreSockets, ranks:
         has_ranks = config.parallel_config.tensor_parallel_size > 1
         start_ranks = partial(ranks.start, config, sockets) if has_ranks else None
         loaded = load_model(config, phases, start_ranks, links, launch.share)
-        core = _core(loaded, sockets, record, links)
+        core = _core(loaded, sockets, record, links, launch.share.replica)
         core.produce_token()
         if links is not None:
             links.remove_directory()
@@ -184,8 +185,12 @@ def _links(lockstep_member: LockstepMember, sockets: CoreSockets) -> ReplicaLink
     return ReplicaLinks(lockstep_member, lambda number: sockets.input_queue.put(Wake(number)), end)
 
 
-def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None) -> EngineCore:
-    """The engine core over a loaded model."""
+def _core(
+    loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None, replica: int
+) -> EngineCore:
+    """The engine core over a loaded model. Raises `ValueError` where events cannot be published."""
+    config = loaded.config
+    events = config.kv_events_config
     runner, queues = loaded.runner, (sockets.input_queue, sockets.output_queue)
     options: dict[str, Any] = {
         "window": loaded.window,
@@ -195,13 +200,16 @@ def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links
         "generates": loaded.generates,
         "prepare_ahead": runner.prepare_ahead,
         "record": record,
+        "kv_events": None
+        if events.kv_events_endpoint is None
+        else KVEventPublisher(events, replica, config.kv_cache_block_size, tuple(config.lora_paths)),
     }
     if links is None:
-        return EngineCore(loaded.config, runner, *queues, **options)
+        return EngineCore(config, runner, *queues, **options)
     from engine.core.dp_engine_core import DPEngineCoreProc, Lockstep
 
     assert loaded.world is not None
-    return DPEngineCoreProc(loaded.config, runner, *queues, Lockstep(loaded.world, links), **options)
+    return DPEngineCoreProc(config, runner, *queues, Lockstep(loaded.world, links), **options)
 
 
 if __name__ == "__main__":

@@ -251,4 +251,4 @@ def test_one_core_has_no_label_and_the_names_are_the_same() -> None:
     assert not any("replica" in sample.labels for family in one.values() for sample in family.samples)
     labelled = {name for name, each in several.items() if any("replica" in sample.labels for sample in each.samples)}
     assert "kaon_time_to_first_token_seconds" not in labelled
-    assert len(labelled) == 14
+    assert len(labelled) == 16

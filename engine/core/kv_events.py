@@ -1,0 +1,160 @@
+"""`KVEventPublisher`: publishes which blocks an engine core caches, for routers that go by cached prefixes.
+
+The wire format is that of vLLM's KV events, which llm-d and others read: on a PUB socket a message of three frames,
+
+    topic | sequence number, 8 bytes big-endian | msgpack of [time, [event, ...], replica]
+
+    event: ["BlockStored", hashes, parent hash, token ids, block size, adapter id, medium, adapter name]
+           ["BlockRemoved", hashes, medium]   ["AllBlocksCleared"]
+
+and on a ROUTER socket the replay: a request with a sequence number is answered with all messages from that one on that
+are still held, each as its number and its payload, and then the number -1. Numbers begin at 0 with each core, whose
+first message begins with AllBlocksCleared, because a new core caches nothing.
+
+Only the thread of the core's loop uses the PUB socket, since another thread would wake up while a step computes.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from engine.config.config import KVEventsConfig
+from kvcache.block import Change, StoredBlock
+
+logger = logging.getLogger(__name__)
+
+_HELD_MESSAGES = 10_000
+_HIGH_WATER_MARK = 100_000
+"""Messages that wait for a subscriber; further ones are dropped, which it sees by their numbers."""
+_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_MEDIUM = "GPU"
+"""vLLM's name of the cache that attention reads, which on a CPU is in the host's memory."""
+
+
+class _BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+
+
+class _BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: list[int]
+    medium: str
+
+
+class _AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
+    data_parallel_rank: int
+
+
+class KVEventPublisher:
+    """The sockets of one engine core. `publish` is called with the changes of each step."""
+
+    def __init__(self, config: KVEventsConfig, replica: int, block_size: int, adapters: Sequence[str] = ()) -> None:
+        """`adapters`: names by number, from 1. Raises `ValueError` for an address that cannot be used."""
+        assert config.kv_events_endpoint is not None
+        self._topic = config.kv_events_topic.encode()
+        self._replica = replica
+        self._block_size = block_size
+        self._adapters = adapters
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next = 0
+        self._held: deque[tuple[bytes, bytes]] = deque(maxlen=_HELD_MESSAGES)
+        self._held_lock = threading.Lock()
+        self._context = zmq.Context()
+        self._context.setsockopt(zmq.LINGER, 0)
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set_hwm(_HIGH_WATER_MARK)
+        _open(self._pub, "kv_events_endpoint", config.kv_events_endpoint, replica)
+        if config.kv_events_replay_endpoint is not None:
+            replay = self._context.socket(zmq.ROUTER)
+            _open(replay, "kv_events_replay_endpoint", config.kv_events_replay_endpoint, replica, listens=True)
+            threading.Thread(target=self._answer_replays, args=(replay,), name="kv-replay", daemon=True).start()
+
+    def publish(self, changes: Sequence[Change]) -> None:
+        """Publish changes of the cache as one message. Never blocks."""
+        if not changes:
+            return
+        events = self._events(changes)
+        if self._next == 0:
+            events.insert(0, _AllBlocksCleared())
+        payload = self._encoder.encode(_Batch(time.time(), events, self._replica))
+        number = self._next.to_bytes(8, "big")
+        self._next += 1
+        with self._held_lock:
+            self._held.append((number, payload))
+        self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the sockets; messages that wait for subscribers are dropped."""
+        self._pub.close()
+        self._context.term()
+
+    def _events(self, changes: Sequence[Change]) -> list[_BlockStored | _BlockRemoved | _AllBlocksCleared]:
+        """The changes as events; successive blocks of one chain, and successive removals, are one event."""
+        events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared] = []
+        for change in changes:
+            last = events[-1] if events else None
+            if not isinstance(change, StoredBlock):
+                if isinstance(last, _BlockRemoved):
+                    last.block_hashes.append(change)
+                else:
+                    events.append(_BlockRemoved([change], _MEDIUM))
+            elif (
+                isinstance(last, _BlockStored)
+                and last.block_hashes[-1] == change.parent_hash
+                and last.lora_id == (change.adapter or None)
+            ):
+                last.block_hashes.append(change.hash)
+                last.token_ids += change.token_ids
+            else:
+                events.append(self._stored(change))
+        return events
+
+    def _stored(self, block: StoredBlock) -> _BlockStored:
+        number = block.adapter
+        name = self._adapters[number - 1] if 0 < number <= len(self._adapters) else None
+        tokens = list(block.token_ids)
+        return _BlockStored([block.hash], block.parent_hash, tokens, self._block_size, number or None, _MEDIUM, name)
+
+    def _answer_replays(self, socket: "zmq.Socket[bytes]") -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart()
+            except zmq.ZMQError:  # The context has ended.
+                socket.close()
+                return
+            if len(frames) != 3 or len(frames[2]) != 8:
+                logger.warning("a replay of KV events must be asked for with a number of 8 bytes; it is ignored")
+                continue
+            client, _, first = frames
+            with self._held_lock:
+                held = list(self._held)
+            for number, payload in held:
+                if number >= first:  # Bytes of equal length in big-endian order compare as their numbers do.
+                    socket.send_multipart((client, b"", number, payload))
+            socket.send_multipart((client, b"", _END_OF_REPLAY, b""))
+
+
+def _open(socket: "zmq.Socket[bytes]", field: str, address: str, replica: int, *, listens: bool = False) -> None:
+    """Bind an address with a `*`, connect to any other, at the port of the replica. Raises `ValueError`."""
+    base, _, port = address.rpartition(":")
+    address = f"{base}:{int(port) + replica}"
+    try:
+        (socket.bind if listens or "*" in base else socket.connect)(address)
+    except zmq.ZMQError as error:
+        raise ValueError(f"{field} is {address}, which cannot be used: {error.strerror}; name another port") from error
