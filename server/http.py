@@ -190,7 +190,7 @@ class HttpProtocol(HttpToolsProtocol):
         except HttpParserUpgrade:
             pass  # The request is answered like any other.
         except HttpParserError:
-            self._refuse(self._refusal or BadRequest(_NO_HTTP))
+            self._refuse_incomplete(self._refusal or BadRequest(_NO_HTTP))
             return
         if self._body_bytes:
             self._connection.received_body(self._body_bytes)
@@ -221,9 +221,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        refused = self._connection.end_body()
+        if refused is not None:
+            self._stop(refused)
         super().on_message_complete()
         self.cycle.more_body = False  # uvicorn's leaves it if the request was answered before its end.
-        self._connection.end_body()
 
     def _stop(self, error: ApiError) -> NoReturn:
         """Have the parser fail, so that it reports nothing more."""

@@ -5,10 +5,10 @@ A connection is in one of these phases; from any of them it may end.
     head ──► body ──► answer ──► idle ──► head ...
                           └────► rest ──► idle        (answered before the body's end; the rest is discarded)
 
-In `head`, `idle` and `rest` it waits for its client, and so does a `body` that arrives too slowly. When there are too
-many, the oldest waiting connection of the address that has the most of them makes room for a new one. Connections that
-serve a request are never closed for others; there are fewer of them than connections may be open, so that there is
-always room for the head of a probe. A new request beyond them is refused in words.
+A connection serves a request from the request's last byte to the end of its answer. Such connections are never closed
+for others; there are fewer of them than connections may be open, so that there is always room for the head of a probe.
+A new request beyond them is refused in words. All other connections, those of probes too, make room when there are too
+many: the oldest of the address that has the most, but for those that do not wait for their clients.
 """
 
 import asyncio
@@ -49,14 +49,11 @@ _RESERVED_PARTS, _MOST_RESERVED = 4, 64
 _BODY_BUDGET_BODIES = 64
 """Bodies of the largest size that may be held while they arrive."""
 
-_SLOW_AFTER_SECONDS = 1.0
-"""From here on, a body below the least rate makes room for others."""
-
 _LEAST_AGE_SECONDS = 0.005
 """A connection makes no room for new ones before this age, so that a flood does not close those that send at once."""
 
-_MAX_SPARED = 4
-"""Most connections that make no room because bytes have just arrived on them, before another one does."""
+_MAX_SPARED = 16
+"""Most connections that make no room because they do not wait for their clients, before one of them does."""
 
 _NUM_KNOWN_ADDRESSES = 1024
 
@@ -104,8 +101,10 @@ class ConnectionLimits(NamedTuple):
     """Least bytes a second of a body, on average after `head_seconds`; 0: no least rate."""
     idle_seconds: float = 75.0
     unread_seconds: float = 300.0
+    request_bytes: int = 4 * 2**20
+    """Most bytes of a body that are held in memory while it arrives; more of it, of an upload, go to the disk."""
     body_bytes: int = 256 * 2**20
-    """Most bytes of bodies that are held while they arrive."""
+    """Most bytes of all bodies that are held in memory while they arrive."""
 
     @classmethod
     def of(cls, config: ServerConfig, num_free: int, max_request_bytes: int) -> Self:
@@ -126,6 +125,7 @@ class ConnectionLimits(NamedTuple):
             config.min_body_rate,
             config.keep_alive_timeout,
             config.send_timeout,
+            max_request_bytes,
             _BODY_BUDGET_BODIES * max_request_bytes,
         )
 
@@ -159,6 +159,7 @@ class Connection:
         "_ask_interval",
         "_body_bytes",
         "_has_begun",
+        "_is_probe",
         "_is_served",
         "_phase",
         "_refuse",
@@ -186,9 +187,12 @@ class Connection:
         self._since = table.clock()
         self._has_begun = False
         """Whether a byte of the head has arrived."""
+        self._is_probe = False
+        """Whether its request needs no place among those that are served."""
         self._is_served = False
         """Whether it counts among the connections that serve requests."""
         self._body_bytes = 0
+        """Bytes of the body that have arrived."""
         self._unread, self._unread_since = 0, 0.0
         """Bytes that wait to be sent, and since when this number has not changed."""
         self._ask: Callable[[], object] | None = None
@@ -209,36 +213,49 @@ class Connection:
 
     def begin_request(self, *, is_probe: bool) -> TooManyConnections | None:
         """The head of a request is complete; the error, if it must be refused."""
-        if self._phase == "answer" or not self.is_open:
-            return None  # A pipelined request. The phase is set when the one before it has been answered.
-        if not is_probe:
-            refused = self._table.admit_request(self)
-            if refused is not None:
-                return refused
-            self._is_served = True
-        self._enter("body")
-        return None
+        if not self.is_open:
+            return None
+        if self._phase != "answer":
+            self._is_probe = is_probe
+            refused = None if is_probe else self._table.refusal(self)
+            if refused is None:
+                self._enter("body")
+            return refused
+        # A pipelined request. The phase is set when the one before it has been answered. Behind a probe, it needs its
+        # place now: afterwards, the application works on it already.
+        return None if is_probe else self._serve()
 
     def received_body(self, num_bytes: int) -> None:
         """Bytes of a body have arrived."""
-        if self._phase == "body":
+        if self._phase == "body" and self.is_open:
+            before = self._held_bytes
             self._body_bytes += num_bytes
-            self._table.received_body(self, num_bytes)
+            self._table.received_body(self, self._held_bytes - before)
 
-    def end_body(self) -> None:
-        """The request is complete."""
+    def end_body(self) -> TooManyConnections | None:
+        """The request is complete; the error, if it must be refused."""
+        if not self.is_open:
+            return None
         if self._phase == "body":
+            refused = None if self._is_probe else self._serve()
+            if refused is not None:
+                return refused
             self._release_body()
             self._enter("answer")
         elif self._phase == "rest":
             self._enter("idle")
+        return None
 
     def end_answer(self, *, begun: bool, complete: bool) -> None:
         """An answer is complete. `begun`: the next request is served; `complete`: it, or else this one, arrived."""
-        if begun:
-            self._enter("answer" if complete else "body")
+        if begun and complete:
+            self._enter("answer")
             return
         self._release()
+        if begun:
+            self._is_probe = False
+            self._enter("body")
+            return
         self._has_begun = False
         self._enter("idle" if complete else "rest")
 
@@ -272,20 +289,29 @@ class Connection:
         return self._since
 
     @property
-    def has_unread(self) -> bool:
-        """Whether bytes have arrived that this process has not come to read."""
-        try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except OSError:
-            return False
-
-    @property
     def is_receiving_body(self) -> bool:
         return self._phase == "body"
 
     @property
-    def body_bytes(self) -> int:
-        return self._body_bytes
+    def body_rate(self) -> float:
+        """Bytes a second of a body that is arriving; infinite in other phases."""
+        if self._phase != "body":
+            return math.inf
+        return self._body_bytes / max(self._table.clock() - self._since, _LEAST_AGE_SECONDS)
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether nothing has arrived that is to be read, and the rest is late, or an answer is not taken."""
+        if self._phase == "answer":
+            return self._transport is not None and self._transport.get_write_buffer_size() > 0
+        if self._phase == "body" and self.body_rate >= max(self._table.limits.body_rate, 1):
+            return False
+        return not self._has_unread
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of a body that are held in memory."""
+        return self._held_bytes
 
     def check(self, now: float) -> None:
         """End the connection if its client has been too slow, or has gone."""
@@ -306,8 +332,6 @@ class Connection:
         if self._body_bytes < limits.body_rate * (elapsed - limits.head_seconds):
             sentence = f"the request's body arrived at less than {limits.body_rate} bytes a second (min_body_rate)"
             self._time_out("body", sentence)
-        elif elapsed > _SLOW_AFTER_SECONDS:
-            self._table.set_slow(self, self._body_bytes < limits.body_rate * elapsed)
 
     def _is_unread(self, num_bytes: int, now: float) -> bool:
         """Whether the client has read nothing for too long, with `num_bytes` waiting to be sent now."""
@@ -342,6 +366,28 @@ class Connection:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def _has_unread(self) -> bool:
+        """Whether bytes have arrived that this process has not come to read."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
+    @property
+    def _held_bytes(self) -> int:
+        return min(self._body_bytes, self._table.limits.request_bytes)
+
+    def _serve(self) -> TooManyConnections | None:
+        """Count it among the connections that serve requests, or why not."""
+        if self._is_served:
+            return None
+        refused = self._table.refusal(self)
+        if refused is None:
+            self._is_served = True
+            self._table.began_request(self)
+        return refused
+
     def _release(self) -> None:
         self._release_body()
         if self._is_served:
@@ -349,14 +395,14 @@ class Connection:
             self._table.ended_request(self)
 
     def _release_body(self) -> None:
-        self._table.released_body(self, self._body_bytes)
+        self._table.released_body(self, self._held_bytes)
         self._body_bytes = 0
 
     def _enter(self, phase: Phase) -> None:
         if not self.is_open:
             return
         self._phase, self._since = phase, self._table.clock()
-        self._table.moved(self, waits=phase in ("head", "idle", "rest"))
+        self._table.moved(self, makes_room=not self._is_served)
 
 
 class _Waiting:
@@ -419,8 +465,7 @@ class Connections:
         self._metrics = metrics
         self._open: dict[Connection, None] = {}
         self._waiting = _Waiting()
-        self._slow = _Waiting()
-        """Those whose bodies arrive too slowly; they serve requests, but make room for others."""
+        """Those that serve no request, and make room for others."""
         self._num_served = 0
         self._served: defaultdict[str, int] = defaultdict(int)
         """Connections that serve requests, by party."""
@@ -465,7 +510,7 @@ class Connections:
         return -math.inf if victim is None else victim.since + _LEAST_AGE_SECONDS
 
     def make_room(self) -> bool:
-        """Close the oldest waiting connection of the address that has the most; whether there was one."""
+        """Close the oldest connection that makes room, of the address that has most; whether there was one."""
         return self._make_room(None)
 
     def sweep(self) -> None:
@@ -490,24 +535,28 @@ class Connections:
 
     # -- for `Connection` ---------------------------------------------------------------------------------------
 
-    def admit_request(self, connection: Connection) -> TooManyConnections | None:
-        """Count a connection among those that serve requests, or why not."""
-        limits, party = self.limits, connection.party
-        if not connection.is_exempt and self._served[party] >= limits.per_address and not self._end_slow(party):
+    def refusal(self, connection: Connection) -> TooManyConnections | None:
+        """Why a connection cannot be one of those that serve requests; None if it can."""
+        limits = self.limits
+        if not connection.is_exempt and self._served[connection.party] >= limits.per_address:
             self.note_closed("address")
             return TooManyConnections(
                 f"{limits.per_address} connections of this address are served (max_connections_per_address); send "
                 "the request again later"
             )
-        if self._num_served >= limits.serving and not self._end_slow(None):
+        if self._num_served >= limits.serving:
             self.note_closed("connections")
             return TooManyConnections(
                 f"{limits.serving} connections are served, the most that this server serves at a time "
                 "(max_connections); send the request again later"
             )
-        self._num_served += 1
-        self._served[party] += 1
         return None
+
+    def began_request(self, connection: Connection) -> None:
+        """A connection is one of those that serve requests from now on, until `ended_request`."""
+        self._num_served += 1
+        self._served[connection.party] += 1
+        self._waiting.discard(connection)
 
     def received_body(self, connection: Connection, num_bytes: int) -> None:
         """Hold so many more bytes. Beyond what may be held, the largest body of the address that holds most ends."""
@@ -515,7 +564,7 @@ class Connections:
         if self._accounts.total("body_bytes") <= self.limits.body_bytes:
             return
         arriving = [each for each in self._open if each.is_receiving_body]
-        largest = max(arriving, key=lambda each: (self._accounts.used(each.party, "body_bytes"), each.body_bytes))
+        largest = max(arriving, key=lambda each: (self._accounts.used(each.party, "body_bytes"), each.held_bytes))
         largest.evict()
 
     def released_body(self, connection: Connection, num_bytes: int) -> None:
@@ -523,28 +572,22 @@ class Connections:
         self._accounts.change(connection.party, "body_bytes", -num_bytes)
 
     def ended_request(self, connection: Connection) -> None:
-        """An admitted request has been answered, or its client has gone."""
+        """A request that was served has been answered, or its client has gone."""
         self._num_served -= 1
         self._served[connection.party] -= 1
         if not self._served[connection.party]:
             del self._served[connection.party]
 
-    def moved(self, connection: Connection, *, waits: bool) -> None:
-        """A connection waits for its client from now on, or no longer."""
-        self._slow.discard(connection)
-        if waits:
+    def moved(self, connection: Connection, *, makes_room: bool) -> None:
+        """A connection has entered another phase."""
+        if makes_room:
             self._waiting.add(connection)
         else:
             self._waiting.discard(connection)
 
-    def set_slow(self, connection: Connection, is_slow: bool) -> None:
-        """A body arrives too slowly now, or no longer."""
-        (self._slow.add if is_slow else self._slow.discard)(connection)
-
     def forget(self, connection: Connection) -> None:
         """A connection is no longer among those that make room."""
         self._waiting.discard(connection)
-        self._slow.discard(connection)
 
     def closed(self, connection: Connection) -> None:
         """A connection has ended."""
@@ -553,20 +596,16 @@ class Connections:
         self._accounts.change(connection.party, "connections", -1)
 
     def _make_room(self, party: str | None) -> bool:
+        spared: list[Connection] = []
         victim = self._waiting.oldest(party)
-        for _ in range(_MAX_SPARED):
-            if victim is None or not victim.has_unread:
-                break
+        while victim is not None and victim not in spared and not victim.waits_for_client:
+            spared.append(victim)
             self._waiting.discard(victim)
             self._waiting.add(victim)
-            victim = self._waiting.oldest(party)
-        victim = victim or self._slow.oldest(party)
-        if victim is not None:
-            victim.evict()
-        return victim is not None
-
-    def _end_slow(self, party: str | None) -> bool:
-        victim = self._slow.oldest(party)
+            victim = self._waiting.oldest(party) if len(spared) < _MAX_SPARED else None
+        if victim is None or victim in spared:
+            # None is late. The slowest body ends, or else the oldest connection.
+            victim = min(spared, key=lambda each: each.body_rate, default=None)
         if victim is not None:
             victim.evict()
         return victim is not None

@@ -186,11 +186,22 @@ def test_an_address_beyond_its_limit_is_refused_in_words(edge: Edge) -> None:
     assert served[4].request() is None
 
 
-def test_where_nothing_waits_a_new_connection_is_refused(edge: Edge) -> None:
-    for number in range(8):
-        edge.connect(f"192.0.2.{number}").request(is_probe=True)
-    assert edge.table.open(Peer(), C) is None  # type: ignore[arg-type]
-    assert edge.closed("connections") == 1
+def test_probes_whose_answers_are_not_read_make_room_and_others_do_not(edge: Edge) -> None:
+    peers = [edge.connect(f"192.0.2.{number}") for number in range(8)]
+    for peer in peers:
+        peer.request(is_probe=True)
+    peers[3].unsent = 1000
+    edge.connect(C)
+    assert [peer.is_aborted for peer in peers] == [number == 3 for number in range(8)]
+
+
+def test_a_request_pipelined_behind_a_probe_counts_as_one_that_is_served(edge: Edge) -> None:
+    for number in range(7):
+        peer = edge.connect(f"192.0.2.{number}")
+        assert peer.request(is_probe=True) is None
+        refused = peer.connection.begin_request(is_probe=False)
+        assert (refused is None) == (number < LIMITS.serving)
+    assert edge.connect(C).request() is not None
 
 
 def test_a_connection_between_requests_makes_room_and_one_with_pipelined_requests_does_not(edge: Edge) -> None:
@@ -221,7 +232,7 @@ def test_nothing_is_left_of_connections_that_have_ended(edge: Edge) -> None:
         peer.connection.close()
     assert len(edge.table) == 0
     assert [edge.accounts.users(resource) for resource in RESOURCES] == [{}] * len(RESOURCES)
-    assert edge.table._waiting._parties == edge.table._slow._parties == edge.table._served == {}
+    assert edge.table._waiting._parties == edge.table._served == {}
     assert edge.table._num_served == 0
 
 
@@ -271,26 +282,45 @@ def test_a_body_below_the_least_rate_is_refused_after_a_grace(edge: Edge) -> Non
     assert edge.closed("body") == 1
 
 
-def test_a_slow_body_makes_room_for_requests_and_connections(edge: Edge) -> None:
-    peers = [edge.connect(host) for host in (A, A, A, B, B, B)]
-    assert [peer.request(whole=False) for peer in peers] == [None] * 6
-    assert edge.connect(C).request() is not None
-    edge.wait(2)
-    assert edge.connect(C).request() is None
-    assert [peer.is_aborted for peer in peers] == [True] + [False] * 5
+def test_bodies_that_arrive_keep_out_no_request_that_has_arrived(edge: Edge) -> None:
+    bodies = [edge.connect(host) for host in (A, A, A, B, B, B)]
+    assert [peer.request(whole=False) for peer in bodies] == [None] * 6
+    whole = [edge.connect(host) for host in (A, A, B, B, C, C)]
+    assert [peer.request() for peer in whole] == [None] * 6
+    assert [peer.is_aborted for peer in bodies].count(False) == 2
+    for peer in bodies:
+        if peer.is_aborted:  # The parser may still have the end of its request.
+            peer.connection.received_body(10)
+            assert peer.connection.end_body() is None
+    assert edge.accounts.total("body_bytes") == 0
+    (late, *_) = (peer for peer in bodies if not peer.is_aborted)
+    assert "6 connections are served" in str(late.connection.end_body())
 
 
-def test_a_body_that_catches_up_makes_no_room(edge: Edge) -> None:
-    edge = Edge(LIMITS._replace(body_bytes=2**20))
-    peers = [edge.connect(host) for host in (A, A, A, B, B, B)]
+def test_the_slowest_body_makes_room(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(body_bytes=2**20, per_address=8))
+    peers = [edge.connect(A) for _ in range(8)]
     for peer in peers:
         peer.request(whole=False)
     edge.wait(2)
+    for number, peer in enumerate(peers):
+        peer.body(3000 if number == 2 else 50_000 + number)
+    edge.connect(A)
+    assert [peer.is_aborted for peer in peers] == [number == 2 for number in range(8)]
+
+
+def test_a_large_body_counts_as_far_as_it_is_held_in_memory(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(request_bytes=300))
+    peers = [edge.connect(host) for host in (A, B, C)]
     for peer in peers:
-        peer.body(100_000)
-    edge.wait(1)
-    assert edge.connect(C).request() is not None
+        peer.request(whole=False)
+        for _ in range(10):
+            peer.body(1000)
+    assert edge.accounts.total("body_bytes") == 900
     assert not any(peer.is_aborted for peer in peers)
+    for peer in peers:
+        peer.connection.end_body()
+    assert edge.accounts.total("body_bytes") == 0
 
 
 def test_the_rest_of_a_body_that_was_answered_early_is_discarded_for_a_time(edge: Edge) -> None:
