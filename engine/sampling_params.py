@@ -8,6 +8,17 @@ MAX_LOGPROBS = 20
 """Most alternatives of a token whose log probabilities a request may ask for (OpenAI's limit)."""
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Most tokens of the reasoning with which an answer begins, and how it is closed after them."""
+
+    max_tokens: int
+    closing: list[list[int]]
+    """What closes the reasoning: for each position the tokens that may be sampled there. The first position has one
+    token, which marks the end wherever it is sampled."""
+    opening: int | None = None
+    """The token that opens the reasoning, among the first tokens of the answer; None: the prompt has opened it."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling and stopping of one sequence. Raises `ValueError` naming field, value and limit.
 
@@ -47,6 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token sequences that are never completed."""
     grammar: str | None = None
     """Sample only what this grammar allows, in the form of `engine.text.structured`."""
+    reasoning_budget: ReasoningBudget | None = None
+    """Close the reasoning after a number of tokens."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 2.0)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import asynccontextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +24,7 @@ from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSp
 from server.access_log import facts_of
 from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType, refusal
 from server.frontend import Frontend, LoadedModel, owner_of
+from server.ignored import ignore
 from server.limits.jobs import OwnerJobs
 from server.limits.owners import Owner
 from server.parsing.answer_format import AnswerFormat, tool_grammar
@@ -251,6 +253,12 @@ async def prepare_chat(
     prompt, tail = await in_thread(jobs, request.chat_template, lambda: _check_chat(request, model, frontend))
     grammar = await _grammar_with_tools(use, grammar, tail, model.answer_format, grammars)
     answer_format = model.answer_format
+    if (limit := request.reasoning_limit) is not None:
+        try:
+            budget = answer_format.reasoning_budget(limit, prompt_tail=tail)
+            prompt = prompt._replace(params=msgspec.structs.replace(prompt.params, reasoning_budget=budget))
+        except LookupError as error:
+            ignore(f"thinking budget ({error})")
     return PreparedChat(
         prompt,
         grammar,

@@ -227,7 +227,7 @@ class InputBatch:
         # Of a row's tokens, drafts aside, the host may only lack the last.
         num_read = self._num_read[slots]
         unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
-        needs_pending_token = len(unread) > 0 and self._sampling.need_last_token(slots[unread])
+        needs_pending_token = len(unread) > 0 and self._sampling.need_last_token(slots[unread], seq_lens[unread])
         return StepInputs(
             input_ids=self._tokens[token_slots, positions].astype(np.int64),
             positions=positions,

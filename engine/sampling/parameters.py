@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.sampling.filters import FILTERS, FilteredRows
+from engine.sampling_params import ReasoningBudget
 from engine.sequence import Sequence as EngineSequence
 from engine.text.structured.matcher import MaskedRow, packed
 from models.ops.counter_rng import request_key, server_key, uniform
@@ -24,8 +25,8 @@ MIN_TEMPERATURE = 1e-5
 REPETITION, PRESENCE, FREQUENCY, BIAS = range(4)
 """Kinds of adjustments to single logits, in the order in which they are applied."""
 
-_RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK = (
-    1 << bit for bit in range(9)
+_RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK, _BUDGET = (
+    1 << bit for bit in range(10)
 )
 """Features that a slot uses."""
 _OF_TOKENS = _REPETITION | _PRESENCE | _FREQUENCY | _BAD_WORDS | _MASK
@@ -135,6 +136,9 @@ class SamplingColumns:
         self._forbidden: dict[int, npt.NDArray[np.int64]] = {}
         self._bad_words: dict[int, BadWords] = {}
         self._masked: dict[int, _Masked] = {}
+        self._budgets: dict[int, _Budget] = {}
+        self._budget_ends = np.zeros(max_num_seqs, dtype=np.int64)
+        """Sequence length from which on the slot's reasoning may have to be closed."""
         self._num_logprobs: dict[int, int] = {}
 
     def write(self, slot: int, seq: EngineSequence) -> None:
@@ -170,9 +174,15 @@ class SamplingColumns:
         if params.bad_words:
             needs |= _BAD_WORDS
             self._bad_words[slot] = self._bad_words_of(params.bad_words)
-        if seq.matcher is not None or params.allowed_token_ids is not None:
-            needs |= _MASK
+        is_masked = seq.matcher is not None or params.allowed_token_ids is not None
+        if params.reasoning_budget is not None:
+            needs |= _BUDGET
+            self._budgets[slot] = _Budget(params.reasoning_budget, self._vocab_size)
+            self._budget_ends[slot] = seq.num_prompt_tokens + params.reasoning_budget.max_tokens
+        if is_masked or params.reasoning_budget is not None:
             self._masked[slot] = _Masked(seq, ends, self._vocab_size)
+        if is_masked:
+            needs |= _MASK
         if params.logprobs is not None:
             needs |= _LOGPROBS
             self._num_logprobs[slot] = params.logprobs
@@ -187,9 +197,18 @@ class SamplingColumns:
         """Whether all these slots take their argmax, and nothing else is asked of the logits."""
         return not self._needs[slots].any()
 
-    def need_last_token(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether one of these slots cannot choose a token before the one before it is known."""
-        return bool((self._needs[slots] & _OF_TOKENS).any())
+    def need_last_token(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]) -> bool:
+        """Whether one of these slots, of sequences of these lengths, cannot choose a token before the one before it is
+        known. # 2 x [num_slots]
+        """
+        flags = self._needs[slots]
+        return bool((flags & _OF_TOKENS).any() or self._are_due(slots, num_tokens, flags).any())
+
+    def _are_due(
+        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
+    ) -> npt.NDArray[np.bool_]:
+        """Which slots have computed as many tokens as their reasoning may have. # [num_slots]"""
+        return (flags & _BUDGET).astype(np.bool_) & (num_tokens >= self._budget_ends[slots])
 
     def rows(
         self,
@@ -226,7 +245,7 @@ class SamplingColumns:
             presence=history(_PRESENCE, self._presence, prompt=False),
             frequency=history(_FREQUENCY, self._frequency, prompt=False),
             bias=self._biases(slots, num_tokens, tokens, flags) if needs & (_BIAS | _FORBIDDEN | _BAD_WORDS) else None,
-            masked=self._masked_rows(slots, num_tokens, flags) if needs & _MASK else None,
+            masked=self._masked_rows(slots, num_tokens, tokens, flags) if needs & (_MASK | _BUDGET) else None,
             num_logprobs=self._logprob_rows(slots, flags) if needs & _LOGPROBS else None,
             filters=filters,
         )
@@ -285,15 +304,25 @@ class SamplingColumns:
         )
 
     def _masked_rows(
-        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
+        self,
+        slots: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        flags: npt.NDArray[np.uint16],
     ) -> list[MaskedRow]:
         rows = []
-        for row in np.flatnonzero(flags & _MASK).tolist():
+        is_due = self._are_due(slots, num_tokens, flags)
+        for row in np.flatnonzero((flags & _MASK).astype(np.bool_) | is_due).tolist():
             slot = int(slots[row])
             masked = self._masked[slot]
             # A sequence that ended while the step ran samples a token as well, which is discarded.
-            if not masked.is_over:
-                rows.append(masked.row(row, too_short=num_tokens[row] < self._min_num_tokens[slot]))
+            if masked.is_over:
+                continue
+            closing = None
+            if is_due[row]:
+                closing = self._budgets[slot].closing(tokens[slot, self._num_prompt_tokens[slot] : num_tokens[row]])
+            if closing is not None or flags[row] & _MASK:
+                rows.append(masked.row(row, num_tokens[row] < self._min_num_tokens[slot], closing))
         return rows
 
     def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]) -> dict[int, int]:
@@ -327,6 +356,39 @@ def _ends_with(generated: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) 
     return len(tokens) <= len(generated) and np.array_equal(generated[-len(tokens) :], tokens)
 
 
+class _Budget:
+    """A slot whose reasoning is closed after a number of tokens."""
+
+    def __init__(self, budget: ReasoningBudget, vocab_size: int) -> None:
+        self._max_tokens = budget.max_tokens
+        self._opening = budget.opening
+        self._end = budget.closing[0][0]
+        self._closing = [packed(token_ids, vocab_size) for token_ids in budget.closing]
+
+    def closing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+        """The tokens, as a mask, of which one is due after `generated`; None: any may follow.
+
+        The sequence's own tokens determine it, so that it holds after a preemption or a restart as well.
+        """
+        if self._opening is not None:
+            openings = np.flatnonzero(generated[:_LATEST_OPENING] == self._opening)
+            if not len(openings):
+                return None
+            generated = generated[openings[0] + 1 :]
+        if len(generated) < self._max_tokens:
+            return None
+        ends = np.flatnonzero(generated == self._end)
+        if not len(ends):
+            return self._closing[0]
+        # What the model has closed by itself is left alone.
+        step = len(generated) - int(ends[0])
+        return self._closing[step] if ends[0] >= self._max_tokens and step < len(self._closing) else None
+
+
+_LATEST_OPENING = 4
+"""Tokens among which a model that reasons opens its reasoning: line breaks may come before."""
+
+
 class _Masked:
     """A slot that may sample some tokens only."""
 
@@ -350,9 +412,13 @@ class _Masked:
         """Whether the sequence has ended."""
         return self._seq.is_finished
 
-    def row(self, row: int, too_short: bool) -> MaskedRow:
-        """What row `row` of a step may sample; `too_short` is a sequence of fewer than `min_tokens`."""
+    def row(self, row: int, too_short: bool, due: npt.NDArray[np.int32] | None = None) -> MaskedRow:
+        """What row `row` of a step may sample; `too_short` is a sequence of fewer than `min_tokens`.
+
+        `due`: see `MaskedRow`.
+        """
         withheld = self._late_ends if too_short else self._unwanted_eos
-        if self._row is None or self._row.row != row or self._row.withheld is not withheld:
-            self._row = MaskedRow(row, self._matcher, self._ends, withheld, self._allowed)
-        return self._row
+        cached = self._row
+        if cached is None or cached.row != row or cached.withheld is not withheld or cached.due is not due:
+            self._row = cached = MaskedRow(row, self._matcher, self._ends, withheld, self._allowed, due)
+        return cached

@@ -145,6 +145,8 @@ def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal
         "continue_final_message": continues,
         "chat_template_kwargs": _template_variables(request),
     }
+    if request.thinking.is_on:
+        data["thinking_budget"] = request.thinking.budget_tokens
     if format is not None:
         data["response_format"] = {
             "type": "json_schema",

@@ -7,8 +7,9 @@ of the answer, and for the grammar that holds the answer to what the request's t
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from engine.sampling_params import ReasoningBudget
 from engine.text.chat_template import ChatTemplate
 from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
@@ -46,9 +47,16 @@ _AUTO = "auto"
 class AnswerFormat:
     """One model's dialects."""
 
-    def __init__(self, tool_parser: str, reasoning_parser: str, special: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        tool_parser: str,
+        reasoning_parser: str,
+        special: Mapping[str, int] | None = None,
+        token_id: Callable[[str], int | None] | None = None,
+    ) -> None:
         """Dialects by name, or `none`; `special` gives the ids of the special tokens of the vocabulary that are
-        among their markers. Raises `ValueError`, one sentence, for a name that is not known.
+        among their markers, `token_id` that of any token. Raises `ValueError`, one sentence, for a name that is not
+        known.
         """
         self.tool_parser = _known(tool_parser, tool_names(), "tool_call_parser")
         self.reasoning_parser = _known(reasoning_parser, reasoning_names(), "reasoning_parser")
@@ -65,6 +73,7 @@ class AnswerFormat:
         self._reasoning: ReasoningDialect | None = None
         if self.reasoning_parser not in (NONE, HARMONY):
             self._reasoning = REASONING_DIALECTS[self.reasoning_parser]
+        self._opening, self._closing = (None, []) if token_id is None else self._reasoning_tokens(token_id)
         self._special = {marker: special[marker] for marker in self.markers if marker in special} if special else {}
         calls = () if self._harmony or self._tools is None else self._tools.markers
         self._call_token_ids = frozenset(self._special[marker] for marker in calls if marker in self._special)
@@ -111,7 +120,41 @@ class AnswerFormat:
             token_id = tokenizer.token_id(marker)
             if token_id is not None and token_id in tokenizer.special_ids:
                 special[marker] = token_id
-        return cls(plain.tool_parser, plain.reasoning_parser, special)
+        return cls(plain.tool_parser, plain.reasoning_parser, special, tokenizer.token_id)
+
+    def _reasoning_tokens(self, token_id: Callable[[str], int | None]) -> tuple[int | None, list[list[int]]]:
+        """The token that opens the reasoning and those that close it, as `ReasoningBudget` has them; None or nothing
+        where that takes a text which is not one token.
+        """
+        steps: Sequence[Sequence[str]]
+        if self._harmony:
+            opening, steps = harmony.ANALYSIS, harmony.AFTER_ANALYSIS
+        elif self._reasoning is not None:
+            opening, steps = self._reasoning.open_tag, ((self._reasoning.close_tag,),)
+        else:
+            return None, []
+        closing = [[id for text in texts if (id := token_id(text)) is not None] for texts in steps]
+        return token_id(opening), closing if all(closing) else []
+
+    def reasoning_budget(self, max_tokens: int, *, prompt_tail: str) -> ReasoningBudget | None:
+        """What closes the reasoning of an answer after `max_tokens`; None if it has none that a parser separates.
+
+        Raises `LookupError`, one sentence, if the markers of reasoning are no tokens of the vocabulary.
+        """
+        opening = self._opening
+        is_opened = False
+        if self._harmony:
+            if self.reasoning_parser != HARMONY or harmony.MESSAGE in harmony.open_header(prompt_tail):
+                return None
+            max_tokens += 1  # Between the channel's name and the text stands a marker.
+        else:
+            if self._reasoning is None or is_closed(self._reasoning, prompt_tail):
+                return None
+            if is_opened := is_open(self._reasoning, prompt_tail):
+                opening = None
+        if not self._closing or (opening is None and not is_opened):
+            raise LookupError("the markers of this model's reasoning are not single tokens")
+        return ReasoningBudget(max_tokens, self._closing, opening)
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -59,6 +59,7 @@ _NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "thinking_budget": "reasoning.max_tokens",
     "messages": "input",
 }
 """Names of fields: in a chat, in a response."""
@@ -195,6 +196,7 @@ def to_chat(
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": None if request.compacts else _response_format(request),
         "reasoning_effort": request.reasoning.effort,
+        "thinking_budget": request.reasoning.max_tokens,
         "max_completion_tokens": most_tokens,
         "chat_template_kwargs": request.chat_template_kwargs,
     }

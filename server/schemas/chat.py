@@ -307,7 +307,8 @@ class Thinking(RequestModel):
     """Whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int | None, Field(description=NO_CHANGE)] = None
+    budget_tokens: Annotated[int, Between(0, INT31)] | None = None
+    """Most tokens of reasoning: another name of `thinking_budget`."""
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -348,6 +349,15 @@ class ChatCompletionRequest(SamplingFields):
 
     thinking: Thinking | None = None
     """Whether the model reasons, as Anthropic's and DeepSeek's interfaces write it: also `enable_thinking`."""
+
+    thinking_budget: Annotated[int, Between(0, INT31)] | None = None
+    """Most tokens of reasoning, which is closed after them; default: as many as the answer may have."""
+
+    max_thinking_tokens: Annotated[int, Between(0, INT31)] | None = None
+    """Another name of `thinking_budget`, which takes precedence."""
+
+    thinking_token_budget: Annotated[int, Between(0, INT31)] | None = None
+    """Another name of `thinking_budget`, which takes precedence."""
 
     add_generation_prompt: bool = True
     """End the prompt with the beginning of an assistant's turn."""
@@ -449,6 +459,13 @@ class ChatCompletionRequest(SamplingFields):
     def token_limit(self) -> int | None:
         """Most tokens to generate; None: what the context has left."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def reasoning_limit(self) -> int | None:
+        """Most tokens of reasoning; None: no limit of their own."""
+        of_switch = self.thinking.budget_tokens if self.thinking is not None else None
+        limits = self.thinking_budget, self.max_thinking_tokens, self.thinking_token_budget, of_switch
+        return next((limit for limit in limits if limit is not None), None)
 
     @property
     def alternatives(self) -> int | None:

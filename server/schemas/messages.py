@@ -327,7 +327,8 @@ class ThinkingConfig(_Part):
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
     """Of a model that always reasons, `disabled` leaves the reasoning out of the answer."""
     budget_tokens: Annotated[int, Between(MIN_BUDGET, INT31)] | None = None
-    """With type `enabled`: below `max_tokens`. Not enforced: `max_tokens` limits reasoning and answer together."""
+    """With type `enabled`: most tokens of reasoning, which is closed after them. `max_tokens` limits reasoning and
+    answer together."""
     display: Literal["summarized", "omitted"] = "summarized"
     """`omitted` answers with the signature alone, which holds the reasoning for the next turn."""
 

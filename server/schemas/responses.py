@@ -730,6 +730,8 @@ class ReasoningConfig(RequestModel):
 
     effort: Effort | None = None
     """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
+    max_tokens: Annotated[int, Between(0, INT31)] | None = None
+    """Most tokens of reasoning, which is closed after them. Not OpenAI's."""
     summary: Annotated[Summary | None, Field(description=NO_CHANGE)] = None
     generate_summary: Annotated[Summary | None, Field(description=NO_CHANGE)] = None
     context: Annotated[Literal["auto", "current_turn", "all_turns"] | None, Field(description=NO_CHANGE)] = None

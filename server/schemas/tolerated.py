@@ -36,7 +36,6 @@ TOLERATED = (
     Tolerated("", "include_reasoning", "clients of OpenRouter and vLLM; reasoning is always reported", (True,)),
     Tolerated("", "separate_reasoning", "clients of SGLang; reasoning is always separate", (True,)),
     Tolerated("", "enable_search", "clients of Qwen's service", (False,)),
-    Tolerated("", "thinking_budget", "clients of Qwen's service"),
     Tolerated("", "keep_alive", "clients of Ollama"),
     Tolerated("", "num_ctx", "clients of Ollama"),
     Tolerated("", "provider", "clients of OpenRouter: routing"),

@@ -178,3 +178,42 @@ def test_responses_tell_reasoning_calls_and_text_as_items(dialect: Dialect) -> N
         done = [event.item for event in events if event.type == "response.output_item.done"]
         assert [item.type for item in done] == [item.type for item in events[-1].response.output]
         assert {item.type for item in done} <= {"reasoning", "message", "function_call"}
+
+
+@pytest.mark.parametrize("dialect", ["deepseek"], indirect=True)
+def test_a_budget_closes_the_reasoning_where_it_is_spent(dialect: Dialect) -> None:
+    """Streamed or not, alone or before a call or an answer in a form; the tokens up to there are what they were."""
+    forms: list[dict[str, Any]] = [
+        {"max_tokens": 60},
+        {"tools": [ROLL], "tool_choice": NAMED},
+        {"response_format": FORMAT},
+    ]
+    for fields in forms:
+        fields |= {"logit_bias": {}, "logprobs": True}
+        free = dialect.ask(**{**fields, "max_tokens": 40}).choices[0]
+        tokens = [each.token for each in free.logprobs.content]
+        assert "</think>" not in tokens
+        for name in ("thinking_budget", "max_thinking_tokens", "thinking_token_budget"):
+            answer = dialect.ask(**fields, extra_body={name: 25})
+            (choice,) = answer.choices
+            said = [each.token for each in choice.logprobs.content]
+            closed = said.index("</think>")
+            # A grammar asks that a character is whole before the marker.
+            assert 25 <= closed <= 28 if "max_tokens" not in fields else closed == 25
+            assert said[:25] == tokens[:25]
+            assert "</think>" not in said[closed + 1 :]
+            assert answer.usage.completion_tokens_details.reasoning_tokens >= 24  # type: ignore[union-attr]
+            if "tools" in fields:
+                check_roll(choice)
+            elif "response_format" in fields:
+                assert set(json.loads(choice.message.content or "")) == {"ok"}
+    body = {"model": "m", "input": "Hi", "reasoning": {"max_tokens": 25}, "max_output_tokens": 40, "temperature": 0}
+    response = dialect.client.responses.create(**body)  # type: ignore[call-overload]
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.usage.output_tokens_details.reasoning_tokens <= 27
+
+
+@pytest.mark.parametrize("dialect", ["harmony"], indirect=True)
+def test_a_budget_that_cannot_be_enforced_is_named_as_ignored(dialect: Dialect) -> None:
+    raw = dialect.client.chat.completions.with_raw_response.create(**dialect.body(extra_body={"thinking_budget": 5}))
+    assert "thinking budget" in raw.headers["x-kaon-ignored"]

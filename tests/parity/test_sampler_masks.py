@@ -6,7 +6,7 @@ import torch
 
 from engine.sampling.parameters import SamplingColumns
 from engine.sampling.sampler import SampledTokens, Sampler
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import ReasoningBudget, SamplingParams
 from engine.sequence import Sequence
 from engine.text.structured.matcher import TokenMasks, packed
 
@@ -171,3 +171,62 @@ def test_masks_of_a_step_leave_no_trace_in_the_next(logits: np.ndarray) -> None:
     sample([sequence(Fixed(1)), sequence(Fixed(2))], logits[:2], sampler)
     assert sample([sequence(Fixed(9))], logits[:1], sampler).token_ids.tolist() == [9]
     assert sample([sequence()], logits[:1], sampler).token_ids[0] == logits[0].argmax()
+
+
+OPEN, CLOSE, HEAD, FINAL, COMMENT = 50, 51, 52, 53, 54
+
+
+def closing_tokens(budget: ReasoningBudget, output: list[int], logits: np.ndarray, **params: object) -> int:
+    """The token that follows `output`, in a batch with sequences that have no budget."""
+    seq = sequence(output=output, reasoning_budget=budget, **params)
+    sampled = sample([sequence(), seq, sequence(), sequence()], logits)
+    assert not sampled.refused
+    return int(sampled.token_ids[1])
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 4}, {"logprobs": 1}])
+def test_reasoning_is_closed_after_its_budget_and_nowhere_else(logits: np.ndarray, params: dict[str, object]) -> None:
+    budget = ReasoningBudget(3, [[CLOSE]])
+    free = int(sample([sequence(**params)] * 4, logits).token_ids[1])
+    assert free != CLOSE
+    for length in (0, 2):
+        assert closing_tokens(budget, [9] * length, logits, **params) != CLOSE
+    for output in ([9] * 3, [9] * 8):
+        assert closing_tokens(budget, output, logits, **params) == CLOSE
+    # Closed by the model before, or by the budget just now.
+    for output in ([9, CLOSE, 9, 9], [9, 9, 9, CLOSE], [9, 9, 9, CLOSE, 9]):
+        assert closing_tokens(budget, output, logits, temperature=0.0) == logits[1].argmax()
+
+
+def test_only_reasoning_that_the_answer_opens_is_counted_and_closed(logits: np.ndarray) -> None:
+    budget = ReasoningBudget(2, [[CLOSE]], OPEN)
+    greedy = logits[1].argmax()
+    assert closing_tokens(budget, [9, OPEN, 9], logits) == greedy
+    assert closing_tokens(budget, [9, OPEN, 9, 9], logits) == CLOSE
+    assert closing_tokens(budget, [9] * 6, logits) == greedy
+
+
+def test_a_closing_of_several_tokens_is_sampled_one_after_the_other(logits: np.ndarray) -> None:
+    budget = ReasoningBudget(1, [[CLOSE], [HEAD], [FINAL, COMMENT]])
+    said: list[int] = [9]
+    for _ in range(3):
+        said.append(closing_tokens(budget, said, logits))
+    assert said[1:] == [CLOSE, HEAD, max(FINAL, COMMENT, key=lambda token: logits[1, token])]
+    assert closing_tokens(budget, said, logits) == logits[1].argmax()
+    # What the model closes by itself before the budget is spent goes on as it likes.
+    assert closing_tokens(ReasoningBudget(5, budget.closing), [9, CLOSE], logits) == logits[1].argmax()
+
+
+def test_the_closing_waits_where_the_grammar_does_not_allow_it(logits: np.ndarray) -> None:
+    """Inside a character, for one."""
+    for tokens, expected in (((80, 81), max((80, 81), key=lambda token: logits[1, token])), ((80, CLOSE), CLOSE)):
+        seq = sequence(Fixed(*tokens), output=[9], reasoning_budget=ReasoningBudget(1, [[CLOSE]]))
+        sampled = sample([sequence(), seq, sequence(), sequence()], logits)
+        assert (sampled.token_ids[1], sampled.refused) == (expected, {})
+
+
+def test_a_budget_asks_for_the_last_token_only_once_it_is_spent() -> None:
+    columns = SamplingColumns(max_num_seqs=1, vocab_size=VOCAB_SIZE, seed=0)
+    columns.write(0, sequence(reasoning_budget=ReasoningBudget(3, [[CLOSE]])))
+    slot = np.zeros(1, dtype=np.int64)
+    assert [columns.need_last_token(slot, np.array([length])) for length in (3, 5, 6, 7)] == [False, False, True, True]

@@ -185,6 +185,8 @@ class MaskedRow:
     """End tokens that must not be sampled, unless the grammar allows no others."""
     allowed: npt.NDArray[np.int32] | None = None
     """The request's `allowed_token_ids`, which hold in addition to the grammar. # [V / 32]"""
+    due: npt.NDArray[np.int32] | None = None
+    """Tokens of which one is sampled here if the other restrictions allow any of them. # [V / 32]"""
 
     @property
     def fields(self) -> list[str]:
@@ -230,4 +232,6 @@ class TokenMasks:
                 mask[:] = -1
             if row.allowed is not None:
                 mask[:num_words] &= row.allowed
+            if row.due is not None and (mask[:num_words] & row.due).any():
+                mask[:num_words] &= row.due
         return self._masks[: len(masked), :num_words], failed

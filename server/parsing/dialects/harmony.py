@@ -15,6 +15,10 @@ from server.schemas.chat import ToolUse
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+ANALYSIS = "analysis"
+AFTER_ANALYSIS = ((END,), (START,), ("assistant",), (CHANNEL,), ("final", "commentary", "comment"))
+"""The tokens from the end of the analysis to the next message's channel, which is another; `comment` begins
+`commentary` in gpt-oss's vocabulary."""
 _HEADER = Markers(START, CHANNEL)
 _HEADER_END = Markers(MESSAGE, END, CALL, RETURN)
 _BODY_END = Markers(END, CALL, RETURN, START, CHANNEL)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.paths import resolve_checkpoint
+from engine.sampling_params import ReasoningBudget
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from server.parsing import registry
@@ -116,3 +117,26 @@ def test_the_documentation_lists_every_name() -> None:
     page = (Path(__file__).parents[3] / "docs" / "tool-calling.md").read_text()
     for name in (*registry.tool_names(), *registry.reasoning_names()):
         assert f"`{name}`" in page
+
+
+HARMONY_TOKENS = ("<|end|>", "<|start|>", "<|channel|>", "<|message|>", "assistant", "analysis", "final", "comment")
+
+
+def test_a_budget_closes_the_reasoning_of_each_dialect_by_its_own_tokens() -> None:
+    think = made(TOOLS + "<think> </think>", "<think>", "</think>")
+    assert think.reasoning_budget(7, prompt_tail="user") == ReasoningBudget(7, [[101]], 100)
+    assert think.reasoning_budget(7, prompt_tail="<think>\n") == ReasoningBudget(7, [[101]])
+    assert think.reasoning_budget(7, prompt_tail="<think>\n</think>\n") is None
+    assert made(TOOLS).reasoning_budget(7, prompt_tail="user") is None
+    harmony = made(TOOLS + "<|channel|> <|message|>", *HARMONY_TOKENS)
+    closing = [[100], [101], [104], [102], [106, 107]]
+    # One more, as the marker behind the channel's name is no reasoning.
+    assert harmony.reasoning_budget(7, prompt_tail="<|start|>assistant") == ReasoningBudget(8, closing, 105)
+    opened = "<|start|>assistant<|channel|>final<|message|>"
+    assert harmony.reasoning_budget(7, prompt_tail=opened) is None
+
+
+@pytest.mark.parametrize(("tokens", "tail"), [(("<think>",), "<think>"), (("</think>",), "user"), ((), "")])
+def test_a_budget_needs_markers_that_are_tokens(tokens: tuple[str, ...], tail: str) -> None:
+    with pytest.raises(LookupError, match="not single tokens"):
+        made(TOOLS, *tokens, reasoning="think").reasoning_budget(7, prompt_tail=tail)
