@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from models.architectures.registry import DRAFTERS
 from models.quantization.config import METHODS, ROUNDINGS
 
 
@@ -460,20 +461,51 @@ class CompilationConfig(Section):
 _ZMQ_ADDRESS = r"^tcp://(\*|[^\s*]+):[0-9]{1,5}$"
 
 
+if TYPE_CHECKING:
+    SpeculativeMethod: TypeAlias = str
+else:
+    SpeculativeMethod = Literal[("ngram", *DRAFTERS.names())]
+
+
 class SpeculativeConfig(Section):
     """Speculative decoding: where draft tokens come from, and how many a step verifies."""
 
     num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 4
     """Most draft tokens that a decode step verifies for a sequence; setting any of these options enables drafts."""
 
-    speculative_method: Literal["ngram"] = "ngram"
-    """Source of drafts. `ngram`: the tokens that followed an earlier occurrence of the sequence's last tokens."""
+    speculative_method: SpeculativeMethod = "ngram"
+    """Source of drafts. `ngram`: the tokens that followed an earlier occurrence of the sequence's last tokens; any
+    other: a model (docs/speculative.md)."""
+
+    speculative_model: str | None = None
+    """Checkpoint of the model that drafts: a directory or a hub id. By itself it means the method `draft`."""
 
     prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3
     """Fewest last tokens that must have occurred earlier in the sequence for `ngram` to draft."""
 
     prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 16
     """Most last tokens that `ngram` compares: of several earlier occurrences it uses the longest match."""
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether the runner drafts, with a model, and not the scheduler."""
+        return self.speculative_method != "ngram"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_means_a_draft_model(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("speculative_model") is not None:
+            return {"speculative_method": "draft", **fields}
+        return fields
+
+    @model_validator(mode="after")
+    def _method_and_model_agree(self) -> Self:
+        if self.speculative_model is not None and not self.drafts_by_model:
+            raise ValueError(
+                f"speculative_model is {self.speculative_model}, but speculative_method is ngram, which needs none; "
+                f"set speculative_method to one of {', '.join(DRAFTERS.names())}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shortest_is_no_longer_than_longest(self) -> Self:
@@ -688,6 +720,11 @@ class Config(Section):
     def num_drafts(self) -> int:
         """Most drafts of a sequence that a step verifies; 0 without speculative decoding."""
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a model drafts for the served one."""
+        return self.speculative_config is not None and self.speculative_config.drafts_by_model
 
     @property
     def model_names(self) -> tuple[str, ...]:

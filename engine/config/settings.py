@@ -159,7 +159,6 @@ _INSTEAD = {
     "-pp": "layers are not shared out; --tensor-parallel-size shares out each of them",
     "--compilation-config": "--compilation-level and --cudagraph-capture-sizes take its place",
     "--enable-reasoning": "reasoning is separated without a flag (docs/tool-calling.md)",
-    "--speculative-model": "drafts are looked up, by no second model (docs/speculative.md)",
     "--speculative-config": "--num-speculative-tokens and its like take its place",
 }
 

@@ -161,6 +161,8 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
 
 def _refuse_unsupported(config: Config) -> None:
     parallel = config.parallel_config
+    if config.drafts_by_model:
+        raise ValueError("speculative_method names a model that drafts, which nothing runs; set it to ngram")
     if config.async_scheduling == "on" and parallel.tensor_parallel_size > 1:
         raise ValueError(
             f"async_scheduling is on, but tensor_parallel_size is {parallel.tensor_parallel_size}, whose ranks get "

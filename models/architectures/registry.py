@@ -80,6 +80,14 @@ ENCODERS: "Registry[type[nn.Module]]" = Registry(
 )
 """Models whose tokens see their whole prompt; called with `EncoderConfig` and `TensorParallel`."""
 
+DRAFTERS: "Registry[Callable[..., nn.Module]]" = Registry(
+    "drafter",
+    {
+        "draft": "models.loading.drafters",
+    },
+)
+"""By method of speculative decoding: loads the model that drafts, a `DraftLM`, as `models.loading.drafters` says."""
+
 
 def architecture(name: str, facts: ConfigFacts = ConfigFacts()) -> Callable[[Model], Model]:
     """A class decorator: the class is the model of checkpoints of this architecture. A class may have several."""

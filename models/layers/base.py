@@ -1,6 +1,7 @@
-"""`CausalLM`, what the model runner needs of any model, and the caches that layers declare."""
+"""`CausalLM` and `DraftLM`, what the model runner needs of models and drafters, and the caches that layers declare."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -58,3 +59,39 @@ class CausalLM(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every weight once."""
+
+
+class DraftLM(nn.Module, ABC):
+    """A model that drafts the tokens of another one, its target.
+
+    Its entry at position `i` has keys and values at the slot of position `i`. A drafter that reads hidden states makes
+    that entry of the target's state of position `i` and of token `i + 1`, and what it returns there drafts token
+    `i + 2`. One that reads none is a language model of its own: token `i` at position `i` drafts token `i + 1`. To
+    draft further, the next position takes the draft as its token and what `forward` returned as its hidden state.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    """The hidden states of the target that `combine` reads, next to each other: `l` is the residual stream that layer
+    `l` of the target receives, the number of its layers is the stream after the last one, and -1 is what the target
+    returns, after its final norm."""
+    hidden_size: int
+    """Features of what `forward` returns."""
+
+    @abstractmethod
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64, [tokens, hidden_size] -> [tokens, hidden_size]"""
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of what `forward` returned. Tokens that it cannot draft have minus infinity.
+
+        # [rows, hidden_size] -> [rows, vocab_size] float32
+        """
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states as `forward` takes them. # [tokens, features] -> [tokens, hidden_size]"""
+        return hidden
+
+    @abstractmethod
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """The caches of its layers, first to last."""
