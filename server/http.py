@@ -32,6 +32,7 @@ from server.errors import ApiError, BadRequest, as_raw_response
 from server.frontend import Frontend
 from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections, num_free_descriptors
 from server.limits.keys import ApiKeys
+from server.service_manager import ServiceManager
 
 _log = logging.getLogger(__name__)
 
@@ -280,8 +281,12 @@ def serve(
     on_ready: Callable[[tuple[str, ...]], object],
     keys: ApiKeys,
     tls: ssl.SSLContext | None,
+    manager: ServiceManager,
 ) -> str | None:
-    """Serve on `listener`; why that ended, as a sentence, or None after a signal. May raise `KeyboardInterrupt`."""
+    """Serve on `listener`; why that ended, as a sentence, or None after a signal. May raise `KeyboardInterrupt`.
+
+    `manager` is notified of the first signal, and that the event loop runs.
+    """
     app = create_app(config, core, on_ready, keys)
     frontend: Frontend = app.state.frontend
     # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
@@ -298,7 +303,7 @@ def serve(
         timeout_keep_alive=config.server_config.keep_alive_timeout,  # type: ignore[arg-type]  # a float will do
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
     )
-    _Server(settings, frontend, listener, tls).run()
+    _Server(settings, frontend, listener, tls, manager).run()
     return frontend.why_ended
 
 
@@ -306,9 +311,15 @@ class _Server(uvicorn.Server):
     """Ends when the engine has failed; after a signal, with the last live request; after a second one, at once."""
 
     def __init__(
-        self, settings: uvicorn.Config, frontend: Frontend, listener: socket.socket, tls: ssl.SSLContext | None
+        self,
+        settings: uvicorn.Config,
+        frontend: Frontend,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
+        manager: ServiceManager,
     ) -> None:
         super().__init__(settings)
+        self._manager = manager
         self._frontend = frontend
         self._listener = listener
         self._tls = tls
@@ -342,8 +353,10 @@ class _Server(uvicorn.Server):
         self._acceptor = Acceptor(self._listener, connections, new_protocol, self._tls)
 
     async def on_tick(self, counter: int) -> bool:
+        self._manager.beat()
         if self._captured_signals and self._drain_until == math.inf:
             self._drain_until = time.monotonic() + self._drain_timeout
+            self._manager.stopping()
             self._frontend.drain()
             if live := self._frontend.hub.num_live:
                 _log.warning(

@@ -32,6 +32,7 @@ from engine.text.sandbox import gaps
 from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
 from server.sealing import Seal
+from server.service_manager import ServiceManager
 
 _log = logging.getLogger(__name__)
 
@@ -49,16 +50,17 @@ def run(config: Config) -> int:
     """Serve until SIGINT or SIGTERM; the exit code is 0 then, and 1 after a failure, which is reported on stderr."""
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    manager = ServiceManager.take_environment()
     try:
-        return _run(config, started)
+        return _run(config, started, manager)
     except KeyboardInterrupt:
         return 0
 
 
-def _run(config: Config, started: float) -> int:
+def _run(config: Config, started: float, manager: ServiceManager) -> int:
     if config.parallel_config.node_rank:
         # It needs no keys, but the same command may set them.
-        return _run_node(_without_keys(config))
+        return _run_node(_without_keys(config), manager)
     name_process("kaon-api")
     _raise_open_files_limit()
     _set_up_logging(config.server_config)
@@ -83,8 +85,10 @@ def _run(config: Config, started: float) -> int:
         from server.http import serve
 
         url = _url(listener, "http" if tls is None else "https")
-        announce = functools.partial(_announce, url=url, started=started, is_open=tls is None and not keys)
-        ended = serve(config, core, listener, announce, keys, tls)
+        announce = functools.partial(
+            _announce, url=url, started=started, is_open=tls is None and not keys, manager=manager
+        )
+        ended = serve(config, core, listener, announce, keys, tls, manager)
         if ended is None:
             return 0
         _ignore_signals()
@@ -142,7 +146,7 @@ def _set_up_logging(config: ServerConfig) -> None:
 # -- other hosts ------------------------------------------------------------------------------------------------
 
 
-def _run_node(config: Config) -> int:
+def _run_node(config: Config, manager: ServiceManager) -> int:
     """Compute for the first host until its server ends; the exit code, as that of `run`."""
     parallel = config.parallel_config
     name = f"kaon-node-{parallel.node_rank}"
@@ -157,6 +161,7 @@ def _run_node(config: Config) -> int:
         host = host_of(config, resolve_checkpoint(config.model))
         sys.stdout.write(f"Kaon {release()} node {parallel.node_rank} of {parallel.nnodes} joins {host.address}\n")
         sys.stdout.flush()
+        manager.ready(f"node {parallel.node_rank} of {parallel.nnodes} computes for {host.address}")
         host.serve(rejoins=True)
     except (HostError, OSError, ValueError) as error:
         sys.stderr.write(f"kaon: {error}\n")
@@ -287,7 +292,7 @@ def is_loopback(address: str) -> bool:
     return (mapped or ip).is_loopback
 
 
-def _announce(names: tuple[str, ...], url: str, started: float, is_open: bool) -> None:
+def _announce(names: tuple[str, ...], url: str, started: float, is_open: bool, manager: ServiceManager) -> None:
     """`is_open`: whether a request needs neither a key nor a certificate."""
     # Loaded objects stay: without this, each full collection would traverse them and delay every stream.
     gc.freeze()
@@ -300,6 +305,7 @@ def _announce(names: tuple[str, ...], url: str, started: float, is_open: bool) -
             sys.stdout.write(f"  try   curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n")
         sys.stdout.write("  stop  Ctrl-C\n")
     sys.stdout.flush()
+    manager.ready(f"serving {', '.join(names)} on {url}")
 
 
 def _url(listener: socket.socket, scheme: str) -> str:
