@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu site demo-model clean
+.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -21,16 +21,19 @@ chat: $(VENV)/.installed ## Chat in the terminal
 	@exec $(VENV)/bin/kaon chat $(ARGS)
 
 test: $(VENV)/.installed-test ## Run the tests
-	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not ops" $(ARGS)
 
 test-long: $(VENV)/.installed-fuzz ## Run the tests, with the long form of those that have one, on examples drawn anew
-	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal --hypothesis-profile=anew $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal --hypothesis-profile=anew -m "not ops" $(ARGS)
 
 test-paths: $(VENV)/.installed-test ## Run the parity tests with each set of instructions that the processor has
 	@exec $(VENV)/bin/python -m tests.paths $(ARGS)
 
 test-gpu: $(VENV)/.installed-test ## Run the tests that need a GPU, on the one that there is
 	@exec $(VENV)/bin/python -m pytest -m gpu $(ARGS)
+
+test-ops: $(VENV)/.installed-ops ## Test what deploy/ holds with Prometheus (apt-get install prometheus) and Helm
+	@exec $(VENV)/bin/python -m pytest -m ops tests/ops $(ARGS)
 
 chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in every way, and show the figures
 	@exec $(VENV)/bin/python -m pytest tests/chaos -rP $(ARGS)
@@ -77,6 +80,9 @@ docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API'
 	$(VENV)/bin/python -m tests.parity.models_docs
 	$(VENV)/bin/python -m tools.kernel_report
 
+rendered: $(VENV)/.installed-ops ## Write the dashboards and the manifests of deploy/ again, from what they are made of
+	$(VENV)/bin/python -m tools.dashboards
+
 bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 	@exec $(VENV)/bin/python -m benchmarks $(ARGS)
 
@@ -107,11 +113,13 @@ $(VENV)/.installed-test: EXTRAS := [test]
 $(VENV)/.installed-dev: EXTRAS := [test,dev]
 $(VENV)/.installed-dev: IMPLIED := $(VENV)/.installed-test
 $(VENV)/.installed-site: EXTRAS := [site]
+$(VENV)/.installed-ops: EXTRAS := [test,ops]
+$(VENV)/.installed-ops: IMPLIED := $(VENV)/.installed-test
 $(VENV)/.installed-fuzz: EXTRAS := [test,fuzz]
 $(VENV)/.installed-fuzz: IMPLIED := $(VENV)/.installed-test
 
 LOCKS := $(wildcard deploy/locks/*.txt)
 
-$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev $(VENV)/.installed-site $(VENV)/.installed-fuzz: pyproject.toml constraints.txt $(LOCKS) $(COMPILED)
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev $(VENV)/.installed-site $(VENV)/.installed-fuzz $(VENV)/.installed-ops: pyproject.toml constraints.txt $(LOCKS) $(COMPILED)
 	@sh deploy/install.sh $(VENV) '$(EXTRAS)' $(PYTHON)
 	@touch $(VENV)/.installed $(IMPLIED) $@
