@@ -100,7 +100,9 @@ def _yarn_scale(config: ModelConfig) -> float:
 
 
 def _is_sparse(fields: Fields, layer: int) -> bool:
-    """Whether the layer has experts."""
+    """Whether the layer has experts, as those past the last one have, which predict further tokens."""
+    if layer >= fields.integer("num_hidden_layers"):
+        return True
     kinds = fields.strings("mlp_layer_types")
     if kinds:
         if len(kinds) != fields.integer("num_hidden_layers") or not set(kinds) <= {"dense", "sparse"}:

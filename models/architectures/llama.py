@@ -32,12 +32,14 @@ class LlamaAttention(nn.Module):
 
     has_output_bias: ClassVar[bool] = True
     """Whether the output projection has a bias where the others have one."""
+    num_inputs: ClassVar[int] = 1
+    """Vectors of `hidden_size` that the projections read next to each other."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
+            self.num_inputs * config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,

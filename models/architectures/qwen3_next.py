@@ -164,6 +164,9 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
 
 def _is_linear(config: ModelConfig, layer: int) -> bool:
+    """Whether the layer is a delta net; those past the last one, which predict further tokens, attend."""
+    if layer >= config.num_hidden_layers:
+        return False
     kinds = config.fields.strings("layer_types")
     if kinds:
         return kinds[layer] == "linear_attention"

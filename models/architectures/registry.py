@@ -83,6 +83,9 @@ ENCODERS: "Registry[type[nn.Module]]" = Registry(
 DRAFTERS: "Registry[Callable[..., nn.Module]]" = Registry(
     "drafter",
     {
+        "mtp": "models.loading.draft_heads",
+        "eagle": "models.loading.draft_heads",
+        "eagle3": "models.loading.draft_heads",
         "draft": "models.loading.drafters",
     },
 )

@@ -67,9 +67,32 @@ def tensors_of_file(
                 seen[name] = file
                 yield name, tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is truncated or is not a safetensors file ({error}); download it again"
-        ) from error
+        raise _damaged(file, error) from error
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """The file of each tensor of the checkpoint directory `path`, by name. Raises `CheckpointError`."""
+    files: dict[str, Path] = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                files |= dict.fromkeys(tensors.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(file, error) from error
+    return files
+
+
+def read_tensor(file: Path, name: str) -> torch.Tensor:
+    """One tensor, mapped into memory. Raises `CheckpointError`."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_tensor(name)  # type: ignore[no-any-return]
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is truncated or is not a safetensors file ({error}); download it again")
 
 
 def some(names: Iterable[str], noun: str = "tensor") -> str:

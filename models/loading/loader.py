@@ -1,5 +1,7 @@
 """`load_model`: builds a model and fills it from the checkpoint's safetensors. Called by the model runner.
 
+`load_draft_head` does the same with a model that drafts for another one.
+
 In order: build the model without reading; choose the form in which each weight is kept (packed, quantised or dense);
 read the files into it; complete it. Every parameter must be filled and every tensor used, or a `CheckpointError` names
 those that were not.
@@ -23,7 +25,7 @@ from models.architectures.encoder_config import EncoderConfig
 from models.architectures.registry import ARCHITECTURES, ENCODERS
 from models.errors import CheckpointError, first_line
 from models.layers.attention import Attention
-from models.layers.base import CausalLM
+from models.layers.base import CausalLM, DraftLM
 from models.layers.linear import can_pack, pack_filled_products
 from models.layers.mla import MLAAttention
 from models.layers.moe import FusedMoE
@@ -101,21 +103,92 @@ def load_model(
         _require_one_rank(config, parallel)
         return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
     assert isinstance(config, ModelConfig | EncoderConfig)
+
+    def make() -> nn.Module:
+        model = _model_class(config)(config, parallel)
+        if not generates and hasattr(model, "lm_head"):
+            del model.lm_head
+        if parallel.experts is not None and not any(isinstance(module, FusedMoE) for module in model.modules()):
+            raise CheckpointError(
+                f"enable_expert_parallel is set, but {config.architecture} of {path} has no experts; leave it out"
+            )
+        return model
+
+    ignored = _mtp_prefixes(config)
+    model = _load(
+        path,
+        config,
+        make,
+        lambda name: name.startswith(ignored),
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        parallel=parallel,
+        available_bytes=available_bytes,
+        weight_bits=weight_bits,
+        is_body=not generates,
+    )
+    return cast(CausalLM, model)
+
+
+def load_draft_head(
+    path: Path,
+    config: ModelConfig,
+    make: Callable[[], DraftLM],
+    is_ignored: Callable[[str], bool],
+    rename: Callable[[str], str] = lambda name: name,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool,
+    parallel: TensorParallel = SINGLE_RANK,
+    available_bytes: int | None = None,
+    weight_bits: WeightBits = 16,
+) -> DraftLM:
+    """A model that `make` builds, filled from the tensors of `path` that are not ignored; else as `load_model`.
+
+    `rename`: the model's name of a tensor.
+    """
+    model = _load(
+        path,
+        config,
+        make,
+        is_ignored,
+        rename,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        parallel=parallel,
+        available_bytes=available_bytes,
+        weight_bits=weight_bits,
+    )
+    return cast(DraftLM, model)
+
+
+def _load(
+    path: Path,
+    config: ModelConfig | EncoderConfig,
+    make: Callable[[], nn.Module],
+    is_ignored: Callable[[str], bool],
+    rename: Callable[[str], str] = lambda name: name,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool,
+    parallel: TensorParallel,
+    available_bytes: int | None,
+    weight_bits: WeightBits,
+    is_body: bool = False,
+) -> nn.Module:
     files = weight_files(path)
     has_operators = dtype is torch.bfloat16 and device.type == "cpu" and runtime.active()
     assert has_operators or weight_bits == 16, "weights are rounded for the CPU operators only"
     may_keep = config.quantization is not None and triton.takes("linear")
     try:
         with _default_dtype(dtype), device, products_without_memory() if may_keep else nullcontext():
-            model = _model_class(config)(config, parallel)
+            model = make()
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
-    if not generates and hasattr(model, "lm_head"):
-        del model.lm_head
-    if parallel.experts is not None and not any(isinstance(module, FusedMoE) for module in model.modules()):
-        raise CheckpointError(
-            f"enable_expert_parallel is set, but {config.architecture} of {path} has no experts; leave it out"
-        )
     _require_memory(model, available_bytes, path, weight_bits)
     if has_operators:
         pack_products(model, weight_bits)
@@ -126,8 +199,10 @@ def load_model(
         has_exchange = parallel.experts is not None and parallel.experts.exchange is not None
         kept = _keep_quantized(wanted, config.quantization, may_stack=triton.takes("moe") and not has_exchange)
     take_memory(model.parameters())
-    names = None if generates else frozenset(wanted)
-    _read(path, files, model, config, wanted, kept, dtype=dtype, progress=progress, body_names=names)
+    names = frozenset(wanted) if is_body else None
+    _read(
+        path, files, model, config, wanted, kept, is_ignored, rename, dtype=dtype, progress=progress, body_names=names
+    )
     if has_operators:
         for module in model.modules():
             if isinstance(module, MLAAttention):
@@ -136,7 +211,7 @@ def load_model(
         pack_filled_products(model)
     if aiter.takes("moe"):
         _shuffle_experts(model)
-    return cast(CausalLM, model.eval())
+    return model.eval()
 
 
 def _model_class(config: ModelConfig | EncoderConfig) -> type[nn.Module]:
@@ -166,6 +241,8 @@ def _read(
     config: ModelConfig | EncoderConfig,
     wanted: dict[str, "_Target"],
     kept: frozenset[str],
+    is_ignored: Callable[[str], bool],
+    rename: Callable[[str], str],
     *,
     dtype: torch.dtype,
     progress: bool,
@@ -176,7 +253,7 @@ def _read(
     `body_names`: those of a model that only pools prompts; a checkpoint may have another prefix, and heads besides.
     Raises `CheckpointError` for tensors that are missing, damaged or unexpected.
     """
-    ignored, is_remote = _mtp_prefixes(config), _remote_experts(model)
+    is_remote = _remote_experts(model)
     dequantizer = Dequantizer(
         config.quantization, dtype, wanted.__contains__, partial(_expert_names, wanted), kept.__contains__
     )
@@ -186,7 +263,8 @@ def _read(
     seen: dict[str, Path] = {}
     unexpected: list[str] = []
     for file in bar:
-        tensors = tensors_of_file(file, seen, lambda name: name.startswith(ignored) or is_remote(name))
+        found = tensors_of_file(file, seen, lambda name: is_ignored(name) or is_remote(name))
+        tensors: Iterator[tuple[str, torch.Tensor]] = ((rename(name), tensor) for name, tensor in found)
         if body_names is not None:
             tensors = _of_body(tensors, body_names)
         for name, tensor in dequantizer.dense(tensors):
@@ -205,9 +283,9 @@ def _read(
     scales = dequantizer.kv_scales
     for module in model.modules():
         if isinstance(module, Attention | MLAAttention) and module.layer_name in scales:
-            found = scales.pop(module.layer_name)
-            module.scale_cache(found.k, found.v)
-    unexpected += [name for found in scales.values() for name in found.names]
+            layer = scales.pop(module.layer_name)
+            module.scale_cache(layer.k, layer.v)
+    unexpected += [name for layer in scales.values() for name in layer.names]
     if unexpected := unexpected + dequantizer.unexpected_names():
         raise CheckpointError(f"{path} holds {some(unexpected)}, for which {config.architecture} has no place")
 

@@ -1,0 +1,134 @@
+"""Multi-token prediction: decoder layers in the target's own checkpoint that draft.
+
+Each fuses the target's final hidden state of a token with the embedding of the next one, both normalised, and runs one
+decoder layer of the target's kind on it (DeepSeek-V3, 2024, section 2.2). Published checkpoints hold one such layer,
+which drafts further tokens from its own output; of several the first is used.
+"""
+
+import dataclasses
+from typing import ClassVar, cast
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.deepseek_v2 import DeepseekV2ForCausalLM
+from models.architectures.draft_head import DraftHead, TargetWeights
+from models.architectures.glm4_moe import Glm4MoeForCausalLM
+from models.architectures.llama import LlamaDecoderLayer, LlamaForCausalLM
+from models.architectures.qwen3_next import Qwen3NextDecoderLayer
+from models.layers.linear import ColumnParallelLinear, ParallelLMHead, VocabParallelEmbedding
+from models.layers.norm import OffsetRMSNorm, RMSNorm
+from models.ops.columns import join_columns
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+
+class SharedHead(nn.Module):
+    """The final norm, and the head where the checkpoint has one of its own."""
+
+    def __init__(self, config: ModelConfig, *, has_head: bool, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if has_head:
+            self.head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
+
+
+class NextTokenLayer(LlamaDecoderLayer):
+    """The layer past the target's last one, with what fuses its input."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        architecture: type[LlamaForCausalLM],
+        target: TargetWeights,
+        parallel: TensorParallel,
+    ) -> None:
+        number = config.num_hidden_layers
+        further = dataclasses.replace(config, sliding_windows=(*config.sliding_windows, None))
+        super().__init__(further, number, architecture.attention, architecture.feed_forward, parallel)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        if target.embed_tokens is None:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, parallel=parallel)
+        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.eh_proj = ColumnParallelLinear(2 * size, size)
+        self.shared_head = SharedHead(config, has_head=target.lm_head is None, parallel=parallel)
+
+
+class NextTokenModel(nn.Module):
+    """The layer under its number."""
+
+    def __init__(self, number: int, layer: NextTokenLayer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): layer})
+
+
+class LayeredMTP(DraftHead):
+    """The layer `model.layers.N` of a checkpoint, N being the target's number of layers."""
+
+    architecture: ClassVar[type[LlamaForCausalLM]]
+    """The target's, of whose attention and feed-forward layers it is made."""
+
+    def __init__(self, config: ModelConfig, target: TargetWeights, parallel: TensorParallel = SINGLE_RANK) -> None:
+        layer = NextTokenLayer(config, self.architecture, target, parallel)
+        super().__init__(config, target.embed_tokens or layer.embed_tokens, target.lm_head or layer.shared_head.head)
+        self.number = str(config.num_hidden_layers)
+        self.model = NextTokenModel(config.num_hidden_layers, layer)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DraftLM`. The result is normalised, as the target's is."""
+        layer = cast(NextTokenLayer, self.model.layers[self.number])
+        cos, sin = self.rotary_emb(positions)
+        fused = layer.eh_proj(join_columns(layer.enorm(self.embed_tokens(input_ids)), layer.hnorm(hidden)))
+        return layer.shared_head.norm.add_norm(*layer(fused, None, cos, sin))[0]
+
+
+class DeepseekMTP(LayeredMTP):
+    """Of DeepSeek-V3 and V3.2."""
+
+    architecture = DeepseekV2ForCausalLM
+
+
+class Glm4MoeMTP(LayeredMTP):
+    """Of GLM-4.5 and its successors."""
+
+    architecture = Glm4MoeForCausalLM
+
+
+class Qwen3NextPredictor(nn.Module):
+    """A decoder layer of full attention, with what fuses its input."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = ColumnParallelLinear(2 * size, size)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = OffsetRMSNorm(size, eps), OffsetRMSNorm(size, eps)
+        self.layers = nn.ModuleList([Qwen3NextDecoderLayer(config, config.num_hidden_layers, parallel)])
+        self.norm = OffsetRMSNorm(size, eps)
+
+
+class Qwen3NextMTP(DraftHead):
+    """The tensors `mtp.*` of Qwen3-Next, which have neither embedding nor head."""
+
+    def __init__(self, config: ModelConfig, target: TargetWeights, parallel: TensorParallel = SINGLE_RANK) -> None:
+        embedding, head = target
+        assert embedding is not None, "the checkpoint has no other"
+        assert head is not None, "the checkpoint has no other"
+        super().__init__(config, embedding, head)
+        self.mtp = Qwen3NextPredictor(config, parallel)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DraftLM`. The result is normalised, as the target's is."""
+        mtp = self.mtp
+        embedded = mtp.pre_fc_norm_embedding(self.embed_tokens(input_ids))
+        cos, sin = self.rotary_emb(positions)
+        fused = mtp.fc(join_columns(embedded, mtp.pre_fc_norm_hidden(hidden)))
+        return mtp.norm.add_norm(*mtp.layers[0](fused, None, cos, sin))[0]
+
+
+MTP_OF: dict[str, type[LayeredMTP | Qwen3NextMTP]] = {
+    "DeepseekV3ForCausalLM": DeepseekMTP,
+    "DeepseekV32ForCausalLM": DeepseekMTP,
+    "Glm4MoeForCausalLM": Glm4MoeMTP,
+    "Qwen3NextForCausalLM": Qwen3NextMTP,
+}
+"""By the target's architecture."""
