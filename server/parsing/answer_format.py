@@ -15,7 +15,7 @@ from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 from engine.text.tokenizer import Tokenizer
 from server.parsing.dialects import harmony
-from server.parsing.embedded_lark import embeddable
+from server.parsing.embedded_lark import NotEmbeddable, TextGrammar
 from server.parsing.grammar import (
     ANY_TEXT,
     Function,
@@ -252,9 +252,21 @@ class AnswerFormat:
         outer = {"lark_grammar": lark.grammar(f"{thinking} {content}")}
         return json.dumps({"grammars": [outer, {**inner[0], "name": _CONTENT}, *inner[1:]]})
 
-    def follows(self, lark: str) -> bool:
-        """Whether calls can be held to a client's grammar of free text."""
-        return self._tools is not None and self._tools.ends_text_with_line and embeddable(lark) is not None
+    def refuses_text(self, lark: str) -> str | None:
+        """Why calls cannot be held to a client's grammar of free text: a clause about it. None: they can."""
+        if self.tool_parser == NONE:
+            return "how this model writes calls is not known"
+        try:
+            grammar = TextGrammar.read(lark)
+            if not grammar.is_recursive:
+                grammar.terminals("", escaped=self._tools is None or not self._tools.writes_bare_text)
+            elif self._tools is None or not self._tools.ends_text_with_line:
+                return f"its rules refer to themselves and calls of the dialect {self.tool_parser} cannot follow that"
+            elif not grammar.ends_before_a_line:
+                return "its rules refer to themselves and a regular expression of it may match a line break"
+        except NotEmbeddable as error:
+            return str(error)
+        return None
 
     def _thinking(self, lark: LarkWriter, prompt_tail: str) -> tuple[str, bool]:
         """An expression for the reasoning that comes first, empty if none can; and whether it may be missing."""

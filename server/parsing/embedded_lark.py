@@ -1,71 +1,367 @@
-"""`embeddable`: a client's Lark grammar as rules that can stand among others, where a line break ends what it matches.
+"""`TextGrammar`: a client's Lark grammar of free text, as rules that can stand among those of a call.
 
-A grammar of a custom tool's input is written into that of a call by `LarkWriter.embedded`.
+A grammar whose rules do not refer to themselves is written as one terminal, which any dialect can hold a call to: as
+it is, or such that it matches the text escaped as in a JSON string. Escaping replaces each character by itself or by
+two or more, so the escaped form of a grammar is the grammar with its strings and character classes escaped. One
+terminal, because the lexer of the grammar library looks one byte ahead: between two of them it could not tell the
+line break that begins the second from another escape in the first.
 """
 
 import re
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Self
 
 _TOKEN = re.compile(
     r"""
     (?P<comment>//[^\n]*)
+    | (?P<range>"(?P<low>(?:\\.|[^"\\\n])+)"[ \t]*\.\.[ \t]*"(?P<high>(?:\\.|[^"\\\n])+)")
     | (?P<string>"(?:\\.|[^"\\\n])*"i?)
     | (?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)
     | (?P<alias>->[ \t]*\w+)
     | (?P<imported>%import[ \t]+common\.(?P<terminal>[A-Z_]+)[ \t]*(?=\n|$))
+    | (?P<head>[?!]?(?P<defined>[A-Za-z_]\w*)[ \t]*:)
     | (?P<name>[A-Za-z_]\w*)
     | (?P<repeated>\{[ \t]*\d+[ \t]*(?:,[ \t]*\d*[ \t]*)?\})
-    | (?P<plain>[\s:|()\[\]*+?!~0-9]+)
+    | (?P<space>\s+)
+    | (?P<plain>[|()\[\]*+?])
     """,
     re.VERBOSE,
 )
-_RULE = re.compile(r"[ \t]*[?!]?(\w+)[ \t]*:")
-_ONE_LINE = frozenset({"LF", "DIGIT", "INT", "NUMBER", "LETTER", "WORD", "CNAME", "HEXDIGIT", "WS_INLINE"})
-"""Terminals of Lark's library that match no line break, or nothing else."""
+_DIGITS, _EXPONENT = "[0-9]+", "[eE][+-]?[0-9]+"
+_DECIMAL = rf"([0-9]+\.[0-9]*|\.[0-9]+)"  # noqa: F541
+_FLOAT = f"({_DIGITS}{_EXPONENT}|{_DECIMAL}({_EXPONENT})?)"
+_LIBRARY = {
+    "LF": r"\n",
+    "CR": r"\r",
+    "NEWLINE": r"(\r?\n)+",
+    "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+",
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[0-9a-fA-F]",
+    "INT": _DIGITS,
+    "SIGNED_INT": f"[+-]?{_DIGITS}",
+    "DECIMAL": _DECIMAL,
+    "FLOAT": _FLOAT,
+    "SIGNED_FLOAT": f"[+-]?{_FLOAT}",
+    "NUMBER": f"({_FLOAT}|{_DIGITS})",
+    "SIGNED_NUMBER": f"[+-]?({_FLOAT}|{_DIGITS})",
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[a-zA-Z]",
+    "WORD": "[a-zA-Z]+",
+    "CNAME": "[_a-zA-Z][_a-zA-Z0-9]*",
+}
+"""The terminals of Lark's library, as regular expressions."""
+
 _MANY_LINES = re.compile(r"\\[nrsDWSpPx]|\[\^|\(\?[a-z-]*s|\n")
 """Found in a regular expression that may match a line break with other characters."""
+_LINE_BREAKS = frozenset({"CR", "NEWLINE", "WS"})
 
 
-class Embeddable(NamedTuple):
+class NotEmbeddable(ValueError):
+    """Why calls cannot be held to a grammar: a clause, whose subject is the grammar."""
+
+
+class TextGrammar(NamedTuple):
     """A grammar whose names are still its own."""
 
-    pieces: tuple[tuple[str, str], ...]
-    """Kind and text of its tokens."""
+    definitions: Mapping[str, tuple[tuple[str, str], ...]]
+    """By name, kind and text of the tokens that define a rule or terminal. Terminals are in capitals."""
     imports: frozenset[str]
 
+    @classmethod
+    def read(cls, lark: str) -> Self:
+        """The grammar's parts. Raises `NotEmbeddable` if it uses what cannot stand among other rules."""
+        definitions: dict[str, list[tuple[str, str]]] = {}
+        imports: set[str] = set()
+        body: list[tuple[str, str]] | None = None
+        at = 0
+        while at < len(lark):
+            match = _TOKEN.match(lark, at)
+            if match is None or match.end() == at:
+                word = lark[at:].split(None, 1)[0] if lark[at:].strip() else "a control character"
+                raise NotEmbeddable(f"it uses {word[:20]}")
+            kind, text, at = str(match.lastgroup), match[0], match.end()
+            if match["imported"]:
+                imports.add(match["terminal"])
+            elif match["head"]:
+                body = definitions[match["defined"]] = []
+            elif kind not in ("comment", "alias") and (body is not None or kind != "space"):
+                if body is None:
+                    raise NotEmbeddable(f"it begins with {text[:20]}")
+                body.append((kind, f"/[{_bound(match['low'])}-{_bound(match['high'])}]/" if match["range"] else text))
+        if unknown := sorted(imports - _LIBRARY.keys()):
+            raise NotEmbeddable(f"it imports {unknown[0]}")
+        if "start" not in definitions:
+            raise NotEmbeddable("it has no rule `start`")
+        return cls({name: tuple(tokens) for name, tokens in definitions.items()}, frozenset(imports))
 
-def embeddable(lark: str) -> Embeddable | None:
-    """The grammar's parts; None if it uses what cannot stand among other rules.
+    @property
+    def is_recursive(self) -> bool:
+        """Whether a rule that `start` leads to refers to itself, perhaps by others."""
+        done: set[str] = set()
+        # Depth first without Python's stack: a client's chain of rules may be long.
+        path: list[tuple[str, Iterator[str]]] = [("start", self._names_in("start"))]
+        on_path = {"start"}
+        while path:
+            name, names = path[-1]
+            following = next((each for each in names if each not in done), None)
+            if following is None:
+                path.pop()
+                on_path.discard(name)
+                done.add(name)
+            elif following in on_path:
+                return True
+            else:
+                path.append((following, self._names_in(following)))
+                on_path.add(following)
+        return False
 
-    Terminals are matched as far as they go. One that may match line breaks among other characters would run over the
-    marker behind the input, which begins with a line break: a call could not end.
-    """
-    pieces: list[tuple[str, str]] = []
-    imports: set[str] = set()
+    def _names_in(self, name: str) -> Iterator[str]:
+        return (text for kind, text in self.definitions.get(name, ()) if kind == "name")
+
+    @property
+    def ends_before_a_line(self) -> bool:
+        """Whether a line break behind what it matches can be told from its text.
+
+        Its terminals are matched as far as they go. One that may match line breaks among other characters would run
+        over a marker that begins with one: a call could not end.
+        """
+        regexes = [text for tokens in self.definitions.values() for kind, text in tokens if kind == "regex"]
+        crosses = any(_MANY_LINES.search(each) or "s" in each.rpartition("/")[2] for each in regexes)
+        return not crosses and not self.imports & _LINE_BREAKS
+
+    def rules(self, prefix: str) -> str:
+        """The rules, with `prefix` before their names: in capitals before those of terminals. They import what the
+        grammar does, and begin with `start`.
+        """
+
+        def rename(name: str) -> str:
+            if name in self.imports:
+                return name
+            return f"{prefix.upper() if name.isupper() else prefix}{name}"
+
+        return "\n".join(
+            f"{rename(name)}: {''.join(rename(text) if kind == 'name' else text for kind, text in tokens).strip()}"
+            for name, tokens in self.definitions.items()
+        )
+
+    def terminals(self, prefix: str, *, escaped: bool) -> str:
+        """The grammar as terminals, of which `prefix` and START matches its texts; `prefix` is in capitals.
+
+        With `escaped`, they match the texts as a JSON string holds them. Raises `NotEmbeddable` for regular
+        expressions whose characters cannot be told, and for recursive rules.
+        """
+        if self.is_recursive:
+            raise NotEmbeddable("its rules refer to themselves")
+        written = {name: _LIBRARY[name] for name in self.imports if name not in self.definitions}
+        lines = [f"{_terminal(prefix, name)}: {_regex(f'/{body}/', escaped)}" for name, body in written.items()]
+        lines += [
+            f"{_terminal(prefix, name)}: {_with_empty_ones(_body(tokens, prefix, escaped))}"
+            for name, tokens in self.definitions.items()
+        ]
+        return "\n".join(lines)
+
+
+def _terminal(prefix: str, name: str) -> str:
+    """The name of the terminal for a rule or terminal: they may differ in case only."""
+    if name == "start":
+        return f"{prefix}START"
+    return f"{prefix}{'T' if name.isupper() else 'R'}_{name.upper()}"
+
+
+def _body(tokens: tuple[tuple[str, str], ...], prefix: str, escaped: bool) -> str:
+    def written(kind: str, text: str) -> str:
+        match kind:
+            case "name":
+                return _terminal(prefix, text)
+            case "string":
+                return _string(text) if escaped else text
+            case "regex" | "range":
+                return _regex(text, escaped)
+        # Lark writes what may be missing in square brackets.
+        return text.replace("[", "(").replace("]", ")?").replace("\n", " ")
+
+    return "".join(written(kind, text) for kind, text in tokens)
+
+
+_ALTERNATIVES = re.compile(r"""(?P<whole>"(?:\\.|[^"\\])*"i?|/(?:\\.|[^/\\])+/[a-z]*)|(?P<open>[(|]|^)\s*(?=[|)]|$)""")
+
+
+def _with_empty_ones(body: str) -> str:
+    """`body` with the alternatives that match nothing spelled out."""
+    return _ALTERNATIVES.sub(lambda match: match["whole"] or f'{match["open"]} ""', body)
+
+
+# Strings and regular expressions, escaped.
+
+_SPECIAL = frozenset(map(chr, (*range(0x20), 0x22, 0x5C)))
+"""The characters that a JSON string holds in an escaped form only."""
+_SHORT = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+_LONG = _SPECIAL - _SHORT.keys()
+_ANY_LONG = r"(?-i:\\u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F])"
+_NOT_SPECIAL = r"[^\x22\x5c\x00-\x1f]"
+_CLASSES = {"d": "", "w": "", "s": "\t\n\v\f\r"}
+"""Special characters in the classes that have names."""
+_CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v"}
+_ESCAPE = re.compile(
+    r"\\(?:x\{(?P<braced>[0-9A-Fa-f]{1,6})\}|x(?P<two>[0-9A-Fa-f]{2})|u(?P<four>[0-9A-Fa-f]{4})|(?P<one>.))", re.DOTALL
+)
+_GROUP = re.compile(r"\((?:\?(?:P?<\w+>|(?P<flags>[is]*(?:-[is]+)?)(?P<end>[:)])))?")
+_QUANTIFIER = re.compile(r"[*+?|]|\{\d+(?:,\d*)?\}")
+
+
+def _string(text: str) -> str:
+    """A string of Lark as a terminal's expression that matches its escaped form."""
+    content = _decoded(text.removesuffix("i")[1:-1])
+    if not content:
+        return '""'
+    return _slashes("".join(map(_one, content)), "i" if text.endswith("i") else "")
+
+
+def _decoded(text: str) -> str:
+    return _ESCAPE.sub(_escaped_character, text)
+
+
+def _escaped_character(match: re.Match[str]) -> str:
+    """The character that an escape sequence stands for."""
+    if match["one"] is not None:
+        return _CONTROLS.get(match["one"], match["one"])
+    code = int(match["braced"] or match["two"] or match["four"], 16)
+    return chr(code) if code <= 0x10FFFF else "\ufffd"
+
+
+def _bound(text: str) -> str:
+    """An end of a range of characters. Raises `NotEmbeddable` for a longer text."""
+    content = _decoded(text)
+    if len(content) != 1:
+        raise NotEmbeddable(f"its range has the end {content[:20]}")
+    return _character(content)
+
+
+def _regex(text: str, escaped: bool) -> str:
+    """A regular expression of Lark, such that it matches the escaped form of what it matches."""
+    if not escaped:
+        return text
+    body, _, flags = text[1:].rpartition("/")
+    if set(flags) - set("isu"):
+        raise NotEmbeddable(f"its regular expression has the flags {flags}")
+    return _slashes(_escaped_pattern(body.replace("\\/", "/"), "s" in flags), "i" if "i" in flags else "")
+
+
+def _slashes(pattern: str, flags: str) -> str:
+    return f"/{pattern.replace('/', chr(92) + '/')}/{flags}"
+
+
+def _escaped_pattern(pattern: str, dot_is_all: bool) -> str:
+    pieces: list[str] = []
+    outer: list[bool] = []
     at = 0
-    while at < len(lark):
-        match = _TOKEN.match(lark, at)
-        if match is None or match.end() == at:
-            return None
-        kind, text, at = str(match.lastgroup), match[0], match.end()
-        if match["imported"]:
-            imports.add(match["terminal"])
-        elif kind == "regex" and (_MANY_LINES.search(text) or "s" in text.rpartition("/")[2]):
-            return None
-        elif kind not in ("comment", "alias"):
-            pieces.append((kind, text))
-    heads = {match[1] for match in map(_RULE.match, lark.splitlines()) if match}
-    if "start" not in heads or not imports <= _ONE_LINE:
-        return None
-    return Embeddable(tuple(pieces), frozenset(imports))
+    while at < len(pattern):
+        character = pattern[at]
+        if match := _GROUP.match(pattern, at):
+            if pattern.startswith("(?", at) and match.end() == at + 1:
+                raise NotEmbeddable("its regular expression looks around")
+            flags = match["flags"] or ""
+            if match["end"] != ")":
+                outer.append(dot_is_all)
+            on, _, off = flags.partition("-")
+            dot_is_all = (dot_is_all or "s" in on) and "s" not in off
+            pieces.append(match[0])
+            at = match.end()
+        elif character == ")":
+            dot_is_all = outer.pop() if outer else dot_is_all
+            pieces.append(")")
+            at += 1
+        elif match := _QUANTIFIER.match(pattern, at):
+            pieces.append(match[0])
+            at = match.end()
+        elif character == ".":
+            pieces.append(_any_of("(?s:.)", _SPECIAL) if dot_is_all else _any_of(r"[^\n]", _SPECIAL - {"\n"}))
+            at += 1
+        elif character == "[":
+            text, special, at = _class(pattern, at)
+            pieces.append(_any_of(text, special))
+        elif character == "\\":
+            text, special, at = _escape(pattern, at)
+            pieces.append(_any_of(text, special) if len(special) > 1 or not special else _one(*special))
+        elif character in "^$":
+            raise NotEmbeddable(f"its regular expression has the anchor {character}")
+        else:
+            pieces.append(_one(character))
+            at += 1
+    return "".join(pieces)
 
 
-def renamed(grammar: Embeddable, prefix: str) -> str:
-    """The rules of `grammar`, with `prefix` before its names: in capitals before those of terminals."""
+def _any_of(text: str, special: frozenset[str]) -> str:
+    """An expression for a class of characters, `text`, of which `special` are escaped."""
+    plain = text if not special else f"[{text}&&{_NOT_SPECIAL}]" if text.startswith("[") else _NOT_SPECIAL
+    if not special:
+        return plain
+    pieces = [plain]
+    if short := special & _SHORT.keys():
+        pieces.append(f"(?-i:\\\\[{''.join(_character(_SHORT[each]) for each in sorted(short))}])")
+    if long := special - _SHORT.keys():
+        pieces += [_ANY_LONG] if long == _LONG else map(_one, sorted(long))
+    return f"(?:{'|'.join(pieces)})"
 
-    def rename(name: str) -> str:
-        if name in grammar.imports:
-            return name
-        return f"{prefix.upper() if name.isupper() else prefix}{name}"
 
-    return "".join(rename(text) if kind == "name" else text for kind, text in grammar.pieces)
+def _one(character: str) -> str:
+    """An expression for the escaped form of one character."""
+    if character not in _SPECIAL:
+        return _character(character)
+    if character in _SHORT:
+        return f"(?-i:\\\\{_character(_SHORT[character])})"
+    return f"(?-i:\\\\u00)[{ord(character) >> 4:x}](?i:[{ord(character) & 15:x}])"
+
+
+def _character(character: str) -> str:
+    return character if character.isalnum() and character.isascii() else f"\\x{{{ord(character):x}}}"
+
+
+def _escape(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
+    """The class that begins with the backslash at `at`, its special characters, and where it ends."""
+    match = _ESCAPE.match(pattern, at)
+    if match is None:
+        raise NotEmbeddable("its regular expression ends with a backslash")
+    one = match["one"] or ""
+    if one and one.lower() in _CLASSES:
+        special = frozenset(_CLASSES[one.lower()])
+        return f"[\\{one}]", special if one.islower() else _SPECIAL - special, match.end()
+    if one.isalnum() and one not in _CONTROLS:
+        raise NotEmbeddable(f"its regular expression has \\{one}")
+    character = _escaped_character(match)
+    return f"[{_character(character)}]", frozenset(character) & _SPECIAL, match.end()
+
+
+def _class(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
+    """The class in brackets at `at`, its special characters, and where it ends."""
+    begin = at
+    at += 1
+    is_negated = pattern.startswith("^", at)
+    at += is_negated
+    special: set[str] = set()
+    first = True
+    while first or not pattern.startswith("]", at):
+        first = False
+        if at >= len(pattern) or pattern[at] == "[" or pattern.startswith(("&&", "--", "~~"), at):
+            raise NotEmbeddable("its regular expression has a class of classes")
+        low, named, at = _member(pattern, at)
+        special |= named
+        if low is None or not pattern.startswith("-", at) or pattern.startswith("-]", at):
+            continue
+        high, _, at = _member(pattern, at + 1)
+        if high is None:
+            raise NotEmbeddable("its regular expression has a range that ends in a class")
+        special |= {each for each in _SPECIAL if low <= each <= high}
+    return pattern[begin : at + 1], _SPECIAL - special if is_negated else frozenset(special), at + 1
+
+
+def _member(pattern: str, at: int) -> tuple[str | None, frozenset[str], int]:
+    """A character of a class, or None for a class in it; its special characters, and where it ends."""
+    if pattern[at] != "\\":
+        return pattern[at], frozenset(pattern[at]) & _SPECIAL, at + 1
+    text, special, end = _escape(pattern, at)
+    if text[1] == "\\" and text[2] != "x":
+        return None, special, end
+    return (text[1] if len(text) == 3 else chr(int(text[4:-2], 16))), special, end

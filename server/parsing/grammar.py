@@ -3,17 +3,19 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from server.parsing.embedded_lark import Embeddable, embeddable, renamed
+from server.parsing.embedded_lark import TextGrammar
 from server.parsing.json_repair import resolved
 from server.schemas.chat import Tool, ToolUse
 
 ANY_TEXT = "/(?s:.*)/"
 
-_WHITESPACE = {"whitespace_pattern": r"[ \n]{0,2}"}
+_GAP = r"[ \n]{0,2}"
+_WHITESPACE = {"whitespace_pattern": _GAP}
 """Between the tokens of JSON: enough for every usual style, and no room to stay in for ever."""
 
 
@@ -50,12 +52,26 @@ class LarkWriter:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """An expression for the JSON values that `schema` allows."""
+        if isinstance(schema, FreeText):
+            return self.terminal(f'"\\"" {self.text(schema.grammar, escaped=True)} "\\""')
+        properties = schema.get("properties")
+        if isinstance(properties, dict) and len(properties) == 1:
+            [(key, value)] = properties.items()
+            if isinstance(value, FreeText):
+                opening = f"/\\{{{_GAP}{literal_pattern(json.dumps(key))}{_GAP}:{_GAP}/"
+                return self.rule(f"{opening} {self.json(value)} /{_GAP}\\}}/")
         return self.rule("%json " + json.dumps({**schema, "x-guidance": _WHITESPACE}))
 
-    def embedded(self, grammar: Embeddable) -> str:
-        """An expression for the texts of a client's grammar."""
+    def text(self, grammar: TextGrammar, *, escaped: bool) -> str:
+        """The name of a new terminal for the texts of a client's grammar; `escaped`: as a JSON string holds them."""
+        prefix = f"G{len(self._rules)}_"
+        self._rules.append(grammar.terminals(prefix, escaped=escaped))
+        return f"{prefix}START"
+
+    def embedded(self, grammar: TextGrammar) -> str:
+        """An expression for the texts of a client's grammar whose rules may refer to themselves."""
         prefix = f"g{len(self._rules)}_"
-        self._rules.append(renamed(grammar, prefix))
+        self._rules.append(grammar.rules(prefix))
         self._imports |= grammar.imports
         return f"{prefix}start"
 
@@ -99,11 +115,16 @@ _DEPTH = 8
 
 
 class FreeText(dict[str, Any]):
-    """The schema of a string that is free text after a client's grammar; where that cannot hold, of any string."""
+    """The schema of a string that is free text after a client's grammar."""
 
-    def __init__(self, grammar: Embeddable) -> None:
+    def __init__(self, lark: str) -> None:
         super().__init__(type="string")
-        self.grammar = grammar
+        self._lark = lark
+
+    @cached_property
+    def grammar(self) -> TextGrammar:
+        """The grammar, which is read where it is written into another: that may take long."""
+        return TextGrammar.read(self._lark)
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -129,9 +150,9 @@ def allowed_functions(use: ToolUse) -> list[Function]:
 
 def _allowed(tool: Tool, use: ToolUse) -> Function:
     name = tool.function.name
-    if (lark := use.free_texts.get(name)) is not None and (grammar := embeddable(lark)) is not None:
+    if (lark := use.free_texts.get(name)) is not None:
         (argument,) = (tool.function.parameters or {}).get("properties", {})
-        schema = {"properties": {argument: FreeText(grammar)}, "required": [argument], "additionalProperties": False}
+        schema = {"properties": {argument: FreeText(lark)}, "required": [argument], "additionalProperties": False}
         return Function(name, {"type": "object", **schema})
     return _enforced(tool) if use.forced or _is_strict(tool) else Function(name, ANY_OBJECT)
 
@@ -153,6 +174,8 @@ def _enforced(tool: Tool) -> Function:
 
 def part_of(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """`schema`, a part of `root`, as one that stands alone."""
+    if isinstance(schema, FreeText):
+        return schema
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return {**definitions, **schema} if isinstance(schema, dict) else definitions
 
@@ -206,7 +229,10 @@ def _bare_values(
     lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str, before: str, depth: int
 ) -> list[str]:
     if isinstance(schema, FreeText):
-        return [f"{lark.embedded(schema.grammar)} {lark.spelled(before + end)}"]
+        if schema.grammar.is_recursive:
+            return [f"{lark.embedded(schema.grammar)} {lark.spelled(before + end)}"]
+        text = lark.text(schema.grammar, escaped=False)
+        return [lark.until(end, f"{text} {json.dumps(before)}" if before else text)]
     if schema is True or schema == {}:
         return [_bare_string(lark, {}, end, before)]
     if isinstance(schema, dict) and depth:

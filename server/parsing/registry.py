@@ -49,8 +49,10 @@ class ToolDialect:
     """Regular expression of the argument names that can be written."""
     markers: tuple[str, ...] = ()
     """What the parser looks for."""
+    writes_bare_text: bool = False
+    """Whether strings are written as bare text up to a marker, and not as JSON."""
     ends_text_with_line: bool = False
-    """Whether strings are written as bare text up to a line break and a marker, so that grammars of text can hold."""
+    """Whether a line break stands before that marker, so that recursive grammars of text can hold."""
     aliases: tuple[str, ...] = ()
     """Further names, which other servers have for it."""
 

@@ -7,6 +7,7 @@ Errors of the chat are reported with the names that the fields have in a respons
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -136,10 +137,12 @@ async def _free_texts(tools: ToolTable, frontend: Frontend, owner: Owner) -> dic
         spec = GrammarSpec("grammar" if form.syntax == "lark" else "regex", form.definition)
         lark = await compile_grammar(f"{each.path}.format.definition", spec, frontend, owner)
         if form.syntax == "lark":
-            if frontend.loaded.answer_format.follows(lark):
+            answer_format = frontend.loaded.answer_format
+            reason = await frontend.jobs.of(owner).text(partial(answer_format.refuses_text, lark))
+            if reason is None:
                 followed[each.flat] = lark
             else:
-                ignore(f"{each.path}.format (lark)")
+                ignore(f"{each.path}.format (lark: {reason})")
     return followed
 
 

@@ -4,6 +4,7 @@ The models' weights are random: what they write is forced, or pulled towards a m
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -217,3 +218,20 @@ def test_a_budget_closes_the_reasoning_where_it_is_spent(dialect: Dialect) -> No
 def test_a_budget_that_cannot_be_enforced_is_named_as_ignored(dialect: Dialect) -> None:
     raw = dialect.client.chat.completions.with_raw_response.create(**dialect.body(extra_body={"thinking_budget": 5}))
     assert "thinking budget" in raw.headers["x-kaon-ignored"]
+
+
+def test_calls_of_custom_tools_follow_their_grammar(dialect: Dialect) -> None:
+    lark = 'start: line{1,2}\nline: "say \\"" /[a-c]{1,3}/ "\\"" LF\n%import common.LF'
+    form = {"type": "grammar", "syntax": "lark", "definition": lark}
+    raw = dialect.client.responses.with_raw_response.create(
+        model="m",
+        input="Hi",
+        max_output_tokens=900,
+        temperature=0.1,
+        tools=[{"type": "custom", "name": "speak", "format": form}],  # type: ignore[list-item]
+        tool_choice={"type": "custom", "name": "speak"},
+        extra_body={"reasoning": {"max_tokens": 20}} if dialect.name == "deepseek" else None,
+    )
+    assert "x-kaon-ignored" not in raw.headers
+    (called,) = (item for item in raw.parse().output if item.type == "custom_tool_call")
+    assert re.fullmatch(r'(say "[a-c]{1,3}"\n){1,2}', called.input)

@@ -71,6 +71,7 @@ TOOL_DIALECTS.register("glm45")(
         trigger=BEGIN,
         separator="\n",
         keys=r"[^\s<]([^<]*[^\s<])?",
+        writes_bare_text=True,
         markers=(BEGIN, END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END),
         aliases=("glm47",),
     )

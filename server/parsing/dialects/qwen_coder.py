@@ -77,6 +77,7 @@ TOOL_DIALECTS.register("qwen3_coder")(
         trigger=BEGIN,
         separator="\n",
         keys=r"[^\s<>]+",
+        writes_bare_text=True,
         ends_text_with_line=True,
         markers=(BEGIN, END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END),
         aliases=("qwen3_xml",),

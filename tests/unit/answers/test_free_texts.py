@@ -1,7 +1,8 @@
-"""Calls of custom tools: their text in every dialect, and the grammar that holds it where a dialect allows that."""
+"""Calls of custom tools: their text in every dialect, and the grammars that hold it."""
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from engine.text.structured.compiler import GrammarCompiler
 from engine.text.structured.spec import GrammarSpec
 from server.parsing.answer_format import AnswerFormat
-from server.parsing.embedded_lark import embeddable
+from server.parsing.embedded_lark import TextGrammar
 from server.parsing.parser import ArgumentsPart, Part, TextPart, ToolCallPart
 from server.responses.rendering import EventWriter, ResponseOutput
 from server.responses.tools import ToolTable
-from server.schemas.chat import Tool, ToolUse
+from server.schemas.chat import ChatCompletionRequest, Tool, ToolUse
 from server.schemas.responses import CustomCallItem, FunctionCallItem, MessageItem, OutputItem
 from tests.e2e.agent_requests import CODEX_TOOLS, PATCH_GRAMMAR
 from tests.unit.answers.grammars import ByteVocabulary
@@ -108,38 +109,86 @@ def test_a_call_is_the_same_wherever_its_text_is_cut(dialect: str) -> None:
 FREE = {"apply_patch": PATCH_GRAMMAR}
 
 
-@pytest.fixture(scope="module")
-def coder() -> tuple[AnswerFormat, ByteVocabulary]:
-    return AnswerFormat("qwen3_coder", "none"), ByteVocabulary()
+def formats() -> list[AnswerFormat]:
+    return [AnswerFormat(name, "harmony" if name == "harmony" else "none") for name in DIALECTS]
 
 
+TAIL = "<|start|>assistant"
+
+
+def grammar_of(answer_format: AnswerFormat, choice: Any, free: dict[str, str], tools: list[Tool] = TOOLS) -> str:
+    for lark in free.values():
+        assert answer_format.refuses_text(lark) is None
+    text = answer_format.grammar(ToolUse.of(tools, choice, free_texts=free), prompt_tail=TAIL)
+    assert text is not None
+    return text
+
+
+def custom(*names: str) -> list[Tool]:
+    """Custom tools, with a grammar that is shown only."""
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /./"}
+    tools = [{"type": "custom", "name": name, "format": grammar} for name in names]
+    return [Tool.model_validate(tool) for tool in ToolTable(request_of(tools=tools)).chat_tools()]
+
+
+def call_of(dialect: str, name: str, text: str) -> str:
+    """A call of a custom tool as models of `dialect` write it."""
+    arguments = json.dumps({"input": text}, ensure_ascii=False)
+    match dialect:
+        case "qwen3_coder":
+            return (
+                f"<tool_call>\n<function={name}>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>"
+            )
+        case "glm45":
+            return f"<tool_call>{name}\n<arg_key>input</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+        case "pythonic":
+            return f"[{name}(input={json.dumps(text, ensure_ascii=False)})]"
+        case "llama3_json":
+            return f'{{"name": "{name}", "parameters": {arguments}}}'
+        case "mistral":
+            return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]'
+        case "mistral_args":
+            return f"[TOOL_CALLS]{name}[ARGS]{arguments}"
+        case "deepseek_v31":
+            begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+            return f"<｜tool▁calls▁begin｜>{begin}{name}{sep}{arguments}{end}<｜tool▁calls▁end｜>"  # noqa: RUF001
+        case "harmony":
+            return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("answer_format", formats(), ids=DIALECTS)
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_a_grammar_holds_in_text_up_to_a_marker(coder: tuple[AnswerFormat, ByteVocabulary], choice: Any) -> None:
-    answer_format, vocabulary = coder
-    assert answer_format.follows(PATCH_GRAMMAR)
-    grammar = answer_format.grammar(ToolUse.of(TOOLS, choice, free_texts=FREE), prompt_tail="")
-    assert grammar is not None
-    text = of("qwen3_coder")
-    assert vocabulary.accepts(grammar, text)
-    assert vocabulary.accepts(grammar, text.replace("End Patch\n", "End Patch\n\n"))
+def test_a_grammar_holds_in_every_dialect(answer_format: AnswerFormat, choice: Any) -> None:
+    vocabulary, dialect = ByteVocabulary(), answer_format.tool_parser
+    grammar = grammar_of(answer_format, choice, FREE)
+    assert vocabulary.accepts(grammar, call_of(dialect, "apply_patch", PATCH))
+    assert vocabulary.accepts(grammar, call_of(dialect, "apply_patch", PATCH + "\n"))
     for wrong in ("*** Begin", "+say", "*** Delete File: b\n", "End Patch"):
-        assert not vocabulary.accepts(grammar, text.replace(wrong, "anything\n")), wrong
-    assert vocabulary.accepts(grammar, "Hello.") == (choice == "auto")
+        assert not vocabulary.accepts(grammar, call_of(dialect, "apply_patch", PATCH.replace(wrong, "anything\n"))), (
+            wrong
+        )
+    answer = "<|channel|>final<|message|>Hello." if dialect == "harmony" else "Hello."
+    assert vocabulary.accepts(grammar, answer) == (choice == "auto")
 
 
-def test_any_answer_that_the_grammar_allows_can_end(coder: tuple[AnswerFormat, ByteVocabulary]) -> None:
-    answer_format, vocabulary = coder
+@pytest.mark.parametrize("answer_format", formats(), ids=DIALECTS)
+def test_any_answer_that_the_grammar_allows_can_end(answer_format: AnswerFormat) -> None:
+    vocabulary = ByteVocabulary()
     patch = [tool for tool in TOOLS if tool.function.name == "apply_patch"]
-    grammar = answer_format.grammar(ToolUse.of(patch, "required", False, FREE), prompt_tail="")
-    assert grammar is not None
-    ended = [text for seed in range(20) if (text := vocabulary.sample(grammar, seed, longest=4000)) is not None]
-    assert len(ended) > 10
+    named = {"type": "function", "function": {"name": "apply_patch"}}
+    choice = ChatCompletionRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": ""}], "tool_choice": named}
+    ).tool_choice
+    grammar = grammar_of(answer_format, choice, FREE, patch)
+    ended = [text for seed in range(6) if (text := vocabulary.sample(grammar, seed, longest=4000)) is not None]
+    assert ended
     compiler = GrammarCompiler()
     alone = compiler.compile(GrammarSpec("grammar", PATCH_GRAMMAR))
     compiler.close()
     for text in ended:
         parts: list[Part] = []
-        parser = answer_format.parser(ToolUse.of(patch, "auto"), prompt_tail="")
+        parser = answer_format.parser(ToolUse.of(patch, "auto"), prompt_tail=TAIL)
         assert parser is not None
         rng, at = random.Random(len(text)), 0
         while at < len(text):
@@ -153,40 +202,104 @@ def test_any_answer_that_the_grammar_allows_can_end(coder: tuple[AnswerFormat, B
         assert vocabulary.accepts(alone, arguments["input"])
 
 
+TEXTS = [
+    "", "a", "ab", 'a"b', "a\\b", "\n", "a\nb", "\t", "\r\n", "\x00", "\x1f", "\x7f", "é", "😀", "/", "1", "12.5", "A",
+    "[x]", "x y", "\\n", '"', "\\", "a-b", "{}", "^", "$",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "grammar",
+    "lark",
     [
         r"start: /(.|\n)+/",
         r"start: /[^x]*/",
-        r"start: /a\sb/",
         r"start: /(?s:.)/",
-        r"start: /a./s",
-        "start: a\na: WS\n%import common.WS",
-        "start: %json {}",
-        "start: @other",
-        'start: "a"\n%ignore " "',
-        'start: "a" <[5]>',
-        'begin: "a"',
-        "start: \x00",
+        r"start: /a.b/s",
+        r"start: /a.b/",
+        r"start: /\s/ | /\S\S/ | /\d+/ | /\W/ | /\w/ | /\D\D/",
+        r'start: /[\x00-\x1f"\\]/',
+        r"start: /[!-~]/ | /[^\s]b/",
+        r"start: /[]^-]/ | /[a-b-]+/ | /\^/ | /\$/",
+        r"start: /\x{22}|\x5c|\u00e9/",
+        r"start: /A/i | /(?i:a)[B]/ | /(?s)a.b/ | /(?-s:a.b)/",
+        r'start: "a"i "b"? | "\n" | "\\" | "\"" | "\x7f" | "é" | "\\n"',
+        'start: "0".."9" | "a".."b"+',
+        'start: [ "a" ] ( "b" | "\\"" | ) x\nx: | "y"\n',
+        "start: A | a\nA: /a/\na: B\nB: /b/\n",
+        "?start: word\n!word: WS | NUMBER | WORD\n%import common.WS\n%import common.NUMBER\n%import common.WORD\n",
+        r"start: /a{1,2}/ | /(?:ab){1}/ | /(?P<n>é)/",
     ],
 )
-def test_what_could_not_end_or_stand_among_rules_is_not_taken(grammar: str) -> None:
-    assert embeddable(grammar) is None
+def test_the_escaped_form_of_a_grammar_is_that_of_its_texts(lark: str) -> None:
+    vocabulary = ByteVocabulary()
+    compiler = GrammarCompiler()
+    alone = compiler.compile(GrammarSpec("grammar", lark))
+    compiler.close()
+    held = {name: grammar_of(AnswerFormat(name, "none"), "required", {"one": lark}, custom("one")) for name in WRITERS}
+    matched = 0
+    for text in TEXTS:
+        expected = vocabulary.accepts(alone, text)
+        matched += expected
+        for name, grammar in held.items():
+            assert vocabulary.accepts(grammar, call_of(name, "one", text)) == expected, (name, text)
+    assert matched
 
 
-def test_two_grammars_of_equal_names_stay_apart(coder: tuple[AnswerFormat, ByteVocabulary]) -> None:
-    answer_format, vocabulary = coder
-    tools = [
-        {"type": "custom", "name": name, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /./"}}
-        for name in ("one", "two")
-    ]
-    chat = [Tool.model_validate(tool) for tool in ToolTable(request_of(tools=tools)).chat_tools()]
+WRITERS = ["hermes", "pythonic", "glm45", "qwen3_coder"]
+"""Dialects that write strings in different ways."""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ("start: %json {}", "it uses %json"),
+        ("start: @other", "it uses @other"),
+        ('start: "a"\n%ignore " "', "it uses %ignore"),
+        ('start: "a" <[5]>', "it uses <"),
+        ('begin: "a"', "no rule `start`"),
+        ("start: \x00", "it uses"),
+        ("| start: /a/", "it begins with |"),
+        ("start: A\n%import common.SH_COMMENT", "it imports SH_COMMENT"),
+        ('start: "ab".."c"', "its range has the end ab"),
+        ("start: /[[:alpha:]]/", "a class of classes"),
+        ("start: /[a&&b]/", "a class of classes"),
+        (r"start: /\pL/", r"it|its regular expression has \\p"),
+        (r"start: /a\b/", r"its regular expression has \\b"),
+        ("start: /^a/", "the anchor"),
+        ("start: /a(?=b)/", "looks around"),
+        ("start: /a/x", "the flags x"),
+        ('start: "(" start ")" | "a"', "its rules refer to themselves"),
+        ("start: a\na: b\nb: a?", "its rules refer to themselves"),
+    ],
+)
+def test_a_grammar_that_calls_cannot_be_held_to_is_refused_in_words(grammar: str, reason: str) -> None:
+    words = AnswerFormat("hermes", "none").refuses_text(grammar)
+    assert words is not None
+    assert re.search(reason, words)
+
+
+def test_recursive_rules_hold_where_text_ends_with_a_line() -> None:
+    nested = 'start: "(" start ")" | /[a-z]/'
+    coder, vocabulary = AnswerFormat("qwen3_coder", "none"), ByteVocabulary()
+    grammar = grammar_of(coder, "required", {"one": nested}, custom("one"))
+    for text, right in (("((a))", True), ("a", True), ("(a", False), ("A", False)):
+        assert vocabulary.accepts(grammar, call_of("qwen3_coder", "one", text)) == right
+    assert "line break" in (coder.refuses_text('start: "(" start ")" | /[^x]/') or "")
+    assert "dialect glm45" in (AnswerFormat("glm45", "none").refuses_text(nested) or "")
+    assert "not known" in (AnswerFormat("none", "none").refuses_text("start: /a/") or "")
+
+
+def test_a_long_chain_of_rules_is_followed() -> None:
+    chain = "\n".join(f"r{number}: r{number + 1}" for number in range(5000))
+    assert not TextGrammar.read(f"start: r0\n{chain}\nr5000: /a/").is_recursive
+
+
+def test_two_grammars_of_equal_names_stay_apart() -> None:
     free = {"one": 'start: word+\nword: A "!"\nA: "a"', "two": 'start: word\nword: A "?"\nA: /b|c/'}
-    grammar = answer_format.grammar(ToolUse.of(chat, "required", True, free), prompt_tail="")
-    assert grammar is not None
-
-    def call(name: str, text: str) -> str:
-        return f"<tool_call>\n<function={name}>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>"
-
-    for name, text, right in (("one", "a!a!", True), ("two", "c?", True), ("one", "c?", False), ("two", "a!", False)):
-        assert vocabulary.accepts(grammar, call(name, text)) == right
+    for name in DIALECTS[:-1]:
+        vocabulary = ByteVocabulary()
+        grammar = grammar_of(AnswerFormat(name, "none"), "required", free, custom("one", "two"))
+        for tool, text, right in (
+            ("one", "a!a!", True), ("two", "c?", True), ("one", "c?", False), ("two", "a!", False),
+        ):  # fmt: skip
+            assert vocabulary.accepts(grammar, call_of(name, tool, text)) == right
