@@ -35,6 +35,7 @@ from server.limits.owners import Owner
 from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.registry import NONE
+from server.sealing import Seal
 from server.streaming.hub import Hub
 from server.streaming.resumable import ResumableStreams
 
@@ -102,6 +103,8 @@ class Frontend:
             16 * settings.resumable_stream_bytes,
             self.accounts,
         )
+        self.seal = Seal.of(settings)
+        """Seals what clients keep for the server, and reads it again."""
         self.failure: str | None = None
         """Why the server cannot go on; None while it can."""
         self._core = core

@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
@@ -57,6 +58,14 @@ class Seal:
                 f"{_MIN_SECRET_BYTES} that cannot be guessed (openssl rand -hex 32)"
             )
         return cls(secret)
+
+    def sealer(self, owner: str | None) -> Callable[[Kind, str], str]:
+        """`seal` for one owner."""
+        return lambda kind, text: self.seal(kind, text, owner)
+
+    def opener(self, owner: str | None) -> Callable[[Kind, str], str]:
+        """`open` for one owner."""
+        return lambda kind, sealed: self.open(kind, sealed, owner)
 
     def seal(self, kind: Kind, text: str, owner: str | None) -> str:
         """`text` in a form that only `open` with the same kind and owner reads: URL-safe base64."""

@@ -197,7 +197,7 @@ def to_chat(
         # A summary is no call; with `none` the tools would leave the prompt, and its prefix the cache.
         "tool_choice": "auto" if request.compacts and choice != "none" else choice,
         "parallel_tool_calls": request.parallel_tool_calls,
-        "response_format": None if request.compacts else _response_format(request),
+        "response_format": _response_format(request),
         "reasoning_effort": request.reasoning.effort,
         "thinking_budget": request.reasoning.max_tokens,
         "max_completion_tokens": most_tokens,
@@ -211,6 +211,10 @@ def to_chat(
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     form = request.text.format
     if form is None or form.type == "text":
+        return None
+    if request.compacts:
+        # A summary is text for the model. Agents send the form of their last answer here too.
+        ignore("text.format (of a compaction)")
         return None
     if form.type == "json_object":
         return {"type": "json_object"}

@@ -14,7 +14,6 @@ from server.limits.owners import Owner
 from server.responses.rendering import ResponsesRenderer
 from server.responses.store import EventLog, ResponseStore, StoredResponse, StoreFull, Turn
 from server.schemas.responses import ResponseObject
-from server.sealing import Kind, Seal
 
 _CLOSE_SECONDS = 1.0
 """How long background responses may take to record that the server ends."""
@@ -42,7 +41,6 @@ class ResponsesService:
             config.most_background_responses_per_key,
         )
         self._max_bytes = config.max_stored_response_bytes
-        self._seal = Seal.of(config)
         self._runs: dict[str, _Run] = {}
 
     @classmethod
@@ -50,14 +48,6 @@ class ResponsesService:
         """The service of an application."""
         service: Self = app.state.responses
         return service
-
-    def sealer(self, owner: Owner) -> Callable[[Kind, str], str]:
-        """Seals texts that only `owner` can send back."""
-        return lambda kind, text: self._seal.seal(kind, text, owner.key)
-
-    def opener(self, owner: Owner) -> Callable[[Kind, str], str]:
-        """Reads texts that were sealed for `owner`; see `Seal.open`."""
-        return lambda kind, sealed: self._seal.open(kind, sealed, owner.key)
 
     def keep(self, response: ResponseObject, owner: Owner, turn: Turn) -> None:
         """Store a response that has ended: the answer to `turn`. A background one is in the store already."""

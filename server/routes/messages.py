@@ -11,7 +11,6 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import AnthropicError, BadRequest
 from server.frontend import Frontend, owner_of
 from server.request_builder import accept, new_sequences, read_request
-from server.responses.service import ResponsesService
 from server.schemas.body import as_json
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from server.streaming.generation import Generation, while_connected
@@ -33,8 +32,7 @@ async def create_message(http: Request) -> Response:
     _check_version(http)
     async with accept(http, MessagesRequest) as (request, frontend, owner):
         frontend.admission.precheck(owner, 1)
-        responses = ResponsesService.of(http.app)
-        chat, prepared = await prepare(request, frontend, owner, responses.opener(owner))
+        chat, prepared = await prepare(request, frontend, owner, frontend.seal.opener(owner.key))
         sequences = new_sequences(
             chat,
             prepared.prompt,
@@ -51,7 +49,7 @@ async def create_message(http: Request) -> Response:
             len(prompt.token_ids),
             frontend.fingerprint,
             prepared.new_parser(),
-            responses.sealer(owner),
+            frontend.seal.sealer(owner.key),
             is_clipped=prompt.max_tokens < prompt.params.max_tokens,
             cache_block_size=config.kv_cache_block_size if reports_created else None,
             request_id=http.scope["state"].get("request_id"),
@@ -74,7 +72,7 @@ async def count_message_tokens(http: Request) -> Response:
     frontend.check_loaded()
     frontend.check_model(request.model)
     owner = owner_of(http.scope)
-    opener = ResponsesService.of(http.app).opener(owner)
+    opener = frontend.seal.opener(owner.key)
     async with while_connected(http):
         return as_json(TokenCount(await count_tokens(request, frontend, owner, opener)))
 

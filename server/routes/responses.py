@@ -142,7 +142,7 @@ async def _prepare_answer(
         visible_token_ids=chat.visible_token_ids,
     )
     params, tokenizer = chat.prompt.params, frontend.loaded.processor.tokenizer
-    seal = service.sealer(owner)
+    seal = frontend.seal.sealer(owner.key)
     parser = chat.new_parser()
     renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, parser, tools, seal, keep)
     generation = Generation(frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout)
@@ -175,7 +175,8 @@ async def _prepare(
     previous = None if id is None else store.previous_turn(id, owner)
     turn = Turn(previous, stored_items(request.input, lambda id: store.item(id, owner)))
     tools = ToolTable(request)
-    return turn, tools, await prepare(request, turn.context(), tools, service.opener(owner), frontend, owner)
+    opener = frontend.seal.opener(owner.key)
+    return turn, tools, await prepare(request, turn.context(), tools, opener, frontend, owner)
 
 
 @endpoints.get("/v1/responses/{response_id}", ResponseObject, parameters=_RETRIEVE_PARAMETERS)

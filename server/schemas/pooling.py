@@ -161,6 +161,16 @@ class PoolingUsage(msgspec.Struct):
     total_tokens: int
 
 
+class _Listed(msgspec.Struct, kw_only=True):
+    """What vLLM's answers about several inputs share."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
 class Embedding(msgspec.Struct):
     index: int
     """Which of the inputs it is of."""
@@ -185,15 +195,10 @@ class PooledData(msgspec.Struct):
     object: Literal["pooling"] = "pooling"
 
 
-class PoolingAnswer(msgspec.Struct, kw_only=True):
+class PoolingAnswer(_Listed, kw_only=True):
     """Answer to `POST /pooling`."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[PooledData]
-    usage: PoolingUsage
 
 
 class Classification(msgspec.Struct):
@@ -205,15 +210,10 @@ class Classification(msgspec.Struct):
     num_classes: int
 
 
-class ClassifyAnswer(msgspec.Struct, kw_only=True):
+class ClassifyAnswer(_Listed, kw_only=True):
     """Answer to `POST /classify`."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[Classification]
-    usage: PoolingUsage
 
 
 class Score(msgspec.Struct):
@@ -222,15 +222,10 @@ class Score(msgspec.Struct):
     object: Literal["score"] = "score"
 
 
-class ScoreAnswer(msgspec.Struct, kw_only=True):
+class ScoreAnswer(_Listed, kw_only=True):
     """Answer to `POST /score`."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[Score]
-    usage: PoolingUsage
 
 
 class RankedDocument(msgspec.Struct):

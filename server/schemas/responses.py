@@ -130,44 +130,11 @@ class InputMessage(_InputItem):
     end_turn: Annotated[bool | None, Field(description=NO_CHANGE)] = None
 
 
-class InputFunctionCall(_InputItem):
-    """A call that the model made earlier."""
+class _InputCall(_InputItem):
+    """A call of a tool that the model made earlier."""
 
-    type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
-    """JSON text. Text that is not a JSON object is passed to the chat template unchanged."""
-    namespace: str | None = None
-    """The namespace of the function; default: none."""
-    id: str | None = None
-    status: _ItemStatus = None
-    caller: _Caller = None
-    async_: _Async = None
-
-
-class InputFunctionCallOutput(_InputItem):
-    """The result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    """That of an earlier function call."""
-    output: _OutputParts
-    id: str | None = None
-    name: Annotated[str | None, Field(description=NO_CHANGE)] = None
-    namespace: Annotated[str | None, Field(description=NO_CHANGE)] = None
-    status: _ItemStatus = None
-    caller: _Caller = None
-
-
-class InputCustomCall(_InputItem):
-    """A call of a custom tool that the model made earlier."""
-
-    type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    input: str
-    """Free text."""
     namespace: str | None = None
     """The namespace of the tool; default: none."""
     id: str | None = None
@@ -176,18 +143,45 @@ class InputCustomCall(_InputItem):
     async_: _Async = None
 
 
-class InputCustomCallOutput(_InputItem):
-    """The result of a custom tool's call."""
+class InputFunctionCall(_InputCall):
+    """A call that the model made earlier."""
 
-    type: Literal["custom_tool_call_output"]
+    type: Literal["function_call"]
+    arguments: str
+    """JSON text. Text that is not a JSON object is passed to the chat template unchanged."""
+
+
+class InputCustomCall(_InputCall):
+    """A call of a custom tool that the model made earlier."""
+
+    type: Literal["custom_tool_call"]
+    input: str
+    """Free text."""
+
+
+class _InputCallOutput(_InputItem):
+    """The result of a tool's call."""
+
     call_id: str
-    """That of an earlier call of a custom tool."""
+    """That of an earlier call of the same kind."""
     output: _OutputParts
     id: str | None = None
     name: Annotated[str | None, Field(description=NO_CHANGE)] = None
     namespace: Annotated[str | None, Field(description=NO_CHANGE)] = None
     status: _ItemStatus = None
     caller: _Caller = None
+
+
+class InputFunctionCallOutput(_InputCallOutput):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+
+
+class InputCustomCallOutput(_InputCallOutput):
+    """The result of a custom tool's call."""
+
+    type: Literal["custom_tool_call_output"]
 
 
 class InputSummary(RequestModel):
@@ -529,40 +523,44 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True,
         return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
 
 
-class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True, frozen=True):
+class _CallItem(msgspec.Struct, kw_only=True, frozen=True):
+    """A call of a tool."""
+
     id: str
     call_id: str
     name: str
-    arguments: str
-    """JSON text of an object; truncated if `status` is `incomplete`."""
-    namespace: str | msgspec.UnsetType = msgspec.UNSET
-    """The namespace of the function, if it has one."""
-    status: ItemStatus = "completed"
-
-
-class CustomCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call", kw_only=True, frozen=True):
-    id: str
-    call_id: str
-    name: str
-    input: str
-    """Free text; truncated if `status` is `incomplete`."""
     namespace: str | msgspec.UnsetType = msgspec.UNSET
     """The namespace of the tool, if it has one."""
     status: ItemStatus = "completed"
 
 
-class CustomCallOutputItem(msgspec.Struct, tag_field="type", tag="custom_tool_call_output", kw_only=True, frozen=True):
+class FunctionCallItem(_CallItem, tag_field="type", tag="function_call", kw_only=True, frozen=True):
+    arguments: str
+    """JSON text of an object; truncated if `status` is `incomplete`."""
+
+
+class CustomCallItem(_CallItem, tag_field="type", tag="custom_tool_call", kw_only=True, frozen=True):
+    input: str
+    """Free text; truncated if `status` is `incomplete`."""
+
+
+class _CallOutputItem(msgspec.Struct, kw_only=True, frozen=True):
+    """The result of a tool's call."""
+
     id: str
     call_id: str
     output: str
     status: ItemStatus = "completed"
 
 
-class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output", kw_only=True, frozen=True):
-    id: str
-    call_id: str
-    output: str
-    status: ItemStatus = "completed"
+class FunctionCallOutputItem(_CallOutputItem, tag_field="type", tag="function_call_output", kw_only=True, frozen=True):
+    pass
+
+
+class CustomCallOutputItem(
+    _CallOutputItem, tag_field="type", tag="custom_tool_call_output", kw_only=True, frozen=True
+):
+    pass
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True, frozen=True):

@@ -7,21 +7,20 @@ from typing import Any
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.config.config import ServerConfig
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.limits.owners import ANYONE
 from server.parsing.parser import AnswerParser, Part
 from server.responses.rendering import ResponsesRenderer
-from server.responses.service import ResponsesService
 from server.responses.tools import ToolTable
 from server.schemas.body import validate
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.schemas.responses import ResponseObject, ResponsesRequest
+from server.sealing import Seal
 
 USAGE = Usage(7, 5, 12, PromptTokensDetails(4))
-SEALED = ResponsesService(ServerConfig())
+SEALED = Seal()
 """Seals what renderers of tests answer."""
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
@@ -53,7 +52,7 @@ def renderer_of(
     request = request_of(**fields)
     params = SamplingParams(temperature=0.75 if request.temperature is None else request.temperature)
     return ResponsesRenderer(
-        request, params, tokenizer, "f", parser, ToolTable(request), SEALED.sealer(ANYONE), told.append
+        request, params, tokenizer, "f", parser, ToolTable(request), SEALED.sealer(ANYONE.key), told.append
     )
 
 

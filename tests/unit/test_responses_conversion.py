@@ -264,7 +264,9 @@ def test_reasoning_that_another_server_sealed_is_left_out_and_reported(blob: str
 
 def test_a_compaction_makes_no_call_and_has_no_form() -> None:
     items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
-    assert chat_of(text={"format": {"type": "json_object"}}, input=items).response_format is None
+    with collect() as ignored:
+        assert chat_of(text={"format": {"type": "json_object"}}, input=items).response_format is None
+    assert ignored == ["text.format (of a compaction)"]
     for choice, expected in (("required", "auto"), ({"type": "function", "name": "add"}, "auto"), ("none", "none")):
         assert chat_of(tools=TOOLS, tool_choice=choice, input=items).tool_choice == expected
 

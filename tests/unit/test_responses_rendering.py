@@ -274,7 +274,7 @@ def test_reasoning_is_sealed_where_the_request_asks_for_it() -> None:
     asked: dict[str, Any] = {"include": ["reasoning.encrypted_content"]}
     events = events_of(stream(ScriptedParser(script), ["t"] * 2, **asked))
     done = next(event.item for event in events if event.type == "response.output_item.done")
-    assert SEALED.opener(ANYONE)("reasoning", done.encrypted_content) == "hm"
+    assert SEALED.opener(ANYONE.key)("reasoning", done.encrypted_content) == "hm"
     assert events[-1].response.output[0] == done
     assert whole(ScriptedParser(script), ["t"] * 2).output[0].model_dump()["encrypted_content"] is None
 
@@ -289,9 +289,9 @@ def test_a_compaction_is_one_sealed_item(finish_reason: str) -> None:
     assert types_of(events) == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
     (item,) = events_of(events)[-1].response.output
     assert item.type == "compaction"
-    assert SEALED.opener(ANYONE)("compaction", item.encrypted_content) == "We agreed."
+    assert SEALED.opener(ANYONE.key)("compaction", item.encrypted_content) == "We agreed."
     plain = whole(None, ["We ", "agreed."], **COMPACT).output[0].model_dump()
-    assert SEALED.opener(ANYONE)("compaction", plain["encrypted_content"]) == "We agreed."
+    assert SEALED.opener(ANYONE.key)("compaction", plain["encrypted_content"]) == "We agreed."
 
 
 def test_a_compaction_without_a_summary_fails() -> None:
