@@ -63,10 +63,12 @@ def create_app(
         description="An OpenAI-compatible LLM inference server.",
         lifespan=lifespan,
         redirect_slashes=False,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
     )
     app.state.frontend = frontend
+    app.state.description = openapi.Description(app.openapi, settings.root_path)
     app.state.responses = service
     lines = settings.batch_concurrency or min(32, max(1, config.max_num_seqs // 2))
     app.state.batches = batches = BatchRunner(
@@ -129,6 +131,10 @@ class _Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The API's description, which `/openapi.json` answers with."""
         if self.openapi_schema is None:
-            keyless = self._settings.keyless_paths if self._keys else None
-            self.openapi_schema = openapi.describe(self, self.state.frontend.model_names, keyless)
+            settings = self._settings
+            keyless = settings.keyless_paths if self._keys else None
+            document = openapi.describe(self, self.state.frontend.model_names, keyless)
+            if settings.root_path:
+                document["servers"] = [{"url": settings.root_path}]
+            self.openapi_schema = document
         return self.openapi_schema

@@ -4,6 +4,7 @@ The hub reports to `Metrics` once a step and once a request, never once a token.
 an engine core have the label `replica`; those of a single core have none.
 """
 
+import asyncio
 import math
 import os
 import time
@@ -40,6 +41,9 @@ OwnerCounts: TypeAlias = Sequence[tuple[str, Mapping[str, int], Mapping[str, int
 """By label, counts since the start and present use of each resource."""
 
 _MAX_UNOBSERVED = 1024
+
+_PAGE_PARTS = 5
+"""Renderings of all metrics take at most 1 / this of the time."""
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 """Methods that metrics name; a client may invent others without end."""
@@ -152,6 +156,9 @@ class Metrics:
 
     def __init__(self, version: str, num_replicas: int = 1, aliases_for: str | None = None) -> None:
         """`aliases_for`: the model's name in vLLM's names of the metrics that routers read; None: without those."""
+        self._page: asyncio.Task[bytes] | None = None
+        """Renders what all calls of `page` wait for."""
+        self._next_page_at = 0.0
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -334,6 +341,25 @@ class Metrics:
         self._duration.observe(state.last_time - state.arrival_time)
         if len(state.token_ids) > 1:
             self._tpot.observe(state.tpot)
+
+    async def page(self) -> bytes:
+        """The metrics after this call, as `render` writes them.
+
+        All calls that wait share the next rendering, and renderings take at most a fifth of the time: whoever asks for
+        the metrics as fast as it can does not hold up the event loop.
+        """
+        if self._page is None:
+            self._page = asyncio.create_task(self._render_when_due())
+        return await asyncio.shield(self._page)
+
+    async def _render_when_due(self) -> bytes:
+        await asyncio.sleep(self._next_page_at - time.monotonic())
+        self._page = None  # Whoever asks from now on gets a later one.
+        began = time.monotonic()
+        text = self.render()
+        ended = time.monotonic()
+        self._next_page_at = ended + (_PAGE_PARTS - 1) * (ended - began)
+        return text
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -6,7 +6,8 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -151,6 +152,24 @@ pre { padding: .7rem; overflow-x: auto; border: 1px solid #8885; border-radius: 
 table { border-collapse: collapse; width: 100% } td, th { border-top: 1px solid #8885; padding: .25rem .6rem;
 text-align: left; vertical-align: top } summary { cursor: pointer } b { display: inline-block; min-width: 4.5rem }
 """
+
+
+class Description:
+    """A document in the forms that it is sent in. Both take a quarter of a second to make, once, in any thread."""
+
+    def __init__(self, describe: Callable[[], Mapping[str, Any]], root_path: str) -> None:
+        self._describe = describe
+        self._root_path = root_path
+        self._lock = threading.Lock()
+        self._forms: tuple[bytes, bytes] | None = None
+
+    def forms(self) -> tuple[bytes, bytes]:
+        """The document as JSON, and as a page."""
+        with self._lock:
+            if self._forms is None:
+                document = self._describe()
+                self._forms = msgspec.json.encode(document), page(document, self._root_path).encode()
+            return self._forms
 
 
 def page(document: Mapping[str, Any], root_path: str = "") -> str:

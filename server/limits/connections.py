@@ -5,10 +5,11 @@ A connection is in one of these phases; from any of them it may end.
     head ──► body ──► answer ──► idle ──► head ...
                           └────► rest ──► idle        (answered before the body's end; the rest is discarded)
 
-A connection serves a request from the request's last byte to the end of its answer. Such connections are never closed
-for others; there are fewer of them than connections may be open, so that there is always room for the head of a probe.
-A new request beyond them is refused in words. All other connections, those of probes too, make room when there are too
-many: the oldest of the address that has the most, but for those that do not wait for their clients.
+A connection serves a request from the request's last byte to the end of its answer. There are fewer of them than
+connections may be open, so that there is always room for the head of a probe. They are not closed for others as long
+as their clients read; a new request beyond them is refused in words. All other connections, those of probes too, make
+room when there are too many: the oldest of the address that has the most, but for those that do not wait for their
+clients.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import os
 import resource
 import socket
 import ssl
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -55,6 +57,9 @@ _LEAST_AGE_SECONDS = 0.005
 _MAX_SPARED = 16
 """Most connections that make no room because they do not wait for their clients, before one of them does."""
 
+_READING_SECONDS = 5.0
+"""Time over which it is measured how fast a client reads that does not keep up."""
+
 _NUM_KNOWN_ADDRESSES = 1024
 
 _SWEEP_SECONDS = 0.5
@@ -65,6 +70,8 @@ _FIRST_QUESTION_SECONDS, _LAST_QUESTION_SECONDS = 2.0, 16.0
 
 _TCP_CLOSE = 7
 """State in the first byte of TCP_INFO (linux/tcp_states.h) of a connection that was reset."""
+_ACKED_BYTES = slice(120, 128)
+"""Where TCP_INFO (linux/tcp.h) counts the bytes that the other side has taken."""
 
 _MAX_ADMITTED_AT_ONCE, _MAX_ACCEPTED_AT_ONCE = 8, 64
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -98,7 +105,9 @@ class ConnectionLimits(NamedTuple):
     """Addresses that may have any number."""
     head_seconds: float = 10.0
     body_rate: int = 1024
-    """Least bytes a second of a body, on average after `head_seconds`; 0: no least rate."""
+    """Least bytes a second of a body, on average after `head_seconds`; 0: no least rate.
+
+    Clients that take what waits for them more slowly keep no place from others."""
     idle_seconds: float = 75.0
     unread_seconds: float = 300.0
     request_bytes: int = 4 * 2**20
@@ -162,10 +171,12 @@ class Connection:
         "_is_probe",
         "_is_served",
         "_phase",
+        "_reading_since",
         "_refuse",
         "_since",
         "_socket",
         "_table",
+        "_taken_before",
         "_transport",
         "_unread",
         "_unread_since",
@@ -195,6 +206,8 @@ class Connection:
         """Bytes of the body that have arrived."""
         self._unread, self._unread_since = 0, 0.0
         """Bytes that wait to be sent, and since when this number has not changed."""
+        self._reading_since, self._taken_before = 0.0, -1
+        """Since when it is measured how fast the client reads, and the bytes that it had taken; -1: it keeps up."""
         self._ask: Callable[[], object] | None = None
         self._ask_at = self._ask_interval = 0.0
 
@@ -278,7 +291,7 @@ class Connection:
             self._table.closed(self)
 
     def evict(self) -> None:
-        """Close it at once: others need its room."""
+        """Close it at once: others need its place."""
         self._end_as("evicted")
 
     # -- for `Connections` --------------------------------------------------------------------------------------
@@ -316,7 +329,9 @@ class Connection:
     def check(self, now: float) -> None:
         """End the connection if its client has been too slow, or has gone."""
         limits, elapsed = self._table.limits, now - self._since
-        if self._transport is not None and self._is_unread(self._transport.get_write_buffer_size(), now):
+        num_unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        self._measure_reading(num_unsent, now)
+        if self._is_unread(num_unsent, now):
             self._end_as("unread")
         elif self._ask is not None:
             self._check_half_closed(now)
@@ -338,6 +353,23 @@ class Connection:
         if num_bytes != self._unread:
             self._unread, self._unread_since = num_bytes, now
         return bool(num_bytes) and now - self._unread_since > self._table.limits.unread_seconds
+
+    def _measure_reading(self, num_unsent: int, now: float) -> None:
+        """Note whether the client takes what waits for it at less than the least rate."""
+        if not num_unsent or not self._is_served:
+            if self._taken_before >= 0:
+                self._taken_before = -1
+                self._table.set_slow(self, is_slow=False)
+            return
+        seconds = now - self._reading_since
+        if self._taken_before >= 0 and seconds < _READING_SECONDS:
+            return
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_BYTES.stop)
+        taken = int.from_bytes(info[_ACKED_BYTES], sys.byteorder)
+        if self._taken_before >= 0:
+            is_slow = taken - self._taken_before < self._table.limits.body_rate * seconds
+            self._table.set_slow(self, is_slow=is_slow)
+        self._reading_since, self._taken_before = now, taken
 
     def _check_half_closed(self, now: float) -> None:
         if self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
@@ -466,6 +498,8 @@ class Connections:
         self._open: dict[Connection, None] = {}
         self._waiting = _Waiting()
         """Those that serve no request, and make room for others."""
+        self._slow = _Waiting()
+        """Those that serve a request whose client hardly reads the answer, and make room for other requests."""
         self._num_served = 0
         self._served: defaultdict[str, int] = defaultdict(int)
         """Connections that serve requests, by party."""
@@ -536,15 +570,16 @@ class Connections:
     # -- for `Connection` ---------------------------------------------------------------------------------------
 
     def refusal(self, connection: Connection) -> TooManyConnections | None:
-        """Why a connection cannot be one of those that serve requests; None if it can."""
+        """Why a connection cannot be one of those that serve requests; None if it can, perhaps in place of another."""
         limits = self.limits
-        if not connection.is_exempt and self._served[connection.party] >= limits.per_address:
+        party = connection.party
+        if not connection.is_exempt and self._served[party] >= limits.per_address and not self._end_slow(party):
             self.note_closed("address")
             return TooManyConnections(
                 f"{limits.per_address} connections of this address are served (max_connections_per_address); send "
                 "the request again later"
             )
-        if self._num_served >= limits.serving:
+        if self._num_served >= limits.serving and not self._end_slow(None):
             self.note_closed("connections")
             return TooManyConnections(
                 f"{limits.serving} connections are served, the most that this server serves at a time "
@@ -580,14 +615,20 @@ class Connections:
 
     def moved(self, connection: Connection, *, makes_room: bool) -> None:
         """A connection has entered another phase."""
+        self._slow.discard(connection)
         if makes_room:
             self._waiting.add(connection)
         else:
             self._waiting.discard(connection)
 
+    def set_slow(self, connection: Connection, *, is_slow: bool) -> None:
+        """The client of a connection that serves a request reads at less than the least rate, or no longer."""
+        (self._slow.add if is_slow else self._slow.discard)(connection)
+
     def forget(self, connection: Connection) -> None:
         """A connection is no longer among those that make room."""
         self._waiting.discard(connection)
+        self._slow.discard(connection)
 
     def closed(self, connection: Connection) -> None:
         """A connection has ended."""
@@ -606,6 +647,12 @@ class Connections:
         if victim is None or victim in spared:
             # None is late. The slowest body ends, or else the oldest connection.
             victim = min(spared, key=lambda each: each.body_rate, default=None)
+        if victim is not None:
+            victim.evict()
+        return victim is not None
+
+    def _end_slow(self, party: str | None) -> bool:
+        victim = self._slow.oldest(party)
         if victim is not None:
             victim.evict()
         return victim is not None

@@ -1,13 +1,14 @@
-"""`GET /` and `/docs`: where to begin, for people. The framework itself answers `/openapi.json`, for programs."""
+"""`GET /` and `/docs`: where to begin, for people, and `/openapi.json`, for programs."""
 
+import asyncio
 from html import escape
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
 
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.frontend import Frontend
-from server.openapi import page
+from server.openapi import Description
 from server.schemas.body import as_json
 from server.schemas.models import Welcome
 
@@ -67,5 +68,15 @@ async def favicon() -> Response:
 @endpoints.get("/docs", "text/html", in_schema=False)
 async def docs(http: Request) -> HTMLResponse:
     """The API's description as a page."""
-    app: FastAPI = http.app
-    return HTMLResponse(page(app.openapi(), http.scope.get("root_path", "")))
+    return HTMLResponse((await asyncio.to_thread(_description(http).forms))[1])
+
+
+@endpoints.get("/openapi.json", "application/json", in_schema=False)
+async def openapi(http: Request) -> Response:
+    """The API's description for programs."""
+    return Response((await asyncio.to_thread(_description(http).forms))[0], media_type="application/json")
+
+
+def _description(http: Request) -> Description:
+    description: Description = http.app.state.description
+    return description

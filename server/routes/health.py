@@ -30,7 +30,7 @@ async def ready(http: Request) -> Response:
 @endpoints.get("/metrics", "text/plain", is_probe=True, scope="metrics")
 async def metrics(http: Request) -> Response:
     """Prometheus metrics."""
-    return Response(Frontend.of(http.app).metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(await Frontend.of(http.app).metrics.page(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @endpoints.get("/version", Version, scope=None)

@@ -4,6 +4,8 @@ An attack goes on until standard input ends. Loads go to this machine only.
 """
 
 import contextlib
+import gzip
+import itertools
 import json
 import selectors
 import socket
@@ -12,13 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from tests.e2e.kaon_server import MODEL
+from tests.e2e.kaon_server import MODEL, hold_little
 
 CONNECTIONS = 120
 """Connections that an attack holds, as far as the server lets it."""
 _THREADS = 8
 _LARGE = 4 * 2**20 - 1024
 """Bytes of a body just below the default limit."""
+
+HEAVY = [f"heavy{number}" for number in range(10)]
+"""Keys of attackers."""
+ZIPPED = gzip.compress(b" " * 2**26)
 
 Port = int
 Over = threading.Event
@@ -144,6 +150,271 @@ def _repeated(port: Port, over: Over, head: bytes, part: bytes) -> None:
     _in_threads(one, over)
 
 
+# -- by clients with keys, of whom each has as many as it likes -----------------------------------------------------
+
+
+def keyed(
+    number: int, path: str, body: bytes, *, method: str = "POST", close: bool = True, more: bytes = b""
+) -> bytes:
+    """A request of the heavy key of a number."""
+    return (
+        (
+            f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {HEAVY[number % len(HEAVY)]}\r\n"
+            f"Content-Length: {len(body)}\r\n{'Connection: close' if close else 'X: y'}\r\n"
+        ).encode()
+        + more
+        + b"\r\n"
+        + body
+    )
+
+
+def _sent(port: Port, over: Over, request_of: Callable[[int], bytes]) -> None:
+    """Requests, each on a connection of its own whose answer is read to its end; eight at a time."""
+    numbers = itertools.count()
+
+    def one() -> None:
+        while not over.is_set():
+            request = request_of(next(numbers))
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+                connection.sendall(request)
+                while connection.recv(65536):
+                    pass
+
+    _in_threads(one, over)
+
+
+def _little_read(port: Port, over: Over, request_of: Callable[[int], bytes]) -> None:
+    """Connections whose answers are read at a byte a second; a new one for each that is closed."""
+    held: list[socket.socket] = []
+    numbers = itertools.count()
+    while not over.wait(1):
+        for connection in list(held):
+            try:
+                if not connection.recv(1):
+                    raise OSError
+            except BlockingIOError:
+                continue
+            except OSError:
+                connection.close()
+                held.remove(connection)
+        while len(held) < CONNECTIONS and not over.is_set():
+            connection = socket.socket()
+            connection.settimeout(1)
+            hold_little(connection)
+            try:
+                connection.connect(("127.0.0.1", port))
+                connection.sendall(request_of(next(numbers)))
+            except OSError:
+                connection.close()
+                break
+            connection.setblocking(False)
+            held.append(connection)
+
+
+def json_of(**fields: object) -> bytes:
+    return json.dumps({"model": MODEL, **fields}).encode()
+
+
+def unread_probes(port: Port, over: Over) -> None:
+    """Probes and metrics, pipelined, of which no answer is read."""
+    _little_read(port, over, lambda number: b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
+
+
+def unread_answers(port: Port, over: Over) -> None:
+    """Long answers and streams that are read at a byte a second."""
+    body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "logprobs": 5}
+    _little_read(port, over, lambda number: keyed(number, "/v1/completions", json_of(**body, stream=number % 2 == 0)))
+
+
+def expectations(port: Port, over: Over) -> None:
+    """Heads that announce a body of a gigabyte, or expect to be told to go on, and then nothing."""
+    _held(
+        port,
+        over,
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer heavy1\r\nExpect: 100-continue\r\n"
+        b"Content-Length: 4000000\r\n\r\n",
+        b"",
+        0.1,
+    )
+
+
+def gigabytes(port: Port, over: Over) -> None:
+    """Bodies of a gigabyte, announced or in chunks, sent as fast as they are taken."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer heavy2\r\n"
+    _repeated(port, over, head + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n")
+
+
+def shapes(port: Port, over: Over) -> None:
+    """Requests whose length has two meanings, upgrades, old protocols, very many and very long headers."""
+    body = json_of(prompt="x", max_tokens=1)
+    start = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer heavy3\r\n"
+    forms = [
+        start + b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /readyz HTTP/1.1\r\n\r\n",
+        start + b"Transfer-Encoding: chunked, identity\r\n\r\n" + body,
+        start + b"Transfer-Encoding: xchunked\r\nContent-Length: 5\r\n\r\n12345",
+        start + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n123456",
+        start + b"Content-Length: -1\r\n\r\n",
+        start + b"Content-Length: 99999999999999999999\r\n\r\n",
+        start + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+        start + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"e" * 60_000 + b"\r\nx\r\n0\r\n\r\n",
+        start + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\nContent-Length: 0\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 100,
+        b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" * 500,
+        b"GET /v1/models HTTP/0.9\r\n\r\n",
+        b"GET http://other/livez HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 250 + b"\r\n",
+        b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"%41/" * 15_000),
+        b"GET /v1/files?%b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer heavy4\r\n\r\n" % (b"a=b&" * 15_000),
+        b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n" * 500,
+        start + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(ZIPPED) + ZIPPED,
+        b"\x16\x03\x01" + bytes(range(256)) * 16,
+    ]
+
+    def one() -> None:
+        for form in itertools.cycle(forms):
+            if over.is_set():
+                return
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
+                connection.sendall(form)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):
+                    pass
+
+    _in_threads(one, over)
+
+
+def wrong_keys(port: Port, over: Over) -> None:
+    """Very many tiny requests with keys that do not exist."""
+
+    def one() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+                for number in range(100):
+                    connection.sendall(
+                        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %d\r\n\r\n" % number
+                    )
+                    if not connection.recv(65536):
+                        break
+
+    _in_threads(one, over)
+
+
+def resumes(port: Port, over: Over) -> None:
+    """Streams that are resumable, left after their first bytes, and asked for again with ids that exist and do not."""
+    body = json_of(prompt="Once", max_tokens=2000, ignore_eos=True, stream=True, stream_options={"resumable": True})
+    numbers = itertools.count()
+
+    def one() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError, IndexError):
+                number = next(numbers)
+                with socket.create_connection(("127.0.0.1", port), 30) as connection:
+                    connection.sendall(keyed(number, "/v1/completions", body))
+                    received = connection.recv(4096) + connection.recv(4096)
+                id = received.partition(b"id: ")[2].split(b"\n")[0].rpartition(b":")[0] or b"none"
+                for event in (b"0", b"1", b"99999", b"9" * 150, b"-1"):
+                    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+                        more = b"Last-Event-ID: " + id + b":" + event + b"\r\n"
+                        connection.sendall(keyed(number, "/v1/completions", body, more=more))
+                        connection.recv(4096)
+
+    _in_threads(one, over)
+
+
+def uploads(port: Port, over: Over) -> None:
+    """Files of 20 MB, as fast as they are taken, eight at a time."""
+    form = (
+        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        + b"x" * 20_000_000
+        + b"\r\n--x--\r\n"
+    )
+    more = b"Content-Type: multipart/form-data; boundary=x\r\n"
+    requests = [keyed(number, "/v1/files", form, more=more) for number in range(2)]
+    _sent(port, over, lambda number: requests[number % 2])
+
+
+def batches(port: Port, over: Over) -> None:
+    """Batches of 50,000 lines, one after the other."""
+    line = {"method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "x", "max_tokens": 1}}
+    lines = b"".join(json.dumps({**line, "custom_id": str(number)}).encode() + b"\n" for number in range(50_000))
+    form = (
+        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + lines + b"\r\n--x--\r\n"
+    )
+    more = b"Content-Type: multipart/form-data; boundary=x\r\n"
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.sendall(keyed(5, "/v1/files", form, more=more))
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    file = json.loads(answer.rpartition(b"\r\n\r\n")[2])["id"]
+    batch = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    _sent(port, over, lambda number: keyed(5, "/v1/batches", json.dumps(batch).encode()))
+
+
+def odd_json(port: Port, over: Over) -> None:
+    """Deep, doubled, unpaired and endless values, in bodies of up to 4 MB."""
+    model = b'{"model":"%b",' % MODEL.encode()
+    forms = [
+        model + b'"prompt":"x","metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+        model + b'"prompt":"x",' + b'"max_tokens":1,' * 200_000 + b'"n":1}',
+        model + b'"prompt":"x","temperature":NaN}',
+        model + b'"prompt":"x","temperature":1e999}',
+        model + b'"prompt":"x","seed":' + b"9" * 3_000_000 + b"}",
+        model + b'"prompt":"' + b"\\ud800" * 600_000 + b'"}',
+        model + b'"prompt":"' + "\U0001f469\u200d".encode() * 500_000 + b'"}',
+        model + b'"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % n for n in range(300_000)) + b"}}",
+        model + b'"messages":[' + b",".join([b'{"role":"user","content":"x"}'] * 120_000) + b"]}",
+        model + b'"prompt":"x","stop":[' + b",".join([b'"a"'] * 800_000) + b"]}",
+        model
+        + b'"messages":[{"role":"user","content":"hi"}],"tools":['
+        + b",".join(
+            b'{"type":"function","function":{"name":"f%d","parameters":{"type":"object"}}}' % n for n in range(20_000)
+        )
+        + b"]}",
+    ]
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize")
+    _sent(
+        port, over, lambda number: keyed(number, paths[number % len(paths)], forms[number // len(paths) % len(forms)])
+    )
+
+
+def background(port: Port, over: Over) -> None:
+    """Background responses that run long, with readers of their events that come and go."""
+
+    def one() -> None:
+        body = json_of(input="Once", background=True, stream=True, max_output_tokens=3000)
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+                number = time.monotonic_ns()
+                connection.sendall(keyed(number, "/v1/responses", body))
+                id = connection.recv(65536).partition(b'"id":"')[2].partition(b'"')[0].decode()
+                if id:
+                    for after in (0, 1, 10**9):
+                        path = f"/v1/responses/{id}?stream=true&starting_after={after}"
+                        with socket.create_connection(("127.0.0.1", port), 30) as reader:
+                            reader.sendall(keyed(number, path, b"", method="GET"))
+                            reader.recv(4096)
+
+    _in_threads(one, over)
+
+
+def heavy_keys(port: Port, over: Over) -> None:
+    """Ten keys with bodies near the limit, prompts beyond and at the context, many choices, texts to tokenise."""
+    text = "The quick brown fox jumps over the lazy dog. "
+    bodies = [
+        ("/v1/completions", json_of(prompt=text * 80_000)),
+        ("/v1/completions", json_of(prompt=text * 250, max_tokens=16, n=8, ignore_eos=True)),
+        ("/tokenize", json_of(prompt=text * 80_000)),
+        ("/v1/chat/completions", json_of(messages=[{"role": "user", "content": text}] * 20_000)),
+        ("/v1/completions", json_of(prompt=[text * 100] * 128, max_tokens=1)),
+        ("/v1/embeddings", json_of(input=[text * 100] * 500)),
+        ("/v1/responses", json_of(input=text * 80_000)),
+        ("/v1/completions", json_of(prompt=list(range(1000)) * 3, max_tokens=100, ignore_eos=True)),
+    ]
+    _sent(port, over, lambda number: keyed(number, *bodies[number % len(bodies)]))
+
+
 def _in_threads(work: Callable[[], None], over: Over) -> None:
     for _ in range(_THREADS):
         threading.Thread(target=work, daemon=True).start()
@@ -153,6 +424,16 @@ def _in_threads(work: Callable[[], None], over: Over) -> None:
 ATTACKS: dict[str, Callable[[Port, Over], None]] = {
     each.__name__: each for each in (silent, heads, bodies, churn, chunks, pipelines, json_bodies, log_lines)
 }
+"""On a server without keys."""
+
+KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
+    each.__name__: each
+    for each in (
+        *(unread_probes, unread_answers, expectations, gigabytes, shapes, wrong_keys, resumes, uploads, batches),
+        *(odd_json, background, heavy_keys),
+    )
+}
+"""By keys of their own."""
 
 
 def main() -> None:
@@ -166,7 +447,7 @@ def main() -> None:
         sys.exit()
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
-    ATTACKS[name](int(port), over)
+    (ATTACKS | KEYED_ATTACKS)[name](int(port), over)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.chaos.edge_attacks import ATTACKS
+from tests.chaos.edge_attacks import ATTACKS, HEAVY, KEYED_ATTACKS
 from tests.chaos.faults import ChaosServer
 from tests.chaos.workload import client
 from tests.e2e.kaon_server import MODEL, START_SECONDS
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     first: float
     """Time to its first chunk."""
     probes: list[float]
-    """Times of `/livez`, sorted."""
+    """Times of `/livez`, `/readyz` and `/metrics`, sorted."""
 
     def __str__(self) -> str:
         late = self.probes[int(len(self.probes) * 0.99)]
@@ -73,21 +73,41 @@ def unread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
         os.close(reader)
 
 
-async def observe(server: ChaosServer) -> Seen:
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
+    """A server of few connections with a key for the victim and keys for attackers."""
+    folder = tmp_path_factory.mktemp("keyed")
+    (folder / "keys").write_text("\n".join(["victim", *HEAVY]))
+    server = ChaosServer(
+        folder / "log",
+        *("--api-key-file", str(folder / "keys"), "--keyless-paths", "/livez,/readyz,/health,/metrics"),
+        *("--max-connections", "64", "--dtype", "float32", "--data-dir", str(folder / "data")),
+    )
+    try:
+        yield server.ready()
+        assert server.stop() == 0
+    finally:
+        server.end()
+
+
+async def observe(server: ChaosServer, key: str = "none", **fields: Any) -> Seen:
     """Read a stream, and probe the server, each time on a connection of its own, until the stream ends."""
     async with client(server.url) as http:
-        stream = asyncio.create_task(read_stream(http))
+        http.headers["Authorization"] = f"Bearer {key}"
+        stream = asyncio.create_task(read_stream(http, {**VICTIM, **fields}))
         probes = []
-        while not stream.done():
+        for path in itertools.cycle(("/livez", "/readyz", "/metrics")):
+            if stream.done():
+                break
             began = time.monotonic()
-            response = await http.get("/livez")
+            response = await http.get(path)
             probes.append(time.monotonic() - began)
             assert response.status_code == 200
             await asyncio.sleep(_PROBE_SECONDS)
         return Seen(*await stream, sorted(probes))
 
 
-async def read_stream(http: httpx.AsyncClient) -> tuple[str, float, float]:
+async def read_stream(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, float, float]:
     """The text of the victim's stream, its longest gap and the time to its first chunk.
 
     As clients do, it tries again where its connection made room before its head was read, or got a 503.
@@ -98,7 +118,7 @@ async def read_stream(http: httpx.AsyncClient) -> tuple[str, float, float]:
     while not parts:
         assert time.monotonic() - began < START_SECONDS
         with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
-            async with http.stream("POST", "/v1/completions", json=VICTIM) as response:
+            async with http.stream("POST", "/v1/completions", json=body) as response:
                 assert response.status_code in (200, 503)
                 if response.status_code == 200:
                     async for part in response.aiter_raw():
@@ -146,3 +166,20 @@ async def test_others_are_served_under_attack(name: str, unread: ChaosServer, un
     assert seen.text == undisturbed.text
     assert len(seen.probes) >= 3
     unread.until(unread.is_idle)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_keyed(keyed: ChaosServer) -> Seen:
+    seen = asyncio.run(observe(keyed, "victim", max_tokens=400))
+    print(f"undisturbed: {seen}")
+    return seen
+
+
+@pytest.mark.parametrize("name", KEYED_ATTACKS)
+async def test_a_key_is_served_under_attacks_of_others(name: str, keyed: ChaosServer, undisturbed_keyed: Seen) -> None:
+    async with attack(name, keyed):
+        seen = await observe(keyed, "victim", max_tokens=400)
+    print(f"undisturbed: {undisturbed_keyed}")
+    print(f"{name}: {seen}; {keyed.resident()[0] / 1e6:.0f} MB")
+    assert seen.text == undisturbed_keyed.text
+    assert len(seen.probes) >= 3

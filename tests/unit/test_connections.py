@@ -3,6 +3,7 @@
 The clock is the test's; sockets are only recorded.
 """
 
+import sys
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ class Peer:
         self.refusals: list[ApiError] = []
         self.unsent = 0
         self.tcp_state = 1
+        self.taken = 0
         self.arrived = b""
         self.connection: Connection
 
@@ -42,7 +44,7 @@ class Peer:
         return self.arrived
 
     def getsockopt(self, *args: int) -> bytes:
-        return bytes([self.tcp_state])
+        return bytes([self.tcp_state, *[0] * 119]) + self.taken.to_bytes(8, sys.byteorder)
 
     def send(self, num_bytes: int = 1) -> None:
         """Part of a head."""
@@ -232,7 +234,7 @@ def test_nothing_is_left_of_connections_that_have_ended(edge: Edge) -> None:
         peer.connection.close()
     assert len(edge.table) == 0
     assert [edge.accounts.users(resource) for resource in RESOURCES] == [{}] * len(RESOURCES)
-    assert edge.table._waiting._parties == edge.table._served == {}
+    assert edge.table._waiting._parties == edge.table._slow._parties == edge.table._served == {}
     assert edge.table._num_served == 0
 
 
@@ -344,6 +346,36 @@ def test_a_client_that_reads_nothing_is_closed_and_one_that_reads_slowly_is_not(
         edge.wait(0.5)
     assert (stalled.is_aborted, slow.is_aborted) == (True, False)
     assert edge.closed("unread") == 1
+
+
+def test_answers_that_are_hardly_read_make_room_for_other_requests(edge: Edge) -> None:
+    served = [edge.connect(host) for host in (A, A, A, B, B, B)]
+    for peer in served:
+        peer.request()
+        peer.unsent = 100_000
+    quick, slow, keeps_up = served[0], served[1:5], served[5]
+    keeps_up.unsent = 0
+    for _ in range(6):
+        quick.taken += 5_000
+        for peer in slow:
+            peer.taken += 100
+        edge.wait(1)
+    assert [edge.connect(C).request() is None for _ in range(4)] == [True] * 4
+    assert [peer.is_aborted for peer in served] == [False, True, True, True, True, False]
+    assert edge.connect(B).request() is not None
+
+
+def test_a_client_that_reads_again_keeps_its_place(edge: Edge) -> None:
+    served = [edge.connect(host) for host in (A, A, A, B, B, B)]
+    for peer in served:
+        peer.request()
+        peer.unsent = 100_000
+    edge.wait(6)
+    for peer in served:
+        peer.unsent = 0
+    edge.wait(1)
+    assert edge.connect(C).request() is not None
+    assert not any(peer.is_aborted for peer in served)
 
 
 def test_bodies_beyond_what_may_be_held_end_with_the_largest_of_the_heaviest_address(edge: Edge) -> None:

@@ -1,5 +1,6 @@
 """What `/metrics` shows: sound by Prometheus' naming rules, and true to what the hub reported."""
 
+import asyncio
 import math
 import os
 import re
@@ -252,3 +253,24 @@ def test_one_core_has_no_label_and_the_names_are_the_same() -> None:
     labelled = {name for name, each in several.items() if any("replica" in sample.labels for sample in each.samples)}
     assert "kaon_time_to_first_token_seconds" not in labelled
     assert len(labelled) == 16
+
+
+async def test_calls_that_wait_share_a_rendering_that_is_later_than_they() -> None:
+    metrics = Metrics("1.2.3")
+    rendered = []
+    render = metrics.render
+    metrics.render = lambda: rendered.append(1) or render()  # type: ignore[method-assign, func-returns-value]
+    first = await asyncio.gather(*(metrics.page() for _ in range(100)))
+    assert len(set(first)) == len(rendered) == 1
+    metrics.http_request("GET", "/livez", 200)
+    (later, again) = await asyncio.gather(metrics.page(), metrics.page())
+    assert b'route="/livez"' in later == again
+    assert len(rendered) == 2
+
+
+async def test_a_client_that_leaves_ends_no_rendering_for_others() -> None:
+    metrics = Metrics("1.2.3")
+    leaving, staying = asyncio.create_task(metrics.page()), asyncio.create_task(metrics.page())
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert b"kaon_build_info" in await staying
