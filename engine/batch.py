@@ -61,8 +61,12 @@ class ScheduledBatch:
         context_lens: list[int] | None = None,
         new_seqs: Rows[Sequence] = (),
         appended_blocks: Rows[AppendedBlocks] = (),
+        num_next_drafts: list[int] | None = None,
     ) -> None:
-        """`context_lens` defaults to each sequence's `num_tokens`: the span then ends at its last token."""
+        """`context_lens` defaults to each sequence's `num_tokens`: the span then ends at its last token.
+
+        `num_next_drafts` defaults to `num_spec_step` for each row.
+        """
         rows = list(seqs.values())
         self.req_ids = list(seqs)
         self.num_scheduled_tokens = num_scheduled_tokens
@@ -82,6 +86,8 @@ class ScheduledBatch:
         self.appended_blocks = appended_blocks
         self.prompt_spans = _prompt_spans(rows, num_scheduled_tokens, self.context_lens, total_seqs_num_decode)
         """Prompt tokens whose log probabilities the step must report."""
+        self.num_next_drafts = [num_spec_step] * len(rows) if num_next_drafts is None else num_next_drafts
+        """Drafts that a drafter in the worker is to make of each row for its next step."""
         self._rows = rows
         self._slots = [seq.slot for seq in rows]
         self._tables = [seq.block_table for seq in rows]

@@ -201,7 +201,7 @@ class Scheduler:
         """Most tokens of a prompt after which nothing is generated."""
 
         # Every running sequence decodes in each step, so no more may run than a step has tokens for.
-        self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens // self.drafts.tokens_per_row))
+        self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens))
         self.limits = StepLimits(self.max_num_batched_tokens, self._num_slots)
         self._free_slots = list(reversed(range(self._num_slots)))
         self._prefilling: dict[Sequence, None] = {}
@@ -533,10 +533,16 @@ class Scheduler:
         if self.step_time is not None and len(rows.costs) > 1:
             rows, lengths = self._by_turns(self.step_time, rows, lengths)
         self.drafts.propose(rows.seqs, step.budget)
-        # A sequence grows by at most 1 + k tokens a step: only these can cross a block boundary in this step.
-        size, k = self.block_manager.block_size, self.mtp_k
-        eventful = [i for i, length in enumerate(lengths) if (length + k) % size <= 2 * k + 1]
+        # A sequence grows by at most 1 + k tokens a step, and its drafter is ahead of it: only these can cross a block
+        # boundary in this step.
+        size, k, ahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_ahead
+        eventful = [i for i, length in enumerate(lengths) if (length + k + ahead) % size <= 2 * k + 1 + ahead]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
+        if ahead:
+            # A drafter without blocks drafts less.
+            further = [(seq, count + min(ahead, seq.num_useful_drafts)) for seq, count in growths]
+            if self.block_manager.can_append_all(further, spare=len(rows.seqs)):
+                growths = further
         if k and not self.block_manager.can_append_all(growths, spare=len(rows.seqs)):
             self.drafts.drop(rows.seqs)
             growths = [(seq, 1) for seq, _ in growths]
@@ -763,7 +769,7 @@ class Scheduler:
         """
         if self.prev_prompt:
             self.last_prompt_latency = self._clock() - self.prev_time
-        verified = {seq.id: seq.spec_token_ids for seq in seqs} if self.use_spec else {}
+        verified = {seq.id: seq.spec_token_ids[: seq.num_drafts] for seq in seqs} if self.use_spec else {}
         finished, outputs = self._take_tokens(seqs, fwd_output, verified)
         if stream_output_queue is not None and outputs:
             stream_output_queue.put_nowait(outputs)

@@ -149,8 +149,11 @@ def _log_cache(config: Config, size: "KVCacheSize", architecture: str) -> None:
         )
     if config.speculative_config is not None:
         drafts = config.speculative_config
-        how = drafts.num_speculative_tokens, drafts.speculative_method
-        logger.info("steps verify up to %d drafts a sequence, which are looked up (%s)", *how)
+        source = (
+            "looked up" if not drafts.drafts_by_model else f"made by {drafts.speculative_model or 'the checkpoint'}"
+        )
+        how = drafts.num_speculative_tokens, source, drafts.speculative_method
+        logger.info("steps verify up to %d drafts a sequence, which are %s (%s)", *how)
 
 
 def _load_tokenizer(path: "Path") -> "Tokenizer":
@@ -161,8 +164,6 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
 
 def _refuse_unsupported(config: Config) -> None:
     parallel = config.parallel_config
-    if config.drafts_by_model:
-        raise ValueError("speculative_method names a model that drafts, which nothing runs; set it to ngram")
     if config.async_scheduling == "on" and parallel.tensor_parallel_size > 1:
         raise ValueError(
             f"async_scheduling is on, but tensor_parallel_size is {parallel.tensor_parallel_size}, whose ranks get "
@@ -173,6 +174,12 @@ def _refuse_unsupported(config: Config) -> None:
             "async_scheduling is on, but with enable_expert_parallel the "
             f"{parallel.data_parallel_size} replicas take each step together, so that none can be ahead; leave it at "
             "auto"
+        )
+
+    if config.async_scheduling == "on" and config.drafts_by_model:
+        raise ValueError(
+            "async_scheduling is on, but speculative_method names a model, which drafts when a step is read; "
+            "leave it at auto"
         )
 
 
@@ -220,6 +227,7 @@ def _with_async_scheduling(config: Config, device_type: str) -> Config:
         return config
     parallel = config.parallel_config
     pays = device_type != "cpu" and parallel.tensor_parallel_size == 1 and not parallel.in_lockstep
+    pays = pays and not config.drafts_by_model
     return config.model_copy(update={"async_scheduling": "on" if pays else "off"})
 
 

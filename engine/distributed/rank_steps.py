@@ -56,6 +56,8 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True):
     """Tokens that each replica computes, where they compute in lockstep."""
     draft_tokens: list[int]
     """Draft tokens of all rows, in order."""
+    num_next_drafts: list[int]
+    """Drafts to make of each row for its next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class RankBatch:
     appended_blocks: Rows[AppendedBlocks]
     prompt_spans: list[PromptSpan]
     draft_tokens: list[int]
+    num_next_drafts: list[int]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -102,6 +105,7 @@ def encode_step(
             is_greedy=is_greedy,
             tokens_across_dp=tokens_across_dp,
             draft_tokens=batch.draft_tokens,
+            num_next_drafts=batch.num_next_drafts,
         )
     )
 
@@ -123,6 +127,7 @@ def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
         appended_blocks=message.appended_blocks,
         prompt_spans=[PromptSpan(-1, first, [0] * count, 0) for first, count in message.prompt_spans],
         draft_tokens=message.draft_tokens,
+        num_next_drafts=message.num_next_drafts,
     )
 
 

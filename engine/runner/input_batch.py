@@ -4,6 +4,7 @@ Owned by the model runner. A step brings new rows whole and, of running ones, on
 they sampled were appended here.
 """
 
+import dataclasses
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -39,6 +40,8 @@ class StepRows(Protocol):
     def prompt_spans(self) -> list[PromptSpan]: ...
     @property
     def draft_tokens(self) -> list[int]: ...
+    @property
+    def num_next_drafts(self) -> list[int]: ...
 
 
 class PooledSpan(NamedTuple):
@@ -95,6 +98,15 @@ class StepInputs:
     def sampled_positions(self) -> npt.NDArray[np.int64]:
         """Where each sampled token goes in its sequence. # [S]"""
         return self.positions[self.last_tokens] + 1
+
+
+class DraftSpan(NamedTuple):
+    """T entries of a drafter, of B slots."""
+
+    token_ids: npt.NDArray[np.int64]  # [T]
+    positions: npt.NDArray[np.int64]  # [T]
+    slot_mapping: npt.NDArray[np.int64]  # [T]
+    block_tables: npt.NDArray[np.int32]  # [B, num_blocks]
 
 
 class UniformRows(NamedTuple):
@@ -162,6 +174,7 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
         """Tokens of each slot that the host knows: the last one may have been sampled and not read yet."""
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._adapters: npt.NDArray[np.int32] | None = None
         self._pooling: dict[int, PoolingParams] = {}
         """Parameters by slot, of sequences that pool their prompts."""
@@ -177,6 +190,7 @@ class InputBatch:
         for gained in batch.appended_blocks:
             end = gained.start + len(gained.block_ids)
             self._block_table[gained.slot, gained.start : end] = gained.block_ids
+            self._num_blocks[gained.slot] = end
             if self._device_has_tables:
                 self.table_changes.note(gained.slot, gained.start, len(gained.block_ids))
         for seq in batch.new_seqs:
@@ -307,11 +321,62 @@ class InputBatch:
         else:
             self._num_tokens[slots] = np.maximum(self._num_tokens[slots], positions + 1)
 
+    # What a drafter needs of the rows, after a step's tokens were stored.
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._tokens.shape[1] - 1
+
+    def num_read(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of these slots that the host knows. # [B] -> [B]"""
+        return self._num_read[slots]
+
+    def capacity(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Positions for which these slots have blocks. # [B] -> [B]"""
+        return self._num_blocks[slots] * self.block_size
+
+    def draft_span(
+        self,
+        slots: npt.NDArray[np.int64],
+        begins: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+        num_ahead: int,
+    ) -> DraftSpan:
+        """The entries at positions `[begins, ends)` of slots; an entry's token is `num_ahead` after it. # 3 x [B]"""
+        counts = ends - begins
+        stops = np.cumsum(counts)
+        if int(stops[-1]) == len(slots):
+            token_slots, positions = slots, begins
+        else:
+            token_slots = np.repeat(slots, counts)
+            positions = np.arange(int(stops[-1])) + np.repeat(ends - stops, counts)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        num_blocks = -(-int(ends.max()) // self.block_size)
+        return DraftSpan(
+            self._tokens[token_slots, positions + num_ahead].astype(np.int64),
+            positions,
+            self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets,
+            self._block_table[:, :num_blocks][slots],
+        )
+
+    def write_drafts(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """Write drafts after the known tokens, which the next step overwrites. # 3 x [B]"""
+        self._tokens[slots, positions] = token_ids
+
+    def draft_sampling(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> SamplingRows:
+        """How to sample a draft at these positions, as the target will, but for masks of grammars. # 2 x [B]"""
+        rows = self._sampling.rows(slots, positions, self._tokens)
+        return dataclasses.replace(rows, masked=None, num_logprobs=None)
+
     def _write(self, seq: Sequence) -> None:
         slot = seq.slot
         self._tokens[slot, : len(seq.token_ids)] = seq.token_ids
         self._num_tokens[slot] = self._num_read[slot] = len(seq.token_ids)
         self._block_table[slot, : len(seq.block_table)] = seq.block_table
+        self._num_blocks[slot] = len(seq.block_table)
         if self._device_has_tables:
             self.table_changes.note(slot, 0, len(seq.block_table))
         if seq.adapter and self._adapters is None:

@@ -10,17 +10,20 @@ from pathlib import Path
 import torch
 
 from engine.config.config import Config
+from engine.config.paths import resolve_checkpoint
 from engine.distributed.host_resources import available_host_memory
 from engine.runner.device import Device, device_of, oom_at_start
 from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
 from models.architectures.config import CheckpointConfig, ModelConfig
+from models.architectures.encoder_config import EncoderConfig
 from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ENCODERS
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import DPMetadata
-from models.layers.base import CausalLM
+from models.layers.base import CausalLM, DraftLM
 from models.layers.pooling import PoolingHead
 from models.loading import loader
+from models.loading.drafters import DraftedModel, load_drafter
 from models.loading.pooling import load_head
 from models.lora.adapters import load_adapters
 from models.ops.cpu import runtime
@@ -29,6 +32,9 @@ from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParalle
 from models.quantization.config import ROUNDINGS
 
 _log = logging.getLogger(__name__)
+
+DRAFT_PREFIX = "draft."
+"""Before the names of a drafter's caches, among the target's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,8 @@ class LoadedModel:
     """How the model pools prompts; None: it does not."""
     pooling_head: PoolingHead | None = None
     """On rank 0, the layers on pooled vectors."""
+    drafter: DraftLM | None = None
+    """The model that drafts for this one; None: none does."""
 
     @property
     def generates(self) -> bool:
@@ -84,10 +92,20 @@ class LoadedModel:
         """Whether torch compiles the layers: 3, or 0."""
         return self.config.compilation_config.compilation_level
 
+    @property
+    def hidden_size(self) -> int:
+        """Features of the model's hidden states."""
+        assert isinstance(self.model_config, ModelConfig | EncoderConfig)
+        return self.model_config.hidden_size
+
     def layer_caches(self) -> LayerCaches:
-        """What the layers keep, laid out but not allocated."""
+        """What the layers keep, laid out but not allocated; those of a drafter with `DRAFT_PREFIX` in their names."""
+        specs = self.model.kv_cache_layers()
+        if self.drafter is not None:
+            own = self.drafter.kv_cache_layers()
+            specs = [*specs, *(spec._replace(name=DRAFT_PREFIX + spec.name) for spec in own)]
         return LayerCaches(
-            self.model.kv_cache_layers(),
+            specs,
             self.backend,
             block_size=self.config.kv_cache_block_size,
             num_slots=self.config.max_num_seqs,
@@ -177,6 +195,9 @@ def load_model(
         pooling=pooling,
         pooling_head=None if pooling is None or parallel.rank else load_head(path, pooling, device),
     )
+    if config.drafts_by_model and generates:
+        drafter = _load_drafter(loaded, path, served, available, progress=progress)
+        loaded = dataclasses.replace(loaded, drafter=drafter)
     _compile(loaded)
     if pooling is not None:
         loaded = _for_pooling(loaded, pooling)
@@ -189,6 +210,42 @@ def load_model(
         )
     # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
+
+
+def _load_drafter(
+    loaded: LoadedModel, path: Path, served: CheckpointConfig, available: int, *, progress: bool
+) -> DraftLM:
+    """The model that drafts for `loaded`. Raises `ValueError`, a sentence, where none can."""
+    config, device = loaded.config, loaded.device
+    assert config.speculative_config is not None
+    method, name = config.speculative_config.speculative_method, config.speculative_config.speculative_model
+    if not isinstance(served, ModelConfig):
+        raise ValueError(
+            f"speculative_method is {method}, but {served.architecture} runs by {served.runs_by}; set it to ngram, "
+            "which drafts for any model"
+        )
+    if loaded.exchange is not None:
+        raise ValueError(
+            f"speculative_method is {method}, but enable_expert_parallel has replicas compute each step together, "
+            "which drafters do not; set it to ngram"
+        )
+    weights = sum(parameter.numel() * parameter.itemsize for parameter in loaded.model.parameters())
+    with oom_at_start("the model that drafts", "serve a smaller or a quantised one"):
+        return load_drafter(
+            method,
+            DraftedModel(
+                model=loaded.model,
+                config=served,
+                path=path,
+                dtype=loaded.dtype,
+                device=device,
+                parallel=loaded.parallel,
+                available_bytes=max(0, available - weights) if device.type == "cpu" else None,
+                weight_bits=ROUNDINGS.get(config.quantization_config.quantization, 16),
+                progress=progress,
+            ),
+            None if name is None else resolve_checkpoint(name),
+        )
 
 
 def _for_pooling(loaded: LoadedModel, pooling: PoolingConfig) -> LoadedModel:

@@ -12,6 +12,7 @@ import time
 from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -20,6 +21,7 @@ from engine.distributed.rank_steps import RankSteps, StepMessage, rank_batch
 from engine.messages import PoolingParams, TokenLogprobs
 from engine.runner.device import Download, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
+from engine.runner.drafting import DraftPasses, ModelDrafter, drafter_caches
 from engine.runner.graphs import DecodeGraphs, make_graphs, why_no_graphs
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kv_cache import PageCommitter
@@ -59,6 +61,8 @@ class StepResult(NamedTuple):
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None
     pooled: PooledVectors | None
     """Vectors of pooled prompts, on rank 0."""
+    drafted_from: torch.Tensor | None = None  # [T, features]
+    """The hidden states that the drafter reads."""
 
 
 class LaunchedStep:
@@ -79,6 +83,7 @@ class LaunchedStep:
         self._runner, self._batch, self._inputs, self._slots = runner, batch, inputs, slots
         self._logits: torch.Tensor | LaunchedTokens | None = result.logits
         self._prompt_logprobs = result.prompt_logprobs
+        self._drafted_from = result.drafted_from
         self._pooled = result.pooled
         self._vectors = None if result.pooled is None else runner.device_batch.downloads.begin(_words(result.pooled))
         self._tokens: LaunchedTokens | None = None
@@ -110,7 +115,7 @@ class LaunchedStep:
         sampled = self._tokens.read(*(download.wait() for download in self._downloads))
         for download in self._downloads:
             self._runner.device_batch.downloads.give_back(download)
-        output = self._runner.finish(self._batch, self._inputs, sampled)
+        output = self._runner.finish(self._batch, self._inputs, sampled, self._drafted_from)
         output.prompt_logprobs = self._prompt_logprobs
         if self._pooled is not None and self._vectors is not None:
             shape = self._pooled.values.shape
@@ -162,9 +167,10 @@ class ModelRunner:
         self.padding_block = num_blocks if has_graphs or loaded.exchange is not None else None
         """A block of the cache that no sequence uses: dummy and padding rows write there."""
         self.caches = loaded.layer_caches()
-        set_kv_cache_data(
-            self.caches.allocate(num_blocks + (self.padding_block is not None), self.num_slots + has_graphs)
+        kv_cache_data = self.caches.allocate(
+            num_blocks + (self.padding_block is not None), self.num_slots + has_graphs
         )
+        set_kv_cache_data(kv_cache_data)
         on_host = self.device.type == "cpu"
         self.page_committer = PageCommitter(self.caches.pools if on_host else (), torch.get_num_threads())
         self.input_batch = InputBatch(
@@ -203,6 +209,14 @@ class ModelRunner:
         if loaded.operators is not None and is_serving and not loaded.is_encoder:
             self._record(loaded.operators)
         self.sampler = Sampler()
+        self.drafter: ModelDrafter | None = None
+        """Drafts after each step, where a model does."""
+        if loaded.drafter is not None:
+            operators = loaded.operators if is_serving else None
+            passes = DraftPasses(loaded, loaded.drafter, drafter_caches(kv_cache_data), operators)
+            self.drafter = ModelDrafter(
+                loaded, loaded.drafter, passes, self.input_batch, self.sampler, config.max_num_seqs
+            )
         self.pooler: PromptPooler | None = None
         """On rank 0, where the model pools prompts."""
         if loaded.pooling is not None and loaded.pooling_head is not None:
@@ -327,7 +341,10 @@ class ModelRunner:
             inputs, on_device = self.prepare_model(batch)
             # What a step that fails here samples on rank 0 is never sent.
             self._followed = inputs
-            self.run_model(inputs, on_device, batch.prompt_spans)
+            result = self.run_model(inputs, on_device, batch.prompt_spans)
+            if self.drafter is not None:
+                self._followed = None
+                self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
 
     def prepare_ahead(self) -> bool:
         """While idle, do a little of what makes later steps quicker; whether there is more of it."""
@@ -347,8 +364,10 @@ class ModelRunner:
                 inputs, on_device = self.prepare_model(batch)
                 result = self.run_model(inputs, on_device, batch.prompt_spans)
                 if self.parallel.rank:
+                    if self.drafter is not None:
+                        self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
                     return ScheduledBatchOutput({})
-                output = self.postprocess(batch, inputs, result.logits)
+                output = self.postprocess(batch, inputs, result.logits, result.drafted_from)
                 output.prompt_logprobs = result.prompt_logprobs
                 if result.pooled is not None:
                     self.add_vectors(output, batch, result.pooled, result.pooled.values.cpu())
@@ -405,16 +424,21 @@ class ModelRunner:
             pooled = None
             if inputs.pooled and self.pooler is not None:
                 pooled = self.pooler.pool(hidden, inputs.pooled)
+            drafted_from = hidden if self.drafter is not None and self.drafter.reads_hidden else None
             if len(on_device.last_tokens) < len(hidden):
                 hidden = hidden[on_device.last_tokens]
-            return StepResult(self._logits_or_tokens(hidden, inputs), prompt_logprobs, pooled)
+            return StepResult(self._logits_or_tokens(hidden, inputs), prompt_logprobs, pooled, drafted_from)
 
     def postprocess(
-        self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | LaunchedTokens
+        self,
+        batch: ScheduledBatch,
+        inputs: StepInputs,
+        logits: torch.Tensor | LaunchedTokens,
+        drafted_from: torch.Tensor | None = None,
     ) -> ScheduledBatchOutput:
         """Sample, wait for the tokens, and `finish` the step."""
         assert inputs.sampling is not None, "the tokens of all steps before have been read"
-        return self.finish(batch, inputs, self.launch_sampler(logits, inputs.sampling).read())
+        return self.finish(batch, inputs, self.launch_sampler(logits, inputs.sampling).read(), drafted_from)
 
     def launch_sampler(self, logits: torch.Tensor | LaunchedTokens, rows: SamplingRows) -> LaunchedTokens:
         """Have the device sample, unless the model's head did. # [S, V] float32, overwritten"""
@@ -423,13 +447,53 @@ class ModelRunner:
         send = None if self.device_batch.device.is_host else self.device_batch.uploads.send
         return self.sampler.launch(logits, rows, send)
 
-    def finish(self, batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens) -> ScheduledBatchOutput:
-        """Keep a step's tokens for the next one, and report them by sequence."""
+    def finish(
+        self,
+        batch: ScheduledBatch,
+        inputs: StepInputs,
+        sampled: SampledTokens,
+        drafted_from: torch.Tensor | None = None,
+    ) -> ScheduledBatchOutput:
+        """Keep a step's tokens for the next one, draft what may follow them, and report both by sequence.
+
+        `drafted_from`: the hidden states that a drafter reads. # [T, features]
+        """
         sampled = mark_unusable(sampled, inputs)
-        self.input_batch.store_tokens(inputs, sampled.token_ids)
+        drafts: list[list[int]] = []
+        if self.drafter is None:
+            self.input_batch.store_tokens(inputs, sampled.token_ids)
+        else:
+            with torch.inference_mode():
+                drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
         if self._ranks is not None:
-            self._ranks.end(sampled.token_ids.tolist())
-        return output_of(batch, inputs, sampled, self.dtype)
+            # Where a model drafts, the other ranks have the tokens already.
+            self._ranks.end(sampled.token_ids.tolist() if self.drafter is None else [])
+        output = output_of(batch, inputs, sampled, self.dtype)
+        if any(drafts):
+            output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
+        return output
+
+    def _draft(
+        self,
+        drafter: ModelDrafter,
+        batch: StepRows,
+        inputs: StepInputs,
+        token_ids: npt.NDArray[np.int64],
+        drafted_from: torch.Tensor | None,
+    ) -> list[list[int]]:
+        """Store what a step sampled, on all ranks, and draft for each of its rows. # token_ids [S] on rank 0"""
+        if self.parallel.rank:
+            token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
+        token_ids = drafter.share(token_ids)
+        self.input_batch.store_tokens(inputs, token_ids)
+        return drafter.draft(
+            inputs,
+            drafted_from,
+            np.array(batch.num_next_drafts, dtype=np.int64),
+            batch.total_seqs_num_decode,
+            np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64),
+            is_greedy=self.parallel.size == 1 and self.input_batch.are_greedy(inputs.slots),
+        )
 
     def add_vectors(
         self, output: ScheduledBatchOutput, batch: ScheduledBatch, pooled: PooledVectors, values: torch.Tensor

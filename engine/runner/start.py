@@ -7,6 +7,7 @@ its size -> construct the runner -> warm up. Rank 0 then begins to send steps, a
 from collections.abc import Callable
 
 from engine.runner.device import DeviceMemory
+from engine.runner.drafting import DraftPasses, drafter_caches
 from engine.runner.kernel_checks import check_kernels
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
@@ -75,7 +76,10 @@ def _activation_bytes(loaded: LoadedModel) -> int:
     if loaded.operators is None or loaded.is_encoder:
         return 0
     try:
-        recorded = record_pass(loaded, loaded.operators, loaded.layer_caches().allocate(1, 1)).num_bytes
+        caches = loaded.layer_caches().allocate(1, 1)
+        recorded = record_pass(loaded, loaded.operators, caches).num_bytes
+        if loaded.drafter is not None:
+            recorded += DraftPasses(loaded, loaded.drafter, drafter_caches(caches), loaded.operators).num_bytes
     except NotRecordable:
         return 0
     return recorded + (0 if loaded.exchange is None else loaded.exchange.num_bytes)

@@ -50,6 +50,7 @@ class Drafts:
         """Whether the step being scheduled has drafts."""
         self._suspended_steps = 0
         """Steps left for which no drafts are made."""
+        self._drafts_by_model: bool = getattr(speculative, "drafts_by_model", False)
         self._match_lengths: tuple[int, int] | None = None
         """Fewest tokens that must match for a lookup, and most that are compared; None: the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
@@ -59,9 +60,9 @@ class Drafts:
         self._max_rows = max_verified_rows(max_num_seqs, self.max_drafts)
 
     @property
-    def tokens_per_row(self) -> int:
-        """Tokens that a step must have room for in each row. Drafts of a lookup use the room that is left."""
-        return 1 + self.max_drafts if self._match_lengths is None else 1
+    def num_ahead(self) -> int:
+        """Positions after a step's tokens at which a drafter keeps keys and values of its drafts."""
+        return self.max_drafts if self._drafts_by_model else 0
 
     def begin_step(self) -> None:
         """Note that a step is being scheduled, which has no drafts yet."""

@@ -32,9 +32,17 @@ class Program:
     """The pass, for steps of up to `max_tokens` tokens."""
 
     def __init__(
-        self, library: Library, operations: Operations, output: torch.Tensor, kept: list[Any], num_bytes: int
+        self,
+        library: Library,
+        operations: Operations,
+        output: torch.Tensor,
+        kept: list[Any],
+        num_bytes: int,
+        states: torch.Tensor | None = None,
     ) -> None:
+        """`states`: the memory from which the pass reads its third argument."""
         self._library = library
+        self._states = states
         self._operations = operations
         self._output = output
         self._kept = kept
@@ -42,24 +50,32 @@ class Program:
         self.num_bytes = num_bytes
         """Bytes that a step of `max_tokens` commits; of memory that several processes share, this one's part."""
 
-    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
-        """The pass's output, valid until the next. # 2 x [tokens] int64 -> [tokens, features]"""
+    def run(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step, states: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The pass's output, valid until the next. # 2 x [tokens] int64, [tokens, columns] -> [tokens, features]"""
+        if states is not None:
+            assert self._states is not None, "the pass was recorded with states"
+            self._states[: len(states)] = states
         step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
         self._library.run(self._operations, step)
         return self._output[: step.num_tokens]
 
 
-def record(
-    library: Library, forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], max_tokens: int
-) -> Program:
-    """Record `forward(input_ids, positions)` without computing it. Raises `NotRecordable`."""
+def record(library: Library, forward: Callable[..., torch.Tensor], max_tokens: int, columns: int = 0) -> Program:
+    """Record `forward(input_ids, positions)` without computing it. Raises `NotRecordable`.
+
+    With `columns`, `forward` takes rows of so many features as well, which each run of the program is given.
+    """
     recorder = _Recorder(max_tokens)
     with _sent_to(recorder), torch.inference_mode():
         places = torch.zeros(max_tokens, dtype=torch.int64).as_subclass(_Rows)
-        output = forward(places, places)
+        given = [recorder.rows(max_tokens, columns)] if columns else []
+        output = forward(places, places, *given)
         with torch._C.DisableTorchFunctionSubclass():
             output = output.as_subclass(torch.Tensor)
-    return Program(library, Operations(recorder.arguments), output, recorder.kept, recorder.num_bytes)
+            states = given[0].as_subclass(torch.Tensor) if given else None
+    return Program(library, Operations(recorder.arguments), output, recorder.kept, recorder.num_bytes, states)
 
 
 def operators_of(

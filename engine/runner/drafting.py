@@ -1,0 +1,386 @@
+"""`ModelDrafter`: drafts the next tokens of a step's rows with a model, after the step has sampled.
+
+Owned by the model runner. The drafter's entries (see `DraftLM`) are kept in caches of its own over the blocks of the
+target, so they are shared, preempted and released with these:
+
+    positions          0 1 2 ... done-1 | done ... end-1 | end ...
+    a slot's entries   computed           first pass       one pass a further draft
+
+The first pass computes what the target's tokens have added since the last one, of all rows together; the entries of
+drafts are computed again once it is known which of them were accepted, unless the drafter reads no hidden states.
+A row that is to draft nothing waits with its entries until there are `_MAX_WAITING`, so that it costs next to nothing.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs
+from engine.runner.loaded_model import DRAFT_PREFIX, LoadedModel
+from engine.sampling.sampler import Sampler
+from models.attention.context import Context, forward_context
+from models.layers.base import DraftLM
+from models.ops.cpu.collectives import SharedMemoryCollectives
+from models.ops.cpu.program import NotRecordable, Program, record
+from models.ops.cpu.runtime import Library
+from models.ops.cpu.sampling import GreedyHead
+from models.ops.types import LayerCache
+
+_log = logging.getLogger(__name__)
+
+_Ints: TypeAlias = npt.NDArray[np.int64]
+
+_MAX_WAITING = 64
+"""Entries of a row that drafts nothing after which they are computed."""
+
+
+class _Pass(NamedTuple):
+    """Entries `[begins, ends)` of some slots. # each [rows]"""
+
+    slots: _Ints
+    begins: _Ints
+    ends: _Ints
+
+
+def drafter_caches(caches: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
+    """Of the caches that `LoadedModel.layer_caches` lays out, the drafter's, by the names of its layers."""
+    return {name.removeprefix(DRAFT_PREFIX): cache for name, cache in caches.items() if name.startswith(DRAFT_PREFIX)}
+
+
+class DraftPasses:
+    """A drafter's forward passes over its caches: recorded where the CPU's operators run, else by torch."""
+
+    def __init__(
+        self, loaded: LoadedModel, model: DraftLM, caches: dict[str, LayerCache], operators: Library | None
+    ) -> None:
+        """`caches` as `drafter_caches` gives them. `operators` record the passes; None: torch runs them."""
+        self._loaded, self._model, self._caches = loaded, model, caches
+        self.max_tokens = loaded.config.max_num_batched_tokens + loaded.config.max_num_seqs
+        """Entries of a pass at most: a step's tokens, and those that it samples."""
+        self._first: Program | None = None
+        self._next: Program | None = None
+        self.head: GreedyHead | None = None
+        """Chooses argmax tokens without logits in between."""
+        if operators is not None:
+            self._record(operators)
+
+    @property
+    def are_recorded(self) -> bool:
+        """Whether a pass is one call of the operators."""
+        return self._first is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that recorded passes commit for the largest step."""
+        programs = {id(each): each for each in (self._first, self._next) if each is not None}
+        return sum(each.num_bytes for each in programs.values())
+
+    def run(
+        self, span: DraftSpan, counts: _Ints, ends: _Ints, states: torch.Tensor | None, *, is_first: bool
+    ) -> torch.Tensor:
+        """A pass over the last `counts` entries up to `ends` of each row. # states [T, features] -> [T, hidden_size]
+
+        The result is valid until the next pass. `states` are the target's in a first pass, and else the drafter's.
+        """
+        loaded = self._loaded
+        num_rows, are_single = len(counts), len(span.token_ids) == len(counts)
+        metadata = loaded.backend.build_metadata(
+            query_lens=counts,
+            seq_lens=ends,
+            block_tables=span.block_tables,
+            slot_mapping=span.slot_mapping,
+            num_decodes=num_rows if are_single else 0,
+        )
+        program = self._first if is_first else self._next
+        token_ids, positions = torch.from_numpy(span.token_ids), torch.from_numpy(span.positions)
+        if program is not None and metadata.step is not None:
+            output = program.run(token_ids, positions, metadata.step, states)
+        else:
+            token_ids, positions = token_ids.to(loaded.device), positions.to(loaded.device)
+            if states is None:
+                states = torch.empty(0, device=loaded.device)
+            context = Context(positions, is_prefill=not are_single, batch_size=num_rows, is_draft=True)
+            with forward_context(metadata, context, kv_cache_data=self._caches):
+                output = self._model(token_ids, positions, self._model.combine(states) if is_first else states)
+        if isinstance(loaded.parallel.collectives, SharedMemoryCollectives):
+            loaded.parallel.collectives.check()
+        return output
+
+    def _record(self, operators: Library) -> None:
+        """Record the passes, where the drafter's code only calls operators."""
+        loaded, model = self._loaded, self._model
+        none = np.zeros(0, dtype=np.int64)
+        metadata = loaded.backend.build_metadata(
+            query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
+        )
+        if metadata.step is None:
+            return
+
+        def recorded(columns: int, *, is_first: bool) -> Program:
+            def forward(
+                input_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor | None = None
+            ) -> torch.Tensor:
+                context = Context(positions=positions, is_prefill=False, batch_size=0, is_draft=True)
+                if states is None:
+                    states = torch.empty(0)
+                with forward_context(metadata, context, kv_cache_data=self._caches):
+                    output: torch.Tensor = model(input_ids, positions, model.combine(states) if is_first else states)
+                    return output
+
+            return record(operators, forward, self.max_tokens, columns)
+
+        try:
+            self._first = self._next = recorded(len(model.hidden_layers) * loaded.hidden_size, is_first=True)
+            if type(model).combine is not DraftLM.combine:
+                self._next = recorded(model.hidden_size, is_first=False)
+        except NotRecordable as reason:
+            self._first = self._next = None
+            _log.info("Drafts are computed operator by operator: %s", reason)
+        if loaded.parallel.size == 1:
+            max_rows = loaded.config.max_num_seqs
+            self.head = GreedyHead.of(operators, model.compute_logits, model.hidden_size, max_rows)
+
+
+class ModelDrafter:
+    """Drafts with the `DraftLM` of a loaded model, on one rank. All ranks make the same calls."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        model: DraftLM,
+        passes: DraftPasses,
+        input_batch: InputBatch,
+        sampler: Sampler,
+        num_slots: int,
+    ) -> None:
+        self._loaded, self._model, self._passes = loaded, model, passes
+        self._input_batch, self._sampler = input_batch, sampler
+        self._vocab_size = loaded.model_config.vocab_size
+        self.reads_hidden = bool(model.hidden_layers)
+        """Whether `draft` needs the target's hidden states."""
+        self._is_ahead = int(self.reads_hidden)
+        """How many tokens an entry's token is after the entry's position."""
+        self._num_done = np.zeros(num_slots, dtype=np.int64)
+        """Entries of each slot that are computed."""
+        self._num_guessed = np.zeros(num_slots, dtype=np.int64)
+        """Entries after those that are computed of drafts, which count where these were accepted."""
+        self._waiting: torch.Tensor | None = None  # [num_slots, _MAX_WAITING, features]
+        """The target's hidden states for entries that wait, each at its position modulo `_MAX_WAITING`."""
+        self._num_slots = num_slots
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its passes, and its choice of argmax tokens, are calls of the compiled operators."""
+        return self._passes.are_recorded and self._passes.head is not None
+
+    def draft(
+        self,
+        inputs: StepInputs,
+        hidden: torch.Tensor | None,
+        wanted: _Ints,
+        num_decodes: int,
+        starting: _Ints,
+        *,
+        is_greedy: bool,
+    ) -> list[list[int]]:
+        """Drafts of each row of a step whose tokens are stored: at most `wanted`, as blocks and context allow. # [B]
+
+        `hidden` are the target's states of the step's tokens that `hidden_layers` names. # [T, features]
+        `num_decodes`: leading rows that are no prompts. `starting`: slots of sequences that start in this step.
+        `is_greedy`: whether every row takes its argmax. On ranks other than 0 the result is the same.
+        """
+        slots, firsts, computed, is_sampled = self._computed(inputs)
+        is_new = np.isin(slots, starting)
+        self._num_done[slots[is_new]], self._num_guessed[slots[is_new]] = firsts[is_new], 0
+        ends = np.where(is_sampled, computed + (1 - self._is_ahead), computed)
+        capacity = self._input_batch.capacity(slots)
+        room = np.minimum(capacity - ends + 1, self._input_batch.max_model_len - computed - 1)
+        num_drafts = np.where(is_sampled, np.clip(wanted, 0, np.maximum(room, 0)), 0)
+        ends = np.minimum(ends, capacity)
+        done = self._num_done[slots]
+        # Entries of accepted drafts, with the same tokens: the last token is never a draft.
+        done = np.minimum(done + self._num_guessed[slots], np.maximum(done, computed))
+        if self.reads_hidden:
+            # Where states were not kept, entries are left out: that costs acceptance, and no answer.
+            done = np.where(done + _MAX_WAITING < firsts, firsts, done)
+        is_prompt = np.arange(len(slots)) >= num_decodes
+        is_due = (num_drafts > 0) | is_prompt | (ends - done >= _MAX_WAITING)
+        for span in inputs.pooled:
+            is_due[span.row] = False
+            num_drafts[span.row] = 0
+        self._num_done[slots], self._num_guessed[slots] = done, 0
+        due = np.flatnonzero(is_due & (done < ends))
+        if self.reads_hidden:
+            assert hidden is not None
+            self._keep_waiting(hidden, inputs, np.flatnonzero(~is_due & (done < ends)), done, ends, firsts)
+        drafts: list[list[int]] = [[] for _ in range(len(slots))]
+        if not len(due):
+            return drafts
+        first = _Pass(slots[due], done[due], ends[due])
+        last = self._first_pass(first, hidden, inputs, firsts[due], due)  # [due, hidden_size]
+        self._num_done[slots[due]] = ends[due]
+        drafting = np.flatnonzero(num_drafts[due] > 0)
+        if len(drafting):
+            rows = due[drafting]
+            state = last if len(drafting) == len(due) else last[torch.from_numpy(drafting).to(last.device)]
+            self._go_on(state, rows, slots[rows], ends[rows], num_drafts[rows], drafts, is_greedy=is_greedy)
+        return drafts
+
+    # One call's parts
+
+    def _computed(self, inputs: StepInputs) -> tuple[_Ints, _Ints, _Ints, npt.NDArray[np.bool_]]:
+        """Of each row: its slot, the first position of the step, the tokens whose KV is valid, whether it sampled."""
+        slots = inputs.slots
+        is_sampled = np.zeros(len(slots), dtype=np.bool_)
+        is_sampled[inputs.sampled_rows] = True
+        computed = np.where(is_sampled, self._input_batch.num_read(slots) - 1, inputs.seq_lens)
+        return slots, inputs.seq_lens - inputs.query_lens, computed, is_sampled
+
+    def _first_pass(
+        self, entries: _Pass, hidden: torch.Tensor | None, inputs: StepInputs, firsts: _Ints, rows: _Ints
+    ) -> torch.Tensor:
+        """What the drafter returns for each slot's last entry. # [rows, hidden_size]"""
+        last: list[torch.Tensor] = []
+        for chosen, part in self._parts(entries):
+            states = None
+            if self.reads_hidden:
+                assert hidden is not None
+                states = self._states(part, hidden, inputs, firsts[chosen], rows[chosen])
+            output = self._run(part, states, is_first=True)
+            is_last = part.ends == entries.ends[chosen]
+            at = (np.cumsum(part.ends - part.begins) - 1)[is_last]
+            last.append(output[torch.from_numpy(at).to(output.device)])
+        return last[0] if len(last) == 1 else torch.cat(last)
+
+    def _parts(self, entries: _Pass) -> Iterator[tuple[_Ints, _Pass]]:
+        """The entries in passes of at most `max_num_batched_tokens`, with the rows of each."""
+        slots, begins, ends = entries
+        counts = ends - begins
+        total = int(counts.sum())
+        if total <= self._passes.max_tokens:
+            yield np.arange(len(slots)), entries
+            return
+        stops = np.cumsum(counts)
+        for start in range(0, total, self._passes.max_tokens):
+            # Of each row, the part of its entries between `start` and `start + max_tokens` of all.
+            low = np.clip(start - (stops - counts), 0, counts)
+            high = np.clip(start + self._passes.max_tokens - (stops - counts), 0, counts)
+            chosen = np.flatnonzero(high > low)
+            yield chosen, _Pass(slots[chosen], (begins + low)[chosen], (begins + high)[chosen])
+
+    def _go_on(
+        self,
+        state: torch.Tensor,
+        rows: _Ints,
+        slots: _Ints,
+        ends: _Ints,
+        num_drafts: _Ints,
+        drafts: list[list[int]],
+        *,
+        is_greedy: bool,
+    ) -> None:
+        """Draft after `state`, a token a pass, into `drafts`. # state [rows, hidden_size], the rest [rows]"""
+        for depth in range(int(num_drafts.max())):
+            positions = ends + self._is_ahead + depth
+            token_ids, is_valid = self._choose(state, slots, positions, is_greedy=is_greedy)
+            for row, token_id, is_good in zip(rows.tolist(), token_ids.tolist(), is_valid.tolist(), strict=True):
+                if is_good:
+                    drafts[row].append(token_id)
+            self._input_batch.write_drafts(slots, positions, np.where(is_valid, token_ids, 0))
+            goes_on = is_valid & (num_drafts > depth + 1)
+            if not goes_on.any():
+                return
+            if not goes_on.all():
+                kept = np.flatnonzero(goes_on)
+                rows, slots, ends, num_drafts = rows[kept], slots[kept], ends[kept], num_drafts[kept]
+                state = state[torch.from_numpy(kept).to(state.device)]
+            further = _Pass(slots, ends + depth, ends + depth + 1)
+            state = self._run(further, state if self.reads_hidden else None, is_first=False)
+            if not self.reads_hidden:
+                self._num_guessed[slots] += 1
+
+    def _choose(
+        self, state: torch.Tensor, slots: _Ints, positions: _Ints, *, is_greedy: bool
+    ) -> tuple[_Ints, npt.NDArray[np.bool_]]:
+        """A token for each row, by the noise with which the target will sample it, and whether it is a token.
+
+        # [rows, hidden_size], 2 x [rows] -> [rows], [rows] bool
+        """
+        parallel, head = self._loaded.parallel, self._passes.head
+        if parallel.size == 1 and is_greedy and head is not None and len(state) <= head.max_rows:
+            token_ids, peaks = head.choose(state)
+            return self._checked(token_ids.copy(), np.isfinite(peaks))
+        logits = self._model.compute_logits(state)
+        if parallel.rank:
+            return self._checked(self.share(np.zeros(len(slots), dtype=np.int64)), np.ones(len(slots), dtype=np.bool_))
+        sampled = self._sampler.sample(logits, self._input_batch.draft_sampling(slots, positions))
+        token_ids = sampled.token_ids
+        unusable = [*sampled.non_finite, *sampled.refused]
+        if unusable:
+            token_ids = token_ids.copy()
+            token_ids[unusable] = -1
+        return self._checked(self.share(token_ids), np.ones(len(slots), dtype=np.bool_))
+
+    def _checked(self, token_ids: _Ints, is_valid: npt.NDArray[np.bool_]) -> tuple[_Ints, npt.NDArray[np.bool_]]:
+        return token_ids, is_valid & (token_ids >= 0) & (token_ids < self._vocab_size)
+
+    def share(self, token_ids: _Ints) -> _Ints:
+        """Rank 0's tokens, on all ranks. Token ids are exact in float32. # [rows]"""
+        parallel = self._loaded.parallel
+        if parallel.size == 1 or not len(token_ids):
+            return token_ids
+        mine = token_ids if parallel.rank == 0 else np.zeros_like(token_ids)
+        shared = parallel.all_reduce(torch.from_numpy(mine.astype(np.float32)).to(self._loaded.device))
+        return shared.cpu().numpy().astype(np.int64)
+
+    # Hidden states of the target
+
+    def _states(
+        self, entries: _Pass, hidden: torch.Tensor, inputs: StepInputs, firsts: _Ints, rows: _Ints
+    ) -> torch.Tensor:
+        """The states of entries: of this step, or those that waited. # [entries, features]"""
+        slots, begins, ends = entries
+        counts = ends - begins
+        stops = np.cumsum(counts)
+        total = int(stops[-1])
+        positions = np.arange(total) + np.repeat(ends - stops, counts)
+        # Of position p the state is at the end of its row in the step, less what follows it there.
+        row_ends = np.cumsum(inputs.query_lens)[rows]
+        at = positions + np.repeat(row_ends - inputs.seq_lens[rows], counts)
+        waits = positions < np.repeat(firsts, counts)
+        if not waits.any():
+            if total == len(hidden) and at[0] == 0 and (np.diff(at) == 1).all():
+                return hidden
+            return hidden[torch.from_numpy(at).to(hidden.device)]
+        assert self._waiting is not None
+        states = hidden.new_empty(total, hidden.shape[1])
+        of_step, waited = (torch.from_numpy(np.flatnonzero(each)).to(hidden.device) for each in (~waits, waits))
+        states[of_step] = hidden[torch.from_numpy(at[~waits]).to(hidden.device)]
+        where = (np.repeat(slots, counts) * _MAX_WAITING + positions % _MAX_WAITING)[waits]
+        states[waited] = self._waiting.view(-1, hidden.shape[1])[torch.from_numpy(where).to(hidden.device)]
+        return states
+
+    def _keep_waiting(
+        self, hidden: torch.Tensor, inputs: StepInputs, rows: _Ints, done: _Ints, ends: _Ints, firsts: _Ints
+    ) -> None:
+        """Keep this step's states of rows whose entries are not computed yet."""
+        if not len(rows):
+            return
+        if self._waiting is None:
+            self._waiting = hidden.new_empty(self._num_slots, _MAX_WAITING, hidden.shape[1])
+        begins = np.maximum(done[rows], firsts[rows])
+        counts = ends[rows] - begins
+        stops = np.cumsum(counts)
+        positions = np.arange(int(stops[-1])) + np.repeat(ends[rows] - stops, counts)
+        at = positions + np.repeat((np.cumsum(inputs.query_lens) - inputs.seq_lens)[rows], counts)
+        where = np.repeat(inputs.slots[rows], counts) * _MAX_WAITING + positions % _MAX_WAITING
+        source = hidden[torch.from_numpy(at).to(hidden.device)]
+        self._waiting.view(-1, hidden.shape[1])[torch.from_numpy(where).to(hidden.device)] = source
+
+    def _run(self, entries: _Pass, states: torch.Tensor | None, *, is_first: bool) -> torch.Tensor:
+        span = self._input_batch.draft_span(*entries, self._is_ahead)
+        return self._passes.run(span, entries.ends - entries.begins, entries.ends, states, is_first=is_first)
