@@ -195,10 +195,17 @@ def _with_empty_ones(body: str) -> str:
 
 # Strings and regular expressions, escaped.
 
-_SPECIAL = frozenset(map(chr, (*range(0x20), 0x22, 0x5C)))
-"""The characters that a JSON string holds in an escaped form only."""
+_WIDE = "\x80"
+"""Stands for all characters beyond ASCII, which a JSON string holds as they are or as escapes of UTF-16."""
+_SPECIAL = frozenset(map(chr, (*range(0x20), 0x22, 0x5C))) | {_WIDE}
+"""The characters that a JSON string holds in an escaped form; only those beyond ASCII as they are, too."""
 _SHORT = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-_LONG = _SPECIAL - _SHORT.keys()
+_LONG = _SPECIAL - _SHORT.keys() - {_WIDE}
+_HEX = "[0-9a-fA-F]"
+_ANY_WIDE = (
+    rf"(?-i:\\u)(?:00[89a-fA-F]{_HEX}|0[1-9a-fA-F]{_HEX}{{2}}|[1-9a-cA-CefEF]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}"
+    rf"|[dD][89abAB]{_HEX}{{2}}(?-i:\\u)[dD][c-fC-F]{_HEX}{{2}})"
+)
 _ANY_LONG = r"(?-i:\\u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F])"
 _NOT_SPECIAL = r"[^\x22\x5c\x00-\x1f]"
 _CLASSES = {"d": "", "w": "", "s": "\t\n\v\f\r"}
@@ -284,7 +291,7 @@ def _escaped_pattern(pattern: str, dot_is_all: bool) -> str:
             pieces.append(_any_of(text, special))
         elif character == "\\":
             text, special, at = _escape(pattern, at)
-            pieces.append(_any_of(text, special) if len(special) > 1 or not special else _one(*special))
+            pieces.append(_any_of(text, special) if text[1] == "\\" and text[2] != "x" else _one(_of_class(text)))
         elif character in "^$":
             raise NotEmbeddable(f"its regular expression has the anchor {character}")
         else:
@@ -301,13 +308,19 @@ def _any_of(text: str, special: frozenset[str]) -> str:
     pieces = [plain]
     if short := special & _SHORT.keys():
         pieces.append(f"(?-i:\\\\[{''.join(_character(_SHORT[each]) for each in sorted(short))}])")
-    if long := special - _SHORT.keys():
+    if _WIDE in special:
+        pieces.append(_ANY_WIDE)
+    if long := special - _SHORT.keys() - {_WIDE}:
         pieces += [_ANY_LONG] if long == _LONG else map(_one, sorted(long))
     return f"(?:{'|'.join(pieces)})"
 
 
 def _one(character: str) -> str:
     """An expression for the escaped form of one character."""
+    if character > "\x7f":
+        units = character.encode("utf-16-be", "surrogatepass").hex()
+        escape = "".join(f"(?-i:\\\\u)(?i:{units[at : at + 4]})" for at in range(0, len(units), 4))
+        return f"(?:{_character(character)}|{escape})"
     if character not in _SPECIAL:
         return _character(character)
     if character in _SHORT:
@@ -334,6 +347,11 @@ def _escape(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
     return f"[{_character(character)}]", frozenset(character) & _SPECIAL, match.end()
 
 
+def _of_class(text: str) -> str:
+    """The character of a class that `_escape` made of one."""
+    return text[1] if len(text) == 3 else chr(int(text[4:-2], 16))
+
+
 def _class(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
     """The class in brackets at `at`, its special characters, and where it ends."""
     begin = at
@@ -341,6 +359,7 @@ def _class(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
     is_negated = pattern.startswith("^", at)
     at += is_negated
     special: set[str] = set()
+    highest = ""
     first = True
     while first or not pattern.startswith("]", at):
         first = False
@@ -348,13 +367,20 @@ def _class(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
             raise NotEmbeddable("its regular expression has a class of classes")
         low, named, at = _member(pattern, at)
         special |= named
+        highest = max(highest, low or "")
         if low is None or not pattern.startswith("-", at) or pattern.startswith("-]", at):
             continue
         high, _, at = _member(pattern, at + 1)
         if high is None:
             raise NotEmbeddable("its regular expression has a range that ends in a class")
-        special |= {each for each in _SPECIAL if low <= each <= high}
-    return pattern[begin : at + 1], _SPECIAL - special if is_negated else frozenset(special), at + 1
+        highest = max(highest, high)
+        special |= {each for each in _SPECIAL - {_WIDE} if low <= each <= high}
+    if is_negated:
+        special = set(_SPECIAL - special)
+    if highest > "\x7f":
+        # Of those beyond ASCII the class has some only: as they are.
+        special.discard(_WIDE)
+    return pattern[begin : at + 1], frozenset(special), at + 1
 
 
 def _member(pattern: str, at: int) -> tuple[str | None, frozenset[str], int]:
@@ -364,4 +390,4 @@ def _member(pattern: str, at: int) -> tuple[str | None, frozenset[str], int]:
     text, special, end = _escape(pattern, at)
     if text[1] == "\\" and text[2] != "x":
         return None, special, end
-    return (text[1] if len(text) == 3 else chr(int(text[4:-2], 16))), special, end
+    return _of_class(text), special, end

@@ -303,3 +303,24 @@ def test_two_grammars_of_equal_names_stay_apart() -> None:
             ("one", "a!a!", True), ("two", "c?", True), ("one", "c?", False), ("two", "a!", False),
         ):  # fmt: skip
             assert vocabulary.accepts(grammar, call_of(name, tool, text)) == right
+
+
+@pytest.mark.parametrize(
+    ("lark", "text", "right"),
+    [
+        ("start: /./", r"\u00e9", True),
+        ("start: /[^x]/", r"\u20AC", True),
+        (r"start: /\S/", r"\ud83d\ude00", True),
+        ("start: /./", r"\ud83d", False),
+        ("start: /./", r"\u0041", False),
+        ('start: "é"', r"\u00E9", True),
+        ('start: "é"', r"\u00ea", False),
+        ("start: /😀/", r"\uD83D\uDE00", True),
+        ("start: /[^é]/", r"\u00ea", False),
+        ("start: /[a-z]/", r"\u00e9", False),
+    ],
+)
+def test_characters_beyond_ascii_may_be_escaped(lark: str, text: str, right: bool) -> None:
+    grammar = grammar_of(AnswerFormat("hermes", "none"), "required", {"one": lark}, custom("one"))
+    call = call_of("hermes", "one", "@").replace("@", text)
+    assert ByteVocabulary().accepts(grammar, call) == right
