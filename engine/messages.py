@@ -227,6 +227,10 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Duration of the step just read, from its launch, or the end of the step before it, until it was read."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    device_memory: int = 0
+    """Bytes of its device's memory that the core's process holds; 0 on a CPU, whose memory is the process's."""
+    device_memory_total: int = 0
+    """Bytes of that device's memory; 0 on a CPU."""
 
 
 class StepOutputs(msgspec.Struct, tag="step"):

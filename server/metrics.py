@@ -62,6 +62,8 @@ _GAUGES = (
     ("kaon_kv_cache_blocks", "Blocks of the KV cache."),
     ("kaon_kv_cache_block_tokens", "Tokens in a block of the KV cache; 0 while the model loads."),
     ("kaon_core_resident_memory_bytes", "Memory of the engine core's process, without that of further ranks."),
+    ("kaon_gpu_memory_bytes", "GPU memory that the engine core's process holds, without further ranks; NaN on a CPU."),
+    ("kaon_gpu_memory_total_bytes", "Memory of the engine core's GPU; NaN on a CPU."),
 )
 _COUNTERS = (
     ("kaon_generation_tokens_total", "Tokens generated."),
@@ -518,6 +520,8 @@ class ReplicaMetrics:
             self._kv_blocks,
             self._block_tokens,
             self._memory,
+            self._gpu_memory,
+            self._gpu_memory_total,
         ) = _children(gauges, _GAUGES, labels)
         self._generation_tokens, self._restarts, self._resumed = _children(counters, _COUNTERS, labels)
         since_start = [(name, text) for name, text, _ in _SINCE_CORE_START]
@@ -579,6 +583,8 @@ class ReplicaMetrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
+        self._gpu_memory.set(stats.device_memory or math.nan)
+        self._gpu_memory_total.set(stats.device_memory_total or math.nan)
         self._publish_counts()
         self._generation_tokens.inc(self._generated_tokens)
         self._generated_tokens = 0

@@ -5,6 +5,7 @@
 
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty
@@ -38,6 +39,9 @@ _CANARY_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 _PREPARE_AFTER_IDLE_SECONDS = 0.05
 """An idle core calls `prepare_ahead` after this long: not between two requests of one client."""
 
+_MEMORY_SECONDS = 5.0
+"""Between two looks at the device's memory, which take a call of the driver each."""
+
 _CHECK_AFTER_IDLE_SECONDS = 1.0
 """An idle core checks its own integrity after this long: never between two requests of a busy one."""
 
@@ -61,12 +65,15 @@ class EngineCore:
         generates: bool = True,
         default_step_seconds: float = 0.0,
         prepare_ahead: Callable[[], bool] | None = None,
+        device_memory: Callable[[], tuple[int, int]] | None = None,
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
         """`window`, `blocks_at_first`, `splits_prompts` and `default_step_seconds` are the scheduler's. `generates`:
         False where all that the model does is to pool prompts. `record` names the sequences in the steps that run.
         `kv_events` publishes which blocks are cached.
+
+        `device_memory` returns the bytes of a GPU that this process holds, and all of its bytes; None: on a CPU.
 
         `prepare_ahead`, called while the core is idle, makes later steps faster, and returns whether to call it again.
         """
@@ -96,6 +103,9 @@ class EngineCore:
         """Sequences that an earlier core died on; each is computed alone first."""
         self._stopping = False
         self._prepare_ahead = prepare_ahead
+        self._device_memory = device_memory
+        self._memory = (0, 0)
+        self._next_memory_time = 0.0
 
     def busy_loop(self) -> None:
         """Serve until a `Shutdown` arrives; then abort all sequences, send `Stopped`, and return."""
@@ -247,6 +257,11 @@ class EngineCore:
         """Send the outputs of a step, after those that no step brought."""
         if self._outputs:
             outputs, self._outputs = self._outputs + outputs, []
-        self.output_queue.put(StepOutputs(outputs, self.scheduler.stats(step_kind, step_seconds)))
+        stats = self.scheduler.stats(step_kind, step_seconds)
+        if self._device_memory is not None:
+            if (now := time.monotonic()) >= self._next_memory_time:
+                self._memory, self._next_memory_time = self._device_memory(), now + _MEMORY_SECONDS
+            stats.device_memory, stats.device_memory_total = self._memory
+        self.output_queue.put(StepOutputs(outputs, stats))
         if self._kv_events is not None:
             self._kv_events.publish(self.scheduler.block_manager.take_changes())

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.distributed.rank_steps import RankSteps, StepMessage, rank_batch
 from engine.messages import PoolingParams, TokenLogprobs
-from engine.runner.device import Download, oom_in_step
+from engine.runner.device import DeviceMemory, Download, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
 from engine.runner.drafting import DraftPasses, ModelDrafter, drafter_caches
 from engine.runner.graphs import DecodeGraphs, make_graphs, why_no_graphs
@@ -352,6 +352,11 @@ class ModelRunner:
         if self.graphs is not None and self.parallel.size == 1 and self.graphs.capture_next():
             return True
         return self.page_committer.commit_idle()
+
+    def device_memory(self) -> tuple[int, int]:
+        """Bytes of a GPU's memory that this process holds, and all of them."""
+        memory = DeviceMemory(self.device)
+        return memory.held(), memory.total()
 
     def _count_step(self) -> None:
         """Count a step for the graphs; with several ranks `prepare_model` counts it."""

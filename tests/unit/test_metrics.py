@@ -104,6 +104,8 @@ def test_every_promised_metric_is_there_before_any_request() -> None:
         "kaon_http_requests": "counter",
         "kaon_model_requests": "counter",
         "kaon_core_resident_memory_bytes": "gauge",
+        "kaon_gpu_memory_bytes": "gauge",
+        "kaon_gpu_memory_total_bytes": "gauge",
         "kaon_request_queue_seconds": "histogram",
         "kaon_step_duration_seconds": "histogram",
         "kaon_build_info": "gauge",
@@ -205,6 +207,16 @@ def test_memory_of_a_core_is_read_at_the_scrape_and_nan_on_another_host() -> Non
     assert math.isnan(value(metrics, "kaon_core_resident_memory_bytes", replica="1"))
 
 
+def test_memory_of_a_gpu_is_the_cores_own_figure_and_nan_on_a_cpu() -> None:
+    metrics = Metrics("1", 2)
+    metrics.show_serving(lambda: [0, 1])
+    metrics.step(stats(device_memory=3 * 2**30, device_memory_total=80 * 2**30), 1, 0)
+    metrics.step(stats(), 1, 1)
+    assert value(metrics, "kaon_gpu_memory_bytes", replica="0") == 3 * 2**30
+    assert value(metrics, "kaon_gpu_memory_total_bytes", replica="0") == 80 * 2**30
+    assert math.isnan(value(metrics, "kaon_gpu_memory_bytes", replica="1"))
+
+
 def test_a_prompt_behind_which_nothing_is_generated_is_counted(tokenizer: Tokenizer) -> None:
     metrics = Metrics("1")
     state = RequestState(1, [5] * 7, SamplingParams(max_tokens=0), tokenizer)
@@ -252,7 +264,7 @@ def test_one_core_has_no_label_and_the_names_are_the_same() -> None:
     assert not any("replica" in sample.labels for family in one.values() for sample in family.samples)
     labelled = {name for name, each in several.items() if any("replica" in sample.labels for sample in each.samples)}
     assert "kaon_time_to_first_token_seconds" not in labelled
-    assert len(labelled) == 16
+    assert len(labelled) == 18
 
 
 async def test_calls_that_wait_share_a_rendering_that_is_later_than_they() -> None:
