@@ -14,13 +14,18 @@ PATHS = {
     "AVX-512 without AMX": {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
         "MKL_CBWR": "AVX512",
-        "KAON_TEST_OPERATORS": "AVX-512 bfloat16",
+        "KAON_TEST_OPERATORS": "avx512_bf16",
+    },
+    "AVX-512 without bfloat16": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+        "MKL_CBWR": "AVX512",
+        "KAON_TEST_OPERATORS": "avx512",
     },
     "AVX2": {
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_CBWR": "AVX2",
-        "KAON_TEST_OPERATORS": "portable",
+        "KAON_TEST_OPERATORS": "avx2",
     },
     "SSE": {
         "ATEN_CPU_CAPABILITY": "default",

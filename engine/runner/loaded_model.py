@@ -133,10 +133,14 @@ class LoadedModel:
 
 
 def start_operators(config: Config, device: torch.device, dtype: torch.dtype) -> Library | None:
-    """Have the CPU's compiled operators compute on as many threads as torch does; None where torch computes."""
+    """Have the CPU's compiled operators compute on as many threads as torch does; None where torch computes.
+
+    Raises `ValueError` for an instruction set that this processor does not run.
+    """
     if device.type != "cpu" or dtype is not torch.bfloat16 or not config.cpu_operators:
         return None
-    return runtime.start(torch.get_num_threads())
+    isa = None if config.cpu_isa == "auto" else runtime.INSTRUCTION_SETS.index(config.cpu_isa)
+    return runtime.start(torch.get_num_threads(), isa)
 
 
 def load_model(

@@ -17,15 +17,14 @@ collect_ignore_glob = [] if _HAS_TRITON else ["test_triton_*.py"]
 
 
 def _limit_operators(name: str) -> None:
-    """Have tests see a library of at most the instruction set `name`, or none at all; before they are imported."""
+    """Have tests see a library of instruction sets up to `name`, or none at all; before they are imported."""
     if name == "none":
         library.load_library = cache(lambda: None)
         return
     limit, loaded = library.INSTRUCTION_SETS.index(name), library.load_library()
     if loaded is not None:
-        of_processor = loaded._library.kaon_isa
-        loaded._library.kaon_isa = lambda: min(of_processor(), limit)
-        loaded.isa = min(loaded.isa, limit)
+        loaded.available = tuple(isa for isa in loaded.available if isa <= limit)
+        loaded.isa = loaded.available[-1]
 
 
 if "KAON_TEST_OPERATORS" in os.environ:

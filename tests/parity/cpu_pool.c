@@ -27,7 +27,9 @@ int main(int argc, char **argv) {
     const struct step step = {.num_tokens = TOKENS};
     for (int round = 0; round < 12; round++) {
         static const int threads[] = {2, 4, 1, 3};
-        if (kaon_start(threads[round % 4], round % 3)) return 1;
+        int isa = round % ISAS;
+        while (!kaon_runs(isa)) isa--;
+        if (kaon_start(threads[round % 4], isa)) return 1;
         for (int i = 0; i < programs; i++) {
             for (int token = 0; token < TOKENS; token++) atomic_init(&ended[token], 0);
             kaon_run(program, 3, &step);

@@ -28,13 +28,12 @@ LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
     LIBRARY is None, reason="the operators were not built: install again where there is a C compiler"
 )
-BEST = library.PORTABLE if LIBRARY is None else LIBRARY.isa
-NAMES = {library.PORTABLE: "portable", library.AVX512_BF16: "avx512-bf16", library.AMX: "amx"}
+PATHS = () if LIBRARY is None else LIBRARY.available
 
 
-@pytest.fixture(params=range(BEST + 1), ids=NAMES.get)
+@pytest.fixture(params=PATHS, ids=library.INSTRUCTION_SETS.__getitem__)
 def operators(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The operators on two threads, with at most this instruction set."""
+    """The operators on two threads, with each instruction set that this processor runs."""
     runtime.start(2, request.param)
     yield
     runtime.stop()
@@ -293,6 +292,13 @@ runtime.start({threads})
 ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
 """
         subprocess.run([sys.executable, "-c", script], check=True, timeout=500)
+
+
+def test_an_instruction_set_that_the_processor_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LIBRARY is not None
+    monkeypatch.setattr(LIBRARY, "available", (library.PORTABLE, library.AVX2))
+    with pytest.raises(ValueError, match=r"cpu_isa is amx, .* set it to auto, or to one of portable, avx2"):
+        runtime.start(1, library.AMX)
 
 
 def small_pass() -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[weakref.ref[torch.Tensor]]]:

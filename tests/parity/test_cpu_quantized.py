@@ -10,7 +10,7 @@ import torch
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu.dense import BLOCK, STEP, QuantizedWeight, quantized_bytes
-from tests.parity.test_cpu_operators import BEST, LIBRARY, NAMES, bf16
+from tests.parity.test_cpu_operators import LIBRARY, PATHS, bf16
 
 pytestmark = pytest.mark.skipif(
     LIBRARY is None, reason="the operators were not built: install again where there is a C compiler"
@@ -19,9 +19,9 @@ Bits = Literal[4, 8]
 SIZES = [(1, 64, 64), (3, 100, 70), (17, 1024, 96), (33, 48, 1000), (65, 1031, 65), (513, 544, 40), (16, 1, 1)]
 
 
-@pytest.fixture(params=range(BEST + 1), ids=NAMES.get, autouse=True)
+@pytest.fixture(params=PATHS, ids=runtime.INSTRUCTION_SETS.__getitem__, autouse=True)
 def operators(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The operators on two threads, with at most this instruction set."""
+    """The operators on two threads, with each instruction set that this processor runs."""
     runtime.start(2, request.param)
     yield
     runtime.stop()

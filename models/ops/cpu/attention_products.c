@@ -118,10 +118,10 @@ CLONES static void weigh_portable(const struct attention *op, const struct colum
 
 static const struct attention_products portable = {turn_portable, score_portable, weigh_portable, add_portable};
 
-#if HAS_AMX
+#if HAS_X86
 /* ---- AVX-512 with products of bfloat16 pairs ---- */
 
-AVX512 static void turn_avx512(const bf16 *const columns[LANES], int64_t dim, bf16 *queries) {
+AVX512_BF16 static void turn_avx512(const bf16 *const columns[LANES], int64_t dim, bf16 *queries) {
     for (int64_t i = 0; i < dim; i += DEPTH) {
         __m512i pairs[LANES];
         for (int lane = 0; lane < LANES; lane++)
@@ -133,7 +133,7 @@ AVX512 static void turn_avx512(const bf16 *const columns[LANES], int64_t dim, bf
 
 #define KEYS_OF_VECTORS 8
 
-AVX512 static void score_vectors(const bf16 *keys, const bf16 *queries, int64_t dim, float scores[][LANES]) {
+AVX512_BF16 static void score_vectors(const bf16 *keys, const bf16 *queries, int64_t dim, float scores[][LANES]) {
     __m512 sums[KEYS_OF_VECTORS];
     for (int key = 0; key < KEYS_OF_VECTORS; key++) sums[key] = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < dim / 2; pair++) {
@@ -158,7 +158,7 @@ static void score_avx512(const struct units *keys, struct spans spans, const bf1
             }
 }
 
-AVX512 static void add_tile_avx512(const bf16 *values, struct spans spans, const bf16 *weights, int64_t count,
+AVX512_BF16 static void add_tile_avx512(const bf16 *values, struct spans spans, const bf16 *weights, int64_t count,
                                    int64_t dim, float *sums) {
     for (int64_t i = 0; i < dim; i += LANES)
         for (int64_t column = 0; column < count; column++) {
@@ -184,7 +184,7 @@ static void add_avx512(const bf16 *values, struct spans spans, const bf16 *weigh
 }
 
 /* As exp2_of of vectors.h, with what AVX-512 has for it; 0 below -125, as numbers too small to be normal take long. */
-AVX512 static inline __m512 exp2_avx512(__m512 x) {
+AVX512_BF16 static inline __m512 exp2_avx512(__m512 x) {
     __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ); /* a NaN does */
     __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
     __m512 p = _mm512_set1_ps(9.58279e-3f);
@@ -195,7 +195,7 @@ AVX512 static inline __m512 exp2_avx512(__m512 x) {
     return _mm512_maskz_scalef_ps(counts, p, n);
 }
 
-AVX512 static void hide_keys_avx512(const struct columns *columns, int64_t first_key, struct spans spans,
+AVX512_BF16 static void hide_keys_avx512(const struct columns *columns, int64_t first_key, struct spans spans,
                                     float scores[KEYS][LANES]) {
     __m512i first = _mm512_load_si512(columns->first), last = _mm512_load_si512(columns->last);
     __m512 hidden = _mm512_set1_ps(-INFINITY);
@@ -212,7 +212,7 @@ AVX512 static void hide_keys_avx512(const struct columns *columns, int64_t first
 #define FEW 4 /* columns that four keys are side by side for */
 
 /* What a column does not see of keys [4][FEW] from `first_key` on, at minus infinity. */
-AVX512 static inline __m512 hide_avx512(__m512 scores, const struct columns *columns, int64_t first_key) {
+AVX512_BF16 static inline __m512 hide_avx512(__m512 scores, const struct columns *columns, int64_t first_key) {
     __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int)first_key),
                                   _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
     __m512i first = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)columns->first));
@@ -222,16 +222,16 @@ AVX512 static inline __m512 hide_avx512(__m512 scores, const struct columns *col
 }
 
 /* The largest, or the sum, of what four keys have for FEW columns, where the sum of all keys is made as for 16. */
-AVX512 static inline __m128 largest_of_four(__m512 x) {
+AVX512_BF16 static inline __m128 largest_of_four(__m512 x) {
     return _mm_max_ps(_mm_max_ps(_mm512_castps512_ps128(x), _mm512_extractf32x4_ps(x, 1)),
                       _mm_max_ps(_mm512_extractf32x4_ps(x, 2), _mm512_extractf32x4_ps(x, 3)));
 }
-AVX512 static inline __m128 sum_of_four(__m512 x) {
+AVX512_BF16 static inline __m128 sum_of_four(__m512 x) {
     return _mm_add_ps(_mm_add_ps(_mm512_castps512_ps128(x), _mm512_extractf32x4_ps(x, 1)),
                       _mm_add_ps(_mm512_extractf32x4_ps(x, 2), _mm512_extractf32x4_ps(x, 3)));
 }
 
-AVX512 static void fade_sums(const struct attention *op, const float *by, uint32_t fades, float *all_sums) {
+AVX512_BF16 static void fade_sums(const struct attention *op, const float *by, uint32_t fades, float *all_sums) {
     for (; fades; fades &= fades - 1) {
         int column = __builtin_ctz(fades);
         __m512 factor = _mm512_set1_ps(by[column]);
@@ -242,14 +242,14 @@ AVX512 static void fade_sums(const struct attention *op, const float *by, uint32
 }
 
 /* Scores of four keys and FEW columns side by side. */
-AVX512 static inline __m512 load_four(float scores[FEW][LANES]) {
+AVX512_BF16 static inline __m512 load_four(float scores[FEW][LANES]) {
     __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(scores[0])), _mm_load_ps(scores[1]), 1);
     __m256 high = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(scores[2])), _mm_load_ps(scores[3]), 1);
     return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
 }
 
 /* Weights of a span, [8 keys' pairs][4 columns][2] each, to [4 columns][32 keys]. */
-AVX512 static inline void store_span(const __m512i keys[4], bf16 *to) {
+AVX512_BF16 static inline void store_span(const __m512i keys[4], bf16 *to) {
     __m512i even0 = _mm512_shuffle_i64x2(keys[0], keys[1], 0x88), odd0 = _mm512_shuffle_i64x2(keys[0], keys[1], 0xDD);
     __m512i even1 = _mm512_shuffle_i64x2(keys[2], keys[3], 0x88), odd1 = _mm512_shuffle_i64x2(keys[2], keys[3], 0xDD);
     _mm512_store_si512(to, _mm512_shuffle_i64x2(even0, even1, 0x88));
@@ -260,7 +260,7 @@ AVX512 static inline void store_span(const __m512i keys[4], bf16 *to) {
 
 /* As weigh_avx512, number for number, for FEW columns: a token that is decoded has no more, and needs a quarter of it.
  * The other columns' weights are left as they are. */
-AVX512 static void weigh_few(const struct attention *op, const struct columns *columns, int64_t first_key,
+AVX512_BF16 static void weigh_few(const struct attention *op, const struct columns *columns, int64_t first_key,
                              struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
                              struct fetches *ahead) {
     ALIGNED static const uint16_t by_column[32] = {0, 4, 8,  12, 16, 20, 24, 28, 1, 5, 9,  13, 17, 21, 25, 29,
@@ -306,7 +306,7 @@ AVX512 static void weigh_few(const struct attention *op, const struct columns *c
 
 #define CHAINS 4 /* of maxima and sums, so that none waits for the one before */
 
-AVX512 static void weigh_avx512(const struct attention *op, const struct columns *columns, int64_t first_key,
+AVX512_BF16 static void weigh_avx512(const struct attention *op, const struct columns *columns, int64_t first_key,
                                 struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
                                 struct fetches *ahead) {
     ALIGNED static const uint16_t in_turn[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -437,7 +437,7 @@ static const struct attention_products amx = {turn_avx512, score_amx, weigh_avx5
 #endif
 
 const struct attention_products *attention_products(enum isa isa) {
-#if HAS_AMX
+#if HAS_X86
     if (isa == WITH_AMX) return &amx;
     if (isa == WITH_AVX512_BF16) return &avx512;
 #endif

@@ -37,13 +37,14 @@ static struct gating_room prepare(const struct gated_linear *op, struct worker *
     prepare_tiles(worker->isa);
     float *sums = (float *)worker->scratch;
     bf16 *gates = (bf16 *)(sums + 4 * GROUP * PANEL), *ups = gates + GROUP * MOST_HELD * PANEL;
+    const struct panel_products *products = panel_products(worker->isa);
     return (struct gating_room){.op = op,
-                                .products = panel_products(worker->isa),
+                                .products = products,
                                 .sums = sums,
                                 .gates = gates,
                                 .ups = ups,
                                 .gated = ups + GROUP * PANEL,
-                                .staged = {ups + 2 * GROUP * PANEL, -1},
+                                .staged = {(char *)(ups + 2 * GROUP * PANEL), -1, products->staged_bytes},
                                 .is_large = is_large};
 }
 
@@ -94,7 +95,7 @@ static void gate_made(struct gating_room *room) {
 }
 
 /* Up to GROUP rows, `row` the first of them, by a panel of gates and its other; what was made is gated beside. */
-static void multiply_pair(struct gating_room *room, const bf16 *staged, int64_t row, int64_t count, int64_t panel) {
+static void multiply_pair(struct gating_room *room, const char *staged, int64_t row, int64_t count, int64_t panel) {
     const struct linear *op = &room->op->linear;
     int64_t steps = parts(op->in_features, DEPTH), other = op->out_features / PANEL / 2 + panel;
     float *gates = room->sums, *ups = gates + GROUP * PANEL;
@@ -128,7 +129,7 @@ static void gate_share(struct gating_room *room, const struct share *share) {
         for (int64_t done = 0, count; done < share->count; done += count) {
             count = rows_of_group(share->count - done, share->count);
             for (int64_t i = panel; i < min64(share->past, panel + together); i++)
-                multiply_pair(room, room->staged.rows + done * inputs, share->first + done, count, i);
+                multiply_pair(room, room->staged.rows + done * inputs * room->staged.bytes, share->first + done, count, i);
         }
 }
 

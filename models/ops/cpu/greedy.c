@@ -42,7 +42,7 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
     int64_t share = panels_of_task(1, steps * STEP * sizeof(bf16), panels, worker->threads);
     int64_t shares = parts(panels, share);
     struct best_tokens best = {op->peaks + worker->thread * op->max_rows, op->tokens + worker->thread * op->max_rows};
-    struct staged staged = {(bf16 *)worker->scratch, -1};
+    struct staged staged = {worker->scratch, -1, products->staged_bytes};
     ALIGNED float logits[GROUP * PANEL];
     for (int64_t row = 0; row < rows; row++) best.peaks[row] = -INFINITY, best.tokens[row] = 0;
     prepare_tiles(worker->isa);
@@ -55,7 +55,7 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
             const bf16 *weight = op->weight + panel * steps * STEP;
             for (int64_t row = 0, some; row < count; row += some) {
                 some = rows_of_group(count - row, count);
-                products->multiply(staged.rows + row * steps * DEPTH, some, weight, steps, look_ahead(count), logits);
+                products->multiply(staged.rows + row * steps * DEPTH * staged.bytes, some, weight, steps, look_ahead(count), logits);
                 if (op->bias) add_bias(logits, some, op->bias + panel * PANEL, width);
                 struct best_tokens here = {best.peaks + first + row, best.tokens + first + row};
                 remember(logits, some, panel * PANEL, width, here);

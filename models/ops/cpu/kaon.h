@@ -31,15 +31,20 @@ typedef uint16_t bf16;
 #endif
 
 #if defined(__x86_64__) && (__GNUC__ >= 12 || __clang_major__ >= 16)
-#define HAS_AMX 1
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,amx-int8")))
+#define HAS_X86 1
+#define AVX2_SET "avx2,fma,bmi,bmi2"
+#define AVX512_SET "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"
+#define AVX2 __attribute__((target(AVX2_SET)))
+#define AVX_VNNI __attribute__((target(AVX2_SET ",avxvnni")))
+#define AVX512 __attribute__((target(AVX512_SET)))
+#define AVX512_BF16 __attribute__((target(AVX512_SET ",avx512bf16")))
+#define AMX __attribute__((target(AVX512_SET ",avx512bf16,amx-tile,amx-bf16,amx-int8")))
 #else
-#define HAS_AMX 0
+#define HAS_X86 0
 #endif
 
-/* Instruction sets, each containing those before it. */
-enum isa { PORTABLE, WITH_AVX512_BF16, WITH_AMX };
+/* Instruction sets, by speed: one path of code each. See isa.c. */
+enum isa { PORTABLE, WITH_AVX2, WITH_AVX_VNNI, WITH_AVX512, WITH_AVX512_BF16, WITH_AMX, ISAS };
 
 /* The step that a program runs on: B rows of T tokens together, as models/attention/backend.py has it. */
 struct step {
@@ -63,7 +68,7 @@ struct worker {
     atomic_long *next; /* the operator's next task, 0 when it begins */
     char *scratch;     /* SCRATCH bytes of its own, aligned to a line */
 };
-#define SCRATCH (4 << 20)
+#define SCRATCH (6 << 20)
 
 static inline long take_task(struct worker *worker) {
     return atomic_fetch_add_explicit(worker->next, 1, memory_order_relaxed);

@@ -19,16 +19,23 @@ int64_t rows_to_stage(int64_t inputs) {
     return max64(LANES, rows / whole * whole);
 }
 
-static void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
+/* Inputs as float32. */
+CLONES static void widen_inputs(float *to, const bf16 *from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = widen(from[i]);
+}
+
+static void stage_rows(const struct staged *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
                        int64_t in_features) {
     int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
     for (int64_t row = 0; row < rounded; row++) {
-        bf16 *to = staged + (row & -LANES) * steps * DEPTH + row % LANES * DEPTH;
+        char *to = staged->rows + ((row & -LANES) * steps * DEPTH + row % LANES * DEPTH) * staged->bytes;
         const bf16 *from = x + (tokens && row < count ? tokens[row] : row) * stride;
         for (int64_t step = 0; step < steps; step++) {
             int64_t inputs = row >= count ? 0 : step < whole ? DEPTH : in_features % DEPTH;
-            if (inputs < DEPTH) memset(to + step * TILE, 0, DEPTH * sizeof(bf16));
-            memcpy(to + step * TILE, from + step * DEPTH, inputs * sizeof(bf16));
+            char *here = to + step * TILE * staged->bytes;
+            if (inputs < DEPTH) memset(here, 0, DEPTH * staged->bytes);
+            if (staged->bytes == sizeof(bf16)) memcpy(here, from + step * DEPTH, inputs * sizeof(bf16));
+            else widen_inputs((float *)here, from + step * DEPTH, inputs);
         }
     }
 }
@@ -37,8 +44,8 @@ void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *
            int64_t in_features) {
     if (staged->first == first) return;
     staged->first = first;
-    if (tokens) stage_rows(staged->rows, x, stride, tokens + first, count, in_features);
-    else stage_rows(staged->rows, x + first * stride, stride, NULL, count, in_features);
+    if (tokens) stage_rows(staged, x, stride, tokens + first, count, in_features);
+    else stage_rows(staged, x + first * stride, stride, NULL, count, in_features);
 }
 
 /* Where one group of rows meets one panel. */
@@ -58,9 +65,10 @@ struct bench {
 
 static struct bench prepare(struct worker *worker, int is_large) {
     prepare_tiles(worker->isa);
-    return (struct bench){.products = panel_products(worker->isa),
+    const struct panel_products *products = panel_products(worker->isa);
+    return (struct bench){.products = products,
                           .sums = (float *)worker->scratch,
-                          .staged = {(bf16 *)(worker->scratch + GROUP * PANEL * sizeof(float)), -1},
+                          .staged = {worker->scratch + GROUP * PANEL * sizeof(float), -1, products->staged_bytes},
                           .is_large = is_large};
 }
 
@@ -94,7 +102,7 @@ static void multiply_rows(struct meeting at, const struct bench *bench, int64_t 
         at.row = first_row + done, at.count = rows_of_group(rows - done, rows);
         for (int64_t panel = 0; panel < panels; panel++) {
             at.output = first_output + panel * PANEL;
-            bench->products->multiply(bench->staged.rows + done * steps * DEPTH, at.count,
+            bench->products->multiply(bench->staged.rows + done * steps * DEPTH * bench->staged.bytes, at.count,
                                       weight + panel * steps * STEP, steps, look_ahead(rows), bench->sums);
             finish(&at, bench);
         }
@@ -235,7 +243,7 @@ static void pack_rows(const struct pack *op, int64_t from, int64_t past, bf16 *t
     }
 }
 
-#if HAS_AMX
+#if HAS_X86
 /* All 16, for inputs in whole steps. */
 AVX512 static void pack_tile(const struct pack *op, int64_t from, bf16 *to) {
     const bf16 *values = op->rows + (from - op->first) * op->row_stride;
@@ -257,8 +265,8 @@ void pack(const void *arguments, const struct step *step, struct worker *worker)
         int64_t tile = op->first / LANES + task;
         bf16 *to = op->weight + tile / 2 * steps * STEP + tile % 2 * TILE;
         int64_t from = max64(op->first, tile * LANES), past = min64(last, (tile + 1) * LANES);
-#if HAS_AMX
-        if (worker->isa >= WITH_AVX512_BF16 && past - from == LANES && op->in_features % DEPTH == 0) {
+#if HAS_X86
+        if (worker->isa >= WITH_AVX512 && past - from == LANES && op->in_features % DEPTH == 0) {
             pack_tile(op, from, to);
             continue;
         }

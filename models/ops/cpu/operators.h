@@ -412,8 +412,8 @@ extern operator *const operators[OPERATORS];
 void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
                 bf16 *out);
 
-/* The best instruction set that this processor has, this build knows, and the kernel grants. */
-EXPORTED int kaon_isa(void);
+/* Whether this processor has an instruction set, this build knows it, and the kernel grants it. */
+EXPORTED int kaon_runs(int isa);
 
 /* Called by a thread before it reconfigures its tiles or sleeps. */
 void release_tiles(enum isa isa);

@@ -1,168 +1,81 @@
-/* See panels.h. Each follows one order of sums whatever `count` is. */
+/* See panels.h. Each instruction set follows one order of sums whatever `count` is. */
 
 #include "panels.h"
 #include "operators.h"
+#include "vectors.h"
 
-#if HAS_AMX
+#if HAS_X86
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
-/* ---- any processor ---- */
-
-#define PORTABLE_ROWS 4
-
-CLONES static void add_rows(const bf16 *x, int64_t rows, const bf16 *weight, int64_t steps, float *sums) {
-    float s[PORTABLE_ROWS][PANEL] = {{0}};
-    for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {
-        for (int pair = 0; pair < DEPTH / 2; pair++) {
-            float even[PANEL], odd[PANEL];
-            for (int half = 0; half < 2; half++) {
-                const bf16 *w = weight + half * TILE + pair * LANES * 2;
-                for (int lane = 0; lane < LANES; lane++) {
-                    uint32_t both;
-                    memcpy(&both, w + lane * 2, sizeof both);
-                    uint32_t low = both << 16, high = both & 0xffff0000u;
-                    memcpy(&even[half * LANES + lane], &low, sizeof low);
-                    memcpy(&odd[half * LANES + lane], &high, sizeof high);
-                }
-            }
-            for (int64_t row = 0; row < rows; row++) {
-                float x0 = widen(x[row * DEPTH + 2 * pair]), x1 = widen(x[row * DEPTH + 2 * pair + 1]);
-                for (int lane = 0; lane < PANEL; lane++) s[row][lane] += x0 * even[lane];
-                for (int lane = 0; lane < PANEL; lane++) s[row][lane] += x1 * odd[lane];
-            }
-        }
-    }
-    memcpy(sums, s, rows * sizeof s[0]);
-}
-
-static void multiply_portable(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
-                              float *sums) {
-    (void)ahead;
-    for (int64_t row = 0; row < count; row += PORTABLE_ROWS)
-        add_rows(staged + row / LANES * LANES * steps * DEPTH + row % LANES * DEPTH,
-                 min64(PORTABLE_ROWS, count - row), weight, steps, sums + row * PANEL);
-}
-
-CLONES static void round_portable(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out,
-                                  int64_t out_stride) {
-    (void)is_large;
-    for (int64_t row = 0; row < count; row++)
-        for (int64_t i = 0; i < PANEL; i++) out[row * out_stride + i] = narrow(sums[row * PANEL + i] + bias[i]);
-}
-
-static void multiply_beside_portable(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
-                                     const struct beside *beside) {
-    multiply_portable(staged, count, weight, steps, 0, sums);
-    for (int64_t row = beside->first; row < beside->past; row++) beside->do_row(beside->what, row);
-}
-
-static void put_portable(const bf16 *row, int is_large, bf16 *out) {
-    (void)is_large;
-    memcpy(out, row, PANEL * sizeof(bf16));
-}
-
-static const struct panel_products portable = {multiply_portable, multiply_beside_portable, round_portable,
-                                               put_portable};
-
-#if HAS_AMX
-/* ---- AVX-512 with products of bfloat16 pairs ---- */
-
 #define STEP_LINES (STEP * (int)sizeof(bf16) / LINE)
+#define NEAR_STEPS 4 /* 8 KiB of a weight, which the first cache keeps beside the rows that meet them */
+#define STAGED_BYTES(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float))
 
-/* Some lines of the step that lies `ahead` bytes behind this one. */
-AVX512 static inline void fetch_part(const bf16 *weight, int64_t ahead, int line, int past) {
-    for (; line < past; line++) _mm_prefetch((const char *)weight + ahead + line * LINE, _MM_HINT_T0);
-}
-
-/* All of it; 0 for none, when it is left to the processor. */
-AVX512 static inline void fetch(const bf16 *weight, int64_t ahead) {
-    if (ahead) fetch_part(weight, ahead, 0, STEP_LINES);
-}
-
-/* ROWS rows: a function each, so that the sums stay in registers. */
-#define ADD_ROWS(ROWS)                                                                                       \
-    AVX512 static void add_rows##ROWS(const bf16 *x, const bf16 *weight, int64_t steps, int64_t ahead,       \
-                                      float *sums) {                                                         \
-        __m512 s0[ROWS], s1[ROWS];                                                                           \
-        for (int r = 0; r < ROWS; r++) {                                                                     \
-            s0[r] = _mm512_setzero_ps();                                                                     \
-            s1[r] = _mm512_setzero_ps();                                                                     \
-        }                                                                                                    \
-        for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {                            \
-            fetch(weight, ahead);                                                                            \
-            for (int pair = 0; pair < DEPTH / 2; pair++) {                                                   \
-                const bf16 *w = weight + pair * LANES * 2;                                                   \
-                __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + TILE);  \
-                for (int r = 0; r < ROWS; r++) {                                                             \
-                    int both;                                                                                \
-                    memcpy(&both, x + r * DEPTH + 2 * pair, sizeof both);                                    \
-                    __m512bh xs = (__m512bh)_mm512_set1_epi32(both);                                         \
-                    s0[r] = _mm512_dpbf16_ps(s0[r], xs, w0);                                                 \
-                    s1[r] = _mm512_dpbf16_ps(s1[r], xs, w1);                                                 \
-                }                                                                                            \
-            }                                                                                                \
-        }                                                                                                    \
-        for (int r = 0; r < ROWS; r++) {                                                                     \
-            _mm512_storeu_ps(sums + r * PANEL, s0[r]);                                                       \
-            _mm512_storeu_ps(sums + r * PANEL + LANES, s1[r]);                                               \
-        }                                                                                                    \
-    }
-ADD_ROWS(1)
-ADD_ROWS(2)
-ADD_ROWS(4)
-ADD_ROWS(8)
-
-static void multiply_avx512(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
-                            float *sums) {
-    for (int64_t row = 0; row < count; row += 8, sums += PANEL * 8, ahead = 0) {
-        const bf16 *x = staged + row / LANES * LANES * steps * DEPTH + row % LANES * DEPTH;
-        int64_t left = min64(8, count - row);
-        float *to = sums;
-        if (left == 8) {
-            add_rows8(x, weight, steps, ahead, to);
-            continue;
-        }
-        if (left & 4) add_rows4(x, weight, steps, ahead, to), x += 4 * DEPTH, to += 4 * PANEL, ahead = 0;
-        if (left & 2) add_rows2(x, weight, steps, ahead, to), x += 2 * DEPTH, to += 2 * PANEL, ahead = 0;
-        if (left & 1) add_rows1(x, weight, steps, ahead, to);
-    }
-}
-
-AVX512 static inline void put_line(bf16 *out, __m512i line, int is_streamed) {
-    if (is_streamed) _mm512_stream_si512((__m512i *)out, line);
-    else _mm512_storeu_si512(out, line);
-}
-
-static int is_whole_lines(const bf16 *out, int64_t out_stride) {
+static inline int is_whole_lines(const bf16 *out, int64_t out_stride) {
     return ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;
 }
 
-AVX512 static void round_avx512(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out,
-                                int64_t out_stride) {
-    __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + LANES);
-    int is_streamed = is_large && is_whole_lines(out, out_stride);
-    for (int64_t row = 0; row < count; row++, sums += PANEL, out += out_stride) {
-        __m512 a = _mm512_add_ps(_mm512_loadu_ps(sums), low), b = _mm512_add_ps(_mm512_loadu_ps(sums + LANES), high);
-        put_line(out, (__m512i)_mm512_cvtne2ps_pbh(b, a), is_streamed);
-    }
+/* A line past the caches. */
+static inline void stream_line(bf16 *out, const bf16 *line) {
+#if HAS_X86
+    for (int i = 0; i < PANEL; i += 8) _mm_stream_si128((__m128i *)(out + i), _mm_loadu_si128((const void *)(line + i)));
+#else
+    memcpy(out, line, LINE);
+#endif
 }
 
-AVX512 static void put_avx512(const bf16 *row, int is_large, bf16 *out) {
-    put_line(out, _mm512_loadu_si512(row), is_large && is_whole_lines(out, 0));
+/* ---- any processor: vectors that all have ---- */
+
+#define NAME(x) portable_##x
+#define TARGET
+#define WIDTH 4
+#define ROWS 4
+#define SUMS 8
+#define PAIRS 0
+#include "panel_kernel.h"
+
+#if HAS_X86
+/* ---- AVX2 and AVX-512 without products of bfloat16 ---- */
+
+#define NAME(x) avx2_##x
+#define TARGET AVX2
+#define WIDTH 8
+#define ROWS 4
+#define SUMS 8
+#define PAIRS 0
+#include "panel_kernel.h"
+
+#define NAME(x) avx512_##x
+#define TARGET AVX512
+#define WIDTH 16
+#define ROWS 8
+#define SUMS 16
+#define PAIRS 0
+#include "panel_kernel.h"
+
+/* ---- AVX-512 with them ---- */
+
+AVX512_BF16 INLINE __m512 pairs_dot_pairs(__m512 sum, uint32_t both, bits w) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)w);
 }
 
-static void multiply_beside_avx512(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
-                                   const struct beside *beside) {
-    multiply_avx512(staged, count, weight, steps, 0, sums);
-    for (int64_t row = beside->first; row < beside->past; row++) beside->do_row(beside->what, row);
-}
+AVX512_BF16 INLINE halves pairs_narrow(__m512 v) { return (halves)_mm512_cvtneps_pbh(v); }
 
-static const struct panel_products avx512 = {multiply_avx512, multiply_beside_avx512, round_avx512, put_avx512};
+#define NAME(x) pairs_##x
+#define TARGET AVX512_BF16
+#define WIDTH 16
+#define ROWS 8
+#define SUMS 16
+#define PAIRS 1
+#include "panel_kernel.h"
 
 /* ---- AMX: the weight's two tiles by one to three tiles of rows, whose sums are in tiles 0 to 5 ---- */
+
+/* Some lines of the step that lies `ahead` bytes behind this one. */
+static inline void fetch_part(const bf16 *weight, int64_t ahead, int line, int past) {
+    for (; line < past; line++) _mm_prefetch((const char *)weight + ahead + line * LINE, _MM_HINT_T0);
+}
 
 /* A step by one tile of rows. */
 #define ADD_TILE(NAME, LOW, HIGH)                                          \
@@ -269,33 +182,35 @@ AMX static inline void add_steps(const bf16 *x, int tiles, const bf16 *weight, i
     }
 }
 
-AMX static void multiply_beside_amx(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
+AMX static void multiply_beside_amx(const char *rows, int64_t count, const bf16 *weight, int64_t steps, float *sums,
                                     const struct beside *beside) {
+    const bf16 *staged = (const bf16 *)rows;
     int tiles = (int)parts(count, LANES);
     clear_sums(tiles);
     add_steps(staged, tiles, weight, steps, beside);
     store_sums(sums, tiles);
 }
 
-AMX static void multiply_amx(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
+AMX static void multiply_amx(const char *rows, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
                              float *sums) {
     static const struct beside nothing = {NULL, NULL, 0, 0};
+    const bf16 *staged = (const bf16 *)rows;
     int tiles = (int)parts(count, LANES);
     if (ahead == 0) {
-        multiply_beside_amx(staged, count, weight, steps, sums, &nothing);
+        multiply_beside_amx(rows, count, weight, steps, sums, &nothing);
         return;
     }
     clear_sums(tiles);
     if (tiles > 1) add_runs(staged, tiles, weight, steps, ahead);
     else
         for (int64_t step = 0; step < steps; step++) {
-            fetch(weight + step * STEP, ahead);
+            fetch_part(weight + step * STEP, ahead, 0, STEP_LINES);
             add_first(staged + step * TILE, weight + step * STEP);
         }
     store_sums(sums, tiles);
 }
 
-static const struct panel_products amx = {multiply_amx, multiply_beside_amx, round_avx512, put_avx512};
+static const struct panel_products amx = {sizeof(bf16), multiply_amx, multiply_beside_amx, pairs_round, pairs_put};
 
 /* Eight tiles of 16 rows of a line. A constant: to gcc 12 the intrinsic reads but the first bytes, so that it would
  * leave out the stores to the rest of a variable. */
@@ -313,53 +228,34 @@ AMX static void load_palette(void) { _tile_loadconfig(&whole_tiles); }
 
 AMX static void release_palette(void) { _tile_release(); }
 
-/* The kernel lends a process the tiles' state on request. */
-static int may_use_tiles(void) {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-}
 #endif
-
-int kaon_isa(void) {
-#if HAS_AMX
-    __builtin_cpu_init();
-    if (!(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
-          __builtin_cpu_supports("avx512vnni")))
-        return PORTABLE;
-    unsigned a, b, c, d;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-    int has_tiles = (d >> 24 & 1) && (d >> 22 & 1) && (d >> 25 & 1); /* AMX-TILE, AMX-BF16, AMX-INT8 */
-    return has_tiles && may_use_tiles() ? WITH_AMX : WITH_AVX512_BF16;
-#else
-    return PORTABLE;
-#endif
-}
 
 const struct panel_products *panel_products(enum isa isa) {
-#if HAS_AMX
+#if HAS_X86
     if (isa == WITH_AMX) return &amx;
-    if (isa == WITH_AVX512_BF16) return &avx512;
+    if (isa == WITH_AVX512_BF16) return &pairs_products;
+    if (isa == WITH_AVX512) return &avx512_products;
+    if (isa >= WITH_AVX2) return &avx2_products;
 #endif
     (void)isa;
-    return &portable;
+    return &portable_products;
 }
 
 void settle_rounded(void) {
-#if HAS_AMX
+#if HAS_X86
     __builtin_ia32_sfence(); /* Stores past the caches wait for no lock. */
 #endif
 }
 
 void prepare_tiles(enum isa isa) {
-#if HAS_AMX
+#if HAS_X86
     if (isa == WITH_AMX) load_palette();
 #endif
     (void)isa;
 }
 
 void release_tiles(enum isa isa) {
-#if HAS_AMX
+#if HAS_X86
     if (isa == WITH_AMX) release_palette();
 #endif
     (void)isa;

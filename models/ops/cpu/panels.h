@@ -25,10 +25,11 @@ struct beside {
 };
 
 struct panel_products {
+    int64_t staged_bytes; /* of an input of a staged row: bfloat16, or float32 where the processor multiplies those */
     /* Sums [48][32] of up to 48 staged rows and a panel of so many steps, which is fetched `ahead` bytes before. */
-    void (*multiply)(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
+    void (*multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
     /* The same, not fetched before, and what is done beside it. */
-    void (*multiply_beside)(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
+    void (*multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
                             const struct beside *beside);
     /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
@@ -52,10 +53,12 @@ void prepare_tiles(enum isa isa);
 /* How many of so many inputs those are. */
 int64_t rows_to_stage(int64_t inputs);
 
+
 /* A thread's rows as the products take them: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
 struct staged {
-    bf16 *rows;
+    char *rows;
     int64_t first; /* of them, -1 for none */
+    int64_t bytes; /* of an input */
 };
 
 /* Stage the `count` rows from `first` on unless they are staged. `tokens`: which rows of x they are, or NULL. */

@@ -116,11 +116,11 @@ static void forget_others(void) {
 
 __attribute__((constructor)) static void heed_forks(void) { pthread_atfork(NULL, NULL, forget_others); }
 
-/* Use so many threads, the caller's among them, or the nearest number that there may be, and at most `isa` from here
- * on. -1 where memory or threads are short; then nothing runs until another call succeeds. */
+/* Use so many threads, the caller's among them, or the nearest number that there may be, and that instruction set,
+ * which the processor has, from here on. -1 where memory or threads are short; then nothing runs until another call succeeds. */
 EXPORTED int kaon_start(int threads, int isa) {
     threads = max64(1, min64(threads, MAX_THREADS));
-    pool.isa = min64(isa, kaon_isa());
+    pool.isa = isa;
     if (pool.threads == threads) return 0;
     end_threads();
     pool.started_before = atomic_load(&pool.started);

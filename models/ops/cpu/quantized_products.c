@@ -92,9 +92,9 @@ static void multiply_portable(const struct quantized_rows *rows, const struct qu
 static const struct quantized_products portable = {1, multiply_portable};
 
 const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits) {
-#if HAS_AMX
+#if HAS_X86
     if (isa == WITH_AMX && rows > ROWS_OF_VECTORS(bits)) return &quantized_amx;
-    if (isa >= WITH_AVX512_BF16) return &quantized_vnni;
+    if (isa >= WITH_AVX512) return &quantized_vnni;
 #endif
     (void)isa, (void)rows, (void)bits;
     return &portable;

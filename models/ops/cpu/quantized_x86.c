@@ -3,10 +3,9 @@
 #include "quantized.h"
 #include "vectors.h"
 
-#if HAS_AMX
+#if HAS_X86
 #include <immintrin.h>
 
-#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
 #define VECTOR_ROWS 4 /* at a time, in registers */
 
 /* ---- AVX-512 with products of fours of bytes ---- */
@@ -24,7 +23,7 @@ AVX512 static inline __m512 load_scales(const bf16 *scales) {
 }
 
 /* A step of some rows by 8 bits. The instruction wants values of the weight that are not negative: 128 is added. */
-VNNI INLINE void add_step8(const int8_t *x, const char *tiles, __m512i i0[], __m512i i1[], int rows) {
+AVX512 INLINE void add_step8(const int8_t *x, const char *tiles, __m512i i0[], __m512i i1[], int rows) {
     const __m512i sign = _mm512_set1_epi8(-128);
     for (int four = 0; four < STEP_INPUTS / FOUR; four++) {
         const char *v = tiles + four * LINE;
@@ -40,7 +39,7 @@ VNNI INLINE void add_step8(const int8_t *x, const char *tiles, __m512i i0[], __m
 }
 
 /* And by 4 bits, to which 8 was added when they were packed. */
-VNNI INLINE void add_step4(const int8_t *x, const char *tiles, __m512i i0[], __m512i i1[], int rows) {
+AVX512 INLINE void add_step4(const int8_t *x, const char *tiles, __m512i i0[], __m512i i1[], int rows) {
     const __m512i low = _mm512_set1_epi8(15);
     for (int four = 0; four < STEP_INPUTS / FOUR; four += 2) {
         const char *both = tiles + four / 2 * LINE;
@@ -59,7 +58,7 @@ VNNI INLINE void add_step4(const int8_t *x, const char *tiles, __m512i i0[], __m
 }
 
 /* Rows, so few that their sums stay in registers. Sums of integers begin with what was added to the weight. */
-VNNI INLINE void add_rows(const int8_t *x, const float *scales, const int32_t *totals,
+AVX512 INLINE void add_rows(const int8_t *x, const float *scales, const int32_t *totals,
                           const struct quantized_panel *panel, float *sums, struct lines *ahead, int rows, int bits) {
     __m512 s0[VECTOR_ROWS], s1[VECTOR_ROWS], f0[VECTOR_ROWS], f1[VECTOR_ROWS];
     __m512i i0[VECTOR_ROWS], i1[VECTOR_ROWS];
@@ -103,7 +102,7 @@ VNNI INLINE void add_rows(const int8_t *x, const float *scales, const int32_t *t
 
 /* A function for each number of rows. */
 #define ADD_ROWS(BITS, ROWS)                                                                                      \
-    VNNI static void add_rows##BITS##_##ROWS(const int8_t *x, const float *scales, const int32_t *totals,         \
+    AVX512 static void add_rows##BITS##_##ROWS(const int8_t *x, const float *scales, const int32_t *totals,         \
                                              const struct quantized_panel *panel, float *sums, struct lines *ahead) { \
         add_rows(x, scales, totals, panel, sums, ahead, ROWS, BITS);                                              \
     }

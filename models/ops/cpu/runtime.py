@@ -20,10 +20,9 @@ from models.ops.cpu.structures import Arguments, Step
 
 _log = logging.getLogger(__name__)
 
-PORTABLE, AVX512_BF16, AMX = range(3)
-"""Instruction sets, each containing those before it."""
-INSTRUCTION_SETS = ("portable", "AVX-512 bfloat16", "AMX")
-"""The names of the instruction sets."""
+INSTRUCTION_SETS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx")
+"""The instruction sets that have a path of their own, by number, from the slowest to the fastest: see isa.c."""
+PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX = range(len(INSTRUCTION_SETS))
 
 
 class _Operation(ctypes.Structure):
@@ -106,19 +105,29 @@ class Library:
             raise OSError(f"the sources in {path.parent} have changed since they were built; install Kaon again")
         self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._library.kaon_run.restype = None
-        self.isa: int = self._library.kaon_isa()
+        self.available = tuple(isa for isa in range(len(INSTRUCTION_SETS)) if self._library.kaon_runs(isa))
+        """The instruction sets that this processor runs."""
+        self.isa = self.available[-1]
         self.group_functions = GroupFunctions(self._library)
         """The functions of group.c."""
         self.exchange_functions = ExchangeFunctions(self._library)
         """The functions of exchange.c."""
 
-    def start(self, threads: int, isa: int = AMX) -> None:
-        """Run on 1 to 1024 threads, including the caller's, with at most this instruction set.
+    def start(self, threads: int, isa: int | None = None) -> None:
+        """Run on 1 to 1024 threads, including the caller's, with this instruction set, by default the fastest.
 
-        Raises `RuntimeError` where the system has no more threads or memory.
+        Raises `ValueError` where the processor does not run that, `RuntimeError` where the system has no more threads
+        or memory.
         """
-        self.isa = min(self._library.kaon_isa(), isa)
-        if self._library.kaon_start(threads, self.isa):
+        isa = self.available[-1] if isa is None else isa
+        if isa not in self.available:
+            runs = ", ".join(INSTRUCTION_SETS[each] for each in self.available)
+            raise ValueError(
+                f"cpu_isa is {INSTRUCTION_SETS[isa]}, which this processor does not run; set it to auto, or to "
+                f"one of {runs}"
+            )
+        self.isa = isa
+        if self._library.kaon_start(threads, isa):
             raise RuntimeError(f"{threads} threads for the CPU's operators could not be started")
 
     @property
@@ -205,10 +214,11 @@ class _Immediate:
 _runtime: Runtime | None = None
 
 
-def start(threads: int, isa: int = AMX) -> Library | None:
+def start(threads: int, isa: int | None = None) -> Library | None:
     """Have the operators run on `threads` threads from here on; None where they were not built.
 
-    Raises `RuntimeError` where the threads cannot be made.
+    `isa` is an instruction set, by default the fastest. Raises `ValueError` where the processor does not run it,
+    `RuntimeError` where the threads cannot be made.
     """
     global _runtime
     loaded = load_library()

@@ -5,7 +5,7 @@
 
 #include "kaon.h"
 
-#if HAS_AMX
+#if HAS_X86
 #include <immintrin.h>
 
 /* Rows to columns, of 32 bits. */

@@ -1,0 +1,46 @@
+/* Which instruction sets this processor runs. Each is a path of its own through the products, attention and quantised
+ * rows; the rest is compiled for several processors, of which the dynamic linker picks one. */
+
+#include "operators.h"
+
+#if HAS_X86
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* The kernel grants a process the tiles' state on request. */
+static int may_use_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+static int has_avx_vnni(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+
+static int has_tiles(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    return (d >> 24 & 1) && (d >> 22 & 1) && (d >> 25 & 1); /* AMX-TILE, AMX-BF16, AMX-INT8 */
+}
+
+int kaon_runs(int isa) {
+    __builtin_cpu_init(); /* It also asks whether the kernel saves the registers. */
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    int pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+    switch (isa) {
+    case PORTABLE: return 1;
+    case WITH_AVX2: return avx2;
+    case WITH_AVX_VNNI: return avx2 && has_avx_vnni();
+    case WITH_AVX512: return avx512;
+    case WITH_AVX512_BF16: return pairs;
+    case WITH_AMX: return pairs && has_tiles() && may_use_tiles();
+    default: return 0;
+    }
+}
+#else
+int kaon_runs(int isa) { return isa == PORTABLE; }
+#endif

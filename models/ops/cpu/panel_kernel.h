@@ -1,0 +1,173 @@
+/* The products of panels.h in vectors of WIDTH float32. Included once for each instruction set, with
+ *
+ *   NAME(x)   the names of this set's functions
+ *   TARGET    the attribute by which they are compiled
+ *   WIDTH     float32 of a vector
+ *   ROWS      rows at a time, of which LANES is a multiple
+ *   SUMS      vectors of sums that stay in registers
+ *   PAIRS     whether the processor multiplies pairs of bfloat16: `dot_pairs` and `narrow` are then defined
+ *
+ * Where it does not, staged rows are float32 and the weight is widened in registers: the even inputs of pairs by a
+ * shift, the odd ones by a mask. A sum runs over the inputs in order either way. */
+
+#define VECTORS (PANEL / WIDTH) /* of a panel's sums */
+
+typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t NAME(words) __attribute__((vector_size(WIDTH * 4)));
+typedef uint16_t NAME(shorts) __attribute__((vector_size(WIDTH * 2)));
+
+/* The lines of a weight that are to come from memory next, and how many of them are fetched with four pairs. */
+struct NAME(stream) {
+    const char *at;
+    int64_t lines;
+};
+
+TARGET INLINE void NAME(fetch)(struct NAME(stream) *stream) {
+    for (int64_t line = 0; line < stream->lines; line++) __builtin_prefetch(stream->at + line * LINE);
+    stream->at += stream->lines * LINE;
+}
+
+/* `steps` steps of `rows` rows by `vectors` vectors of outputs, added to their sums. All loops but the outermost are
+ * unrolled, as both numbers are known where this is compiled. */
+TARGET INLINE void NAME(add_steps)(const char *x, const bf16 *weight, int64_t steps, float *sums, int rows,
+                                   int vectors, struct NAME(stream) *stream) {
+    NAME(floats) s[ROWS][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) memcpy(&s[r][v], sums + r * PANEL + v * WIDTH, sizeof s[r][v]);
+    for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE * STAGED_BYTES(PAIRS)) {
+#pragma GCC unroll 16
+        for (int pair = 0; pair < DEPTH / 2; pair++) {
+            const bf16 *line = weight + pair * LANES * 2;
+            if (pair % 4 == 0) NAME(fetch)(stream);
+#if PAIRS
+            NAME(words) w[VECTORS];
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                memcpy(&w[v], line + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, sizeof w[v]);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                uint32_t both;
+                memcpy(&both, x + (r * DEPTH + 2 * pair) * sizeof(bf16), sizeof both);
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++) s[r][v] = NAME(dot_pairs)(s[r][v], both, w[v]);
+            }
+#else
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; odd++) {
+                float xs[ROWS];
+#pragma GCC unroll 16
+                for (int r = 0; r < rows; r++) xs[r] = ((const float *)x)[r * DEPTH + 2 * pair + odd];
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++) {
+                    NAME(words) w;
+                    memcpy(&w, line + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, sizeof w);
+                    w = odd ? w & 0xffff0000u : w << 16;
+#pragma GCC unroll 16
+                    for (int r = 0; r < rows; r++) s[r][v] += xs[r] * (NAME(floats))w;
+                }
+            }
+#endif
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) memcpy(sums + r * PANEL + v * WIDTH, &s[r][v], sizeof s[r][v]);
+}
+
+/* All of a panel's outputs, as many at once as registers hold. A function for each number of rows. */
+#define VECTORS_AT_ONCE(rows) ((rows) * VECTORS <= SUMS ? VECTORS : SUMS / ROWS)
+#define ADD_ROWS(rows)                                                                                          \
+    TARGET static void NAME(add_rows##rows)(const char *x, const bf16 *weight, int64_t steps, float *sums,      \
+                                            struct NAME(stream) *stream) {                                      \
+        enum { AT_ONCE = VECTORS_AT_ONCE(rows) };                                                               \
+        for (int v = 0; v < VECTORS; v += AT_ONCE)                                                              \
+            NAME(add_steps)(x, weight + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, steps,                \
+                            sums + v * WIDTH, rows, AT_ONCE, stream);                                           \
+    }
+ADD_ROWS(1)
+ADD_ROWS(2)
+ADD_ROWS(3)
+ADD_ROWS(4)
+#if ROWS == 8
+ADD_ROWS(5)
+ADD_ROWS(6)
+ADD_ROWS(7)
+ADD_ROWS(8)
+#endif
+
+typedef void NAME(rows_adder)(const char *x, const bf16 *weight, int64_t steps, float *sums,
+                              struct NAME(stream) *stream);
+static NAME(rows_adder) *const NAME(adders)[ROWS] = {
+    NAME(add_rows1), NAME(add_rows2), NAME(add_rows3), NAME(add_rows4),
+#if ROWS == 8
+    NAME(add_rows5), NAME(add_rows6), NAME(add_rows7), NAME(add_rows8),
+#endif
+};
+
+/* Several blocks of rows meet a few steps of the weight while these are in the first cache, and each fetches a part of
+ * the next few; one block alone goes through the whole panel. */
+static void NAME(multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
+                           float *sums) {
+    int64_t blocks = parts(count, ROWS), at_once = blocks > 1 ? NEAR_STEPS : steps;
+    memset(sums, 0, count * PANEL * sizeof(float));
+    for (int64_t done = 0; done < steps; done += at_once, weight += at_once * STEP) {
+        int64_t some = min64(at_once, steps - done);
+        struct NAME(stream) stream = {(const char *)weight + ahead, 0};
+        if (ahead) stream.lines = parts(STEP_LINES / 4, blocks * VECTORS / VECTORS_AT_ONCE(min64(count, ROWS)));
+        for (int64_t row = 0; row < count; row += ROWS)
+            NAME(adders)[min64(ROWS, count - row) - 1](
+                staged + (row / LANES * steps * TILE + done * TILE + row % LANES * DEPTH) * STAGED_BYTES(PAIRS),
+                weight, some, sums + row * PANEL, &stream);
+    }
+}
+
+static void NAME(multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
+                                  const struct beside *beside) {
+    NAME(multiply)(staged, count, weight, steps, 0, sums);
+    for (int64_t row = beside->first; row < beside->past; row++) beside->do_row(beside->what, row);
+}
+
+#if !PAIRS
+/* To the nearest bfloat16, ties to even, as the upper halves; a NaN stays one. */
+TARGET INLINE NAME(shorts) NAME(narrow)(NAME(floats) v) {
+    NAME(words) b = (NAME(words))v, up = b + 0x7fff + ((b >> 16) & 1), is_nan = (NAME(words))(v != v);
+    return __builtin_convertvector(((up & ~is_nan) | (is_nan & 0x7fc00000)) >> 16, NAME(shorts));
+}
+#endif
+
+TARGET INLINE void NAME(put_line)(const bf16 *line, int is_streamed, bf16 *out) {
+    if (is_streamed) stream_line(out, line);
+    else memcpy(out, line, PANEL * sizeof(bf16));
+}
+
+TARGET static void NAME(put)(const bf16 *row, int is_large, bf16 *out) {
+    NAME(put_line)(row, is_large && is_whole_lines(out, 0), out);
+}
+
+TARGET static void NAME(round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out,
+                               int64_t out_stride) {
+    int is_streamed = is_large && is_whole_lines(out, out_stride);
+    for (int64_t row = 0; row < count; row++, sums += PANEL, out += out_stride) {
+        ALIGNED bf16 line[PANEL];
+        for (int v = 0; v < PANEL; v += WIDTH) {
+            NAME(floats) sum, add;
+            memcpy(&sum, sums + v, sizeof sum);
+            memcpy(&add, bias + v, sizeof add);
+            NAME(shorts) half = NAME(narrow)(sum + add);
+            memcpy(line + v, &half, sizeof half);
+        }
+        NAME(put_line)(line, is_streamed, out);
+    }
+}
+
+static const struct panel_products NAME(products) = {STAGED_BYTES(PAIRS), NAME(multiply), NAME(multiply_beside),
+                                                     NAME(round), NAME(put)};
+
+#undef ADD_ROWS
+#undef VECTORS_AT_ONCE
+#undef VECTORS
+#undef NAME
+#undef TARGET
+#undef WIDTH
+#undef ROWS
+#undef SUMS
+#undef PAIRS
