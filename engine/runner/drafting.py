@@ -162,6 +162,7 @@ class ModelDrafter:
         self._vocab_size = loaded.model_config.vocab_size
         self.reads_hidden = bool(model.hidden_layers)
         """Whether `draft` needs the target's hidden states."""
+        self.hidden_layers = model.hidden_layers
         self._is_ahead = int(self.reads_hidden)
         """How many tokens an entry's token is after the entry's position."""
         self._num_done = np.zeros(num_slots, dtype=np.int64)

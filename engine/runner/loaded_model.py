@@ -16,6 +16,7 @@ from engine.runner.device import Device, device_of, oom_at_start
 from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.encoder_config import EncoderConfig
+from models.architectures.llama import DecoderBody
 from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ENCODERS
 from models.attention.backend import AttentionBackend, select_backend
@@ -97,6 +98,11 @@ class LoadedModel:
         """Features of the model's hidden states."""
         assert isinstance(self.model_config, ModelConfig | EncoderConfig)
         return self.model_config.hidden_size
+
+    @property
+    def stream_layers(self) -> tuple[int, ...]:
+        """Layers of which a drafter reads the residual stream that they receive."""
+        return () if self.drafter is None else tuple(layer for layer in self.drafter.hidden_layers if layer >= 0)
 
     def layer_caches(self) -> LayerCaches:
         """What the layers keep, laid out but not allocated; those of a drafter with `DRAFT_PREFIX` in their names."""
@@ -235,7 +241,7 @@ def _load_drafter(
         )
     weights = sum(parameter.numel() * parameter.itemsize for parameter in loaded.model.parameters())
     with oom_at_start("the model that drafts", "serve a smaller or a quantised one"):
-        return load_drafter(
+        drafter = load_drafter(
             method,
             DraftedModel(
                 model=loaded.model,
@@ -250,6 +256,15 @@ def _load_drafter(
             ),
             None if name is None else resolve_checkpoint(name),
         )
+    body = getattr(loaded.model, "model", None)
+    if any(layer >= 0 for layer in drafter.hidden_layers) and not (
+        isinstance(body, DecoderBody) and body.keeps_streams
+    ):
+        raise ValueError(
+            f"speculative_method is {method}, but {served.architecture} does not keep the states of its layers that "
+            f"{name} reads; choose another method"
+        )
+    return drafter
 
 
 def _for_pooling(loaded: LoadedModel, pooling: PoolingConfig) -> LoadedModel:

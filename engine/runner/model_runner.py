@@ -36,7 +36,13 @@ from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler, argm
 from engine.speculative.drafts import max_sampled_tokens
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
-from models.attention.context import Context, EncoderPrompts, forward_context, set_kv_cache_data
+from models.attention.context import (
+    Context,
+    EncoderPrompts,
+    forward_context,
+    get_forward_context,
+    set_kv_cache_data,
+)
 from models.layers.linear import ParallelLMHead
 from models.lora.adapters import group_by_adapter
 from models.ops import triton
@@ -163,6 +169,8 @@ class ModelRunner:
         is_serving = num_blocks > 1
         # Graphs are of decodes: a model that generates nothing has none, which needs no explanation.
         why_eager = why_no_graphs(config, loaded.seam, self.parallel, self.model) if loaded.generates else ""
+        if why_eager is None and loaded.stream_layers:
+            why_eager = "the model that drafts reads streams within the model, which graphs do not keep"
         has_graphs = why_eager is None and is_serving
         self.padding_block = num_blocks if has_graphs or loaded.exchange is not None else None
         """A block of the cache that no sequence uses: dummy and padding rows write there."""
@@ -421,7 +429,8 @@ class ModelRunner:
             lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
         num_tokens, has_adapters = len(inputs.input_ids), inputs.adapters is not None
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
-        with forward_context(on_device.metadata, context, dp_metadata, lora=lora):
+        layers = self.loaded.stream_layers
+        with forward_context(on_device.metadata, context, dp_metadata, lora=lora, stream_layers=layers) as step:
             hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
             prompt_logprobs = None
             if prompt_spans:
@@ -429,7 +438,10 @@ class ModelRunner:
             pooled = None
             if inputs.pooled and self.pooler is not None:
                 pooled = self.pooler.pool(hidden, inputs.pooled)
-            drafted_from = hidden if self.drafter is not None and self.drafter.reads_hidden else None
+            drafted_from = None
+            if self.drafter is not None and self.drafter.reads_hidden:
+                states = [hidden if layer < 0 else step.streams[layer] for layer in self.drafter.hidden_layers]
+                drafted_from = states[0] if len(states) == 1 else torch.cat(states, -1)
             if len(on_device.last_tokens) < len(hidden):
                 hidden = hidden[on_device.last_tokens]
             return StepResult(self._logits_or_tokens(hidden, inputs), prompt_logprobs, pooled, drafted_from)
@@ -548,6 +560,9 @@ class ModelRunner:
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
         operands.is_dummy = bool(experts and dp_metadata and dp_metadata.is_dummy(experts.replica))
         hidden = self.program.run(step.input_ids, step.positions, operands)
+        if self.loaded.stream_layers:
+            streams = zip(self.loaded.stream_layers, self.program.others(num_tokens), strict=True)
+            get_forward_context().streams.update(streams)
         if exchange is not None:
             exchange.check()
         return hidden
@@ -614,9 +629,13 @@ def record_pass(
     if metadata.step is None:
         raise NotRecordable(f"the attention backend {loaded.backend.name} does not attend by the compiled operators")
 
-    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         context = Context(positions=positions, is_prefill=False, batch_size=0)
-        with forward_context(metadata, context, loaded.dp_metadata(num_tokens), kv_cache_data=kv_cache_data):
-            return loaded.model(input_ids, positions)
+        dp_metadata, layers = loaded.dp_metadata(num_tokens), loaded.stream_layers
+        with forward_context(
+            metadata, context, dp_metadata, kv_cache_data=kv_cache_data, stream_layers=layers
+        ) as recorded:
+            hidden = loaded.model(input_ids, positions)
+            return hidden, *(recorded.streams[layer] for layer in layers)
 
     return record(operators, forward, num_tokens)

@@ -1,13 +1,14 @@
 """Llama: pre-norm decoder layers of rotary grouped-query attention and SwiGLU. Other families build on it."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, cast
 
 import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.registry import ConfigFacts, architecture
+from models.attention.context import get_forward_context
 from models.layers.attention import Attention, EncoderAttention
 from models.layers.base import CacheSpec
 from models.layers.linear import (
@@ -20,6 +21,7 @@ from models.layers.linear import (
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.ops.activation import GatedActivation, gating_of, swiglu
+from models.ops.columns import join_columns
 from models.ops.types import HeadNorms
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
@@ -151,10 +153,14 @@ class DecoderBody(nn.Module):
     """All of a model below its head, which may share the embedding."""
 
     embed_tokens: VocabParallelEmbedding
+    keeps_streams: ClassVar[bool] = False
+    """Whether it keeps the residual streams that the forward context asks for."""
 
 
 class LlamaModel(DecoderBody):
     """Embedding, decoder layers and final norm."""
+
+    keeps_streams: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -177,10 +183,21 @@ class LlamaModel(DecoderBody):
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         cos, sin = self.rotary_emb(positions)
-        for layer in self.layers:
+        context = get_forward_context()
+        for number, layer in enumerate(self.layers):
+            if number in context.stream_layers:
+                context.streams[number] = _stream(cast(LlamaDecoderLayer, layer).input_layernorm, hidden, residual)
             hidden, residual = layer(hidden, residual, cos, sin)
         assert residual is not None, "a model has at least one layer"
         return self.norm.add_norm(hidden, residual)[0]
+
+
+def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """A copy of what a layer receives, whose memory later norms overwrite. # 2 x [tokens, hidden_size]"""
+    if residual is None:
+        return join_columns(hidden)
+    # The operators have the sum together with a norm, whose result is not used.
+    return norm.add_norm(hidden, join_columns(residual))[1]
 
 
 @architecture("LlamaForCausalLM", ConfigFacts(has_mlp_bias=True))

@@ -87,6 +87,10 @@ class ForwardContext:
     """Each layer's cache by name, `model.layers.N.self_attn`."""
     lora: tuple[LoRATokens, ...] | LoRARows | None = None
     """The tokens by adapter; None where no token of the step uses one."""
+    stream_layers: tuple[int, ...] = ()
+    """Layers of which a drafter reads the residual stream that they receive."""
+    streams: dict[int, torch.Tensor] = field(default_factory=dict)
+    """These streams by layer, which the model keeps here. # each [T, hidden_size]"""
 
 
 _current: ForwardContext | None = None
@@ -132,15 +136,19 @@ def forward_context(
     spec_decode_metadata: SpecDecodeMetadata | None = None,
     lora: tuple[LoRATokens, ...] | LoRARows | None = None,
     kv_cache_data: dict[str, LayerCache] | None = None,
-) -> Iterator[None]:
+    stream_layers: tuple[int, ...] = (),
+) -> Iterator[ForwardContext]:
     """A step: the context is set inside, and reset afterwards also when an exception leaves.
 
-    `kv_cache_data` replaces the caches that `set_kv_cache_data` set.
+    `kv_cache_data` replaces the caches that `set_kv_cache_data` set. The residual streams that the `stream_layers`
+    receive are kept in the context's `streams`.
     """
     set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata, lora)
     if kv_cache_data is not None:
         get_forward_context().kv_cache_data = kv_cache_data
+    context_of_step = get_forward_context()
+    context_of_step.stream_layers = stream_layers
     try:
-        yield
+        yield context_of_step
     finally:
         reset_forward_context()

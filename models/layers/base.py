@@ -72,8 +72,7 @@ class DraftLM(nn.Module, ABC):
 
     hidden_layers: tuple[int, ...] = ()
     """The hidden states of the target that `combine` reads, next to each other: `l` is the residual stream that layer
-    `l` of the target receives, the number of its layers is the stream after the last one, and -1 is what the target
-    returns, after its final norm."""
+    `l` of the target receives, and -1 is what the target returns, after its final norm."""
     hidden_size: int
     """Features of what `forward` returns."""
 

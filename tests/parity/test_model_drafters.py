@@ -356,3 +356,49 @@ class OverRanks(Steps):
         assert isinstance(output, ScheduledBatchOutput)
         assert np.array_equal(leader.input_batch._num_read[:4], follower.input_batch._num_read[:4])
         return output
+
+
+class StreamWitness(Toy):
+    """Reads the streams of all layers; it has to get what the layers received."""
+
+    def __init__(self, layers: tuple[int, ...], hidden_size: int) -> None:
+        super().__init__(layers)
+        self.hidden_size = hidden_size
+        self.seen: list[torch.Tensor] = []
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.seen.append(hidden.float().clone())
+        return hidden[:, : self.hidden_size]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streams_of_layers_are_those_that_they_receive(
+    checkpoint: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch, and by a recorded pass, of the embedded model, whose layers overwrite their residuals."""
+    path = CHECKPOINT_DIR if dtype is torch.bfloat16 else checkpoint
+    config = Config(num_kvcache_blocks=NUM_BLOCKS, max_model_len=256, max_num_seqs=8)
+    loaded = load(path, config, dtype)
+    num_layers = len(loaded.model.model.layers)  # type: ignore[attr-defined]
+    layers = tuple(range(num_layers))
+    witness = StreamWitness((*layers, -1), loaded.hidden_size)
+    speculative = {"num_speculative_tokens": K, "speculative_method": "draft", "speculative_model": "-"}
+    config = Config.model_validate({**config.model_dump(), "speculative_config": speculative})
+    loaded = dataclasses.replace(loaded, config=config, drafter=witness)
+    runner = ModelRunner(loaded, NUM_BLOCKS)
+    assert (runner.program is not None) == (dtype is torch.bfloat16 and load_library() is not None)
+    received: list[torch.Tensor] = []
+    seqs = endless(1, tokens=3)
+    witness.seen.clear()
+    Steps(runner).run(seqs)
+    [found] = witness.seen[:1]
+    # The same tokens layer by layer, without a recorded pass.
+    runner = ModelRunner(dataclasses.replace(loaded, operators=None), NUM_BLOCKS)
+    for layer in loaded.model.model.layers:  # type: ignore[attr-defined]
+        layer.register_forward_pre_hook(
+            lambda _, inputs: received.append((inputs[0] + (0 if inputs[1] is None else inputs[1])).float().clone())
+        )
+    final: list[torch.Tensor] = []
+    loaded.model.register_forward_hook(lambda _, inputs, output: final.append(output.float().clone()))  # type: ignore[attr-defined]
+    Steps(runner).run(endless(1, tokens=1))
+    assert torch.equal(found, torch.cat([*received[:num_layers], final[0]], -1))

@@ -8,7 +8,7 @@ Python between the operators.
 import ctypes
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,10 +39,12 @@ class Program:
         kept: list[Any],
         num_bytes: int,
         states: torch.Tensor | None = None,
+        others: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`states`: the memory from which the pass reads its third argument."""
+        """`states`: the memory from which the pass reads its third argument. `others`: further outputs."""
         self._library = library
         self._states = states
+        self._others = others
         self._operations = operations
         self._output = output
         self._kept = kept
@@ -61,21 +63,32 @@ class Program:
         self._library.run(self._operations, step)
         return self._output[: step.num_tokens]
 
+    def others(self, num_tokens: int) -> list[torch.Tensor]:
+        """The further outputs of the last run, which was of `num_tokens`. # each [tokens, features]"""
+        return [output[:num_tokens] for output in self._others]
 
-def record(library: Library, forward: Callable[..., torch.Tensor], max_tokens: int, columns: int = 0) -> Program:
+
+def record(
+    library: Library,
+    forward: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
+    max_tokens: int,
+    columns: int = 0,
+) -> Program:
     """Record `forward(input_ids, positions)` without computing it. Raises `NotRecordable`.
 
-    With `columns`, `forward` takes rows of so many features as well, which each run of the program is given.
+    With `columns`, `forward` takes rows of so many features as well, which each run of the program is given. Where it
+    returns several tensors, the first is the program's output.
     """
     recorder = _Recorder(max_tokens)
     with _sent_to(recorder), torch.inference_mode():
         places = torch.zeros(max_tokens, dtype=torch.int64).as_subclass(_Rows)
         given = [recorder.rows(max_tokens, columns)] if columns else []
-        output = forward(places, places, *given)
+        outputs = forward(places, places, *given)
         with torch._C.DisableTorchFunctionSubclass():
-            output = output.as_subclass(torch.Tensor)
+            found = outputs if isinstance(outputs, tuple) else (outputs,)
+            output, *others = [each.as_subclass(torch.Tensor) for each in found]
             states = given[0].as_subclass(torch.Tensor) if given else None
-    return Program(library, Operations(recorder.arguments), output, recorder.kept, recorder.num_bytes, states)
+    return Program(library, Operations(recorder.arguments), output, recorder.kept, recorder.num_bytes, states, others)
 
 
 def operators_of(
