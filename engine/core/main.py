@@ -199,7 +199,7 @@ def _core(
         "default_step_seconds": loaded.default_step_seconds,
         "generates": loaded.generates,
         "prepare_ahead": runner.prepare_ahead,
-        "device_memory": None if runner.device.type == "cpu" else runner.device_memory,
+        "device_memory": loaded.device_memory,
         "record": record,
         "kv_events": None
         if events.kv_events_endpoint is None

@@ -65,6 +65,8 @@ class LoadedModel(NamedTuple):
     """Whether a prompt may be computed in several steps."""
     generates: bool = True
     """Whether the model generates tokens; otherwise it only pools prompts."""
+    device_memory: "Callable[[], tuple[int, int]] | None" = None
+    """Bytes of its GPU that this process holds, and all of them; None on a CPU."""
 
 
 def load_model(
@@ -134,6 +136,7 @@ def load_model(
         default_step_seconds=_CPU_STEP_SECONDS if loaded.device.type == "cpu" else 0.0,
         splits_prompts=not loaded.is_encoder,
         generates=loaded.generates,
+        device_memory=None if loaded.device.type == "cpu" else runner.device_memory,
     )
 
 
