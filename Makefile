@@ -82,6 +82,7 @@ docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API'
 
 rendered: $(VENV)/.installed-ops ## Write the dashboards and the manifests of deploy/ again, from what they are made of
 	$(VENV)/bin/python -m tools.dashboards
+	$(VENV)/bin/python -m tools.manifests
 
 bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 	@exec $(VENV)/bin/python -m benchmarks $(ARGS)

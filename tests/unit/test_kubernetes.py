@@ -1,5 +1,6 @@
 """The Kubernetes manifests: what they say fits together, and is what Kaon understands. No cluster here."""
 
+import json
 import runpy
 import subprocess
 from pathlib import Path
@@ -12,7 +13,9 @@ from engine.config.config import CLUSTER_KEY_ENV, Config
 from engine.config.settings import load_config
 
 ROOT = Path(__file__).parents[2]
-MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("kaon*.yaml"))
+OTHERS = [ROOT / "deploy" / "kubernetes" / f"{name}.yaml" for name in ("kserve", "ray")]
+"""Of platforms that make pods of templates of their own."""
 NODE_RANK_ENV = "KAON_NODE_RANK"
 
 
@@ -79,38 +82,68 @@ def test_ranks_of_a_pod_have_shared_memory(path: Path) -> None:
     assert volumes[mount["name"]]["emptyDir"]["medium"] == "Memory"
 
 
-def faults(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Where manifests fall short of the profile `restricted` of Kubernetes' Pod Security Standards, and of more."""
-    [work] = (each for each in found.values() if each["kind"] in {"Deployment", "StatefulSet"})
-    template = work["spec"]["template"]
-    pod = template["spec"]
-    [box] = pod["containers"]
-    context = {**pod.get("securityContext", {}), **box.get("securityContext", {})}
-    policies = [each["spec"] for each in found.values() if each["kind"] == "NetworkPolicy"]
-    labels = template["metadata"]["labels"]
-    mine = [each for each in policies if each["podSelector"].get("matchLabels", {}).items() <= labels.items()]
-    directions = {direction for policy in mine for direction in policy["policyTypes"]}
+def templates(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pods' templates of all workloads, as metadata and spec."""
+    pods: list[dict[str, Any]] = []
+    for each in found.values():
+        spec = each.get("spec", {})
+        match each["kind"]:
+            case "Deployment" | "StatefulSet":
+                pods.append(spec["template"])
+            case "LeaderWorkerSet":
+                pods.append(spec["leaderWorkerTemplate"]["workerTemplate"])
+            case "ServingRuntime":
+                pods.append({"metadata": {"labels": {}}, "spec": spec})
+            case "RayJob":
+                cluster = spec["rayClusterSpec"]
+                pods += [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return pods
+
+
+def pod_faults(pod: dict[str, Any]) -> list[str]:
+    """Where a pod falls short of the profile `restricted` of Kubernetes' Pod Security Standards, and of more."""
     volumes = pod.get("volumes", [])
+    found = []
+    for box in (*pod.get("initContainers", ()), *pod["containers"]):
+        context = {**pod.get("securityContext", {}), **box.get("securityContext", {})}
+        rules = {
+            "it may run as root": context.get("runAsNonRoot") is True and context.get("runAsUser", 0) > 0,
+            "its root is writable": context.get("readOnlyRootFilesystem") is True,
+            "it may gain privileges": context.get("allowPrivilegeEscalation") is False,
+            "it is privileged": not context.get("privileged"),
+            "it keeps capabilities": context.get("capabilities") == {"drop": ["ALL"]},
+            "no seccomp profile": context.get("seccompProfile") == {"type": "RuntimeDefault"},
+            "memory has no limit": "memory" in box["resources"].get("limits", {}),
+            "nothing is requested": {"cpu", "memory"} <= box["resources"].get("requests", {}).keys(),
+            "/tmp is not writable": "/tmp" in {mount["mountPath"] for mount in box["volumeMounts"]},
+            "a port of the host is open": not any("hostPort" in port for port in box.get("ports", ())),
+            "a secret is optional": not any(
+                variable.get("valueFrom", {}).get("secretKeyRef", {}).get("optional")
+                for variable in box.get("env", ())
+            ),
+        }
+        found += [fault for fault, holds in rules.items() if not holds]
     rules = {
-        "it may run as root": context.get("runAsNonRoot") is True and context.get("runAsUser", 0) > 0,
-        "its root is writable": context.get("readOnlyRootFilesystem") is True,
-        "it may gain privileges": context.get("allowPrivilegeEscalation") is False,
-        "it is privileged": not context.get("privileged"),
-        "it keeps capabilities": context.get("capabilities") == {"drop": ["ALL"]},
-        "no seccomp profile": context.get("seccompProfile") == {"type": "RuntimeDefault"},
         "it shares a namespace of the host": not any(pod.get(f"host{name}") for name in ("Network", "PID", "IPC")),
-        "it mounts a token of the cluster": pod.get("automountServiceAccountToken") is False,
         "it mounts the host's files": not any("hostPath" in volume for volume in volumes),
         "a volume has no limit": all("sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}) for volume in volumes),
-        "memory has no limit": "memory" in box["resources"].get("limits", {}),
-        "/tmp is not writable": "/tmp" in {mount["mountPath"] for mount in box["volumeMounts"]},
-        "its network is open": directions == {"Ingress", "Egress"},
-        "a port of the host is open": not any("hostPort" in port for port in box["ports"]),
-        "a secret is optional": not any(
-            variable.get("valueFrom", {}).get("secretKeyRef", {}).get("optional") for variable in box["env"]
-        ),
     }
-    return [fault for fault, holds in rules.items() if not holds]
+    return found + [fault for fault, holds in rules.items() if not holds]
+
+
+def faults(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Where the manifests of a workload fall short, its network included."""
+    policies = [each["spec"] for each in found.values() if each["kind"] == "NetworkPolicy"]
+    faults = []
+    for template in templates(found):
+        labels = template["metadata"]["labels"]
+        mine = [each for each in policies if each["podSelector"].get("matchLabels", {}).items() <= labels.items()]
+        faults += pod_faults(template["spec"])
+        if template["spec"].get("automountServiceAccountToken") is not False:
+            faults.append("it mounts a token of the cluster")
+        if {direction for policy in mine for direction in policy["policyTypes"]} != {"Ingress", "Egress"}:
+            faults.append("its network is open")
+    return faults
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
@@ -118,7 +151,47 @@ def test_a_manifest_meets_the_restricted_profile_and_leaves_nothing_open(path: P
     assert faults(objects(path)) == []
 
 
-POLICY = "  podSelector: {matchLabels: {app: kaon}}\n  policyTypes"
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
+def test_pods_of_other_platforms_meet_the_profile_too(path: Path) -> None:
+    found = templates(objects(path))
+    assert found
+    assert [fault for template in found for fault in pod_faults(template["spec"])] == []
+
+
+def test_the_arguments_of_other_platforms_are_kaon_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAON_API_KEY", "a-key-of-an-api-client")
+    runtime = objects(OTHERS[0])["ServingRuntime/kaon"]["spec"]["containers"][0]
+    command, *arguments = runtime["args"]
+    config = load_config(arguments)
+    assert command == "serve"
+    assert config.server_config.port == runtime["ports"][0]["containerPort"] == 8080
+    program, command, *arguments = objects(OTHERS[1])["RayJob/kaon"]["spec"]["entrypoint"].split()
+    assert (program, command) == ("kaon", "serve")
+    assert load_config(arguments).parallel_config.distributed_executor_backend == "ray"
+
+
+def test_the_base_of_kustomize_is_the_manifest() -> None:
+    kustomization = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "kustomization.yaml").read_text())
+    assert kustomization["resources"] == ["kaon.yaml"]
+
+
+def test_the_chart_s_values_are_those_of_its_schema() -> None:
+    def keys(values: dict[str, Any], schema: dict[str, Any], path: str = "") -> set[str]:
+        found = set()
+        for name, value in values.items():
+            assert name in schema["properties"], f"{path}{name}"
+            found.add(path + name)
+            if isinstance(value, dict) and "properties" in schema["properties"][name]:
+                found |= keys(value, schema["properties"][name], f"{path}{name}.")
+        return found
+
+    chart = ROOT / "deploy" / "helm" / "kaon"
+    schema = json.loads((chart / "values.schema.json").read_text())
+    assert keys(yaml.safe_load((chart / "values.yaml").read_text()), schema)
+    for example in (chart / "examples").glob("*.yaml"):
+        keys(yaml.safe_load(example.read_text()), schema)
+
+
 HARDENING = [
     ("it may run as root", "runAsNonRoot: true", "runAsNonRoot: false"),
     ("its root is writable", "readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false"),

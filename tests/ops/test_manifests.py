@@ -1,0 +1,244 @@
+"""The Helm chart: every example renders to objects that Kubernetes' schemas, the policy and Kaon itself accept."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python.chart import lint
+from helm_python.errors import HelmError
+
+from engine.config.settings import load_config
+from tests.unit.test_kubernetes import OTHERS, faults
+from tools import manifests
+from tools.manifests import BASE, CHART, rendered
+
+pytestmark = pytest.mark.ops
+
+EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}
+EXAMPLES["defaults"] = {}
+VERSIONS = ("1.28", "1.33")
+"""The oldest that the chart admits, and the first with image volumes by default."""
+
+
+def shape(*required: str, **properties: Any) -> dict[str, Any]:
+    """The schema of an object with these properties and no others."""
+    return {"type": "object", "additionalProperties": False, "required": list(required), "properties": properties}
+
+
+TEXT, NUMBER, LIST, ANYTHING = {"type": "string"}, {"type": "integer"}, {"type": "array"}, {"type": "object"}
+TARGET = shape("name", apiVersion=TEXT, kind=TEXT, name=TEXT)
+CREDENTIALS = shape("name", "key", name=TEXT, key=TEXT)
+ENDPOINTS = {
+    "type": "array",
+    "items": shape(
+        "port",
+        port=TEXT,
+        path=TEXT,
+        interval={"type": "string", "pattern": r"^\d+(ms|s|m)$"},
+        scheme={"enum": ["http", "https"]},
+        tlsConfig=shape(serverName=TEXT),
+        authorization=shape("credentials", credentials=CREDENTIALS, type=TEXT),
+    ),
+}
+MONITOR = {"jobLabel": TEXT, "selector": shape("matchLabels", matchLabels=ANYTHING)}
+CUSTOM = {
+    "leaderworkerset.x-k8s.io/v1 LeaderWorkerSet": shape(
+        "leaderWorkerTemplate",
+        replicas=NUMBER,
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+        leaderWorkerTemplate=shape(
+            "workerTemplate",
+            size=NUMBER,
+            restartPolicy={"enum": ["Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+            workerTemplate=ANYTHING,
+        ),
+    ),
+    "inference.networking.k8s.io/v1 InferencePool": shape(
+        "selector",
+        "targetPorts",
+        "endpointPickerRef",
+        selector=shape("matchLabels", matchLabels=ANYTHING),
+        targetPorts={"type": "array", "minItems": 1, "maxItems": 8, "items": shape("number", number=NUMBER)},
+        endpointPickerRef=shape(
+            "name", name=TEXT, port=shape("number", number=NUMBER), failureMode={"enum": ["FailOpen", "FailClose"]}
+        ),
+    ),
+    "keda.sh/v1alpha1 ScaledObject": shape(
+        "scaleTargetRef",
+        "triggers",
+        scaleTargetRef=TARGET,
+        minReplicaCount=NUMBER,
+        maxReplicaCount=NUMBER,
+        advanced=shape(horizontalPodAutoscalerConfig=shape(behavior=ANYTHING)),
+        triggers={
+            "type": "array",
+            "items": shape(
+                "type",
+                "metadata",
+                type=TEXT,
+                name=TEXT,
+                metadata=shape("serverAddress", "query", "threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
+            ),
+        },
+    ),
+    "monitoring.coreos.com/v1 ServiceMonitor": shape("selector", "endpoints", **MONITOR, endpoints=ENDPOINTS),
+    "monitoring.coreos.com/v1 PodMonitor": shape("selector", **MONITOR, podMetricsEndpoints=ENDPOINTS),
+    "cert-manager.io/v1 Certificate": shape(
+        "secretName",
+        "issuerRef",
+        secretName=TEXT,
+        dnsNames=LIST,
+        issuerRef=shape("name", group=TEXT, kind=TEXT, name=TEXT),
+        privateKey=shape(
+            algorithm={"enum": ["RSA", "ECDSA", "Ed25519"]}, size=NUMBER, rotationPolicy={"enum": ["Always", "Never"]}
+        ),
+    ),
+}
+"""Schemas of `spec` of the custom resources, by API version and kind, with the fields that the chart uses: each was
+compared with the definition in its project's repository when it was written."""
+
+
+def objects(values: dict[str, Any], name: str = "kaon") -> dict[str, dict[str, Any]]:
+    """What a release has, by kind and name."""
+    found = [each for each in yaml.safe_load_all(rendered(values, name)) if each]
+    keyed = {f"{each['kind']}/{each['metadata']['name']}": each for each in found}
+    assert len(keyed) == len(found)
+    return keyed
+
+
+def workload(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The pods' template."""
+    [work] = (each for each in found.values() if each["kind"] in ("Deployment", "LeaderWorkerSet"))
+    spec = work["spec"]
+    template: dict[str, Any] = spec.get("template") or spec["leaderWorkerTemplate"]["workerTemplate"]
+    return template
+
+
+def test_the_base_is_what_the_chart_renders(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise: `make rendered`."""
+    assert manifests.main(["--check"]) == 0, capsys.readouterr().err
+    assert list(yaml.safe_load_all(BASE.read_text())) == list(yaml.safe_load_all(rendered()))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_helm_s_lint_finds_nothing(example: str) -> None:
+    report = lint(CHART, EXAMPLES[example], strict=True)
+    assert report["errors"] == []
+    assert [each["error"] for each in report["messages"] if "icon" not in each["error"]] == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_object_fits_its_schema(example: str, version: str) -> None:
+    for name, each in objects(EXAMPLES[example]).items():
+        custom = CUSTOM.get(f"{each['apiVersion']} {each['kind']}")
+        if custom is not None:
+            jsonschema.validate(each["spec"], custom)
+        elif not (version == "1.28" and example == "nvidia" and name == "Deployment/kaon"):
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+@pytest.mark.parametrize("path", [*OTHERS, BASE.with_name("kaon-two-hosts.yaml")], ids=lambda path: path.stem)
+def test_the_other_manifests_fit_kubernetes_schemas(path: Path) -> None:
+    for each in yaml.safe_load_all(path.read_text()):
+        if each["apiVersion"] in ("v1", "apps/v1", "networking.k8s.io/v1"):
+            kubernetes_validate.validate(each, VERSIONS[-1], strict=True)
+        pods = [each] if each["kind"] == "RayJob" else []
+        for job in pods:
+            cluster = job["spec"]["rayClusterSpec"]
+            for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+                pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
+                kubernetes_validate.validate(pod, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("field", ["replicaz: 1", "replicas: many"])
+def test_a_field_that_does_not_exist_is_found(field: str) -> None:
+    deployment = objects({})["Deployment/kaon"]
+    deployment["spec"] |= yaml.safe_load(field)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_meets_the_policy(example: str) -> None:
+    assert faults(objects(EXAMPLES[example])) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_arguments_are_kaon_s_and_the_parts_fit_together(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = objects(EXAMPLES[example])
+    template = workload(found)
+    [box] = template["spec"]["containers"]
+    variables = {"POD_IP": "10.0.0.7", "LWS_LEADER_ADDRESS": "kaon-0.kaon"}
+    for variable in box["env"]:
+        if variable["name"].startswith("KAON_") and "CLUSTER_KEY" not in variable["name"]:
+            given = {"KAON_NODE_RANK": "0", "KAON_API_KEY": "a-key-of-an-api-client"}.get(variable["name"], "")
+            monkeypatch.setenv(variable["name"], variable.get("value", given))
+    command, *arguments = (re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], each) for each in box["args"])
+    assert command == "serve"
+    config = load_config(arguments)
+    assert config.server_config.host == "0.0.0.0"
+    assert config.server_config.port == next(port["containerPort"] for port in box["ports"] if port["name"] == "http")
+    assert template["spec"]["terminationGracePeriodSeconds"] > config.server_config.drain_timeout
+    mounts = {mount["name"] for mount in box["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in template["spec"]["volumes"]}
+    labels = {**template["metadata"]["labels"], "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    assert found["Service/kaon"]["spec"]["selector"].items() <= labels.items()
+    for volume in template["spec"]["volumes"]:
+        if claim := volume.get("persistentVolumeClaim"):
+            assert f"PersistentVolumeClaim/{claim['claimName']}" in found
+    if pool := found.get("InferencePool/kaon"):
+        assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert pool["spec"]["targetPorts"] == [{"number": config.server_config.port}]
+    for monitor in (each for each in found.values() if each["kind"].endswith("Monitor")):
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert labels[monitor["spec"]["jobLabel"]] == "kaon"  # What the alert rules ask for.
+    for scaler in (each for each in found.values() if each["kind"] in ("ScaledObject", "HorizontalPodAutoscaler")):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert f"{target['kind']}/{target['name']}" in found
+        assert "replicas" not in found[f"{target['kind']}/{target['name']}"]["spec"]
+        asked = re.findall(r"kaon_\w+", str(scaler["spec"]))
+        assert set(asked) == {"kaon_requests_waiting", "kaon_kv_cache_usage_ratio"}
+
+
+def test_two_releases_in_a_namespace_share_no_name_and_no_pod() -> None:
+    first, second = objects(EXAMPLES["amd"], "kaon"), objects(EXAMPLES["amd"], "small")
+    assert first.keys() & second.keys() == set()
+    assert first["Service/kaon"]["spec"]["selector"] != second["Service/small-kaon"]["spec"]["selector"]
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"replicaz": 2}, "replicaz"),
+        ({"resources": {"limits": {"memory": None}}}, "memory"),
+        ({"accelerator": {"type": "tpu"}}, "accelerator"),
+        ({"router": {"kvEvents": {"enabled": True}}}, "the peers that may read prompts"),
+        ({"monitoring": {"kind": "pod"}}, "needs a key"),
+        ({"download": {"enabled": True}}, "needs a model"),
+        ({"tls": {"enabled": True}}, "tls.hosts"),
+        ({"modelVolume": {"kind": "image"}}, "modelVolume.image"),
+        ({"apiKeys": {"create": True}}, "apiKeys.values"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_in_words(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(why)):
+        rendered(values)
+
+
+def test_the_download_runs_the_command_that_there_is() -> None:
+    [box] = workload(objects(EXAMPLES["amd"]))["spec"]["initContainers"]
+    assert box["args"] == ["pull", "Qwen/Qwen3-32B"]
+    assert {mount["mountPath"] for mount in box["volumeMounts"]} == {"/var/cache/kaon", "/tmp"}
+
+
+def test_the_multi_host_s_pods_outlast_the_first_one_s_drain() -> None:
+    spec = workload(objects(EXAMPLES["multi-host"]))["spec"]
+    shell = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert 30 < int(shell[-1].rpartition(" ")[2]) < spec["terminationGracePeriodSeconds"]
+    assert subprocess.run(shell, env={"KAON_NODE_RANK": "0"}, check=False).returncode == 0
