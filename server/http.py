@@ -27,6 +27,7 @@ from engine.client.core_manager import CoreManager
 from engine.config.config import Config
 from server.access_log import HEADER, new_request_id
 from server.app import create_app
+from server.batches.runner import BatchRunner
 from server.endpoints import all_endpoints
 from server.errors import ApiError, BadRequest, as_raw_response
 from server.frontend import Frontend
@@ -303,7 +304,7 @@ def serve(
         timeout_keep_alive=config.server_config.keep_alive_timeout,  # type: ignore[arg-type]  # a float will do
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
     )
-    _Server(settings, frontend, listener, tls, manager).run()
+    _Server(settings, frontend, app.state.batches, listener, tls, manager).run()
     return frontend.why_ended
 
 
@@ -314,6 +315,7 @@ class _Server(uvicorn.Server):
         self,
         settings: uvicorn.Config,
         frontend: Frontend,
+        batches: BatchRunner,
         listener: socket.socket,
         tls: ssl.SSLContext | None,
         manager: ServiceManager,
@@ -321,6 +323,7 @@ class _Server(uvicorn.Server):
         super().__init__(settings)
         self._manager = manager
         self._frontend = frontend
+        self._batches = batches
         self._listener = listener
         self._tls = tls
         self._acceptor: Acceptor | None = None
@@ -358,6 +361,8 @@ class _Server(uvicorn.Server):
             self._drain_until = time.monotonic() + self._drain_timeout
             self._manager.stopping()
             self._frontend.drain()
+            # Their lines are no live requests: nobody waits for them, and the next server goes on with them.
+            await self._batches.stop()
             if live := self._frontend.hub.num_live:
                 _log.warning(
                     "new requests are refused; the server ends after the %d live ones, in %g s at the latest, or at "

@@ -234,6 +234,13 @@ class ServerConfig(Section):
     max_file_bytes_per_key: Annotated[int, Field(ge=1)] = 4 * 2**30
     """Most bytes of files of one API key; further uploads are answered 429."""
 
+    max_file_bytes_total: Annotated[int, Field(ge=1)] = 16 * 2**30
+    """Most bytes of files of all API keys; further uploads are answered 429."""
+
+    file_retention_days: Annotated[int, Field(ge=0)] = 30
+    """Days after which uploaded files without an expiry, batches that have ended and their files are deleted; 0:
+    never."""
+
     batch_concurrency: Annotated[int, Field(ge=1)] | None = None
     """Most lines of batches that are computed at a time, an eighth of it while other requests run; default: half of
     `max_num_seqs`, at most 32."""

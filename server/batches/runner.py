@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message
 from engine.config.config import ServerConfig
 from server.access_log import RequestFacts, new_request_id
 from server.batches.store import Batch, BatchStore, FileNotFound, Line, LineAt, output_line
-from server.errors import BadRequest, EngineError, InvalidApiKey
+from server.errors import BadRequest, EngineError, InvalidApiKey, ShuttingDown
 from server.limits.owners import Owner
-from server.schemas.batches import BatchError, BatchObject, BatchStatus
+from server.schemas.batches import DAY, BatchError, BatchObject, BatchStatus
 from server.schemas.body import parse_object
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ _BUSY_SHARE = 8
 _RECHECK_SECONDS = 0.2
 _RETRY_SECONDS = (0.25, 8.0)
 """The first and the longest wait before what could not be done is tried again: a line, or a write to the disk."""
+_EXPIRY_SECONDS = 600.0
+"""After such times, what is kept no longer is deleted."""
 _ATTEMPTS = 3
 """How often a line that the server failed on is tried."""
 _TRY_AGAIN = (429, 503)
@@ -79,15 +81,24 @@ def open_store(config: ServerConfig) -> BatchStore:
     write there, has a temporary one.
     """
     if config.data_dir is not None:
-        return BatchStore(Path(config.data_dir).expanduser(), config.max_file_bytes_per_key)
+        return _store(Path(config.data_dir).expanduser(), config)
     states = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     existing = next(each for each in (states, *states.parents) if each.exists())
     if config.port and os.access(existing, os.W_OK):
         try:
-            return BatchStore(states / "kaon" / f"port-{config.port}", config.max_file_bytes_per_key)
+            return _store(states / "kaon" / f"port-{config.port}", config)
         except OSError as error:
             _log.warning("batches are not kept over a restart, because %s", error)
-    return BatchStore(None, config.max_file_bytes_per_key)
+    return _store(None, config)
+
+
+def _store(folder: Path | None, config: ServerConfig) -> BatchStore:
+    return BatchStore(
+        folder,
+        config.max_file_bytes_per_key,
+        config.max_file_bytes_total,
+        config.file_retention_days * DAY,
+    )
 
 
 class BatchRunner:
@@ -114,9 +125,11 @@ class BatchRunner:
         self._num_running = 0
         self._line_ended = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._expiry: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Go on with the batches of an earlier server."""
+        """Go on with the batches of an earlier server, and delete from now on what is kept no longer."""
+        self._expiry = asyncio.create_task(self._expire())
         for batch in self.store.unfinished():
             _log.info("%s goes on: it is %s", batch.object.id, batch.object.status)
             self.run(batch)
@@ -138,14 +151,30 @@ class BatchRunner:
             task.cancel()
         return cancelled
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """Stop all batches; what they were computing is computed again by the next server."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop all batches, and leave the store."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await self.stop()
         await asyncio.to_thread(self.store.close)
+
+    async def _expire(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.store.delete_expired)
+            except (OSError, sqlite3.OperationalError) as error:
+                _log.error("expired files are not deleted yet: %s", error)
+            except ShuttingDown:
+                return
+            await asyncio.sleep(_EXPIRY_SECONDS)
 
     # -- one batch ----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
@@ -51,6 +52,7 @@ CREATE INDEX IF NOT EXISTS pending_lines ON lines (batch, state, number);
 """
 
 _USED_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE owner = ?"
+_ALL_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files"
 _LIVE = "(expires_at IS NULL OR expires_at > ?)"
 """A file whose time has not come. The value is now, in seconds."""
 
@@ -59,6 +61,9 @@ PENDING, SUCCEEDED, FAILED = range(3)
 
 MAX_UNFINISHED = 100
 """Most batches of an owner that have not ended: each holds a row for every line of its input."""
+
+MAX_ENDED = 10_000
+"""Most ended batches of an owner that are kept; a new batch takes the place of the oldest."""
 
 _EXPIRED = {"code": "batch_expired", "message": "the batch's completion window ended before this line was computed"}
 _CANCELLED = {"code": "batch_cancelled", "message": "the batch was cancelled before this line was computed"}
@@ -81,7 +86,7 @@ class BatchNotFound(BadRequest):
 
 
 class NoRoom(ApiError):
-    """The files of an owner fill its share of the disk, or too many of its batches have not ended."""
+    """The files of an owner, or of all, fill their share of the disk, or too many of its batches have not ended."""
 
     status = 429
     type = "rate_limit_error"
@@ -119,15 +124,25 @@ class Batch(NamedTuple):
 class BatchStore:
     """The folder of one server."""
 
-    def __init__(self, folder: Path | None, max_bytes_per_owner: int) -> None:
+    def __init__(
+        self, folder: Path | None, max_bytes_per_owner: int, max_bytes: int = 2**62, seconds_kept: int = 0
+    ) -> None:
         """`folder` is made when the first file is written; None: a temporary one, which ends with the server.
+
+        `max_bytes`: of the files of all owners. `seconds_kept`: after which files without an expiry, and batches that
+        have ended, are deleted; 0: never.
 
         Raises `OSError` for a folder that another server uses, or that cannot be read.
         """
         self._folder = folder
         self._is_temporary = folder is None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._max_bytes_per_owner = max_bytes_per_owner
+        self._max_bytes_per_owner, self._max_bytes = max_bytes_per_owner, max_bytes
+        self._seconds_kept = seconds_kept
+        self._arriving_lock = threading.Lock()
+        """Held for a moment only, unlike `_lock`: the event loop takes it."""
+        self._arriving: Counter[str] = Counter()
+        """Bytes of uploads that are not files yet, by owner."""
         self._lock = threading.RLock()
         self._database: sqlite3.Connection | None = None
         self._lock_file: IO[bytes] | None = None
@@ -166,6 +181,7 @@ class BatchStore:
         file.flush()
         os.fsync(file.fileno())
         size, now = os.fstat(file.fileno()).st_size, int(time.time())
+        seconds = seconds or self._seconds_kept or None
         added = FileObject(
             id=_new_id("file"),
             bytes=size,
@@ -175,14 +191,9 @@ class BatchStore:
             expires_at=None if seconds is None else now + seconds,
         )
         with self._transaction() as database:
-            [used] = database.execute(_USED_BYTES, (owner,)).fetchone()
             # What a batch wrote is not refused: its work is done.
-            if purpose == "batch" and used + size > self._max_bytes_per_owner:
-                raise NoRoom(
-                    f"the files of this key have {used} bytes, and with the {size} of this one more than "
-                    f"{self._max_bytes_per_owner}, the most that this server keeps for one (max_file_bytes_per_key); "
-                    "delete files that are not needed"
-                )
+            if purpose == "batch":
+                self._check_room(owner, 0, 0, size)
             database.execute(
                 "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (added.id, owner, now, added.expires_at, size, filename, added.purpose),
@@ -190,6 +201,47 @@ class BatchStore:
             # Last: whatever fails before leaves the file to `new_file`, which deletes it.
             Path(file.name).rename(self._files / added.id)
         return added
+
+    @contextmanager
+    def upload(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """What is called with the number of bytes that are to arrive next of an upload. It raises `NoRoom`.
+
+        Until the end they count among the owner's bytes, and among those of all. Only the call blocks.
+        """
+        reserved = 0
+
+        def reserve(num_bytes: int) -> None:
+            nonlocal reserved
+            with self._arriving_lock:
+                self._arriving[owner] += num_bytes
+                reserved += num_bytes
+                own, total = self._arriving[owner], self._arriving.total()
+            self._check_room(owner, own - num_bytes, total - num_bytes, num_bytes)
+
+        try:
+            yield reserve
+        finally:
+            with self._arriving_lock:
+                self._arriving[owner] -= reserved
+                if not self._arriving[owner]:
+                    del self._arriving[owner]
+
+    def _check_room(self, owner: str, arriving: int, all_arriving: int, size: int) -> None:
+        """Raise `NoRoom` unless `size` more bytes may be kept next to those that are kept and that arrive."""
+        self._open()
+        [own], [total] = self._query(_USED_BYTES, owner), self._query(_ALL_BYTES)
+        used = own[0] + arriving
+        if used + size > self._max_bytes_per_owner:
+            raise NoRoom(
+                f"the files of this key have {used} bytes, and with {size} further ones more than "
+                f"{self._max_bytes_per_owner}, the most that this server keeps for one (max_file_bytes_per_key); "
+                "delete files that are not needed"
+            )
+        if total[0] + all_arriving + size > self._max_bytes:
+            raise NoRoom(
+                f"the files of all keys would have more than {self._max_bytes} bytes, the most that this server keeps "
+                "(max_file_bytes_total); delete files that are not needed, or try again later"
+            )
 
     def file(self, id: str, owner: str) -> FileObject:
         """Raises `FileNotFound`, also for a file of another owner."""
@@ -222,20 +274,30 @@ class BatchStore:
     def _delete_file(self, id: str, owner: str) -> None:
         """Delete a file, if it is there. Raises `BadRequest` as `delete_file` does."""
         with self._transaction() as database:
-            rows = database.execute("SELECT object FROM batches WHERE owner = ?", (owner,)).fetchall()
+            marks = ", ".join("?" * len(BATCH_ENDED))
+            unfinished = f"SELECT object FROM batches WHERE owner = ? AND status NOT IN ({marks})"
+            rows = database.execute(unfinished, (owner, *BATCH_ENDED)).fetchall()
             for batch in (_decode_batch(row["object"]) for row in rows):
-                if batch.input_file_id == id and batch.status not in BATCH_ENDED:
+                if batch.input_file_id == id:
                     raise BadRequest(f"file {id} is the input of {batch.id}, which is {batch.status}; cancel it first")
             database.execute("DELETE FROM files WHERE id = ?", (id,))
         (self._files / id).unlink(missing_ok=True)
 
-    def delete_expired_files(self) -> None:
-        """Delete the files whose time has come."""
-        for row in self._query("SELECT * FROM files WHERE expires_at <= ?", int(time.time())):
+    def delete_expired(self) -> None:
+        """Delete the files and the ended batches whose time has come."""
+        now = int(time.time())
+        # Of files without a time, only those are there that are as old as a setting that was made later.
+        oldest = now - self._seconds_kept if self._seconds_kept else -1
+        for row in self._query("SELECT * FROM files WHERE COALESCE(expires_at <= ?, created_at <= ?)", now, oldest):
             try:
                 self._delete_file(row["id"], row["owner"])
             except BadRequest:
                 continue  # A batch still reads it.
+        marks = ", ".join("?" * len(BATCH_ENDED))
+        condition = f"created_at <= ? AND status IN ({marks})"
+        if self._query(f"SELECT 1 FROM batches WHERE {condition} LIMIT 1", oldest, *BATCH_ENDED):
+            with self._transaction() as database:
+                database.execute(f"DELETE FROM batches WHERE {condition}", (oldest, *BATCH_ENDED))
 
     # -- batches ------------------------------------------------------------------------------------------------
 
@@ -257,6 +319,11 @@ class BatchStore:
                     f"the files of this key have {used} bytes, more than the {self._max_bytes_per_owner} that this "
                     "server keeps for one (max_file_bytes_per_key); delete files that are not needed"
                 )
+            database.execute(
+                "DELETE FROM batches WHERE rowid IN (SELECT rowid FROM batches "
+                f"WHERE owner = ? AND status IN ({marks}) ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                (owner, *BATCH_ENDED, MAX_ENDED - 1),
+            )
             database.execute(
                 "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (batch.id, owner, party, batch.status, batch.created_at, output_seconds, _encoded(batch)),

@@ -48,6 +48,9 @@ _LEAST_CONNECTIONS, _MOST_CONNECTIONS = 4, 8192
 _RESERVED_PARTS, _MOST_RESERVED = 4, 64
 """Of all connections, a part of 1 / this, up to so many, never serves requests: there, heads are read."""
 
+_MOST_HELD_BYTES = 32 * 2**20
+"""Largest default of `max_request_bytes`, which follows from the model."""
+
 _BODY_BUDGET_BODIES = 64
 """Bodies of the largest size that may be held while they arrive."""
 
@@ -134,7 +137,7 @@ class ConnectionLimits(NamedTuple):
             config.min_body_rate,
             config.keep_alive_timeout,
             config.send_timeout,
-            max_request_bytes,
+            config.max_request_bytes or _MOST_HELD_BYTES,
             _BODY_BUDGET_BODIES * max_request_bytes,
         )
 

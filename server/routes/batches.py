@@ -1,7 +1,7 @@
 """`/v1/files` and `/v1/batches`: upload requests, have them computed behind live traffic, fetch the answers."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import Request, Response
@@ -12,7 +12,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from server.batches.runner import BatchRunner
 from server.batches.store import Batch, Page, new_batch
 from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
-from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
+from server.errors import ApiError, BadRequest, BodyTooLarge, UnsupportedMediaType
 from server.frontend import Frontend, owner_of
 from server.request_builder import read_request
 from server.schemas.batches import (
@@ -46,6 +46,13 @@ def _limit(page: tuple[int, int]) -> dict[str, Any]:
     )
 
 
+class DiskFull(ApiError):
+    """A file cannot be written: 507."""
+
+    status = 507
+    code = "insufficient_storage"
+
+
 # -- files ------------------------------------------------------------------------------------------------------
 
 
@@ -58,7 +65,19 @@ async def upload_file(http: Request) -> Response:
     declared = http.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit + 2**16:
         raise _too_large(limit)
-    form = await read_form(http.headers, _counted(http, limit))
+    owner = owner_of(http.scope).key or ""
+    with runner.store.upload(owner) as reserve:
+        return as_json(await _upload(http, runner, limit, owner, reserve))
+
+
+async def _upload(
+    http: Request, runner: BatchRunner, limit: int, owner: str, reserve: Callable[[int], None]
+) -> FileObject:
+    """Raises `BadRequest`, `BodyTooLarge`, `NoRoom` and `DiskFull`."""
+    try:
+        form = await read_form(http.headers, _counted(http, limit, reserve))
+    except OSError as error:
+        raise DiskFull(f"the file cannot be kept while it arrives: {error.strerror}; try again later") from error
     try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
@@ -68,10 +87,11 @@ async def upload_file(http: Request) -> Response:
                 f"purpose is {str(purpose)[:60]!r}; this server takes files for batch only", param="purpose"
             )
         seconds = _expiry(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"))
-        added = await asyncio.to_thread(_store, runner, file, owner_of(http.scope).key or "", seconds)
+        return await asyncio.to_thread(_store, runner, file, owner, seconds)
+    except OSError as error:
+        raise DiskFull(f"the file cannot be kept: {error.strerror}; try again later") from error
     finally:
         await form.close()
-    return as_json(added)
 
 
 async def read_form(headers: Headers, body: AsyncGenerator[bytes, None]) -> FormData:
@@ -87,20 +107,28 @@ async def read_form(headers: Headers, body: AsyncGenerator[bytes, None]) -> Form
 
 def _store(runner: BatchRunner, upload: UploadFile, owner: str, seconds: int | None) -> FileObject:
     store = runner.store
-    store.delete_expired_files()
     with store.new_file() as file:
         while chunk := upload.file.read(_CHUNK_BYTES):
             file.write(chunk)
         return store.add_file(file, owner, (upload.filename or "file")[:_MAX_FILENAME], seconds=seconds)
 
 
-async def _counted(http: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """The body, up to a file of `limit` bytes with the form around it. Raises `BodyTooLarge`."""
-    total = 0
+async def _counted(http: Request, limit: int, reserve: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+    """The body, up to a file of `limit` bytes with the form around it. Raises `BodyTooLarge` and `NoRoom`.
+
+    `reserve` is called with the bytes that may follow.
+    """
+    total = reserved = 0
     async for chunk in http.stream():
         total += len(chunk)
         if total > limit + 2**16:
             raise _too_large(limit)
+        if total > reserved:
+            declared = http.headers.get("content-length", "")
+            most = min(int(declared), limit) if declared.isdecimal() else limit
+            step = max(total - reserved, min(_CHUNK_BYTES, most - reserved))
+            await asyncio.to_thread(reserve, step)
+            reserved += step
         yield chunk
 
 

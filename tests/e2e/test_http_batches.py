@@ -161,6 +161,42 @@ def test_no_line_is_lost_or_doubled_when_the_server_is_killed(
     kill_and_restart(start_server, tmp_path / "data", 150, 2, random.Random(1))
 
 
+def test_a_server_that_ends_waits_for_no_batch_and_the_next_one_goes_on(
+    start_server: Callable[..., KaonServer], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"server_config": {"data_dir": str(tmp_path / "data"), "drain_timeout": 600}}
+    server = start_server(**settings).ready()
+    with server.client() as client:
+        batch = start(client, (chat(number, max_tokens=4000, ignore_eos=True) for number in range(500)))
+        eventually(lambda: server.metric("kaon_requests_live") > 0)
+    assert server.stop() == 0
+    assert "Traceback" not in server.stderr
+    server = start_server(**settings).ready()
+    with server.client() as client:
+        batch = client.batches.retrieve(batch.id)
+        assert batch.status == "in_progress"
+        eventually(lambda: server.metric("kaon_requests_live") > 0)
+        client.batches.cancel(batch.id)
+        assert ended(client, batch).status == "cancelled"
+
+
+def test_a_full_disk_and_a_full_share_refuse_an_upload_in_words(
+    start_server: Callable[..., KaonServer], tmp_path: Path
+) -> None:
+    limits = {"data_dir": str(tmp_path / "data"), "max_file_bytes_per_key": 1_400_000}
+    # In place of a full disk: larger files cannot be written.
+    before = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    before += "resource.setrlimit(resource.RLIMIT_FSIZE, (1_200_000, 1_200_000)); "
+    server = start_server(server_config=limits, before=before).ready()
+    with server.client() as client:
+        with pytest.raises(openai.APIStatusError, match="the file cannot be kept while it arrives: ") as full:
+            client.files.create(file=bytes(1_300_000), purpose="batch")
+        assert full.value.status_code == 507
+        with pytest.raises(openai.RateLimitError, match="max_file_bytes_per_key"):
+            client.files.create(file=bytes(2_000_000), purpose="batch")
+        assert client.files.create(file=bytes(10**6), purpose="batch").bytes == 10**6
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_line_is_lost_or_doubled_through_fifty_kills(

@@ -131,6 +131,24 @@ async def test_a_server_that_ends_while_the_output_is_written_loses_no_line(
     await next_runner.close()
 
 
+async def test_batches_that_are_stopped_go_on_with_the_next_server(tmp_path: Path) -> None:
+    store, app = BatchStore(tmp_path, 10**6), App()
+    app.refused = set("abc")
+    batch, runner = add(store, list("abc")), runner_of(store, app)
+    runner.run(batch)
+    while not app.tried:
+        await asyncio.sleep(0.005)
+    await runner.stop()
+    assert store.batch(batch.object.id, "me").status == "in_progress"
+    await runner.close()
+    again, app = BatchStore(tmp_path, 10**6), App()
+    next_runner = runner_of(again, app)
+    next_runner.start()
+    await until_ended(again, batch)
+    assert results(again, batch) == ("completed", list("abc"), [])
+    await next_runner.close()
+
+
 async def test_a_line_whose_route_raises_is_an_error_of_its_own(tmp_path: Path) -> None:
     store, app = BatchStore(tmp_path, 10**6), App()
     app.raising = {"b"}

@@ -185,11 +185,73 @@ def test_an_owners_files_have_a_bound_and_room_comes_back(tmp_path: Path) -> Non
     store = BatchStore(tmp_path / "data", 1000)
     first = add_file(store, bytes(900))
     add_file(store, bytes(900), owner="you")
-    with pytest.raises(NoRoom, match="900 bytes, and with the 101 of this one more than 1000"):
+    with pytest.raises(NoRoom, match="900 bytes, and with 101 further ones more than 1000"):
         add_file(store, bytes(101))
     store.delete_file(first, "me")
     add_file(store, bytes(101))
     assert not list((tmp_path / "data" / "files").glob("part-*"))
+
+
+def test_uploads_count_as_they_arrive(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 1000, 1500)
+    add_file(store, bytes(400))
+    with store.upload("me") as first, store.upload("me") as second, store.upload("you") as other:
+        first(300)
+        second(300)
+        with pytest.raises(NoRoom, match="have 1000 bytes, and with 1 further ones more than 1000"):
+            first(1)
+        other(499)
+        with pytest.raises(NoRoom, match="the files of all keys would have more than 1500 bytes"):
+            other(1)
+    assert not store._arriving
+    with store.upload("me") as again:
+        again(600)
+
+
+def test_the_files_of_all_owners_have_a_bound(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 1000, 1500)
+    add_file(store, bytes(1000))
+    with pytest.raises(NoRoom, match="max_file_bytes_total"):
+        add_file(store, bytes(501), "you")
+    add_file(store, bytes(500), "you")
+
+
+def test_what_is_kept_no_longer_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forever = BatchStore(tmp_path / "data", 10**6)
+    add_file(forever, b"x")
+    ended, running = add_batch(forever, THREE, tmp_path), add_batch(forever, THREE, tmp_path)
+    forever.finish(ended, "cancelled")
+    forever.delete_expired()
+    forever.close()
+    now = time.time()
+    store = BatchStore(tmp_path / "data", 10**6, seconds_kept=1000)
+    new = store.file(add_file(store, b"y"), "me")
+    assert new.expires_at == new.created_at + 1000
+    monkeypatch.setattr(time, "time", lambda: now + 990)
+    store.delete_expired()
+    assert store.batch(ended.object.id, "me").status == "cancelled"
+    monkeypatch.setattr(time, "time", lambda: now + 1010)
+    store.delete_expired()
+    with pytest.raises(BatchNotFound):
+        store.batch(ended.object.id, "me")
+    # The input of a batch that runs stays until it has ended.
+    files = [file.name for file in (tmp_path / "data" / "files").iterdir()]
+    assert files == [running.object.input_file_id]
+    store.finish(running, "completed")
+    store.delete_expired()
+    assert store.batches("me", "batch", None, 10).data == []
+
+
+def test_of_ended_batches_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.batches.store.MAX_ENDED", 2)
+    store = BatchStore(tmp_path / "data", 10**6)
+    running = add_batch(store, THREE, tmp_path)
+    batches = [add_batch(store, THREE, tmp_path) for _ in range(4)]
+    for batch in batches:
+        store.finish(batch, "cancelled")
+    new = add_batch(store, THREE, tmp_path)
+    kept = [each.id for each in store.batches("me", "batch", None, 10).data]
+    assert kept == [each.object.id for each in (new, batches[3], running)]
 
 
 def test_the_input_of_a_live_batch_cannot_be_deleted(tmp_path: Path) -> None:
@@ -311,10 +373,10 @@ def test_a_file_whose_time_has_come_is_gone_and_a_batch_still_reads_it(
     with pytest.raises(FileNotFound):
         store.file(input, "me")
     assert store.files("me", None, None, 10, newest_first=True).data == []
-    store.delete_expired_files()
+    store.delete_expired()
     assert len(store.pending(batch, -1, 10)) == 3
     store.finish(batch, "completed")
-    store.delete_expired_files()
+    store.delete_expired()
     assert list((tmp_path / "data" / "files").iterdir()) == []
 
 
