@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model clean
+.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ conformance: $(VENV)/.installed ## Run other people's clients against the server
 
 locks: $(VENV)/.installed-dev ## Write deploy/locks again, with uv, from what the package index has
 	@exec $(VENV)/bin/python -m tools.locks $(ARGS)
+
+pins: $(VENV)/.installed-dev ## Name images and actions of others by digest and commit; ARGS=--check lists the rest
+	@exec $(VENV)/bin/python -m tools.pins $(ARGS)
 
 lint: lint-style lint-types lint-docs ## Check style, types, import contracts and generated docs
 

@@ -1,0 +1,130 @@
+"""`make pins`: names each image and action of others by what it is now, not by a tag, which its owner can move.
+
+Images get the digest that their registry reports, next to their tag; actions of workflows get the commit of theirs.
+`make pins ARGS=--check` needs no network: it lists what has none, and fails, as the workflow of a release does.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FILES = ("Dockerfile", "deploy/compose.yaml", ".github/workflows/*.yml")
+
+_IMAGE = re.compile(
+    r"(?m)^(?:ARG \w+_BASE=| +image: )(?P<name>[\w./-]+(?::\d+/[\w./-]+)?:[\w.-]+)(?P<pin>@sha256:\w+)?$"
+)
+"""An image with a tag: those that are built here have none."""
+_ACTION = re.compile(r"(?m)uses: (?P<name>[\w.-]+/[\w.-]+)@(?P<ref>[\w.-]+)(?: # (?P<tag>\S+))?$")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MANIFESTS = (
+    "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json, "
+    "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
+)
+_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+_SECONDS = 30
+
+
+class Unpinned(NamedTuple):
+    """A reference to something that its owner can replace."""
+
+    line: int
+    text: str
+
+
+def unpinned(text: str) -> Iterator[Unpinned]:
+    """The references without a digest or commit in a file."""
+    for match in _IMAGE.finditer(text):
+        if match["pin"] is None:
+            yield Unpinned(text.count("\n", 0, match.start()) + 1, match["name"])
+    for match in _ACTION.finditer(text):
+        if not _COMMIT.fullmatch(match["ref"]):
+            yield Unpinned(text.count("\n", 0, match.start()) + 1, f"{match['name']}@{match['ref']}")
+
+
+def pinned(text: str, digest_of: Callable[[str], str], commit_of: Callable[[str, str], str]) -> str:
+    """A file with what its tags stand for now. `digest_of` takes an image, `commit_of` a repository and a tag."""
+
+    def image(match: re.Match[str]) -> str:
+        return f"{match[0].removesuffix(match['pin'] or '')}@{digest_of(match['name'])}"
+
+    def action(match: re.Match[str]) -> str:
+        tag = match["tag"] or match["ref"]
+        return f"uses: {match['name']}@{commit_of(match['name'], tag)} # {tag}"
+
+    return _ACTION.sub(action, _IMAGE.sub(image, text))
+
+
+def digest_of(image: str) -> str:
+    """The digest that an image's tag stands for, as its registry reports it. Raises `OSError`."""
+    name, _, tag = image.rpartition(":")
+    host, _, path = name.partition("/")
+    if not path or not ("." in host or ":" in host):
+        host, path = "registry-1.docker.io", name if "/" in name else f"library/{name}"
+    scheme = "http" if host.startswith("127.0.0.1:") else "https"
+    request = urllib.request.Request(
+        f"{scheme}://{host}/v2/{path}/manifests/{tag}", method="HEAD", headers={"Accept": _MANIFESTS}
+    )
+    try:
+        answer = urllib.request.urlopen(request, timeout=_SECONDS)
+    except urllib.error.HTTPError as error:
+        if error.code != 401:
+            raise
+        request.add_header("Authorization", f"Bearer {_token(error.headers['WWW-Authenticate'])}")
+        answer = urllib.request.urlopen(request, timeout=_SECONDS)
+    with answer:
+        digest = str(answer.headers["Docker-Content-Digest"])
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+        raise OSError(f"{host} reports no digest for {image}")
+    return digest
+
+
+def _token(challenge: str) -> str:
+    """What a registry gives to those without an account."""
+    fields = dict(_CHALLENGE.findall(challenge))
+    query = urllib.parse.urlencode({name: fields[name] for name in ("service", "scope") if name in fields})
+    with urllib.request.urlopen(f"{fields['realm']}?{query}", timeout=_SECONDS) as answer:
+        found = json.load(answer)
+    return str(found.get("token") or found["access_token"])
+
+
+def commit_of(repository: str, tag: str, host: str = "https://github.com/") -> str:
+    """The commit that a tag of a repository stands for. Raises `OSError`."""
+    command = ["git", "ls-remote", f"{host}{repository}", f"refs/tags/{tag}", f"refs/tags/{tag}^{{}}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    # Of a tag that is an object of its own, the second line has the commit.
+    found = [line.split()[0] for line in done.stdout.splitlines()]
+    if not found:
+        raise OSError(f"{repository} has no tag {tag}: {done.stderr.strip()}")
+    return found[-1]
+
+
+def main(argv: Sequence[str], root: Path = ROOT) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="make pins", description="Name images and actions by digest and commit.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where one has none")
+    check = parser.parse_args(argv).check
+    missing = 0
+    for path in sorted(path for pattern in FILES for path in root.glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        if not check:
+            path.write_text(pinned(text, digest_of, commit_of), encoding="utf-8")
+            continue
+        for each in unpinned(text):
+            missing += 1
+            sys.stderr.write(f"{path.relative_to(root)}:{each.line}: {each.text} can be replaced by its owner\n")
+    if missing:
+        sys.stderr.write(f"{missing} images and actions are named by tag; run make pins\n")
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
