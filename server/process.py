@@ -38,6 +38,9 @@ _log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _OPEN_FILES = 2**16
+_SWITCH_SECONDS = 0.0005
+"""After which another thread that computes gives the interpreter to the event loop. By Python's default, 5 ms, each
+thread that parses or renders for one client would delay the streams of all by more than a small model's step."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _COMMAND_LINE, _ENVIRONMENT = 47, 49
@@ -62,6 +65,7 @@ def _run(config: Config, started: float, manager: ServiceManager) -> int:
         # It needs no keys, but the same command may set them.
         return _run_node(_without_keys(config), manager)
     name_process("kaon-api")
+    sys.setswitchinterval(_SWITCH_SECONDS)
     _raise_open_files_limit()
     _set_up_logging(config.server_config)
     for gap in gaps():

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from engine.batch import AppendedBlocks, DecodeRows, ScheduledBatch, ScheduledBatchOutput, StepBuilder
-from engine.core.step_time import StepTimeModel, StepWork
+from engine.core.step_budget import StepBudget
 from engine.core.waiting_queue import FairShares, WaitingQueue
 from engine.messages import RequestOutput, SchedulerStats, terminal_output
 from engine.sequence import Sequence, SequenceStatus, SequenceType
@@ -31,21 +31,6 @@ DEFAULT_AGING_SECONDS = 10.0
 
 _STEPS_BEFORE_GROWTH = 1024
 """Steps that must succeed before larger ones are tried again: each failure has prompts computed twice."""
-
-
-_ALONE_PROMPTS, _ALONE_DECODING = 4.0, 1.5
-"""What a step may take, in units of `max_step_seconds`, while there is one owner: where nothing decodes, and else."""
-_ALONE_AFTER_SECONDS = 30.0
-"""An owner counts as alone when there has been no other for so long."""
-_LEAST_PROMPTS, _LEAST_PROMPTS_MIXED = 0.5, 0.25
-"""In the same unit, what prompts get of each step, however long its decodes take; the second under `mixed`."""
-_FIXED_COSTS, _MOST_GROWTH = 10.0, 8.0
-"""A default bound is at least so many times what a step costs before its first token, but grows no more than by the
-second: otherwise large models on slow processors would mostly read their weights."""
-_CHUNK_MULTIPLE = 16
-"""Chunks that time cuts are multiples of it, which suits the cache's blocks and the processor's tiles."""
-_LEAST_CHUNK = 64
-"""A step that computes prompts takes no smaller part of another one."""
 
 _OVER_SHARE = 1.25
 """An owner that holds more than its fair share of slots or blocks times this gives some back to one that waits."""
@@ -186,11 +171,11 @@ class Scheduler:
         self.drafts = Drafts(config, config.max_num_seqs)
         self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.max_drafts
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
-        configured: float | None = getattr(config, "max_step_seconds", None)
-        self.max_step_seconds = default_step_seconds if configured is None else configured
-        """Predicted duration that a step does not exceed by much; 0: steps are bounded by tokens alone."""
-        self._bound_grows = configured is None
-        self.step_time = StepTimeModel(self.max_step_seconds) if self.max_step_seconds else None
+        seconds: float | None = getattr(config, "max_step_seconds", None)
+        self.step_budget: StepBudget | None = None
+        """Bounds steps by time; None: they are bounded by tokens alone."""
+        if default_step_seconds if seconds is None else seconds:
+            self.step_budget = StepBudget(seconds, default_step_seconds, mixed=self.mixed)
 
         # A sequence's last token needs no KV: nothing follows it.
         capacity = len(self.block_manager.blocks) * self.block_manager.block_size + 1
@@ -211,9 +196,6 @@ class Scheduler:
         self._next_room_check = 0.0
         self._held_back: dict[str, tuple[float, float]] = {}
         """Owners that gave slots or blocks back: until when they start nothing beyond a part of all, and that part."""
-        self._decode_turn = 0
-        self._alone_from = 0.0
-        """When an owner that has no company counts as alone."""
         self._latest_ends: tuple[frozenset[int | None], list[int] | None, bool] = frozenset(), None, False
         """Tokens that end the sequence added last; its own list of them; and whether the model's are among them."""
         self._submitted: deque[_SubmittedStep] = deque()
@@ -320,7 +302,9 @@ class Scheduler:
         self.drafts.begin_step()
         step = StepBuilder(self.limits.num_tokens, self.mtp_k)
         may_admit = self._passed_delay(now)
-        if self.mixed or self.step_time is not None:
+        if self.step_budget is not None:
+            self.step_budget.begin_step(self._owners(), now)
+        if self.mixed or self.step_budget is not None:
             if self._schedule_decodes(step):
                 self._schedule_prefills(step, may_admit)
         else:
@@ -375,8 +359,8 @@ class Scheduler:
         started: dict[str, deque[Sequence]] = {}
         for seq in self._prefilling:
             started.setdefault(seq.owner, deque()).append(seq)
-        if self.step_time is not None:
-            step.seconds = self._prompt_seconds(step, started.keys())
+        if self.step_budget is not None:
+            self.step_budget.give_prompts_time(step)
         served = self._shares.served
         passed_over = self._owners_to_pass_over() if self._held_back else set[str]()
         while step.budget > 0:
@@ -432,54 +416,14 @@ class Scheduler:
         """Whether a prompt that the rest of the budget cannot hold starts with a chunk."""
         if not self.splits_prompts:
             return False
-        if self.mixed or self.step_time is not None:
+        if self.mixed or self.step_budget is not None:
             return True
         return num_new > self.limits.num_tokens and not step.num_prefills
 
     def _chunk(self, step: StepBuilder, start: int, num_left: int) -> int:
         """How many of a prompt's next `num_left` tokens, after `start` others, the step computes; 0: none."""
         count = min(num_left, step.budget)
-        if self.step_time is None:
-            return count
-        fitting = self.step_time.prompt_tokens(start, step.seconds, step.num_prompt_tokens)
-        if fitting >= count:
-            return count
-        fitting -= fitting % _CHUNK_MULTIPLE
-        if not step.num_prefills:
-            return min(count, max(fitting, _CHUNK_MULTIPLE))
-        return fitting if fitting >= _LEAST_CHUNK else 0
-
-    def _prompt_seconds(self, step: StepBuilder, prefilling: Collection[str]) -> float:
-        """How long the prompts of a step may take whose decodes are chosen. `prefilling`: owners of started ones.
-
-        A step takes up to the bound; while one owner is alone, more, because larger chunks cost less: as long as
-        nothing decodes, and otherwise up to what keeps the gaps of its own streams below twice the bound.
-        """
-        assert self.step_time is not None
-        rows = self._decode_rows
-        owners = {*prefilling, *self.waiting.owners, *(rows.costs if rows is not None else ())}
-        if len(owners) > 1:
-            self._alone_from = self.prev_time + _ALONE_AFTER_SECONDS
-        unit = 1.0
-        bound = self._bound(self.step_time)
-        if self.prev_time >= self._alone_from:
-            if not step.num_decodes:
-                unit = _ALONE_PROMPTS
-            elif not self.mixed:
-                unit = _ALONE_DECODING
-        if step.num_decodes:
-            # On a machine whose other work disturbs steps, streams would otherwise often wait too long.
-            unit /= 1.0 + self.step_time.excess
-        work = StepWork(decode_tokens=step.num_decode_tokens, decode_keys=sum(step.context_lens))
-        least = _LEAST_PROMPTS_MIXED if self.mixed else _LEAST_PROMPTS
-        return max(unit * bound - self.step_time.seconds(work), least * bound)
-
-    def _bound(self, step_time: StepTimeModel) -> float:
-        """`max_step_seconds`; a default one is more where each step costs much before its first token."""
-        if not self._bound_grows:
-            return self.max_step_seconds
-        least = min(_FIXED_COSTS * step_time.seconds(StepWork()), _MOST_GROWTH * self.max_step_seconds)
-        return max(self.max_step_seconds, least)
+        return count if self.step_budget is None else self.step_budget.chunk(step, start, count)
 
     def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
         """Start a waiting sequence: its tokens `[start, start + count)` are computed in this step."""
@@ -500,8 +444,8 @@ class Scheduler:
 
     def _add_prefill(self, step: StepBuilder, seq: Sequence, count: int) -> None:
         seq.type = SequenceType.PREFILL
-        if self.step_time is not None:
-            step.seconds -= self.step_time.prompt_seconds(seq.num_computed_tokens, count)
+        if self.step_budget is not None:
+            self.step_budget.take(step, seq.num_computed_tokens, count)
         seq.num_computed_tokens += count
         self._prefill_tokens += count
         self._shares.serve(seq.owner, count / seq.weight)
@@ -530,8 +474,8 @@ class Scheduler:
             rows, lengths = rows.continuing()
             if not rows.seqs:
                 return True
-        if self.step_time is not None and len(rows.costs) > 1:
-            rows, lengths = self._by_turns(self.step_time, rows, lengths)
+        if self.step_budget is not None:
+            rows, lengths = self.step_budget.take_turns(rows, lengths, 1 + self.mtp_k)
         self.drafts.propose(rows.seqs, step.budget)
         # A sequence grows by at most 1 + k tokens a step, and its drafter is ahead of it: only these can cross a block
         # boundary in this step.
@@ -561,37 +505,6 @@ class Scheduler:
             self._shares.charge(seq.owner, len(tokens) / seq.weight)
         return True
 
-    def _by_turns(
-        self, step_time: StepTimeModel, rows: DecodeRows, lengths: list[int]
-    ) -> tuple[DecodeRows, list[int]]:
-        """Of several owners' decodes, as many as `max_step_seconds` suffices for: those of each owner take turns."""
-        seqs = rows.seqs
-        each = 1 + self.mtp_k
-        base = step_time.seconds(StepWork())
-        added = step_time.seconds(StepWork(decode_tokens=each * len(seqs), decode_keys=sum(lengths))) - base
-        bound = self._bound(step_time)
-        if base + added <= bound:
-            return rows, lengths
-        room = max(len(rows.costs), int(len(seqs) * (bound - base) / added))
-        if room >= len(seqs):
-            return rows, lengths
-        first = self._decode_turn % len(seqs)
-        self._decode_turn += room
-        ranks: dict[str, float] = {}
-        ranked = []
-        # Among equals the order rotates, so that none of them is always among the first.
-        rotated = (*range(first, len(seqs)), *range(first))
-        for index in sorted(rotated, key=lambda index: seqs[index].last_turn):
-            seq = seqs[index]
-            ranks[seq.owner] = rank = ranks.get(seq.owner, 0.0) + 1.0 / seq.weight
-            ranked.append((rank, index))
-        # Sorting keeps the order of turns among equal ranks.
-        ranked.sort(key=lambda entry: entry[0])
-        chosen = sorted(index for _, index in ranked[:room])
-        for index in chosen:
-            seqs[index].last_turn = self._decode_turn
-        return DecodeRows(seqs[index] for index in chosen), [lengths[index] for index in chosen]
-
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
         """Reserve blocks for a decode, preempting to free some, `seq` itself last of its owner's."""
         if self.window is not None:
@@ -606,6 +519,12 @@ class Scheduler:
             step.appended_blocks.append(AppendedBlocks(seq.slot, len(seq.block_table) - len(added), added))
 
     # -- shares of owners -----------------------------------------------------------------------------------------
+
+    def _owners(self) -> set[str]:
+        """The owners that have sequences."""
+        rows = self._decode_rows
+        decoding = (seq.owner for seq in self.running) if rows is None else rows.costs
+        return {*self.waiting.owners, *(seq.owner for seq in self._prefilling), *decoding}
 
     def _forget_owners(self) -> None:
         """Keep no state of owners that are gone."""
@@ -734,8 +653,8 @@ class Scheduler:
 
     def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn how long a step took that was read."""
-        if self.step_time is not None:
-            self.step_time.note(batch, seconds)
+        if self.step_budget is not None:
+            self.step_budget.note(batch, seconds)
 
     def drop_steps(self) -> None:
         """Requeue the sequences of all submitted steps: the device failed, and none of them will be read."""

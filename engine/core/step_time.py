@@ -30,10 +30,15 @@ _DRIFT = 0.02
 """Change of a coefficient between two measurements, as a share of it."""
 _EXCESS_RATE, _MOST_EXCESS = 0.1, 3.0
 """Weight of a step in the mean of what steps take longer than predicted, and the most that one counts as."""
+_SLOWER_WEIGHT = 0.1
+"""Weight of an error of a step that took longer than predicted: other work on the machine only ever delays steps, so
+that the prediction is of undisturbed ones (expectile regression: W. Newey and J. Powell, 1987)."""
+_STEPS_UNTIL_KNOWN = 32
+"""Measured steps before which slower ones are learnt from like faster ones."""
 _OUTLIER = 3.0
 """Standard deviations beyond which a measurement counts as if it were there."""
-_OUTLIERS_BELIEVED = 3
-"""So many outliers in a row, all on one side, are a change of the machine."""
+_OUTLIERS_BELIEVED, _SLOWER_BELIEVED = 3, 8
+"""So many outliers in a row, all on one side, are a change of the machine; the second is of those that took longer."""
 
 
 class StepWork(NamedTuple):
@@ -82,6 +87,9 @@ class StepTimeModel:
         """Most prompt tokens of a measured step."""
         self.excess = 0.0
         """By how much steps take longer than predicted, as a share of the prediction; 0 for those that take less."""
+        self._shortest = 0.0
+        self._observed = 0
+        """Measured steps."""
         self._outliers = 0
         """Successive outliers; negative where these steps took less than predicted."""
         self._decode_steps = 0
@@ -96,6 +104,8 @@ class StepTimeModel:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn how long a step of this work took."""
+        self._observed += 1
+        self._shortest = min(self._shortest or seconds, seconds)
         self._largest = max(self._largest, work.prompt_tokens)
         covariance, coefficients = self._covariance, self._coefficients
         a, b, c, d, e = work
@@ -106,6 +116,8 @@ class StepTimeModel:
         noise = _RELATIVE_NOISE * max(predicted, seconds) + _ABSOLUTE_NOISE
         variance = sum(map(operator.mul, spread, work)) + noise * noise
         error = self._limited(seconds - predicted, math.sqrt(variance))
+        if error > 0:
+            error *= self._weight_of_slower(noise * noise / variance)
         gains = [entry / variance for entry in spread]
         for index, gain in enumerate(gains):
             coefficients[index] = max(0.0, coefficients[index] + gain * error)
@@ -119,6 +131,11 @@ class StepTimeModel:
         """The predicted duration of a step."""
         predicted: float = sum(map(operator.mul, self._coefficients, work))
         return predicted
+
+    @property
+    def fixed_seconds(self) -> float:
+        """The predicted part of a step's duration that does not depend on its work; at first the shortest step's."""
+        return max(self._coefficients[0], self._shortest) if self._is_new else self._coefficients[0]
 
     def prompt_seconds(self, start: int, count: int) -> float:
         """What computing `count` tokens of a prompt after `start` others adds to a step."""
@@ -136,6 +153,15 @@ class StepTimeModel:
         root = linear + math.sqrt(linear * linear + 4 * quadratic * seconds)
         return max(0, int(min(most, 2 * seconds / root if root > 0 else most)))
 
+    def _weight_of_slower(self, noise: float) -> float:
+        """Part of an error that is learnt of a step that took longer, of whose variance `noise` is a part: all of what
+        comes of uncertain coefficients."""
+        return 1.0 if self._is_new else 1.0 - (1.0 - _SLOWER_WEIGHT) * noise
+
+    @property
+    def _is_new(self) -> bool:
+        return self._observed <= _STEPS_UNTIL_KNOWN
+
     def _limited(self, error: float, deviation: float) -> float:
         """The error that is learnt from: of an outlier less, unless several in a row agree."""
         limit = _OUTLIER * deviation
@@ -144,7 +170,7 @@ class StepTimeModel:
             return error
         sign = 1 if error > 0 else -1
         self._outliers = self._outliers + sign if self._outliers * sign > 0 else sign
-        if abs(self._outliers) < _OUTLIERS_BELIEVED:
+        if abs(self._outliers) < (_OUTLIERS_BELIEVED if error < 0 or self._is_new else _SLOWER_BELIEVED):
             return math.copysign(limit, error)
         for index, coefficient in enumerate(self._coefficients):
             self._covariance[index][index] += coefficient * coefficient

@@ -27,6 +27,10 @@ _INHERITED = ("LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONHOME", "PY
 """Variables that the child's interpreter may need to start and that hold no secrets."""
 
 
+_NICENESS = 5
+"""So that steps and streams, for which others wait, go before checks and templates where processors are few."""
+
+
 def sandbox_environment() -> dict[str, str]:
     """The environment of a child that processes untrusted input: what its interpreter needs, and this checkout alone
     on the import path.
@@ -42,6 +46,7 @@ def confine(memory_bytes: int, cpu_seconds: float | None = None) -> None:
     if the kernel refuses what it offers.
     """
     libc = _libc()
+    os.nice(_NICENESS)
     _checked(libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
     _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     if _landlock_version() > 0:

@@ -25,11 +25,11 @@ def test_a_short_prompt_does_not_wait_behind_a_hundred_long_ones_of_another_owne
         made.add(3000, owner="many", at=made.now)
     made.step()
     made.step()
-    short = made.add(100, owner="one", at=made.now)
+    short = made.add(10, owner="one", at=made.now)
     made.steps.clear()
     made.run(lambda: short.is_finished)
     assert len(made.steps) == 1, "it is in the first step after its arrival"
-    assert 100 in made.steps[0][0].num_scheduled_tokens
+    assert 10 in made.steps[0][0].num_scheduled_tokens
     if settings.get("max_step_seconds", 0.5):
         assert made.steps[0][0].total_seqs_num_prefill > 1, "a long prompt that was started goes on in the same step"
 

@@ -1,0 +1,130 @@
+"""`StepBudget`: bounds steps by predicted time: how many decodes and how much of prompts the next one may compute.
+
+    one owner, only prompts               4 x bound, at most 66 x what a step costs before its first token
+    one owner, prompts next to decodes    1.5 x bound, at most 33 x that cost
+    several owners                        1 x bound, at most 10 x that cost
+
+The bound is `max_step_seconds`. That cost is small in small models, so that where owners share the device their steps
+take some milliseconds, and near a tenth of the bound in large ones.
+"""
+
+from collections.abc import Collection
+
+from engine.batch import DecodeRows, ScheduledBatch, StepBuilder
+from engine.core.step_time import StepTimeModel, StepWork
+
+_ALONE_PROMPTS, _ALONE_DECODING = 4.0, 1.5
+"""What a step may take, in units of the bound, while there is one owner: where nothing decodes, and else."""
+_ALONE_AFTER_SECONDS = 30.0
+"""An owner counts as alone when there has been no other for so long."""
+_LEAST_PROMPTS, _LEAST_PROMPTS_MIXED = 0.5, 0.25
+"""In the same unit, what prompts get of each step, however long its decodes take; the second under `mixed`."""
+_ALONE_PROMPTS_COSTS, _ALONE_DECODING_COSTS, _SHARED_COSTS = 66.0, 33.0, 10.0
+"""Likewise, how many times what it costs before its first token a step takes at most: that cost is then 1.5 % of the
+step, 3 % where the streams of one owner wait, and a tenth where owners share the device."""
+_LEAST = 0.005
+"""Seconds below which steps are not shortened: the scheduler and the messages cost time too."""
+_MOST_GROWTH = 8.0
+"""A default bound is at least `_SHARED_COSTS`, but grows no more than by this factor: otherwise large models on slow
+processors would mostly read their weights."""
+_CHUNK_MULTIPLE = 16
+"""Chunks that time cuts are multiples of it, which suits the cache's blocks and the processor's tiles."""
+_LEAST_CHUNK = 64
+"""A step that computes prompts takes no smaller part of another one."""
+
+
+class StepBudget:
+    """What fits a step, by the durations of earlier ones.
+
+    `max_step_seconds` is the configured bound; None: `default_seconds`, which grows with a step's fixed cost. `mixed`:
+    whether decodes go before prompts. `begin_step` comes first in each step.
+    """
+
+    def __init__(self, max_step_seconds: float | None, default_seconds: float, *, mixed: bool) -> None:
+        self._max_seconds = default_seconds if max_step_seconds is None else max_step_seconds
+        self._grows = max_step_seconds is None
+        self._mixed = mixed
+        self._model = StepTimeModel(self._max_seconds)
+        self._is_alone = True
+        self._alone_from = 0.0
+        """When an owner that has no company counts as alone."""
+        self._bound = self._max_seconds
+        self._fixed = 0.0
+        """What the next step costs before its first token, as predicted."""
+        self._turn = 0
+
+    def note(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learn how long a step took."""
+        self._model.note(batch, seconds)
+
+    def begin_step(self, owners: Collection[str], now: float) -> None:
+        """Bound the step that is scheduled now. `owners` are those that have sequences."""
+        if len(owners) > 1:
+            self._alone_from = now + _ALONE_AFTER_SECONDS
+        self._is_alone = now >= self._alone_from
+        self._fixed = self._model.fixed_seconds
+        shared = _SHARED_COSTS * self._fixed
+        bound = self._max_seconds
+        if self._grows:
+            bound = max(bound, min(shared, _MOST_GROWTH * bound))
+        self._bound = bound if self._is_alone else min(bound, max(shared, _LEAST))
+
+    def give_prompts_time(self, step: StepBuilder) -> None:
+        """Set how long the prompts of a step may take whose decodes are chosen."""
+        model, bound = self._model, self._bound
+        seconds = bound
+        if self._is_alone and not step.num_decodes:
+            seconds = max(min(_ALONE_PROMPTS * bound, _ALONE_PROMPTS_COSTS * self._fixed), _LEAST)
+        elif self._is_alone:
+            most = bound if self._mixed else _ALONE_DECODING * bound
+            seconds = max(min(most, _ALONE_DECODING_COSTS * self._fixed), _LEAST)
+        if step.num_decodes:
+            # On a machine whose other work disturbs steps, streams would otherwise often wait too long.
+            seconds /= 1.0 + model.excess
+        work = StepWork(decode_tokens=step.num_decode_tokens, decode_keys=sum(step.context_lens))
+        least = (_LEAST_PROMPTS_MIXED if self._mixed else _LEAST_PROMPTS) * min(bound, seconds)
+        step.seconds = max(seconds - model.seconds(work), least)
+
+    def take(self, step: StepBuilder, start: int, count: int) -> None:
+        """Count `count` tokens of a prompt after `start` others, which are added to the step."""
+        step.seconds -= self._model.prompt_seconds(start, count)
+
+    def chunk(self, step: StepBuilder, start: int, count: int) -> int:
+        """How many of `count` tokens of a prompt, after `start` others, the rest of the step's time is for."""
+        fitting = self._model.prompt_tokens(start, step.seconds, step.num_prompt_tokens)
+        if fitting >= count:
+            return count
+        fitting -= fitting % _CHUNK_MULTIPLE
+        if not step.num_prefills:
+            return min(count, max(fitting, _CHUNK_MULTIPLE))
+        return fitting if fitting >= _LEAST_CHUNK else 0
+
+    def take_turns(self, rows: DecodeRows, lengths: list[int], tokens_per_row: int) -> tuple[DecodeRows, list[int]]:
+        """Of several owners' decodes, as many as the bound suffices for: those of each owner take turns."""
+        seqs = rows.seqs
+        if self._is_alone or len(seqs) <= len(rows.costs):
+            return rows, lengths
+        work = StepWork(decode_tokens=tokens_per_row * len(seqs), decode_keys=sum(lengths))
+        base = self._model.seconds(StepWork())
+        added, left = self._model.seconds(work) - base, self._bound - base
+        if added <= left:
+            return rows, lengths
+        room = max(len(rows.costs), int(len(seqs) * left / added))
+        if room >= len(seqs):
+            return rows, lengths
+        first = self._turn % len(seqs)
+        self._turn += room
+        ranks: dict[str, float] = {}
+        ranked = []
+        # Among equals the order rotates, so that none of them is always among the first.
+        rotated = (*range(first, len(seqs)), *range(first))
+        for index in sorted(rotated, key=lambda index: seqs[index].last_turn):
+            seq = seqs[index]
+            ranks[seq.owner] = rank = ranks.get(seq.owner, 0.0) + 1.0 / seq.weight
+            ranked.append((rank, index))
+        # Sorting keeps the order of turns among equal ranks.
+        ranked.sort(key=lambda entry: entry[0])
+        chosen = sorted(index for _, index in ranked[:room])
+        for index in chosen:
+            seqs[index].last_turn = self._turn
+        return DecodeRows(seqs[index] for index in chosen), [lengths[index] for index in chosen]
