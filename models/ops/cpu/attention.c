@@ -59,12 +59,26 @@ void write_out(const struct attention *op, const struct seen *seen, int64_t colu
 /* What a thread needs: for a task, and for one more tile, of one of the rows that share. */
 struct room {
     struct seen all[TILES + 1], split[TILES + 1];
-    ALIGNED bf16 queries[(TILES + 1) * LANES * MAX_HEAD_DIM];
+    ALIGNED float queries[(TILES + 1) * LANES * MAX_HEAD_DIM]; /* or bfloat16 */
     ALIGNED bf16 values[KEYS * MAX_HEAD_DIM];
     ALIGNED float scores[PAIR][KEYS][LANES];
-    ALIGNED bf16 weights[PAIR][KEYS * LANES];
+    ALIGNED float weights[PAIR * KEYS * LANES]; /* or bfloat16 */
 };
 _Static_assert(sizeof(struct room) <= SCRATCH, "a thread's scratch holds a task");
+
+struct values values_of_tiles(const bf16 *tiles, const struct units *units, int64_t dim) {
+    struct values made = {.tiles = tiles, .pair_stride = 2 * LANES, .block_stride = SPAN * LANES};
+    for (int unit = 0; unit < UNITS; unit++)
+        if (units->at[unit]) made.at[unit] = tiles + unit / 2 * SPAN * dim + unit % 2 * UNIT * LANES;
+    return made;
+}
+
+/* As they lie in the cache. */
+static struct values values_in_place(const struct units *units, int64_t dim) {
+    struct values made = {.pair_stride = 2 * dim, .block_stride = 2 * LANES};
+    memcpy(made.at, units->at, sizeof made.at);
+    return made;
+}
 
 /* Values of some units, from [pair][dim][2] to the tiles [span][dim / 16][16 pairs][16][2]. */
 CLONES static void gather(const struct units *values, int64_t dim, bf16 *tiles, struct fetches *ahead) {
@@ -88,7 +102,7 @@ static inline int64_t head_of(const struct task *task, int64_t column) {
 }
 
 static void stage_queries(const struct task *task, const struct attention_products *products, int64_t first,
-                          int64_t count, bf16 *staged) {
+                          int64_t count, char *staged) {
     const bf16 *columns[LANES] = {NULL};
     for (int64_t lane = 0; lane < count; lane++)
         columns[lane] = task->op->q + query_of(task, first + lane) * task->op->q_stride +
@@ -101,16 +115,20 @@ static void take_step(const struct task *task, const struct attention_products *
                       const struct units *keys, const struct units *values, struct fetches *ahead,
                       struct room *room) {
     int64_t dim = task->op->dim;
+    /* The few columns of a decode take values from the cache itself. */
+    int is_gathered = products->needs_tiles || task->tiles > 1;
+    struct values from = is_gathered ? values_of_tiles(room->values, values, dim) : values_in_place(values, dim);
     for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
         int tiles = (int)min64(PAIR, task->tiles - tile);
         const struct columns *columns = &task->columns[tile];
         struct spans spans = in_sight(first_key, columns[0].least, min64(task->past, columns[tiles - 1].past));
-        products->score(keys, spans, task->queries + tile * LANES * dim, tiles, dim, room->scores, ahead);
+        products->score(keys, spans, task->queries + tile * LANES * dim * products->bytes, columns, tiles, dim,
+                        room->scores, ahead);
         for (int i = 0; i < tiles; i++)
             products->weigh(task->op, &columns[i], first_key, spans, room->scores[i], &task->split[tile + i],
-                            room->weights[i], ahead);
-        if (tile == 0) gather(values, dim, room->values, ahead);
-        products->add(room->values, spans, room->weights[0], columns, tiles, dim, &task->split[tile], ahead);
+                            (char *)room->weights + i * KEYS * LANES * products->bytes, ahead);
+        if (tile == 0 && is_gathered) gather(values, dim, room->values, ahead);
+        products->add(&from, spans, room->weights, columns, tiles, dim, &task->split[tile], ahead);
     }
 }
 
@@ -119,11 +137,12 @@ static void place_columns(struct task *task, const struct attention_products *pr
                           struct room *room, int64_t place) {
     const struct attention *op = task->op;
     task->all = &room->all[place], task->split = &room->split[place];
-    task->queries = room->queries + place * LANES * op->dim;
+    task->queries = (char *)room->queries + place * LANES * op->dim * products->bytes;
     for (int64_t tile = 0; tile < task->tiles; tile++) {
         int64_t first = task->first_column + tile * LANES;
         task->columns[tile] = see(op, first, task->query_len * task->group, context, task->group);
-        stage_queries(task, products, first, task->columns[tile].count, task->queries + tile * LANES * op->dim);
+        stage_queries(task, products, first, task->columns[tile].count,
+                      task->queries + tile * LANES * op->dim * products->bytes);
     }
     task->least = task->columns[0].least, task->past = task->columns[task->tiles - 1].past;
 }

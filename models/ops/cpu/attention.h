@@ -65,26 +65,39 @@ struct columns {
     int64_t always_from, always_past;          /* what each of them sees */
 };
 
-/* Queries [16 columns][dim], NULL past the last, to [dim / 32][16 pairs][16 columns][2]. */
-typedef void turn_queries(const bf16 *const columns[LANES], int64_t dim, bf16 *queries);
+/* Where a step's values are, by unit; NULL: no query sees these. Of a unit's pair of keys, 16 elements lie together as
+ * [16][2]. Strides are in elements. */
+struct values {
+    const bf16 *tiles; /* where they were gathered as tiles [span][dim / 16][16 pairs][16][2], absent ones 0 */
+    const bf16 *at[UNITS];
+    int64_t pair_stride, block_stride; /* to the next pair of keys, and to the next 16 elements */
+};
 
-/* scores[tile][key][column] = key . query.
- * keys: unit [16][dim]; queries: [tile][dim / 32][16 pairs][16 columns][2]. */
-typedef void score_keys(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
-                        float scores[][KEYS][LANES], struct fetches *ahead);
+/* Where processors multiply pairs of bfloat16, queries are [dim / 32][16 pairs][16 columns][2] of bfloat16, and weights
+ * [span][16 columns][32 keys]. Elsewhere they are float32, [dim][16 columns] and [key][16 columns]. */
 
-/* A tile's scores, relative to the largest so far and by the columns' sight, to weights [span][16 columns][32 keys];
- * what was seen before is made relative to it too. */
-typedef void weigh_keys(const struct attention *op, const struct columns *columns, int64_t first_key,
-                        struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
+/* Queries [16 columns][dim], NULL past the last, to that form. */
+typedef void turn_queries(const bf16 *const columns[LANES], int64_t dim, void *queries);
+
+/* scores[tile][key][column] = key . query. keys: unit [16][dim]; queries: [tile]. */
+typedef void score_keys(const struct units *keys, struct spans spans, const void *queries,
+                        const struct columns *columns, int tiles, int64_t dim, float scores[][KEYS][LANES],
                         struct fetches *ahead);
 
-/* sums[column][dim] of each tile += the column's weights . values.
- * values: [span][dim / 16][16 pairs of keys][16][2]; weights: [tile][span][16 columns][32 keys]. */
-typedef void add_values(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
-                        int tiles, int64_t dim, struct seen *seen, struct fetches *ahead);
+/* A tile's scores, relative to the largest so far and by the columns' sight, to weights; what was seen before is
+ * made relative to it too. */
+typedef void weigh_keys(const struct attention *op, const struct columns *columns, int64_t first_key,
+                        struct spans spans, float scores[KEYS][LANES], struct seen *seen, void *weights,
+                        struct fetches *ahead);
+
+/* sums[column][dim] of each tile += the column's weights . values. weights: [tile]. */
+typedef void add_values(const struct values *values, struct spans spans, const void *weights,
+                        const struct columns *columns, int tiles, int64_t dim, struct seen *seen,
+                        struct fetches *ahead);
 
 struct attention_products {
+    int64_t bytes;  /* of an element of queries and weights */
+    int needs_tiles; /* whether values have to be gathered as tiles */
     turn_queries *turn;
     score_keys *score;
     weigh_keys *weigh;
@@ -92,6 +105,9 @@ struct attention_products {
 };
 
 const struct attention_products *attention_products(enum isa isa);
+
+/* The values that were gathered as tiles, of these units. */
+struct values values_of_tiles(const bf16 *tiles, const struct units *units, int64_t dim);
 
 /* The state of a column before its first key. */
 void begin(struct seen *seen, int64_t dim);

@@ -11,62 +11,6 @@
 #define OF_WEIGH 32
 #define OF_ADD 16
 
-/* ---- any processor ---- */
-
-static void turn_portable(const bf16 *const columns[LANES], int64_t dim, bf16 *queries) {
-    memset(queries, 0, LANES * dim * sizeof(bf16));
-    for (int lane = 0; lane < LANES && columns[lane]; lane++)
-        for (int64_t i = 0; i < dim; i += 2)
-            memcpy(queries + i * LANES + 2 * lane, columns[lane] + i, 2 * sizeof(bf16));
-}
-
-CLONES static void score_unit(const bf16 *keys, const bf16 *queries, int64_t dim, float scores[UNIT][LANES]) {
-    for (int key = 0; key < UNIT; key++, keys += dim) {
-        float sums[LANES] = {0};
-        for (int64_t pair = 0; pair < dim / 2; pair++) {
-            const bf16 *q = queries + pair * LANES * 2;
-            float k0 = widen(keys[2 * pair]), k1 = widen(keys[2 * pair + 1]);
-            for (int lane = 0; lane < LANES; lane++) sums[lane] += k0 * widen(q[2 * lane]);
-            for (int lane = 0; lane < LANES; lane++) sums[lane] += k1 * widen(q[2 * lane + 1]);
-        }
-        memcpy(scores[key], sums, sizeof sums);
-    }
-}
-
-static void score_portable(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
-                           float scores[][KEYS][LANES], struct fetches *ahead) {
-    (void)ahead;
-    for (int tile = 0; tile < tiles; tile++)
-        for (int unit = spans.from * SPAN / UNIT; unit < spans.past * SPAN / UNIT; unit++)
-            if (keys->at[unit])
-                score_unit(keys->at[unit], queries + tile * LANES * dim, dim, scores[tile] + unit * UNIT);
-}
-
-CLONES static void add_tile(const bf16 *values, struct spans spans, const bf16 *weights, int64_t count, int64_t dim,
-                            float *sums) {
-    for (int64_t i = 0; i < dim; i += LANES)
-        for (int64_t column = 0; column < count; column++) {
-            float sum[LANES];
-            memcpy(sum, sums + column * dim + i, sizeof sum);
-            for (int span = spans.from; span < spans.past; span++) {
-                const bf16 *v = values + (span * dim + i) * SPAN, *w = weights + (span * LANES + column) * SPAN;
-                for (int key = 0; key < SPAN; key++) {
-                    float weight = widen(w[key]);
-                    for (int lane = 0; lane < LANES; lane++)
-                        sum[lane] += weight * widen(v[key / 2 * LANES * 2 + 2 * lane + key % 2]);
-                }
-            }
-            memcpy(sums + column * dim + i, sum, sizeof sum);
-        }
-}
-
-static void add_portable(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
-                         int tiles, int64_t dim, struct seen *seen, struct fetches *ahead) {
-    (void)ahead;
-    for (int tile = 0; tile < tiles; tile++)
-        add_tile(values, spans, weights + tile * KEYS * LANES, columns[tile].count, dim, seen[tile].sums);
-}
-
 /* Where there is a cap. What scores are to be multiplied by to be powers of two. */
 CLONES static float cap_scores(const struct attention *op, struct spans spans, float scores[KEYS][LANES]) {
     float scale = (float)op->scale, cap = (float)op->soft_cap;
@@ -91,37 +35,31 @@ CLONES static void hide_keys(const struct columns *columns, int64_t first_key, s
     }
 }
 
-CLONES static void weigh_portable(const struct attention *op, const struct columns *columns, int64_t first_key,
-                                  struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
-                                  struct fetches *ahead) {
-    (void)ahead;
-    float scale = cap_scores(op, spans, scores);
-    hide_keys(columns, first_key, spans, scores);
-    vector before = load(seen->most), most = before;
-    for (int key = spans.from * SPAN; key < spans.past * SPAN; key++) most = larger(load(scores[key]) * scale, most);
-    vector base = choose(most == -INFINITY, all(0), most), fade = exp2_of(before - base);
-    vector total = load(seen->total) * fade;
-    for (int key = spans.from * SPAN; key < spans.past * SPAN; key++) {
-        vector p = exp2_of(load(scores[key]) * scale - base);
-        total += p;
-        for (int column = 0; column < LANES; column++)
-            weights[(key / SPAN * LANES + column) * SPAN + key % SPAN] = narrow(p[column]);
-    }
-    store(seen->most, most);
-    store(seen->total, total);
-    for (int64_t column = 0; column < columns->count; column++) {
-        if (fade[column] == 1) continue;
-        float *sums = seen->sums + column * op->dim;
-        for (int64_t i = 0; i < op->dim; i += LANES) store(sums + i, load(sums + i) * fade[column]);
-    }
-}
+/* ---- float32 ---- */
 
-static const struct attention_products portable = {turn_portable, score_portable, weigh_portable, add_portable};
+#define NAME(x) portable_##x
+#define TARGET
+#define WIDTH 4
+#define SUMS 8
+#include "attention_kernel.h"
 
 #if HAS_X86
+#define NAME(x) avx2_##x
+#define TARGET AVX2
+#define WIDTH 8
+#define SUMS 8
+#include "attention_kernel.h"
+
+#define NAME(x) avx512_##x
+#define TARGET AVX512
+#define WIDTH 16
+#define SUMS 8
+#include "attention_kernel.h"
+
 /* ---- AVX-512 with products of bfloat16 pairs ---- */
 
-AVX512_BF16 static void turn_avx512(const bf16 *const columns[LANES], int64_t dim, bf16 *queries) {
+AVX512_BF16 static void turn_avx512(const bf16 *const columns[LANES], int64_t dim, void *to) {
+    bf16 *queries = to;
     for (int64_t i = 0; i < dim; i += DEPTH) {
         __m512i pairs[LANES];
         for (int lane = 0; lane < LANES; lane++)
@@ -133,54 +71,135 @@ AVX512_BF16 static void turn_avx512(const bf16 *const columns[LANES], int64_t di
 
 #define KEYS_OF_VECTORS 8
 
-AVX512_BF16 static void score_vectors(const bf16 *keys, const bf16 *queries, int64_t dim, float scores[][LANES]) {
-    __m512 sums[KEYS_OF_VECTORS];
-    for (int key = 0; key < KEYS_OF_VECTORS; key++) sums[key] = _mm512_setzero_ps();
+/* So many keys by the columns of one or two tiles. */
+AVX512_BF16 INLINE void score_vectors(const bf16 *keys, const bf16 *queries, int tiles, int64_t dim,
+                                      float scores[][KEYS][LANES], int key) {
+    __m512 sums[PAIR][KEYS_OF_VECTORS];
+    for (int tile = 0; tile < tiles; tile++)
+        for (int i = 0; i < KEYS_OF_VECTORS; i++) sums[tile][i] = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < dim / 2; pair++) {
-        __m512bh q = (__m512bh)_mm512_loadu_si512(queries + pair * LANES * 2);
-        for (int key = 0; key < KEYS_OF_VECTORS; key++) {
+        __m512bh q[PAIR];
+        for (int tile = 0; tile < tiles; tile++)
+            q[tile] = (__m512bh)_mm512_loadu_si512(queries + tile * LANES * dim + pair * LANES * 2);
+#pragma GCC unroll 8
+        for (int i = 0; i < KEYS_OF_VECTORS; i++) {
             int both;
-            memcpy(&both, keys + key * dim + 2 * pair, sizeof both);
-            sums[key] = _mm512_dpbf16_ps(sums[key], (__m512bh)_mm512_set1_epi32(both), q);
+            memcpy(&both, keys + i * dim + 2 * pair, sizeof both);
+            __m512bh k = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 2
+            for (int tile = 0; tile < tiles; tile++) sums[tile][i] = _mm512_dpbf16_ps(sums[tile][i], k, q[tile]);
         }
     }
-    for (int key = 0; key < KEYS_OF_VECTORS; key++) _mm512_storeu_ps(scores[key], sums[key]);
-}
-
-static void score_avx512(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
-                         float scores[][KEYS][LANES], struct fetches *ahead) {
     for (int tile = 0; tile < tiles; tile++)
-        for (int key = spans.from * SPAN; key < spans.past * SPAN; key += KEYS_OF_VECTORS)
-            if (keys->at[key / UNIT]) {
-                fetch_lines(ahead, OF_SCORE);
-                score_vectors(keys->at[key / UNIT] + key % UNIT * dim, queries + tile * LANES * dim, dim,
-                              scores[tile] + key);
-            }
+        for (int i = 0; i < KEYS_OF_VECTORS; i++) _mm512_storeu_ps(scores[tile][key + i], sums[tile][i]);
 }
 
-AVX512_BF16 static void add_tile_avx512(const bf16 *values, struct spans spans, const bf16 *weights, int64_t count,
-                                   int64_t dim, float *sums) {
-    for (int64_t i = 0; i < dim; i += LANES)
-        for (int64_t column = 0; column < count; column++) {
-            __m512 sum = _mm512_loadu_ps(sums + column * dim + i);
-            for (int span = spans.from; span < spans.past; span++) {
-                const bf16 *v = values + (span * dim + i) * SPAN, *w = weights + (span * LANES + column) * SPAN;
-                for (int pair = 0; pair < SPAN / 2; pair++) {
+AVX512_BF16 static void score_one(const bf16 *keys, const bf16 *queries, int64_t dim, float scores[][KEYS][LANES],
+                                  int key) {
+    score_vectors(keys, queries, 1, dim, scores, key);
+}
+
+AVX512_BF16 static void score_two(const bf16 *keys, const bf16 *queries, int64_t dim, float scores[][KEYS][LANES],
+                                  int key) {
+    score_vectors(keys, queries, PAIR, dim, scores, key);
+}
+
+#define FEW 4 /* columns of a token that is decoded, or fewer */
+
+/* A unit's keys side by side, by each of a few columns: the same sums as of 16 columns, in a quarter of the time. */
+AVX512_BF16 static void score_few(const bf16 *keys, const bf16 *queries, int64_t columns, int64_t dim,
+                                  float scores[][LANES], struct fetches *ahead) {
+    __m512 sums[FEW];
+    for (int column = 0; column < FEW; column++) sums[column] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < dim; i += DEPTH, queries += LANES * DEPTH) {
+        __m512i pairs[UNIT];
+        fetch_lines(ahead, OF_SCORE);
+        for (int key = 0; key < UNIT; key++) pairs[key] = _mm512_loadu_si512(keys + key * dim + i);
+        transpose(pairs);
+        for (int column = 0; column < columns; column++)
+#pragma GCC unroll 16
+            for (int pair = 0; pair < DEPTH / 2; pair++) {
+                int both;
+                memcpy(&both, queries + (pair * LANES + column) * 2, sizeof both);
+                sums[column] = _mm512_dpbf16_ps(sums[column], (__m512bh)pairs[pair], (__m512bh)_mm512_set1_epi32(both));
+            }
+    }
+    __m512 low0 = _mm512_unpacklo_ps(sums[0], sums[1]), high0 = _mm512_unpackhi_ps(sums[0], sums[1]);
+    __m512 low1 = _mm512_unpacklo_ps(sums[2], sums[3]), high1 = _mm512_unpackhi_ps(sums[2], sums[3]);
+    __m512d four[4] = {_mm512_unpacklo_pd((__m512d)low0, (__m512d)low1), _mm512_unpackhi_pd((__m512d)low0, (__m512d)low1),
+                       _mm512_unpacklo_pd((__m512d)high0, (__m512d)high1),
+                       _mm512_unpackhi_pd((__m512d)high0, (__m512d)high1)};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm_store_ps(scores[i], _mm512_castps512_ps128((__m512)four[i]));
+        _mm_store_ps(scores[4 + i], _mm512_extractf32x4_ps((__m512)four[i], 1));
+        _mm_store_ps(scores[8 + i], _mm512_extractf32x4_ps((__m512)four[i], 2));
+        _mm_store_ps(scores[12 + i], _mm512_extractf32x4_ps((__m512)four[i], 3));
+    }
+}
+
+static void score_pairs(const struct units *keys, struct spans spans, const void *queries,
+                        const struct columns *columns, int tiles, int64_t dim, float scores[][KEYS][LANES],
+                        struct fetches *ahead) {
+    int is_few = tiles == 1 && columns->count <= FEW;
+    for (int key = spans.from * SPAN; key < spans.past * SPAN; key += is_few ? UNIT : KEYS_OF_VECTORS) {
+        const bf16 *unit = keys->at[key / UNIT];
+        if (!unit) continue;
+        if (is_few) {
+            score_few(unit, queries, columns->count, dim, scores[0] + key, ahead);
+            continue;
+        }
+        fetch_lines(ahead, OF_SCORE);
+        (tiles == PAIR ? score_two : score_one)(unit + key % UNIT * dim, queries, dim, scores, key);
+    }
+}
+
+/* `count` columns by `blocks` times 16 elements, whose sums stay in registers. */
+AVX512_BF16 INLINE void add_block(const struct values *values, int64_t block, struct spans spans, const bf16 *weights,
+                                  float *sums, int64_t dim, int count, int blocks, struct fetches *ahead) {
+    __m512 s[8][8];
+    for (int c = 0; c < count; c++)
+        for (int b = 0; b < blocks; b++) s[c][b] = _mm512_loadu_ps(sums + c * dim + (block + b) * LANES);
+    for (int unit = spans.from * SPAN / UNIT; unit < spans.past * SPAN / UNIT; unit++) {
+        if (!values->at[unit]) continue;
+        const bf16 *from = values->at[unit] + block * values->block_stride;
+        const bf16 *w = weights + unit / 2 * LANES * SPAN + unit % 2 * UNIT;
+        fetch_lines(ahead, OF_ADD);
+#pragma GCC unroll 8
+        for (int pair = 0; pair < UNIT / 2; pair++, from += values->pair_stride)
+#pragma GCC unroll 8
+            for (int b = 0; b < blocks; b++) {
+                __m512bh v = (__m512bh)_mm512_loadu_si512(from + b * values->block_stride);
+#pragma GCC unroll 8
+                for (int c = 0; c < count; c++) {
                     int both;
-                    memcpy(&both, w + 2 * pair, sizeof both);
-                    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both),
-                                           (__m512bh)_mm512_loadu_si512(v + pair * LANES * 2));
+                    memcpy(&both, w + c * SPAN + 2 * pair, sizeof both);
+                    s[c][b] = _mm512_dpbf16_ps(s[c][b], (__m512bh)_mm512_set1_epi32(both), v);
                 }
             }
-            _mm512_storeu_ps(sums + column * dim + i, sum);
-        }
+    }
+    for (int c = 0; c < count; c++)
+        for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + c * dim + (block + b) * LANES, s[c][b]);
 }
 
-static void add_avx512(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
-                       int tiles, int64_t dim, struct seen *seen, struct fetches *ahead) {
-    (void)ahead;
+/* All elements of so many columns, eight or more sums at a time, so that none waits for the one before. */
+#define ADD_COLUMNS(COUNT, BLOCKS)                                                                                     AVX512_BF16 static void add_columns##COUNT(const struct values *values, struct spans spans,                                                                   const bf16 *weights, float *sums, int64_t dim,                                                                     struct fetches *ahead) {                                                    int64_t block = 0, all = dim / LANES;                                                                              for (; block + (BLOCKS) <= all; block += (BLOCKS))                                                                     add_block(values, block, spans, weights, sums, dim, COUNT, BLOCKS, ahead);                                     for (; block < all; block++) add_block(values, block, spans, weights, sums, dim, COUNT, 1, ahead);             }
+ADD_COLUMNS(1, 8)
+ADD_COLUMNS(2, 8)
+ADD_COLUMNS(4, 4)
+ADD_COLUMNS(8, 2)
+
+static void add_pairs(const struct values *values, struct spans spans, const void *weights,
+                      const struct columns *columns, int tiles, int64_t dim, struct seen *seen,
+                      struct fetches *ahead) {
     for (int tile = 0; tile < tiles; tile++)
-        add_tile_avx512(values, spans, weights + tile * KEYS * LANES, columns[tile].count, dim, seen[tile].sums);
+        for (int64_t column = 0, left, some; (left = columns[tile].count - column) > 0; column += some) {
+            const bf16 *w = (const bf16 *)weights + tile * KEYS * LANES + column * SPAN;
+            float *sums = seen[tile].sums + column * dim;
+            some = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            (some == 8 ? add_columns8 : some == 4 ? add_columns4 : some == 2 ? add_columns2 : add_columns1)(
+                values, spans, w, sums, dim, ahead);
+        }
 }
 
 /* As exp2_of of vectors.h, with what AVX-512 has for it; 0 below -125, as numbers too small to be normal take long. */
@@ -208,8 +227,6 @@ AVX512_BF16 static void hide_keys_avx512(const struct columns *columns, int64_t 
         }
     }
 }
-
-#define FEW 4 /* columns that four keys are side by side for */
 
 /* What a column does not see of keys [4][FEW] from `first_key` on, at minus infinity. */
 AVX512_BF16 static inline __m512 hide_avx512(__m512 scores, const struct columns *columns, int64_t first_key) {
@@ -307,8 +324,9 @@ AVX512_BF16 static void weigh_few(const struct attention *op, const struct colum
 #define CHAINS 4 /* of maxima and sums, so that none waits for the one before */
 
 AVX512_BF16 static void weigh_avx512(const struct attention *op, const struct columns *columns, int64_t first_key,
-                                struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
+                                struct spans spans, float scores[KEYS][LANES], struct seen *seen, void *to,
                                 struct fetches *ahead) {
+    bf16 *weights = to;
     ALIGNED static const uint16_t in_turn[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     if (columns->count <= FEW && !(op->soft_cap > 0)) {
@@ -355,7 +373,7 @@ AVX512_BF16 static void weigh_avx512(const struct attention *op, const struct co
     fade_sums(op, by, fades, seen->sums);
 }
 
-static const struct attention_products avx512 = {turn_avx512, score_avx512, weigh_avx512, add_avx512};
+static const struct attention_products pairs = {sizeof(bf16), 0, turn_avx512, score_pairs, weigh_avx512, add_pairs};
 
 /* ---- AMX ---- */
 
@@ -386,8 +404,10 @@ AMX INLINE void score_span(const bf16 *k0, const bf16 *k1, const bf16 *queries, 
     if (tiles == PAIR) _tile_stored(3, scores[1][span * SPAN + UNIT], LINE);
 }
 
-AMX static void score_amx(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
-                          float scores[][KEYS][LANES], struct fetches *ahead) {
+AMX static void score_amx(const struct units *keys, struct spans spans, const void *queries,
+                          const struct columns *columns, int tiles, int64_t dim, float scores[][KEYS][LANES],
+                          struct fetches *ahead) {
+    (void)columns;
     for (int span = spans.from; span < spans.past; span++) {
         const bf16 *k0 = keys->at[2 * span], *k1 = keys->at[2 * span + 1];
         /* A unit that is not there is multiplied as the other, and its scores are masked. */
@@ -425,22 +445,26 @@ AMX INLINE void add_elements(const bf16 *values, struct spans spans, const bf16 
     if (tiles == PAIR) _tile_stored(3, others + LANES, stride);
 }
 
-AMX static void add_amx(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
-                        int tiles, int64_t dim, struct seen *seen, struct fetches *ahead) {
+AMX static void add_amx(const struct values *from, struct spans spans, const void *weights,
+                        const struct columns *columns, int tiles, int64_t dim, struct seen *seen,
+                        struct fetches *ahead) {
     (void)columns;
+    const bf16 *values = from->tiles;
     for (int64_t i = 0; i < dim; i += 2 * LANES)
         if (tiles == PAIR) add_elements(values, spans, weights, PAIR, dim, i, seen, ahead);
         else add_elements(values, spans, weights, 1, dim, i, seen, ahead);
 }
 
-static const struct attention_products amx = {turn_avx512, score_amx, weigh_avx512, add_amx};
+static const struct attention_products amx = {sizeof(bf16), 1, turn_avx512, score_amx, weigh_avx512, add_amx};
 #endif
 
 const struct attention_products *attention_products(enum isa isa) {
 #if HAS_X86
     if (isa == WITH_AMX) return &amx;
-    if (isa == WITH_AVX512_BF16) return &avx512;
+    if (isa == WITH_AVX512_BF16) return &pairs;
+    if (isa == WITH_AVX512) return &avx512_products;
+    if (isa >= WITH_AVX2) return &avx2_products;
 #endif
     (void)isa;
-    return &portable;
+    return &portable_products;
 }

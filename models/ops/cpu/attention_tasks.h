@@ -19,7 +19,7 @@ struct task {
     int64_t least, past;       /* keys that any of the columns sees */
     struct columns columns[TILES];
     struct seen *all, *split; /* [tiles], of all splits before this one, and of this one */
-    bf16 *queries;
+    char *queries;
 };
 
 /* A thread's position in the list of tasks. */

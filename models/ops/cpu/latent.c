@@ -78,10 +78,10 @@ struct latent_task {
 /* What a thread needs for one. */
 struct latent_room {
     struct seen all[TILES], split[TILES];
-    ALIGNED bf16 queries[TILES * LANES * MAX_LATENT_DIM];
+    ALIGNED float queries[TILES * LANES * MAX_LATENT_DIM]; /* or bfloat16 */
     ALIGNED bf16 values[KEYS * MAX_VALUE_DIM];
     ALIGNED float scores[PAIR][KEYS][LANES];
-    ALIGNED bf16 weights[PAIR][KEYS * LANES];
+    ALIGNED float weights[PAIR * KEYS * LANES]; /* or bfloat16 */
 };
 _Static_assert(sizeof(struct latent_room) <= SCRATCH, "a thread's scratch holds a task");
 
@@ -113,7 +113,7 @@ CLONES static void pair_values(const struct units *keys, int64_t rank, int64_t d
 }
 
 static void stage_queries(const struct latent_task *task, const struct attention_products *products, int64_t first,
-                          int64_t count, bf16 *staged) {
+                          int64_t count, char *staged) {
     const struct latent_attention *op = task->op;
     const bf16 *columns[LANES] = {NULL};
     for (int64_t lane = 0; lane < count; lane++) {
@@ -131,16 +131,16 @@ static void take_step(const struct latent_task *task, const struct attention_pro
     struct fetches none = {.units = 0};
     locate(task, first_key, &keys);
     pair_values(&keys, op->rank, op->dim, room->values);
+    const struct values values = values_of_tiles(room->values, &keys, op->rank);
     for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
         int tiles = (int)min64(PAIR, task->tiles - tile);
         struct spans spans = in_sight(first_key, columns[tile].least, columns[tile + tiles - 1].past);
-        products->score(&keys, spans, room->queries + tile * LANES * op->dim, tiles, op->dim, room->scores,
-                        &none);
+        products->score(&keys, spans, (char *)room->queries + tile * LANES * op->dim * products->bytes, &columns[tile],
+                        tiles, op->dim, room->scores, &none);
         for (int i = 0; i < tiles; i++)
             products->weigh(&task->as, &columns[tile + i], first_key, spans, room->scores[i], &room->split[tile + i],
-                            room->weights[i], &none);
-        products->add(room->values, spans, room->weights[0], &columns[tile], tiles, op->rank, &room->split[tile],
-                      &none);
+                            (char *)room->weights + i * KEYS * LANES * products->bytes, &none);
+        products->add(&values, spans, room->weights, &columns[tile], tiles, op->rank, &room->split[tile], &none);
     }
 }
 
@@ -152,7 +152,8 @@ static void attend(struct latent_task *task, int64_t context, struct worker *wor
     for (int64_t tile = 0; tile < task->tiles; tile++) {
         int64_t first = task->first_column + tile * LANES;
         columns[tile] = see(&task->as, first, task->query_len * op->heads, context, op->heads);
-        stage_queries(task, products, first, columns[tile].count, room->queries + tile * LANES * op->dim);
+        stage_queries(task, products, first, columns[tile].count,
+                      (char *)room->queries + tile * LANES * op->dim * products->bytes);
         begin(&room->all[tile], op->rank);
     }
     task->past = columns[task->tiles - 1].past;
