@@ -565,12 +565,12 @@ class Scheduler:
         return next(seq for seq in reversed(self.running) if seq.owner == owner)
 
     def _victim(self) -> Sequence:
-        """The sequence to preempt where a decode needs a block."""
-        if len({seq.owner for seq in self.running} | self.waiting.owners) > 1:
-            victim = self._newest_of_largest_holder(self._holdings(), _OVER_SHARE)
-            if victim is not None:
-                return victim
-        return self.running[-1]
+        """The sequence to preempt where a decode needs a block: the one that started last of the owner that holds most
+        blocks for its share, so that nobody below its share loses one to another's growth."""
+        if len(self._owners()) == 1:
+            return self.running[-1]
+        holdings = self._holdings()
+        return max(reversed(self.running), key=lambda seq: holdings[seq.owner].blocks / holdings[seq.owner].share)
 
     def _lets_others_pass(self, owner: str) -> bool:
         """Whether an owner whose sequence found no slot or blocks holds its share, so that others may try."""

@@ -1,6 +1,10 @@
 """Owners take turns by tokens, wherever one of them would otherwise stand behind another's prompts or sequences."""
 
+from collections import Counter
+
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from engine.core.waiting_queue import FairShares, WaitingQueue
 from engine.sequence import Sequence
@@ -78,7 +82,74 @@ def test_a_light_owner_gets_its_first_token_soon_beside_ten_heavy_ones() -> None
     assert max(map(made.longest_gap, lights)) <= 2 * 0.5
 
 
+def generated_by_owner(made: SimulatedEngine, seconds: float) -> Counter[str]:
+    """In how many rows each owner's sequences are computed from now on."""
+    before, end = len(made.steps), made.now + seconds
+    made.run(lambda: made.now >= end)
+    return Counter(seq.owner for batch, _ in made.steps[before:] for seq in batch.sequences)
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
+@pytest.mark.parametrize("streams", [4, 8])
+def test_a_few_long_streams_get_their_owners_share_beside_ten_heavy_owners(policy: str, streams: int) -> None:
+    made = engine(scheduling_policy=policy)
+    for number in range(200):
+        made.add(50, 100_000, owner=f"heavy {number % 10}", at=made.now)
+    for _ in range(100):
+        made.add(3000, owner="heavy prompts", at=made.now)
+    for _ in range(streams):
+        made.add(50, 100_000, owner="light", at=made.now)
+    made.run(lambda: made.scheduler.get_request_counts()[0] >= 200 + streams)
+    before = len(made.steps)
+    gained = generated_by_owner(made, 20.0)
+    assert made.steps[-1][0].total_seqs_num_decode < 100, "not all decodes fit a step"
+    # Few streams cannot use more than a token each of every step.
+    assert gained["light"] >= 0.9 * min(gained.total() / 11, streams * (len(made.steps) - before))
+
+
+def test_an_owner_of_like_work_gets_its_share_of_all_tokens() -> None:
+    made = engine()
+    live: dict[str, list[Sequence]] = {}
+    for number in range(11):
+        for _ in range(2 if number == 0 else 12):
+            owner = "light" if number == 0 else f"heavy {number}"
+            live.setdefault(owner, []).append(made.add(400, 20, owner=owner, at=made.now))
+    computed, end = Counter[str](), made.now + 60
+    while made.now < end:
+        made.step()
+        batch = made.steps[-1][0]
+        for seq, count in zip(batch.sequences, batch.num_scheduled_tokens, strict=True):
+            computed[seq.owner] += count
+        for owner, seqs in live.items():
+            live[owner] = [made.add(400, 20, owner=owner, at=made.now) if seq.is_finished else seq for seq in seqs]
+    assert computed["light"] >= 0.9 * computed.total() / 11
+
+
 class TestPreemption:
+    @settings(max_examples=25, deadline=None)
+    @given(
+        st.lists(st.tuples(st.floats(0, 5), st.integers(1, 1500), st.integers(1, 300)), min_size=1, max_size=12),
+        st.lists(st.tuples(st.floats(0, 5), st.integers(1, 100), st.integers(1, 60)), min_size=1, max_size=2),
+        st.integers(1, 6),
+    )
+    @example([(0.0, 1500, 300), (0.0, 1500, 300)], [(1.0, 100, 60)], 2)
+    def test_nobody_below_its_share_loses_blocks_to_the_growth_of_others(
+        self, heavy: list[tuple[float, int, int]], light: list[tuple[float, int, int]], others: int
+    ) -> None:
+        # The light owner's sequences need at most 20 of 200 blocks, and its share among seven owners is 28.
+        made = SimulatedEngine(DEVICE, num_kvcache_blocks=200, max_num_seqs=64, enable_prefix_caching=False)
+        seqs = [
+            made.add(prompt, answer, owner=f"heavy {number % others}", at=at)
+            for number, (at, prompt, answer) in enumerate(heavy)
+        ]
+        lights = [made.add(prompt, answer, owner="light", at=at) for at, prompt, answer in light]
+        started = set[int]()
+        while made.step():
+            made.scheduler.check_integrity()
+            started |= {seq.id for seq in lights if seq.slot >= 0}
+            assert all(seq.slot >= 0 or seq.is_finished for seq in lights if seq.id in started)
+        assert all(seq.is_finished for seq in (*seqs, *lights))
+
     def test_an_owner_of_all_slots_gives_some_to_the_first_requests_of_another(self) -> None:
         made = engine(max_num_seqs=8)
         many = [made.add(100, 3000, owner="many", at=made.now) for _ in range(20)]
