@@ -240,6 +240,8 @@ class StepOutputs(msgspec.Struct, tag="step"):
     stats: SchedulerStats | None = None
     replica: int = 0
     """The replica that it comes from; filled in by the front end."""
+    preempted: list[int] = []
+    """Ids of requests that were preempted since the message before."""
 
 
 class Stopped(msgspec.Struct, tag="stopped"):

@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Scope
 
 from engine.distributed.logs import BARE
+from server.tracing import RequestTrace
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def route_path(scope: Scope) -> str:
 class RequestFacts:
     """What the routes learn of a request for its line in the log; in `scope["state"]["facts"]`."""
 
-    __slots__ = ("cached_tokens", "error", "finish_reason", "model", "output_tokens", "prompt_tokens", "ttft")
+    __slots__ = ("cached_tokens", "error", "finish_reason", "model", "output_tokens", "prompt_tokens", "trace", "ttft")
 
     def __init__(self) -> None:
         self.model: str | None = None
@@ -70,6 +71,8 @@ class RequestFacts:
         """Of the first choice."""
         self.error: str | None = None
         """Message of the error that was answered."""
+        self.trace: RequestTrace | None = None
+        """Where traces are exported."""
 
 
 def facts_of(scope: Scope) -> RequestFacts:
@@ -116,6 +119,9 @@ class Entry(msgspec.Struct, omit_defaults=True):
     finish_reason: str | None = None
     error: str | None = None
     """Message of the error that was answered."""
+    trace_id: str | None = None
+    """Of OpenTelemetry, in W3C's form, as `span_id`."""
+    span_id: str | None = None
 
 
 class AccessLog:
@@ -188,6 +194,8 @@ def _entry(scope: Scope, outcome: RequestOutcome) -> Entry:
         ttft=None if facts.ttft is None else round(facts.ttft, 6),
         finish_reason=facts.finish_reason,
         error=facts.error and _escaped(facts.error),
+        trace_id=None if facts.trace is None else facts.trace.trace_id,
+        span_id=None if facts.trace is None else facts.trace.span_id,
     )
 
 

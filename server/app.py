@@ -21,6 +21,7 @@ from server.limits.keys import ApiKeys
 from server.limits.quotas import RATE_LIMIT_HEADERS
 from server.middleware import OwnerMiddleware, RequestIdMiddleware
 from server.responses.service import ResponsesService
+from server.tracing import Tracing
 
 
 def create_app(
@@ -28,10 +29,12 @@ def create_app(
     core: CoreManager,
     on_ready: Callable[[tuple[str, ...]], object] = lambda names: None,
     keys: ApiKeys | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application. It answers 503 until the core is ready; then it calls `on_ready` with the served names.
 
-    The caller owns `core` and ends it. `keys`: default: those that `config` names.
+    The caller owns `core` and ends it. `keys`: default: those that `config` names. `tracing` is closed with the
+    application.
     """
     frontend = Frontend(config, core)
     service = ResponsesService(config.server_config, frontend.accounts)
@@ -54,10 +57,13 @@ def create_app(
         frontend.close()
         await frontend.streams.close()
         await service.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = _Application(
         settings,
         keys,
+        tracing,
         title="Kaon",
         version=frontend.version,
         description="An OpenAI-compatible LLM inference server.",
@@ -85,8 +91,9 @@ def create_app(
 class _Application(FastAPI):
     """FastAPI with our middleware outside of its error handler, so that answers to failures pass it too."""
 
-    def __init__(self, settings: ServerConfig, keys: ApiKeys, **keywords: Any) -> None:
+    def __init__(self, settings: ServerConfig, keys: ApiKeys, tracing: Tracing | None, **keywords: Any) -> None:
         super().__init__(**keywords)
+        self._tracing = tracing
         self._settings = settings
         self._keys = keys
         self._routes_alone: ASGIApp | None = None
@@ -122,11 +129,11 @@ class _Application(FastAPI):
                     *RATE_LIMIT_HEADERS,
                 ),
             )
-        if settings.access_log == "none":
-            return RequestIdMiddleware(app, None, metrics)
         probe_paths = [endpoint.path for endpoint in all_endpoints() if endpoint.is_probe]
-        log = AccessLog(json=settings.access_log == "json", probe_paths=probe_paths)
-        return RequestIdMiddleware(app, log, metrics)
+        log = None
+        if settings.access_log != "none":
+            log = AccessLog(json=settings.access_log == "json", probe_paths=probe_paths)
+        return RequestIdMiddleware(app, log, metrics, self._tracing, probe_paths)
 
     def openapi(self) -> dict[str, Any]:
         """The API's description, which `/openapi.json` answers with."""

@@ -120,7 +120,7 @@ class Frontend:
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
         """Load tokenizer and chat template while the core loads the model. Calls `on_ready` with the served names."""
         loop = asyncio.get_running_loop()
-        self._core.attach(loop, self.hub.receive, self.metrics.core_restarted, self.metrics.requests_moved)
+        self._core.attach(loop, self.hub.receive, self.hub.core_restarted, self.metrics.requests_moved)
         parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
         try:
             AnswerFormat.check_names(*parsers)

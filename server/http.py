@@ -34,6 +34,7 @@ from server.frontend import Frontend
 from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections, num_free_descriptors
 from server.limits.keys import ApiKeys
 from server.service_manager import ServiceManager
+from server.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 
@@ -283,12 +284,13 @@ def serve(
     keys: ApiKeys,
     tls: ssl.SSLContext | None,
     manager: ServiceManager,
+    tracing: Tracing | None = None,
 ) -> str | None:
     """Serve on `listener`; why that ended, as a sentence, or None after a signal. May raise `KeyboardInterrupt`.
 
     `manager` is notified of the first signal, and that the event loop runs.
     """
-    app = create_app(config, core, on_ready, keys)
+    app = create_app(config, core, on_ready, keys, tracing)
     frontend: Frontend = app.state.frontend
     # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]

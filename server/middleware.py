@@ -4,7 +4,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,6 +30,7 @@ from server.limits.owners import NO_QUOTAS, Owner
 from server.limits.owners import Scope as KeyScope
 from server.limits.quotas import QuotaMeter
 from server.metrics import Metrics
+from server.tracing import RequestTrace, Tracing
 
 _audit_log = logging.getLogger("server.audit")
 
@@ -47,7 +48,17 @@ class RequestIdMiddleware:
     It surrounds everything else, so that every answer has its id and its line in the log, failures included.
     """
 
-    def __init__(self, app: ASGIApp, log: AccessLog | None, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        log: AccessLog | None,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
+        untraced_paths: Collection[str] = (),
+    ) -> None:
+        """`tracing`: what requests are traced with, but for those of `untraced_paths`; None: they are not."""
+        self._tracing = tracing
+        self._untraced_paths = frozenset(untraced_paths)
         self._app = app
         self._log = log
         self._metrics = metrics
@@ -60,10 +71,16 @@ class RequestIdMiddleware:
         arrival_time = time.monotonic()
         given_id, load_format = _given(scope)
         request_id = given_id or new_request_id()
-        scope.setdefault("state", {}).update(request_id=request_id, facts=RequestFacts())
+        facts = RequestFacts()
+        trace = None
+        if self._tracing is not None and route_path(scope) not in self._untraced_paths:
+            trace = facts.trace = self._tracing.begin(scope, arrival_time)
+        scope.setdefault("state", {}).update(request_id=request_id, facts=facts)
         token = REQUEST_ID.set(request_id)
         with collect() as ignored:
             answer = _Answer(send, request_id, ignored, self._ignored_log, speaks_anthropic(scope))
+            if trace is not None:
+                answer.report_trace(trace)
             if load_format is not None:
                 answer.report_load(self._metrics, load_format)
             try:
@@ -71,6 +88,8 @@ class RequestIdMiddleware:
             finally:
                 REQUEST_ID.reset(token)
                 status = answer.status if answer.status is not None and answer.complete else CLIENT_GONE
+                if trace is not None:
+                    trace.end(status)
                 self._metrics.http_request(scope["method"], getattr(scope.get("route"), "path", None), status)
                 if self._log is not None:
                     seconds = time.monotonic() - arrival_time
@@ -97,6 +116,11 @@ class _Answer:
         self.status: int | None = None
         self.bytes = 0
         self.complete = False
+
+    def report_trace(self, trace: RequestTrace) -> None:
+        """Add the trace's identity to the answer's headers."""
+        if (header := trace.header) is not None:
+            self._headers.append((b"traceresponse", header))
 
     def report_load(self, metrics: Metrics, format: bytes) -> None:
         """Add the load to the answer's headers, if it is a success: only who may use the server learns of it."""

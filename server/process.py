@@ -33,6 +33,7 @@ from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
 from server.sealing import Seal
 from server.service_manager import ServiceManager
+from server.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def _run(config: Config, started: float, manager: ServiceManager) -> int:
         if keys:
             forbid_inspection()
         tls = tls_context(config.server_config)
+        tracing = Tracing.of_environment(release())
         listener = _listen(config.server_config, _is_keyless(config.server_config, keys))
         with _recorded_signals() as signals:
             core = CoreManager(config)
@@ -92,7 +94,7 @@ def _run(config: Config, started: float, manager: ServiceManager) -> int:
         announce = functools.partial(
             _announce, url=url, started=started, is_open=tls is None and not keys, manager=manager
         )
-        ended = serve(config, core, listener, announce, keys, tls, manager)
+        ended = serve(config, core, listener, announce, keys, tls, manager, tracing)
         if ended is None:
             return 0
         _ignore_signals()

@@ -22,7 +22,6 @@ class ServiceManager:
             # A leading @ stands for an address in Linux' abstract namespace.
             self._address = "\0" + address[1:] if address.startswith("@") else address
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.setblocking(False)
 
     @classmethod
     def take_environment(cls) -> "ServiceManager":
@@ -45,10 +44,12 @@ class ServiceManager:
         """The event loop runs. Called as often as one likes."""
         if self._interval and (now := time.monotonic()) >= self._next_beat:
             self._next_beat = now + self._interval
-            self._send("WATCHDOG=1")
+            self._send("WATCHDOG=1", timeout=0.0)
 
-    def _send(self, message: str) -> None:
+    def _send(self, message: str, timeout: float = 1.0) -> None:
+        """Wait so many seconds at most for the manager to have room: a beat that is lost does not matter."""
         if self._socket is not None:
-            # The service manager may be gone, or have no room: the server must not end for that.
+            self._socket.settimeout(timeout)
+            # The service manager may be gone: the server must not end for that.
             with contextlib.suppress(OSError):
                 self._socket.sendto(message.encode(), self._address)

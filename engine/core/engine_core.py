@@ -262,6 +262,9 @@ class EngineCore:
             if (now := time.monotonic()) >= self._next_memory_time:
                 self._memory, self._next_memory_time = self._device_memory(), now + _MEMORY_SECONDS
             stats.device_memory, stats.device_memory_total = self._memory
-        self.output_queue.put(StepOutputs(outputs, stats))
+        message = StepOutputs(outputs, stats)
+        if self.scheduler.preempted:
+            message.preempted, self.scheduler.preempted = self.scheduler.preempted, []
+        self.output_queue.put(message)
         if self._kv_events is not None:
             self._kv_events.publish(self.scheduler.block_manager.take_changes())

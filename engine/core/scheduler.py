@@ -206,6 +206,8 @@ class Scheduler:
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
+        self.preempted: list[int] = []
+        """Ids of sequences that were preempted; whoever reports them empties it."""
         self._prefill_tokens = 0
 
     # -- the queue ----------------------------------------------------------------------------------------------
@@ -835,6 +837,7 @@ class Scheduler:
         self._release(seq, SequenceStatus.WAITING)
         self.waiting.appendleft(seq)
         self._preemptions += 1
+        self.preempted.append(seq.id)
 
     def _fail_rows(
         self, seqs: Iterable[Sequence], errors: dict[int, str], bad_request: bool = False

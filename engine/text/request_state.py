@@ -66,8 +66,8 @@ class RequestState:
 
     __slots__ = (
         "_counts", "_detokenizer", "_include_stop", "_special_ids", "_texts", "arrival_time", "error", "finish_reason",
-        "first_token_time", "last_time", "logprobs", "num_cached_tokens", "num_prompt_tokens", "prompt_logprobs",
-        "queue_time", "request_id", "stop_reason", "stopped_early", "token_ids", "vector",
+        "first_token_time", "interruptions", "last_time", "logprobs", "num_cached_tokens", "num_prompt_tokens",
+        "prompt_logprobs", "queue_time", "request_id", "stop_reason", "stopped_early", "token_ids", "vector",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +106,8 @@ class RequestState:
         self.first_token_time = 0.0
         self.last_time = self.arrival_time
         self.queue_time: float | None = None
+        self.interruptions: list[tuple[str, float]] = []
+        """What interrupted it, `preempted` or `engine N restarted`, and when, on `time.monotonic`'s clock."""
 
     def push(self, output: RequestOutput) -> RequestDelta:
         """Add the output of one step. Must not be called again after a delta that is `finished`."""

@@ -74,7 +74,7 @@ class Generation:
             0 if index % self._num_choices and config.enable_prefix_caching else state.num_prompt_tokens
             for index, state in enumerate(self._states)
         ]
-        self._arrival_time = self._states[0].arrival_time
+        self._arrival_time = self._submit_time = self._states[0].arrival_time
         self._owner = owner
         timeouts = [each for each in (timeout, self._settings.request_timeout) if each is not None]
         self._timeout = min(timeouts, default=None)
@@ -217,6 +217,7 @@ class Generation:
             hub.metrics.received(count)
             hub.metrics.rejected("timeout", count)
             raise self._timeout_error()
+        self._submit_time = time.monotonic()
         tally = hub.admission.admit(self._owner, self._queued_tokens)
         try:
             hub.submit(self._sequences, self._queued_tokens, consumer, tally)
@@ -271,6 +272,9 @@ class Generation:
         facts.cached_tokens = usage.prompt_tokens_details.cached_tokens
         facts.ttft = min((state.ttft for state in self._states if state.token_ids), default=None)
         facts.finish_reason = self._states[0].finish_reason or "abort"
+        if facts.trace is not None:
+            params = self._sequences[0].request.sampling_params
+            facts.trace.generated(self._states, params, facts.model, self._submit_time)
         _log.debug("%s: %d choices, %.3f s", id, len(self._states), time.monotonic() - self._arrival_time)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -134,6 +135,13 @@ class Hub:
         for each in live:
             each.consumer.fail(error)
 
+    def core_restarted(self, resumed: int, replica: int = 0) -> None:
+        """A new engine core is ready, which continues so many requests."""
+        self.metrics.core_restarted(resumed, replica)
+        now = time.monotonic()
+        for live in self._live.values():
+            live.state.interruptions.append((f"engine {replica} restarted", now))
+
     def receive(self, step: StepOutputs) -> None:
         """Pass a step's outputs to their consumers, and abort in the core what reached a stop string."""
         stopped_early: list[int] = []
@@ -151,6 +159,9 @@ class Hub:
                 live.consumer.fail(EngineError(f"the output cannot be read: {error}"))
         if stopped_early:
             self._core.abort(stopped_early)
+        for id in step.preempted:
+            if (live := self._live.get(id)) is not None:
+                live.state.interruptions.append(("preempted", time.monotonic()))
         if step.stats is not None:
             self.metrics.step(step.stats, generated_tokens, step.replica)
 
