@@ -353,7 +353,9 @@ def _input_text(path: str, block: Block) -> str | None:
             ignore(f"{path} ({block.type})")
             return None
         case ImageBlock():
-            raise BadRequest(f"{path} is of type image; this server reads text only")
+            raise BadRequest(
+                f"{path} is of type image; this server reads text only, so leave it out or describe it in text"
+            )
     raise BadRequest(f"{path} is of type {block.type}, which only a message of the assistant's can hold")
 
 

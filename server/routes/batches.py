@@ -37,7 +37,7 @@ _FILES_PAGE, _BATCHES_PAGE = (10_000, 10_000), (20, 100)
 
 
 _AFTER = query_parameter("after", "Id of the object after which the list begins.", type="string")
-_PURPOSE = query_parameter("purpose", "Only files of this purpose.", type="string", enum=["batch", "batch_output"])
+_PURPOSE = query_parameter("purpose", "Only files of this purpose.", type="string")
 
 
 def _limit(page: tuple[int, int]) -> dict[str, Any]:

@@ -191,10 +191,30 @@ class ContentPart(RequestModel):
     def _is_text(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise sentence(f"is of type {kind[:60]}; this server reads parts of type text only")
+            raise sentence(
+                f"is of type {kind[:60]}; this server reads parts of type text only, so leave it out or describe it "
+                "in text"
+            )
         if kind in ("text", "refusal") and kind not in data:
             raise sentence(f"is of type {kind} and has no field {kind}; it needs one")
         return data
+
+
+_UNREAD = ("image_url", "image", "input_image", "file", "input_file", "input_audio", "video_url")
+
+
+def unread_note(kind: str) -> str:
+    """What the model is shown in place of a part of a tool's output that is not text."""
+    what = kind.removeprefix("input_").removesuffix("_url").replace("_", " ")
+    return f"[The output holds content of type {what} here, which cannot be shown: this model reads text only.]"
+
+
+def _noted(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _UNREAD:
+        return part
+    ignore(f"messages[].content[] ({kind} of a tool)")
+    return {"type": "text", "text": unread_note(kind)}
 
 
 class FunctionCall(RequestModel):
@@ -235,6 +255,14 @@ class Message(RequestModel):
     refusal: Ignored | None = None
     annotations: Annotated[list[Any], Field(description=NO_CHANGE)] | None = None
     audio: Unsupported = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_outputs(cls, data: Any) -> Any:
+        """Put a note in place of what is not text in a tool's output: after an image, an agent could never go on."""
+        if isinstance(data, dict) and data.get("role") == "tool" and isinstance(data.get("content"), list):
+            return {**data, "content": [_noted(part) for part in data["content"]]}
+        return data
 
     @model_validator(mode="after")
     def _has_content(self) -> "Message":

@@ -7,7 +7,18 @@ all others are a 400. The events of a stream are written by `server.anthropic.re
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from server.schemas.body import NO_CHANGE, Between, FewFields, Items, RequestModel, StringOrStrings, rule, sentence
 from server.schemas.chat import FunctionName
@@ -31,6 +42,18 @@ class _Part(RequestModel):
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema, with null for every field that may be missing."""
+        schema = handler(core)
+        described = handler.resolve_ref_schema(schema)
+        for name in described.get("properties", {}).keys() - set(described.get("required", ())):
+            field = described["properties"][name]
+            if {"type": "null"} not in field.get("anyOf", ()):
+                outer = {key: field.pop(key) for key in ("default", "description", "title") if key in field}
+                described["properties"][name] = {"anyOf": [field, {"type": "null"}], **outer}
+        return schema
 
 
 # -- content ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from server.schemas.body import (
     rule,
     sentence,
 )
-from server.schemas.chat import FunctionName, TokenLogprob
+from server.schemas.chat import FunctionName, TokenLogprob, unread_note
 from server.schemas.generation import INT31, JsonObjectFormat, JsonSchema, SamplingFields, TextFormat
 
 _ItemStatus: TypeAlias = Annotated[
@@ -43,7 +43,10 @@ def _text_part(data: Any) -> Any:
     """Refuse parts that are not text, with their type in the message."""
     kind = data.get("type") if isinstance(data, dict) else None
     if isinstance(kind, str) and kind not in _TEXTS:
-        raise sentence(f"is of type {kind[:60]}; this server reads parts of type {', '.join(_TEXTS)} only")
+        raise sentence(
+            f"is of type {kind[:60]}; this server reads parts of type {', '.join(_TEXTS)} only, so leave it out or "
+            "describe it in text"
+        )
     field = "refusal" if kind == "refusal" else "text"
     if isinstance(kind, str) and data.get(field) is None:
         raise sentence(f"is of type {kind} and has no field {field}; it needs one")
@@ -72,8 +75,7 @@ class UnreadPart(RequestModel):
 
     @property
     def note(self) -> str:
-        what = self.type.removeprefix("input_").replace("_", " ")
-        return f"[The output holds content of type {what} here, which cannot be shown: this model reads text only.]"
+        return unread_note(self.type)
 
 
 InputPart: TypeAlias = Annotated[InputTextPart, BeforeValidator(_text_part)]

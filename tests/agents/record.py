@@ -1,15 +1,19 @@
 """`python -m tests.agents.record SERVER FILE`: what an agent sends to a server, reduced to its structure.
 
-A proxy on a free port, which it prints: point the agent there. FILE gets a line of JSON for each request: its path,
-its headers that matter to an API, and its body without the agent's words. Names of tools and of their arguments become
-`tool_1` and `argument_1`; texts become as many words of our own, at most `_MAX_WORDS`. The first tools are kept.
+A proxy on a free port, which it prints: point the agent there. `python -m tests.conformance.run SUITE --record` runs a
+suite of agents behind it. FILE gets a line of JSON for each request whose structure is new: its path, its headers that
+matter to an API, and its body without the agent's words. Names of tools and of their arguments become `tool_1` and
+`argument_1`; texts become as many words of our own, at most `_MAX_WORDS`. The first tools are kept, and the first of
+each further type.
 """
 
 import asyncio
 import hashlib
 import json
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,39 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-_HEADERS = ("anthropic-version", "anthropic-beta", "openai-beta", "x-app", "originator")
-_KEPT = frozenset({"type", "role", "model", "id", "tool_use_id", "call_id", "effort", "keep", "signature", "ttl"})
+_HEADERS = ("anthropic-version", "anthropic-beta", "openai-beta", "x-app", "originator", "user-agent")
+_KEPT = frozenset(
+    (
+        *(
+            "type",
+            "role",
+            "model",
+            "id",
+            "tool_use_id",
+            "call_id",
+            "tool_call_id",
+            "effort",
+            "keep",
+            "signature",
+            "ttl",
+        ),
+        *(
+            "tool_choice",
+            "include",
+            "status",
+            "phase",
+            "summary",
+            "verbosity",
+            "syntax",
+            "encrypted_content",
+            "detail",
+        ),
+    )
+)
 """Fields whose strings are of the API and not of the agent."""
+
+_GRAMMARS = {"lark": "start: /[a-z ]+/", "regex": "[a-z ]+"}
+"""In place of an agent's own."""
 
 _BILLING = "x-anthropic-billing-header:"
 _MAX_WORDS, _MAX_TOOLS, _MAX_PROPERTIES = 12, 4, 3
@@ -42,15 +76,19 @@ class Reducer:
     def _field(self, key: str, value: Any) -> Any:
         match key, value:
             case "tools", list():
-                return [self._tool(tool) for tool in value[:_MAX_TOOLS]]
+                return [self._tool(tool) for tool in _first_tools(value)]
+            case "format", {"syntax": syntax}:
+                return {**value, "definition": _GRAMMARS[syntax]}
             case "input", dict():
                 return {self._argument(name): self._value(each) for name, each in value.items()}
-            case "name", str():
+            case "name" | "namespace", str():
                 return self._tools.setdefault(value, f"tool_{len(self._tools) + 1}")
-            case _, str() if key in _KEPT:
-                return value
             case "arguments", str():
                 return json.dumps(self._field("input", json.loads(value)))
+            case _, str() if key in _KEPT:
+                return value
+            case _, list() if key in _KEPT and all(isinstance(each, str) for each in value):
+                return value
         return self._value(value)
 
     def _value(self, value: Any) -> Any:
@@ -90,6 +128,20 @@ class Reducer:
         return self._arguments.setdefault(name, f"argument_{len(self._arguments) + 1}")
 
 
+def _first_tools(tools: list[Any]) -> list[Any]:
+    types = {tool.get("type"): number for number, tool in reversed(list(enumerate(tools)))}
+    return [tool for number, tool in enumerate(tools) if number < _MAX_TOOLS or number in types.values()]
+
+
+def shape(value: Any, key: str = "") -> Any:
+    """`value` without what differs between requests of one structure: for comparison."""
+    if isinstance(value, dict):
+        return tuple((name, shape(value[name], name)) for name in sorted(value))
+    if isinstance(value, list):
+        return tuple(shape(each, key) for each in value)
+    return value if key in ("type", "role") or isinstance(value, bool) else type(value).__name__
+
+
 def _words(text: str) -> str:
     """As many words as `text` has, of our own; the billing line keeps its form."""
     if text.startswith(_BILLING):
@@ -100,15 +152,20 @@ def _words(text: str) -> str:
 def proxy(server: str, file: Path) -> Starlette:
     """An application that passes everything on to `server`, and writes what it has seen of POST into `file`."""
     client = httpx.AsyncClient(base_url=server, timeout=None)
-    reducer, seen = Reducer(), list[dict[str, Any]]()
+    reducer, seen, shapes = Reducer(), list[dict[str, Any]](), set[Any]()
 
     async def passed_on(request: Request) -> Response:
         body = await request.body()
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         if request.method == "POST":
             headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
-            seen.append({"path": path, "headers": headers, "body": reducer.body(json.loads(body))})
-            file.write_text("".join(json.dumps(each) + "\n" for each in seen))
+            # The product, without the machine that it runs on.
+            headers["user-agent"] = headers.get("user-agent", "").partition(" ")[0]
+            reduced = {"path": path, "headers": headers, "body": reducer.body(json.loads(body))}
+            if (structure := shape(reduced)) not in shapes:
+                shapes.add(structure)
+                seen.append(reduced)
+                file.write_text("".join(json.dumps(each) + "\n" for each in seen))
         headers = {name: value for name, value in request.headers.items() if name not in ("host", "accept-encoding")}
         sent = client.build_request(request.method, path, headers=headers, content=body)
         answer = await client.send(sent, stream=True)
@@ -125,12 +182,25 @@ def proxy(server: str, file: Path) -> Starlette:
     return Starlette(routes=[Route("/{path:path}", passed_on, methods=methods)])
 
 
+@contextmanager
+def recording(server: str, file: Path) -> Iterator[str]:
+    """The URL of a proxy to `server`, which runs in a process of its own until the end of the block."""
+    command = [sys.executable, "-m", "tests.agents.record", server, str(file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield process.stderr.readline().split()[-1]
+        finally:
+            process.terminate()
+
+
 def main(arguments: list[str]) -> int:
     """Run until Ctrl-C."""
     server, file = arguments
     config = uvicorn.Config(proxy(server, Path(file)), port=0, log_level="warning")
     listener = config.bind_socket()
     sys.stderr.write(f"point the agent at http://127.0.0.1:{listener.getsockname()[1]}\n")
+    sys.stderr.flush()
     asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
     return 0
 

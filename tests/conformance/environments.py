@@ -62,7 +62,9 @@ def _install_node(source: Path, folder: Path) -> None:
         raise InstallError("npm is not installed; the suites of npm's packages need Node 20 or newer")
     for name in ("package.json", "package-lock.json"):
         shutil.copy(source / name, folder / name)
-    _run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", cwd=folder)
+    # `npm ci` would refuse a lock file without an optional package of another platform, which a registry may lack.
+    shutil.rmtree(folder / "node_modules", ignore_errors=True)
+    _run("npm", "install", "--no-save", "--no-audit", "--no-fund", "--ignore-scripts", cwd=folder)
 
 
 def _run(*command: str, cwd: Path | None = None) -> None:

@@ -2,6 +2,8 @@
 
 python -m tests.conformance.run            all suites; writes the results into docs/conformance.md
 python -m tests.conformance.run openai llm these only; `-k WORD` and further pytest flags go on to pytest
+python -m tests.conformance.run codex --record
+                                           also write the structure of what the client sends into tests/agents
 """
 
 import os
@@ -10,20 +12,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
+from tests.agents.record import recording
 from tests.conformance.environments import ENVIRONMENTS, HERE, InstallError, install, python_of
 from tests.conformance.results import PAGE, Result, write
 from tests.conformance.server import API_KEY, CHECKPOINT, MODEL, Server, StartError
 from tests.conformance.suites import SUITES, Suite
 
 _SUITE_SECONDS = 1800
+RECORDS = HERE.parent / "agents"
 
 
 def main(arguments: list[str]) -> int:
     """Run the named suites, or all; the exit code: 0 all passed, 1 something failed, 2 bad usage."""
     flags = arguments[next((i for i, each in enumerate(arguments) if each.startswith("-")), len(arguments)) :]
     names = arguments[: len(arguments) - len(flags)]
+    records = "--record" in flags
+    flags = [flag for flag in flags if flag != "--record"]
     known = [suite.name for suite in SUITES]
     if unknown := [name for name in names if name not in known]:
         sys.stderr.write(f"conformance: {', '.join(unknown)} is no suite; there are {', '.join(known)}\n")
@@ -33,7 +40,7 @@ def main(arguments: list[str]) -> int:
         for suite in chosen:
             _say(f"{suite.name}: environment")
             install(suite)
-        results, complaints = _run_all(chosen, flags)
+        results, complaints = _run_all(chosen, flags, records)
     except (InstallError, StartError) as error:
         _say(str(error))
         return 1
@@ -46,20 +53,21 @@ def main(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _run_all(chosen: list[Suite], flags: list[str]) -> tuple[list[Result], list[str]]:
+def _run_all(chosen: list[Suite], flags: list[str], records: bool) -> tuple[list[Result], list[str]]:
     results, complaints = [], []
     with tempfile.TemporaryDirectory(prefix="kaon-conformance-") as scratch, Server(Path(scratch) / "log") as server:
         for suite in chosen:
             folder = Path(scratch) / suite.name
             folder.mkdir()
-            if suite.script:
-                script = folder / "script.json"
-                script.write_text((HERE / suite.script).read_text().replace("$TMPDIR", str(folder)))
+            if suite.script or suite.flags:
+                script = folder / "script.json" if suite.script else None
+                if script is not None:
+                    script.write_text((HERE / suite.script).read_text().replace("$TMPDIR", str(folder)))
                 flags_of_server = [str(HERE / flag) if "/" in flag else flag for flag in suite.flags]
-                with Server(folder / "log", script, flags_of_server) as scripted:
-                    result, wrong = _run(suite, scripted, folder, flags)
+                with Server(folder / "log", script, flags_of_server) as own:
+                    result, wrong = _run(suite, own, folder, flags, records)
             else:
-                result, wrong = _run(suite, server, folder, flags)
+                result, wrong = _run(suite, server, folder, flags, records)
             results.append(result)
             complaints += wrong
             if server.process.poll() is not None:
@@ -67,16 +75,17 @@ def _run_all(chosen: list[Suite], flags: list[str]) -> tuple[list[Result], list[
     return results, complaints
 
 
-def _run(suite: Suite, server: Server, folder: Path, flags: list[str]) -> tuple[Result, list[str]]:
+def _run(suite: Suite, server: Server, folder: Path, flags: list[str], records: bool) -> tuple[Result, list[str]]:
     """What a suite gave against `server`, and what went wrong inside the server."""
     started = time.monotonic()
     result = Result(suite)
     for command, junit in _commands(suite, folder, flags):
-        environment = _environment(suite, server, folder)
-        try:
-            subprocess.run(command, cwd=folder, env=environment, check=False, timeout=_SUITE_SECONDS)
-        except subprocess.TimeoutExpired:
-            result.failures.append(f"not done within {_SUITE_SECONDS} s")
+        with recording(server.url, RECORDS / f"{suite.name}.jsonl") if records else nullcontext(server.url) as url:
+            environment = _environment(suite, url, folder)
+            try:
+                subprocess.run(command, cwd=folder, env=environment, check=False, timeout=_SUITE_SECONDS)
+            except subprocess.TimeoutExpired:
+                result.failures.append(f"not done within {_SUITE_SECONDS} s")
         result.read(junit)
     passed = f"{result.passed} of {result.tests} passed, {result.num_excluded} excluded"
     _say(f"{suite.name}: {passed}, {time.monotonic() - started:.0f} s")
@@ -103,15 +112,15 @@ def _commands(suite: Suite, folder: Path, flags: list[str]) -> list[tuple[list[s
     return [([*pytest, *(str(HERE / test) for test in suite.tests)], junit)]
 
 
-def _environment(suite: Suite, server: Server, folder: Path) -> dict[str, str]:
+def _environment(suite: Suite, url: str, folder: Path) -> dict[str, str]:
     """The environment of a suite's process: where the server is, and nothing that would phone anybody."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
-        "KAON_URL": server.url,
+        "KAON_URL": url,
         "KAON_MODEL": MODEL,
         "KAON_CHECKPOINT": str(CHECKPOINT),
         "KAON_ENVIRONMENT": str(ENVIRONMENTS / suite.name),
-        "OPENAI_BASE_URL": f"{server.url}/v1",
+        "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": API_KEY,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

@@ -35,7 +35,7 @@ class Server:
         self._read = 0
 
     def __enter__(self) -> "Server":
-        command = [str(Path(sys.executable).with_name("kaon")), "serve", *_FLAGS]
+        command = [str(Path(sys.executable).with_name("kaon")), "serve", *_FLAGS, *self._flags]
         if self._script is not None:
             module = "tests.e2e.scripted_server"
             command = [sys.executable, "-m", module, str(self._script), *_FLAGS, *_SCRIPTED_FLAGS, *self._flags]

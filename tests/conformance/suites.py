@@ -20,7 +20,7 @@ class Suite:
     script: str = ""
     """What the model says, for `tests.e2e.scripted_server`; default: the embedded model answers."""
     flags: tuple[str, ...] = ()
-    """Further flags of that server; files are in this folder."""
+    """Further flags of a server of the suite's own; files are in this folder."""
     has_npm: bool = False
     """Whether tests in Python drive a program of npm's: `<name>/package-lock.json` is installed too."""
 
@@ -80,6 +80,22 @@ SUITES = (
         flags=("--chat-template", "codex/messages.jinja", "--tool-call-parser", "hermes"),
     ),
     Suite(
+        "qwen-code",
+        ("@qwen-code/qwen-code",),
+        ("qwen-code/qwen_code.test.mjs",),
+        "qwen-code, with a scripted model: commands are run and their output read, and a conversation goes on",
+        script="qwen-code/script.json",
+        flags=("--chat-template", "codex/messages.jinja", "--tool-call-parser", "hermes"),
+    ),
+    Suite(
+        "pi",
+        ("@mariozechner/pi-coding-agent",),
+        ("pi/pi.test.mjs",),
+        "pi, with a scripted model: a command is run and its output read",
+        script="pi/script.json",
+        flags=("--chat-template", "codex/messages.jinja", "--tool-call-parser", "hermes"),
+    ),
+    Suite(
         "aider",
         ("aider-chat",),
         ("test_aider.py",),
@@ -125,6 +141,14 @@ SUITES = (
         ("schemathesis",),
         ("test_schemathesis.py",),
         "requests generated from `/openapi.json`: examples, coverage, fuzzing and stateful phases",
+    ),
+    Suite(
+        "schemathesis-pooling",
+        ("schemathesis",),
+        ("test_schemathesis.py",),
+        "the same for embeddings, scores, reranking and pooling, which another server of the model answers",
+        {"CONFORMANCE_PATHS": "embeddings|rerank|score|classify|pooling"},
+        flags=("--task", "embed"),
     ),
 )
 """In the order in which they run."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -300,3 +301,59 @@ def test_a_conversation_beyond_the_context_is_compacted_from_its_end(narrow: Scr
         assert compacted.usage.input_tokens <= 512 - 512 // 4
         with pytest.raises(openai.BadRequestError, match=r"it leaves .* tokens for a summary, which needs 128"):
             client.responses.compact(model=MODEL, input=long, instructions="Say hello. " * 60)
+
+
+# What agents sent, reduced to its structure by `tests.agents.record`.
+
+RECORDS = Path(__file__).parents[1] / "agents"
+RECORDED = [
+    pytest.param(json.loads(line), id=f"{file.stem}-{number}")
+    for file in sorted(RECORDS.glob("*.jsonl"))
+    if file.stem != "claude_code"
+    for number, line in enumerate(file.read_text().splitlines())
+]
+ACCEPTED = re.compile(r"tools\[\d+\] \(\w+\)|reasoning \(encrypted_content of another server\)")
+"""What of a recorded request may be left out."""
+
+
+def said(answer: httpx.Response, path: str) -> str:
+    """The text of an answer. However the bytes of a stream are cut, its events are the same."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        body = answer.json()
+        if path == "/v1/chat/completions":
+            return str(body["choices"][0]["message"]["content"])
+        return "".join(part["text"] for item in body["output"] for part in item.get("content", ()))
+    whole = frames(iter([answer.content.replace(b"data: [DONE]", b"data: null")]))
+    if path == "/v1/chat/completions":
+        choices = [choice for _, chunk in whole if chunk for choice in chunk["choices"]]
+        assert [choice["finish_reason"] for choice in choices][-1] == "stop"
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
+    return "".join(
+        part["text"] for item in completed([event for _, event in whole]) for part in item.get("content", ())
+    )
+
+
+@pytest.mark.parametrize("recorded", RECORDED)
+def test_what_agents_sent_is_answered(http: httpx.Client, recorded: dict[str, Any]) -> None:
+    path, headers = recorded["path"], recorded["headers"]
+    body = {**recorded["body"], "model": MODEL}
+    items = body.get("input", ())
+    if any(item["type"] == "compaction" for item in items):
+        # Another server sealed it: a summary that is lost must not be left out in silence.
+        refused = http.post(path, json=body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_encrypted_content")
+        return
+    answer = http.post(path, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    ignored = answer.headers.get("x-kaon-ignored", "")
+    assert all(ACCEPTED.fullmatch(each) for each in filter(None, ignored.split(", "))), ignored
+    if any(item["type"] == "compaction_trigger" for item in items):
+        return
+    assert said(answer, path) == "Hello."
+    whole = {name: value for name, value in body.items() if name != "stream_options"}
+    assert said(http.post(path, json={**whole, "stream": False}, headers=headers), path) == "Hello."
+
+
+def test_every_agent_that_the_page_names_was_recorded() -> None:
+    names = {file.stem for file in RECORDS.glob("*.jsonl")}
+    assert {"claude_code", "codex", "coding-agents", "aider", "qwen-code", "pi"} <= names

@@ -1,6 +1,6 @@
 """What is kept of an agent's requests: their structure, and none of their words."""
 
-from tests.agents.record import Reducer
+from tests.agents.record import Reducer, shape
 
 
 def test_a_request_keeps_its_structure_and_loses_its_words() -> None:
@@ -56,3 +56,32 @@ def test_the_billing_line_keeps_its_form_and_what_changes_in_it() -> None:
     reduced = [Reducer().body({"system": line})["system"] for line in lines]
     assert reduced[0] != reduced[1]
     assert all(line.startswith("x-anthropic-billing-header: version=") for line in reduced)
+
+
+def test_tools_of_every_type_are_kept_with_grammars_of_our_own() -> None:
+    functions = [{"type": "function", "name": f"f{number}", "parameters": {"type": "object"}} for number in range(6)]
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: /their grammar/"}
+    group = {"type": "namespace", "name": "files", "tools": [functions[0]]}
+    call = {"type": "function_call", "name": "f0", "namespace": "files", "arguments": '{"path": "/home"}'}
+    reduced = Reducer().body(
+        {
+            "tools": [*functions, {"type": "custom", "name": "patch", "format": form}, group],
+            "input": [call],
+            "include": ["a.b"],
+        }
+    )
+    *first, patch, files = reduced["tools"]
+    assert [tool["name"] for tool in first] == ["tool_1", "tool_2", "tool_3", "tool_4"]
+    assert patch["format"] == {"type": "grammar", "syntax": "lark", "definition": "start: /[a-z ]+/"}
+    assert files["tools"][0]["name"] == "tool_1"
+    assert reduced["input"][0]["namespace"] == files["name"]
+    assert (reduced["input"][0]["arguments"], reduced["include"]) == ('{"argument_1": "word"}', ["a.b"])
+
+
+def test_requests_that_differ_in_their_words_only_have_one_shape() -> None:
+    def body(words: str, *roles: str) -> dict[str, object]:
+        return {"messages": [{"role": role, "content": words} for role in roles], "stream": True}
+
+    assert shape(body("Hi", "user")) == shape(body("Ho ho", "user"))
+    assert shape(body("Hi", "user")) != shape(body("Hi", "system"))
+    assert shape(body("Hi", "user")) != shape(body("Hi", "user", "user"))

@@ -13,7 +13,7 @@ from server.errors import BadRequest
 from server.ignored import collect
 from server.request_builder import prefix_salt, sampling_params
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest, FunctionReference, NamedTool
+from server.schemas.chat import ChatCompletionRequest, FunctionReference, NamedTool, unread_note
 from server.schemas.completions import CompletionRequest
 from server.schemas.generation import StreamOptions
 
@@ -128,7 +128,8 @@ def test_a_wrong_completion_field_is_named_with_its_value_and_limit(
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
-            "messages[0].content[0] is of type image_url; this server reads parts of type text only",
+            "messages[0].content[0] is of type image_url; this server reads parts of type text only, so leave it "
+            "out or describe it in text",
         ),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
@@ -453,3 +454,15 @@ def test_functions_are_tools_under_their_older_name() -> None:
 )
 def test_functions_that_make_no_sense_are_refused(fields: dict[str, Any], sentence: str) -> None:
     assert sentence in str(refusal(chat, **fields))
+
+
+def test_a_note_takes_the_place_of_an_image_that_a_tool_read() -> None:
+    """Agents send the whole conversation again: with a refusal, it could never go on."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    output = {"role": "tool", "tool_call_id": CALL["id"], "content": [{"type": "text", "text": "Read: "}, image]}
+    with collect() as ignored:
+        request = chat(messages=[{"role": "user", "content": "Hi"}, called, output])
+    assert request.messages[-1].text == f"Read: {unread_note('image_url')}"
+    assert "type image here" in (request.messages[-1].text or "")
+    assert ignored == ["messages[].content[] (image_url of a tool)"]
