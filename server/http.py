@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade
 from sse_starlette.sse import AppStatus
-from uvicorn.protocols.http.flow_control import FlowControl
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.client.core_manager import CoreManager
@@ -50,6 +51,7 @@ _MAX_TINY_PIECES, _TINY_BYTES = 4096, 16
 """A body that comes in more pieces has so many bytes in each on average: every one takes a microsecond."""
 
 _TINY = f"the request's body comes in chunks of less than {_TINY_BYTES} bytes on average; send larger ones"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_HTTP = "the request is not HTTP/1.1; check the client, and that the URL is http://"
 
 _SHUTDOWN_SECONDS = 5
@@ -95,6 +97,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **keywords)
         self._probes = probes
         self._connection = connection
+        self._application = self.app
+        self.app = self._answer_when_arrived
         self._head_bytes = 0
         """Bytes received since the last end of a head, or since the last byte of a body."""
         self._body_bytes = 0
@@ -161,7 +165,7 @@ class HttpProtocol(HttpToolsProtocol):
         A client that has gone resets the connection then. A response that has begun shows it by itself.
         """
         if not self.pipeline and not self.cycle.response_started and self.cycle.scope["http_version"] != "1.0":
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.transport.write(_CONTINUE)
 
     def _choose_reading(self) -> None:
         """Parse what was received, and read more, unless the application or an earlier answer must come first."""
@@ -204,6 +208,22 @@ class HttpProtocol(HttpToolsProtocol):
                 return
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(f"the request's headers are too large; send at most {MAX_HEAD_BYTES} bytes"))
+
+    async def _answer_when_arrived(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer a request that has arrived, or as much of it as is held while nobody reads it.
+
+        Until then a request costs no more than its bytes: heads without bodies would keep the application busy.
+        """
+        cycle = receive.__self__  # type: ignore[attr-defined]
+        while cycle.more_body and not cycle.disconnected and len(cycle.body) <= HIGH_WATER_LIMIT:
+            if cycle.waiting_for_100_continue:
+                cycle.waiting_for_100_continue = False
+                self.transport.write(_CONTINUE)
+            cycle.message_event.clear()
+            await cycle.message_event.wait()
+        if not (cycle.more_body and cycle.disconnected):
+            cycle.message_event.set()
+            await self._application(scope, receive, send)
 
     # -- what the parser reports --------------------------------------------------------------------------------
 
