@@ -21,7 +21,6 @@ from models.layers.norm import RMSNorm
 from models.ops.activation import swiglu
 from models.ops.triton import gated_delta as gated_delta_net
 from models.ops.triton import logits as sampling
-from models.ops.triton import rejection
 from models.ops.triton import sampling as draw
 from models.ops.triton.cache_store import latent_store, vector_store
 from models.ops.triton.configs import target_of
@@ -326,12 +325,6 @@ def _logprobs(bench: Bench) -> Call:
     return lambda: logprobs(logits, tokens, 3)
 
 
-def _keep_equal(bench: Bench) -> Call:
-    drafts, sampled = (torch.zeros(count, dtype=torch.int64, device=bench.device) for count in (_ROWS, 2 * _ROWS))
-    starts = torch.arange(_ROWS + 1, dtype=torch.int32, device=bench.device)
-    return lambda: rejection.keep_equal(sampled, drafts, starts, 1)
-
-
 OPERATORS: Mapping[str, Callable[[Bench], Call]] = {
     "norm": _norm,
     "norm with residual": _add_norm,
@@ -359,7 +352,6 @@ OPERATORS: Mapping[str, Callable[[Bench], Call]] = {
     "penalties": _adjust,
     "masks": _mask,
     "log probabilities": _logprobs,
-    "drafts accepted": _keep_equal,
 }
 
 

@@ -1,8 +1,8 @@
 """`ops_for`: which implementation of the sampler's tensor operations computes on some logits.
 
 There are `TorchOps` for any device, `CPUOps` and `TritonOps`. None waits for the device, so that a step's tokens can
-be sampled while the step is still being computed. The three give the same tokens, except for random numbers within
-rounding of the edge of a token's share of probability.
+be sampled while the step is still being computed. The three give the same tokens, except where the best two scores
+of a row, or a filter's bound and a token's share of probability, are equal within rounding.
 """
 
 import torch

@@ -14,7 +14,7 @@ from engine.sampling.filters import FILTERS, FilteredRows
 from engine.sampling_params import ReasoningBudget
 from engine.sequence import Sequence as EngineSequence
 from engine.text.structured.matcher import MaskedRow, packed
-from models.ops.counter_rng import request_key, server_key, uniform
+from models.ops.counter_rng import request_key, row_keys, server_key
 
 Table = TypeVar("Table")
 Made = TypeVar("Made")
@@ -45,14 +45,14 @@ class RandomRows:
     min_p: npt.NDArray[np.float64]
     key: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]
-    """With `key`, determines the row's random number."""
+    """With `key` and a token id, determines the token's noise."""
     filtered: npt.NDArray[np.bool_]
     """Whether top-k, top-p or min-p may drop a token."""
 
     @property
-    def uniform(self) -> npt.NDArray[np.float64]:
-        """The random numbers, in [0, 1)."""
-        return uniform(self.key, self.position)
+    def row_keys(self) -> npt.NDArray[np.uint64]:
+        """Of the rows' noise."""
+        return row_keys(self.key, self.position)
 
     def take(self, chosen: npt.NDArray[np.int64]) -> "RandomRows":
         """Some of the rows."""

@@ -1,8 +1,8 @@
 """`Sampler`: the next token of each row from its logits, and the log probabilities that rows asked for.
 
-`launch` never waits for the device: it enqueues penalties and biases, masks, the argmax, filters, one random draw and
-log probabilities. `LaunchedTokens.read` gives the tokens once the device has computed them. What a row gets depends on
-its own logits, parameters and random number only, never on its neighbours.
+`launch` never waits for the device: it enqueues penalties and biases, masks, the argmax, filters, the argmax with
+noise and log probabilities. `LaunchedTokens.read` gives the tokens once the device has computed them. What a row gets
+depends on its own logits, parameters and noise only, never on its neighbours.
 """
 
 from collections.abc import Sequence

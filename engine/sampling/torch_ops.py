@@ -9,11 +9,12 @@ import numpy.typing as npt
 import torch
 
 from engine.sampling.parameters import FREQUENCY, PRESENCE, REPETITION, RandomRows
-from engine.sampling.top_k import argmax, block_view, index_of_rank, sorted_descending, stable_topk
+from engine.sampling.top_k import argmax, index_of_rank, sorted_descending, stable_topk
+from models.ops.counter_rng import approximate_noise, gumbel_noise
 from models.ops.cpu import sampling as cpu_sampling
 
-_CDF_BLOCK = 256
-"""Tokens whose probabilities are summed in float32 before the running sum in float64."""
+_SCORED = 16
+"""Tokens of a row without filters that are scored in float64: those with the largest scores in float32."""
 _WIDEST = 1024
 """Largest top-k for which only that many tokens are ordered, and not the whole vocabulary."""
 _CPU_WIDTHS = (64, 1024)
@@ -85,7 +86,14 @@ class TorchOps:
         return [
             array
             for part in self._parts(random, vocab_size)
-            for array in (part.rows, part.temperature, part.top_k, part.top_p, part.min_p, part.uniform)
+            for array in (
+                part.rows,
+                part.temperature,
+                part.top_k,
+                part.top_p,
+                part.min_p,
+                part.row_keys.view(np.int64),
+            )
         ]
 
     def draw(
@@ -93,20 +101,19 @@ class TorchOps:
     ) -> None:
         """Replace the tokens of the random rows, except of those whose peak is not finite. # arrays: `draw_arrays`'
 
-        A row's uniform number selects the token whose share of probability it lies in. Shares follow each other by
-        token id; in rows with top-k, top-p or min-p, which keep a prefix of that order, by descending probability.
+        The token is the argmax of scaled logits plus noise, among those that top-k, top-p and min-p keep.
         """
         peaks, is_finite = candidates.peaks[:, None], candidates.peaks.isfinite()
         for index, part in enumerate(self._parts(random, logits.shape[-1])):
-            rows, temperature, top_k, top_p, min_p, uniform = arrays[6 * index : 6 * index + 6]
+            rows, temperature, top_k, top_p, min_p, row_keys = arrays[6 * index : 6 * index + 6]
             # The maximum is subtracted first: nothing overflows, however small the temperature.
             scaled = logits.index_select(0, rows).sub_(peaks[rows]).div_(temperature[:, None])
-            # A row that is not finite would lead the search for a token out of the vocabulary.
+            # The token of a row that is not finite is not used.
             scaled.masked_fill_(~is_finite[rows, None], 0.0)
             if part.filtered[0]:
-                tokens = self._draw_filtered(scaled, int(part.top_k.max()), top_k, top_p, min_p, uniform)
+                tokens = self._draw_filtered(scaled, int(part.top_k.max()), top_k, top_p, min_p, row_keys)
             else:
-                tokens = draw_unfiltered(scaled, uniform)
+                tokens = draw_unfiltered(scaled, row_keys)
             candidates.tokens.index_copy_(0, rows, tokens.where(is_finite[rows], candidates.tokens[rows]))
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobColumns:
@@ -136,7 +143,7 @@ class TorchOps:
         top_k: torch.Tensor,
         top_p: torch.Tensor,
         min_p: torch.Tensor,
-        uniform: torch.Tensor,
+        row_keys: torch.Tensor,
     ) -> torch.Tensor:
         """Draw from what top-k, top-p and min-p leave. # [R, V], 4 x [R] -> [R] int64"""
         total = scaled.exp().sum(-1).double()
@@ -145,7 +152,8 @@ class TorchOps:
         else:
             # Stable: equal values come in the order of their tokens.
             values, ids = scaled.sort(dim=-1, descending=True, stable=True)
-        ranks, _ = draw_ranked(values, top_k, top_p, min_p, uniform, total)
+        num_kept = count_kept(values, top_k, top_p, min_p, total)
+        ranks = best_rank(values, ids, num_kept, row_keys)
         return ids.gather(-1, ranks[:, None])[:, 0]
 
     def _ranks(self, logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -158,8 +166,8 @@ class TorchOps:
 class CPUOps(TorchOps):
     """For the CPU, where nothing is pending: the compiled operators where they run, NumPy where it beats torch."""
 
-    logits_at_a_time = 1 << 22
-    """Running sums in float64 over more rows would not fit a cache."""
+    logits_at_a_time = 1 << 19
+    """What is made of more rows would not fit a cache, and be in fresh pages each time."""
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
         """See `TorchOps`."""
@@ -205,7 +213,7 @@ class CPUOps(TorchOps):
             top_k=random.top_k,
             top_p=random.top_p,
             min_p=random.min_p,
-            uniform=random.uniform,
+            row_keys=random.row_keys,
             filtered=random.filtered,
         )
         candidates.tokens.numpy()[random.rows] = tokens
@@ -217,7 +225,7 @@ class CPUOps(TorchOps):
         top_k: torch.Tensor,
         top_p: torch.Tensor,
         min_p: torch.Tensor,
-        uniform: torch.Tensor,
+        row_keys: torch.Tensor,
     ) -> torch.Tensor:
         """See `TorchOps`. Each filter keeps a prefix of the order, so few of the top tokens nearly always show where
         the cut is; rows of which they do not are looked at again, wider. The width does not change the token.
@@ -228,14 +236,20 @@ class CPUOps(TorchOps):
         tokens = torch.zeros_like(top_k)
         pending = torch.arange(len(scaled))
         for width in (*(width for width in _CPU_WIDTHS if width < vocab_size), vocab_size):
-            k, p = top_k[pending], top_p[pending]
+            k, p, keys = top_k[pending], top_p[pending], row_keys[pending]
             rows = scaled[pending] if len(pending) < len(scaled) else scaled
-            values, ids = stable_topk(rows, width) if width < vocab_size else (sorted_descending(rows), None)
-            ranks, num_kept = draw_ranked(values, k, p, min_p[pending], uniform[pending], total[pending])
+            if width < vocab_size:
+                values, ids = stable_topk(rows, width)
+                num_kept = count_kept(values, k, p, min_p[pending], total[pending])
+                tokens[pending] = ids.gather(-1, best_rank(values, ids, num_kept, keys)[:, None])[:, 0]
+            else:
+                values = sorted_descending(rows)
+                num_kept = count_kept(values, k, p, min_p[pending], total[pending])
+                # The last token that is kept, by value and among equal ones by id.
+                least, last = values.gather(-1, num_kept[:, None] - 1), index_of_rank(rows, values, num_kept - 1)
+                is_kept = (rows > least) | ((rows == least) & (torch.arange(vocab_size) <= last[:, None]))
+                tokens[pending] = draw_unfiltered(rows.masked_fill(~is_kept, -torch.inf), keys)
             is_settled = (k <= width) | ((k == vocab_size) & (num_kept < width))
-            tokens[pending] = (
-                index_of_rank(rows, values, ranks) if ids is None else ids.gather(-1, ranks[:, None])[:, 0]
-            )
             pending = pending[~is_settled]
             if len(pending) == 0:
                 break
@@ -251,35 +265,24 @@ class CPUOps(TorchOps):
         return torch.tensor(ranks)
 
 
-def draw_unfiltered(scaled: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Invert the distribution function in the order of token ids: find the block, then the token in it.
+def draw_unfiltered(scaled: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
+    """The token with the largest score of each row. # logits less their maximum [R, V], [R] int64 -> [R] int64
 
-    # logits less their maximum [R, V], [R] float64 -> [R] int64
+    Scores in float32 show the best few, and scores in float64 decide among those.
     """
-    vocab_size = scaled.shape[-1]
-    probabilities = scaled.softmax(-1)
-    blocks, rest = block_view(probabilities, _CDF_BLOCK)
-    sums = torch.cat((blocks.sum(-1), rest.sum(-1, keepdim=True)), -1)
-    block, remainder = _invert(sums.double(), uniform)
-    ids = block[:, None] * _CDF_BLOCK + torch.arange(_CDF_BLOCK, device=scaled.device)  # [R, block]
-    weights = probabilities.gather(-1, ids.clamp(max=vocab_size - 1)).double()
-    offset, _ = _invert(weights.masked_fill_(ids >= vocab_size, 0.0), remainder)
-    return block * _CDF_BLOCK + offset
+    scores = approximate_noise(row_keys, scaled.shape[-1]).add_(scaled)
+    _, ids = stable_topk(scores, min(_SCORED, scaled.shape[-1]))
+    exact = scaled.gather(-1, ids) + gumbel_noise(row_keys[:, None], ids)
+    return ids.gather(-1, exact.argmax(-1, keepdim=True))[:, 0]
 
 
-def draw_ranked(
-    values: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-    total: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw among each row's largest values, in descending order: the rank, and how many tokens the filters leave.
+def count_kept(
+    values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """How many of each row's largest values the filters keep, in descending order. # [R, width], 4 x [R] -> [R]
 
-    The same rule is in draw.c and filtered.c of `models.ops.cpu`, and in `models.ops.triton.sampling`.
-
-    `total` is the weight of all the row's values, those not in `values` included. # [R, width], 5 x [R] -> 2 x [R]
+    The same rule is in draw.c and filtered.c of `models.ops.cpu`, and in `models.ops.triton.sampling`. `total` is the
+    weight of all the row's values, those not in `values` included.
     """
     width = values.shape[-1]
     weights = values.double().exp_()  # [R, width], 1 for the first
@@ -288,22 +291,11 @@ def draw_ranked(
     needed = torch.where(top_p < 1.0, top_p * mass, torch.inf)
     kept_by_p = (1 + torch.searchsorted(cdf, needed[:, None])[:, 0]).clamp_(max=width)
     kept_by_min_p = (weights >= min_p[:, None]).sum(-1)
-    num_kept = torch.minimum(torch.minimum(top_k, kept_by_p), kept_by_min_p)
-    ranks = torch.arange(width, device=values.device)
-    choice, _ = _invert(weights.masked_fill_(ranks >= num_kept[:, None], 0.0), uniform)
-    return choice, num_kept
+    return torch.minimum(torch.minimum(top_k, kept_by_p), kept_by_min_p)
 
 
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the running sum of `weights` [R, n] passes `uniform` [R] of its total, and how far into that weight.
-
-    The second is uniform again, in [0, 1]. A weight of zero is never chosen.
-    """
-    cdf = weights.cumsum(-1)
-    total = cdf[:, -1:].contiguous()
-    target = uniform[:, None] * total
-    last = torch.searchsorted(cdf, total)  # [R, 1], the last weight that is not zero
-    index = torch.searchsorted(cdf, target, right=True).minimum(last)
-    weight = weights.gather(-1, index)
-    below = cdf.gather(-1, index) - weight
-    return index[:, 0], ((target - below) / weight).clamp_(0.0, 1.0)[:, 0]
+def best_rank(values: torch.Tensor, ids: torch.Tensor, num_kept: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
+    """The index of the largest score among the first `num_kept` values. # 2 x [R, width], 2 x [R] -> [R]"""
+    scores = values + gumbel_noise(row_keys[:, None], ids)
+    is_excluded = torch.arange(values.shape[-1], device=values.device) >= num_kept[:, None]
+    return scores.masked_fill_(is_excluded, -torch.inf).argmax(-1)

@@ -1,8 +1,8 @@
 """Verification of drafts: which of the tokens that a step sampled are accepted.
 
 At each position of a row that verifies drafts the step samples a token as if the drafts before it were the sequence's.
-A position is accepted if all drafts before it equal the tokens sampled there: with random numbers keyed by seed and
-position, the accepted tokens are those that plain decodes would sample.
+A position is accepted if all drafts before it equal the tokens sampled there: with noise keyed by seed, position
+and token id, the accepted tokens are those that plain decodes would sample.
 
 A position of such a row at which no token could be sampled is not accepted, nor are those after it: a step without
 drafts finds out whether the model or the draft is at fault. An invalid draft may spoil the positions before it too,

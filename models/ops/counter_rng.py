@@ -1,16 +1,31 @@
-"""One uniform number per row from a counter-based generator: a function of (key, position) and nothing else.
+"""Gumbel noise from a counter-based generator: a function of (seed, position, token id) and nothing else.
 
-The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
-entered at any index: its state is the key plus a multiple of the golden ratio, its output the mixed state. Keys are
-mixed as well, so that neighbouring seeds give unrelated streams. The kernels of `models.ops.triton.sampling` compute
-the same.
+A token is sampled as the argmax of `logit / temperature + noise` (Gumbel, 1954; Maddison, Tarlow and Minka,
+"A* Sampling", 2014), with independent Gumbel noise for each token id. So a rounding error of the logits changes the
+token only where the best two candidates are as close as the error.
+
+    key, position  --SplitMix64-->  row key: two words of 32 bits
+    row key, id    --two hashes-->  64 random bits: a high word, and a low word made of it
+    64 bits        -------------->  v in (0, 1), and the noise -log(-log(1 - v))
+
+The row key is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014),
+entered at the position. The high word is `triple32`, the low word `lowbias32` (Wellons, "Prospecting for Hash
+Functions", 2018), bijections of 32 bits into which the row key enters. The bits are the same in NumPy, torch, C
+(`models/ops/cpu/noise.h`) and Triton (`models.ops.triton.sampling`). The transform is computed in float64, but by
+Triton in float32, within 3e-6.
 """
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_SIGNED_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _UINT64_MASK = (1 << 64) - 1
+_WORD = 0xFFFFFFFF
+
+SAMPLE, DRAFT, ACCEPT = range(3)
+"""Streams of a key: the noise of sampled tokens, of drafts that are sampled by themselves, and acceptance."""
 
 
 def request_key(seed: int) -> int:
@@ -23,15 +38,80 @@ def server_key(server_seed: int, request_id: int) -> int:
     return _mix_int(_mix_int(~server_seed) + request_id)
 
 
-def acceptance_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Keys of the random numbers that accept drafts; another stream than that of sampled tokens. # [num_rows]"""
-    return _mix(keys ^ _GOLDEN_GAMMA)
+def row_keys(
+    keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], stream: int = SAMPLE
+) -> npt.NDArray[np.uint64]:
+    """What, with a token id, determines the noise of a row, for each (key, position). # all [num_rows]"""
+    for _ in range(stream):
+        keys = _mix(keys ^ _GOLDEN_GAMMA)
+    return _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
 
 
-def uniform(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """A double in [0, 1), with 53 random bits, for each (key, position). # all [num_rows]"""
-    mixed = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
-    return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+def row_keys_on_device(keys: torch.Tensor, positions: torch.Tensor, stream: int = SAMPLE) -> torch.Tensor:
+    """As `row_keys`, of int64 with the bits of uint64. # all [num_rows] int64"""
+    for _ in range(stream):
+        keys = _mix_on_device(keys ^ _SIGNED_GAMMA)
+    return _mix_on_device(keys + (positions + 1) * _SIGNED_GAMMA)
+
+
+def uniform(row_key: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """A double in [0, 1), with 53 random bits, for each row key."""
+    return (row_key >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+def gumbel_noise(row_key: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The noise of token ids, in float64. # int64, int64, broadcast together -> float64"""
+    high, low = random_words(row_key, token_ids)
+    fraction = (low.double() + 0.5) * 2.0**-32
+    below = (high.double() + fraction) * 2.0**-32
+    above = ((_WORD - high).double() + (1.0 - fraction)) * 2.0**-32
+    # Each end of the interval keeps its precision.
+    return -torch.where(below < 0.5, -torch.log1p(-below), -torch.log(above)).log()
+
+
+def approximate_noise(row_keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The noise of all tokens of rows, of high words alone and in float32. # [R] int64 -> [R, vocab_size]
+
+    Of a high word h within 1 / h + 2^-24 / (1 - h / 2^32) of it: within 1e-4 for all but a few tokens in 10000.
+    """
+    # Words are int32, whose products wrap.
+    words = row_keys.view(torch.int32).view(-1, 2)
+    first, second = words[:, :1], words[:, 1:]
+    x = torch.arange(vocab_size, dtype=torch.int32, device=row_keys.device) + first
+    shifted = torch.empty_like(x)
+    for count, factor in ((17, -0x12A52B45), (11, -0x53B3E4AF), (15, 0x31848BAB), (14, 1)):
+        torch.bitwise_right_shift(x, count, out=shifted)
+        # The shift copies the sign: its bits are cleared.
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1)).mul_(factor)
+        if count == 17:
+            x.bitwise_xor_(second)
+    torch.bitwise_right_shift(x, 1, out=shifted)
+    # In memory that has been touched: fresh pages would take longer than all of the arithmetic.
+    below = x.view(torch.float32).copy_(shifted.bitwise_and_(0x7FFFFFFF)).add_(0.5).mul_(2.0**-31)
+    noise: torch.Tensor = below.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
+    return noise
+
+
+def random_words(row_key: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two random words of token ids. # int64, int64, broadcast together -> 2 x int64, each in [0, 2^32)"""
+    first, second = row_key & _WORD, (row_key >> 32) & _WORD
+    x = (token_ids + first) & _WORD
+    x = ((x ^ (x >> 17)) * 0xED5AD4BB) & _WORD
+    x ^= second
+    x = ((x ^ (x >> 11)) * 0xAC4C1B51) & _WORD
+    x = ((x ^ (x >> 15)) * 0x31848BAB) & _WORD
+    high = x ^ (x >> 14)
+    x = high ^ first
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return high, x ^ (x >> 16)
+
+
+def _mix_on_device(x: torch.Tensor) -> torch.Tensor:
+    """As `_mix`: products wrap, and shifts fill with zeros. # int64"""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _mix_int(value: int) -> int:

@@ -24,7 +24,7 @@ from tests.parity.test_cpu_delta import layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents
 from tests.parity.test_cpu_latents import reference as latent_reference
 from tests.parity.test_cpu_operators import bf16, greedy_head, packed, reference, run_steps
-from tests.parity.test_cpu_sampling import FILTERS, WIDE, in_order, is_drawn, random_rows, rows_of
+from tests.parity.test_cpu_sampling import FILTERS, WIDE, in_order, is_best, noise_of, random_rows, rows_of
 from tests.parity.test_cpu_sampling import draw as draw_tokens
 
 
@@ -200,9 +200,9 @@ def _choices(draw: random.Random, seed: int) -> None:
     for row, ids in zip(logits.numpy(), sampling_ops.largest(logits, k).tolist(), strict=True):
         assert ids == in_order(row, k)
     filters, temperature = draw.choice(FILTERS), draw.choice((0.3, 2.0))
-    chosen = random_rows(len(logits), width, draw.random(), **filters, temperature=temperature)
+    chosen = random_rows(len(logits), width, seed % 16, **filters, temperature=temperature)
     for row, token in zip(logits.numpy(), draw_tokens(logits, chosen), strict=True):
-        assert is_drawn(token, row, chosen)
+        assert is_best(token, row, chosen, noise_of(seed % 16)[:width])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The CPU's operators that choose tokens, against references in NumPy and torch."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -10,9 +11,11 @@ import torch
 from engine.sampling.parameters import RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
 from engine.sampling.top_k import stable_topk
+from models.ops.counter_rng import gumbel_noise, request_key
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
+from tests.parity.gumbel_reference import best_tokens, kept_tokens, noises, row_key
 
 pytestmark = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
@@ -149,22 +152,17 @@ FILTERS = [
     {"min_p": 1e-30},
     {},
 ]
-NUMBERS = (0.0, 0.1, 0.4999, 0.77, 0.999, 1 - 2**-53)
+SEEDS = range(6)
+POSITION = 5
 
 
-def key_of(uniform: float) -> int:
-    """The key whose number at position 0 is `uniform`: the generator's steps, backwards."""
-    x, bits = int(uniform * 2.0**53) << 11, (1 << 64) - 1
-    x ^= (x >> 31) ^ (x >> 62)
-    x = x * pow(0x94D049BB133111EB, -1, 1 << 64) & bits
-    x ^= (x >> 27) ^ (x >> 54)
-    x = x * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & bits
-    x ^= (x >> 30) ^ (x >> 60)
-    return (x - 0x9E3779B97F4A7C15) & bits
+@functools.cache
+def noise_of(seed: int) -> np.ndarray:
+    return noises(row_key(request_key(seed), POSITION), WIDE)
 
 
 def random_rows(
-    count: int, width: int, uniform: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature=0.8
+    count: int, width: int, seed: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature=0.8
 ) -> RandomRows:
     """`count` rows that are drawn from in one way."""
     top_k = min(top_k, width) if top_k else width
@@ -174,8 +172,8 @@ def random_rows(
         top_k=np.full(count, top_k, np.int64),
         top_p=np.full(count, top_p),
         min_p=np.full(count, min_p),
-        key=np.full(count, key_of(uniform), np.uint64),
-        position=np.zeros(count, np.int64),
+        key=np.full(count, request_key(seed), np.uint64),
+        position=np.full(count, POSITION),
         filtered=np.full(count, top_k < width or top_p < 1.0 or min_p > 0.0),
     )
 
@@ -184,42 +182,21 @@ def draw(logits: torch.Tensor, random: RandomRows) -> list[int]:
     return Sampler().sample(logits, SamplingRows(random=random)).token_ids.tolist()
 
 
-def shares(row: np.ndarray, random: RandomRows, slack: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that filters leave, in the order of the draw, and where the share of each ends. In float64.
-
-    `slack` is added to the mass at which top-p cuts, in parts of it.
-    """
+def is_best(token: int, row: np.ndarray, random: RandomRows, noise: np.ndarray, slack: float = 1e-12) -> bool:
+    """Whether the token has the largest score of those that are kept, but for the last bits of top-p's sums."""
     with np.errstate(over="ignore"):
         scaled = ((row - row.max()) / random.temperature[0]).astype(np.float32)
-    weights = np.exp(scaled.astype(np.float64))
-    if not random.filtered[0]:
-        ends = np.cumsum(weights)
-        return np.arange(len(row)), ends / ends[-1]
-    order = np.lexsort((np.arange(len(row)), -scaled))[: random.top_k[0]]
-    cdf = np.cumsum(weights[order])
-    kept = len(order)
-    if random.top_p[0] < 1.0:
-        kept = min(kept, 1 + int(np.searchsorted(cdf, random.top_p[0] * cdf[-1] * (1 + slack))))
-    kept = min(kept, int((weights[order] >= random.min_p[0]).sum()))
-    return order[:kept], cdf[:kept] / cdf[kept - 1]
-
-
-def is_drawn(token: int, row: np.ndarray, random: RandomRows, slack: float = 1e-12) -> bool:
-    """Whether the number lies in the token's share, but for the last bits, in which sums of another order differ."""
     for more in (0.0, slack, -slack):
-        tokens, ends = shares(row, random, more)
-        for place in np.flatnonzero(tokens == token).tolist():
-            begin = ends[place - 1] if place else 0.0
-            if begin - slack <= random.uniform[0] <= ends[place] + slack:
-                return bool(row[token] > -np.inf)
+        filters = {name: getattr(random, name)[0] for name in ("top_k", "top_p", "min_p")}
+        kept = kept_tokens(scaled, **filters, slack=more) if random.filtered[0] else np.arange(len(row))
+        if token in best_tokens(scaled, kept, noise, tolerance=1e-13):
+            return bool(row[token] > -np.inf)
     return False
 
 
-def test_the_reference_refuses_a_neighbour() -> None:
-    row, random = row_of("falling", 300), random_rows(1, 300, 0.5, top_p=0.9)
-    tokens, ends = shares(row, random)
-    place = int(np.searchsorted(ends, 0.5, side="right"))
-    assert [is_drawn(int(tokens[place + step]), row, random) for step in (-1, 0, 1)] == [False, True, False]
+def test_the_reference_refuses_other_tokens() -> None:
+    row, random = row_of("falling", 300), random_rows(1, 300, 3, top_p=0.9)
+    assert sum(is_best(token, row, random, noise_of(3)[:300]) for token in range(300)) == 1
 
 
 WIDTHS = (1, 17, 64, 65, 300, 2049, WIDE)
@@ -234,12 +211,12 @@ EACH_PAIR = [
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(("operators", "filters", "width"), EACH_PAIR, indirect=["operators"])
-def test_the_token_is_the_one_in_whose_share_the_number_lies(filters: dict, width: int) -> None:
+def test_the_token_has_the_largest_score_of_those_that_filters_keep(filters: dict, width: int) -> None:
     logits = rows_of(width)
-    for number in NUMBERS:
-        random = random_rows(len(logits), width, number, **filters)
+    for seed in SEEDS:
+        random = random_rows(len(logits), width, seed, **filters)
         for token, row in zip(draw(logits.clone(), random), logits.numpy(), strict=True):
-            assert is_drawn(token, row, random)
+            assert is_best(token, row, random, noise_of(seed)[:width])
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -248,8 +225,8 @@ def test_a_row_gets_the_same_alone_among_others_and_on_any_number_of_threads(fil
     found = set()
     for threads in THREADS:
         runtime.start(threads)
-        together = draw(logits.clone(), random_rows(len(logits), WIDE, 0.61, **filters))
-        alone = [draw(row[None].clone(), random_rows(1, WIDE, 0.61, **filters))[0] for row in logits]
+        together = draw(logits.clone(), random_rows(len(logits), WIDE, 61, **filters))
+        alone = [draw(row[None].clone(), random_rows(1, WIDE, 61, **filters))[0] for row in logits]
         found |= {tuple(together), tuple(alone)}
     runtime.start(1)
     runtime.stop()
@@ -261,26 +238,28 @@ def test_a_row_gets_the_same_alone_among_others_and_on_any_number_of_threads(fil
     "operators", [pytest.param(each, marks=() if each == 2 else pytest.mark.slow) for each in THREADS], indirect=True
 )
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_torch_draws_the_same_but_for_numbers_at_the_edge_of_a_share(filters: dict) -> None:
+def test_torch_samples_the_same(filters: dict) -> None:
     logits = rows_of(2049, seed=3)
     threads = library.load_library().threads
-    for number in NUMBERS[1:-1]:
-        random = random_rows(len(logits), 2049, number, **filters)
+    for seed in SEEDS:
+        random = random_rows(len(logits), 2049, seed, **filters)
         by_operators = draw(logits.clone(), random)
         runtime.stop()
         by_torch = draw(logits.clone(), random)
         runtime.start(threads)
         for found, expected, row in zip(by_operators, by_torch, logits.numpy(), strict=True):
-            # torch sums in float32.
-            assert found == expected or is_drawn(expected, row, random, slack=1e-5)
+            # Sums of another order may end top-p's prefix one token later.
+            assert found == expected or is_best(expected, row, random, noise_of(seed)[:2049])
 
 
 def test_rows_that_are_wider_than_the_operators_take_are_torchs() -> None:
     runtime.start(2)
     widest = torch.zeros(1, structures.MAX_DRAWN)
     assert sampling_ops.chooses(widest)
-    last = draw(widest, random_rows(1, structures.MAX_DRAWN, 1 - 2**-53, top_p=1 - 1e-15))
-    assert last == [structures.MAX_DRAWN - 1]
+    keys = torch.from_numpy(random_rows(1, 1, 1).row_keys.view(np.int64))
+    expected = gumbel_noise(keys, torch.arange(structures.MAX_DRAWN)).argmax().tolist()
+    for filters in ({}, {"top_p": 1 - 1e-15}):
+        assert draw(widest.clone(), random_rows(1, structures.MAX_DRAWN, 1, **filters)) == [expected]
     assert not sampling_ops.chooses(torch.zeros(1, structures.MAX_DRAWN + 1))
     assert not sampling_ops.chooses(widest.double())
     runtime.start(1)

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingColumns, SamplingRows
 from engine.sampling.sampler import SampledTokens, Sampler
@@ -10,7 +12,7 @@ from engine.sampling.triton_ops import TritonOps
 from engine.sampling_params import SamplingParams
 from engine.text.structured.matcher import MaskedRow, packed
 from models.ops import triton as kernels
-from models.ops.counter_rng import request_key, uniform
+from models.ops.counter_rng import gumbel_noise, random_words, request_key, row_keys
 from models.ops.cpu import runtime
 from models.ops.memory import upload
 from models.ops.triton import logits as logprobs
@@ -18,11 +20,11 @@ from models.ops.triton import logits as sampling
 from models.ops.triton import sampling as draw
 from models.ops.triton.cases import sampling as logprobs_reference
 from models.ops.triton.cases import sampling as sampling_reference
-from tests.parity.test_cpu_sampling import key_of
+from tests.parity.gumbel_reference import best_tokens
 from tests.parity.test_sampler import SERVER_SEED, sequence
 from tests.parity.triton_interpreter import DEVICE
 
-NUMBERS = (0.0, 0.1, 0.4999, 0.77, 0.999, 1 - 2**-53)
+SEEDS = range(6)
 
 
 def logits_of(count: int, width: int, *, step: float = 0.0, spread: float = 3.0) -> torch.Tensor:
@@ -79,12 +81,10 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize(("width", "step", "numbers"), [(40, 0.0, NUMBERS), (700, 0.5, NUMBERS[::-3])])
-def test_drawn_tokens_are_those_of_torch(
-    filters: dict[str, float], width: int, step: float, numbers: tuple[float, ...]
-) -> None:
-    logits = logits_of(len(numbers), width, step=step)
-    rows = SamplingRows(random=random_rows(len(numbers), width, [key_of(number) for number in numbers], **filters))
+@pytest.mark.parametrize(("width", "step", "seeds"), [(40, 0.0, SEEDS), (700, 0.5, SEEDS[:2])])
+def test_drawn_tokens_are_those_of_torch(filters: dict[str, float], width: int, step: float, seeds: range) -> None:
+    logits = logits_of(len(seeds), width, step=step)
+    rows = SamplingRows(random=random_rows(len(seeds), width, [request_key(seed) for seed in seeds], **filters))
     by_kernels, by_torch = both(logits, rows)
     assert by_kernels.token_ids.tolist() == by_torch.token_ids.tolist()
 
@@ -92,20 +92,32 @@ def test_drawn_tokens_are_those_of_torch(
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 333}, {"min_p": 1.0}], ids=str)
 def test_of_equal_tokens_any_may_be_drawn(filters: dict[str, float]) -> None:
     logits = torch.zeros(2, 1000)
-    rows = SamplingRows(random=random_rows(2, 1000, [key_of(number) for number in (0.4999, 0.9873)], **filters))
+    rows = SamplingRows(random=random_rows(2, 1000, [request_key(seed) for seed in (7, 8)], **filters))
     by_kernels, by_torch = both(logits, rows)
     assert by_kernels.token_ids.tolist() == by_torch.token_ids.tolist()
 
 
-def test_the_number_is_that_of_the_seed_and_the_position() -> None:
-    seeds = [0, 1, 2**63 - 1, -5]
-    logits = torch.zeros(len(seeds), 4096)
-    keys = np.array([request_key(seed) for seed in seeds], np.uint64)
-    random = random_rows(len(seeds), 4096, keys.tolist(), temperature=1.0)
-    random.position[:] = [0, 7, 131071, 12]
-    by_kernels, _ = both(logits, SamplingRows(random=random))
-    expected = (uniform(keys, random.position) * 4096).astype(int)
-    assert by_kernels.token_ids[::-1].tolist() == expected.tolist()
+@triton.jit
+def _noise_kernel(keys, positions, words, noise, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    for row in range(ROWS):
+        row_key = draw.row_key_of(tl.load(keys + row), tl.load(positions + row))
+        at = row * WIDTH + tl.arange(0, WIDTH)
+        high, low = draw.random_words(row_key, tl.arange(0, WIDTH))
+        tl.store(words + at, (high.to(tl.int64) << 32) | low.to(tl.int64))
+        tl.store(noise + at, draw.noise_of(row_key, tl.arange(0, WIDTH)))
+
+
+def test_noise_has_the_bits_of_the_generator_and_is_within_its_tolerance() -> None:
+    keys = np.array([request_key(seed) for seed in (0, 1, 2**63 - 1, -5)], np.uint64)
+    positions = np.array([0, 7, 131071, 12])
+    words = torch.zeros(4, 4096, dtype=torch.int64, device=DEVICE)
+    noise = torch.zeros(4, 4096, device=DEVICE)
+    sent = torch.from_numpy(keys.view(np.int64)).to(DEVICE), torch.from_numpy(positions).to(DEVICE)
+    _noise_kernel[(1,)](*sent, words, noise, ROWS=4, WIDTH=4096)
+    made, ids = torch.from_numpy(row_keys(keys, positions).view(np.int64))[:, None], torch.arange(4096)[None]
+    high, low = random_words(made, ids)
+    assert torch.equal(words.cpu(), (high << 32) | low)
+    torch.testing.assert_close(noise.cpu().double(), gumbel_noise(made, ids), rtol=0, atol=3e-6)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -205,12 +217,12 @@ def reference_draw(
     top_k: int,
     top_p: float,
     max_gap: float,
-    bits: int,
+    row_key: int,
     is_filtered: bool,
-) -> int:
-    """The token of a row of finite maximum, in integers. # [V] float32
+) -> set[int]:
+    """The tokens of a row of finite maximum that may be sampled, one but for equal scores. # [V] float32
 
-    `max_gap`: how far from the peak a token may be. `bits`: the row's number in [0, 1), times 2^64.
+    Weights are whole numbers. `max_gap`: how far from the peak a token may be.
     """
     distance = (logits.max() - logits) / torch.tensor(temperature, dtype=torch.float32)
     weights = (torch.exp(-distance) * 2.0**40).to(torch.int64)
@@ -223,17 +235,15 @@ def reference_draw(
             needed = torch.tensor(top_p, dtype=torch.float64) * running[top_k - 1].double()
             kept = min(kept, 1 + int((running.double() < needed.ceil()).sum()))
         order = order[:kept]
-    running = weights[order].cumsum(0)
-    target = bits * int(running[-1]) >> 64
-    return int(order[int((running <= target).sum())])
+    noise = gumbel_noise(torch.tensor([row_key]), torch.arange(len(logits)))
+    return best_tokens(-distance.numpy(), order.numpy(), noise.numpy(), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_a_draw_is_that_of_its_reference_to_the_last_bit(filters: dict[str, float]) -> None:
-    # Equal tokens, and numbers at the edges of their shares.
+def test_a_draw_is_that_of_its_reference(filters: dict[str, float]) -> None:
+    # Equal tokens.
     logits = torch.cat((logits_of(1, 200, step=1.0), torch.zeros(1, 200)))
-    numbers = [0.99, 0.75]
-    random = random_rows(2, 200, [key_of(number) for number in numbers], **filters)
+    random = random_rows(2, 200, [request_key(seed) for seed in (99, 75)], **filters)
     columns = torch.from_numpy(TritonOps().draw_arrays(random, 200)[0]).to(DEVICE)
     found = sampling.argmax(logits.to(DEVICE))
     has_filtered = bool(random.filtered[0])
@@ -245,10 +255,10 @@ def test_a_draw_is_that_of_its_reference_to_the_last_bit(filters: dict[str, floa
             top_k=int(random.top_k[nth]),
             top_p=float(random.top_p[nth]),
             max_gap=float(columns[draw.MAX_GAP, nth].int().view(torch.float32)),
-            bits=int(numbers[nth] * 2.0**53) << 11,
+            row_key=int(random.row_keys.view(np.int64)[nth]),
             is_filtered=has_filtered,
         )
-        assert int(found.tokens[row]) == expected
+        assert int(found.tokens[row]) in expected
 
 
 @pytest.mark.parametrize("kind", [sampling.REPETITION, sampling.PRESENCE, sampling.FREQUENCY, sampling.BIAS])

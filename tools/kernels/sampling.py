@@ -1,16 +1,16 @@
 """The forms of the kernels of `models.ops.triton.sampling`, for each target."""
 
 from models.ops.triton.configs import TARGETS, config_of
-from models.ops.triton.sampling import BUCKETS, RUN, draw_kernel, gather_kernel, weigh_kernel
+from models.ops.triton.sampling import BUCKETS, draw_kernel, gather_kernel, weigh_kernel
 from tools.kernels.compilation import Compilation
 
 
 def _compilations() -> tuple[Compilation, ...]:
     signature = {
         **dict.fromkeys(("logits", "peaks"), "*fp32"),
-        **dict.fromkeys(("columns", "masses", "candidates", "tokens"), "*i64"),
+        **dict.fromkeys(("columns", "parts", "candidates", "tokens"), "*i64"),
         **dict.fromkeys(("counts", "found"), "*i32"),
-        **dict.fromkeys(("stride", "vocab_size", "num_draws", "runs"), "i32"),
+        **dict.fromkeys(("stride", "vocab_size", "num_draws", "tiles"), "i32"),
     }
     buckets = {"BUCKETS": BUCKETS}
     return tuple(
@@ -26,10 +26,10 @@ def _compilations() -> tuple[Compilation, ...]:
         )
         for target in TARGETS.values()
         for kernel, name, variant, constexprs in (
-            (weigh_kernel, "weigh", "", {"RUN": RUN, **buckets}),
+            (weigh_kernel, "weigh", "", buckets),
             (gather_kernel, "weigh", "", {"ROOM": config_of("draw", target).blocks["ROOM"], **buckets}),
-            (draw_kernel, "draw", "filtered", {"RUN": RUN, "RUNS": 1024, "HAS_FILTERED": True, **buckets}),
-            (draw_kernel, "draw", "plain", {"RUN": RUN, "RUNS": 1024, "HAS_FILTERED": False, **buckets}),
+            (draw_kernel, "draw", "filtered", {"TILES": 64, "HAS_FILTERED": True, **buckets}),
+            (draw_kernel, "draw", "plain", {"TILES": 64, "HAS_FILTERED": False, **buckets}),
         )
     )
 

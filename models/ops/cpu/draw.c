@@ -1,4 +1,5 @@
-/* Tokens drawn from their logits: one pass over each row, and for some rows another of filtered.c. */
+/* Tokens sampled from their logits by the largest score: one pass over each row, and for some rows another of
+ * filtered.c. */
 
 #include "draw.h"
 
@@ -10,7 +11,7 @@ INLINE double mass_of(const uint32_t *keys) {
     return ((even[0] + even[4]) + (even[1] + even[5])) + ((even[2] + even[6]) + (even[3] + even[7]));
 }
 
-/* The masses of a piece's blocks where `masses`, and its likeliest tokens where `best`. */
+/* The masses of a piece's blocks where `masses`, and its top tokens. */
 CLONES static void read_piece(const struct draw *op, int64_t which, int64_t first, int64_t past, double *masses,
                               struct best *best) {
     const float *logits = op->logits + op->rows[which] * op->stride;
@@ -20,26 +21,36 @@ CLONES static void read_piece(const struct draw *op, int64_t which, int64_t firs
         int64_t count = min64(WEIGHED, past - block);
         read_keys(logits + block, count, by, keys);
         if (masses) masses[block / WEIGHED] = mass_of(keys);
-        for (int64_t i = 0; best && i < count; i += COMPARED)
+        for (int64_t i = 0; i < count; i += COMPARED)
             offer_keys(best, keys + i, block + i, min64(COMPARED, count - i));
     }
 }
 
-/* Invert the distribution function in the order of token ids: find the block, then the token in it. */
-CLONES static int64_t draw_unfiltered(const struct draw *op, int64_t which, const double *masses) {
-    int64_t blocks = parts(op->width, WEIGHED);
-    double total = 0, below = 0, weights[WEIGHED];
-    for (int64_t block = 0; block < blocks; block++) total += masses[block];
-    double target = op->uniform[which] * total;
-    int64_t first = index_over(masses, blocks, target, &below) * WEIGHED;
-    int64_t count = min64(WEIGHED, op->width - first);
-    ALIGNED uint32_t keys[WEIGHED];
-    read_keys(op->logits + op->rows[which] * op->stride + first, count, scaling_of(op, which), keys);
-    for (int i = 0; i < WEIGHED; i += 8) {
-        doubles some = weights_of_eight(keys + i);
-        memcpy(weights + i, &some, sizeof some);
+/* The token with the largest score of a piece of a row without filters. */
+CLONES static struct winner best_of_piece(const struct draw *op, int64_t which, int64_t first, int64_t past) {
+    const float *logits = op->logits + op->rows[which] * op->stride;
+    struct scaling by = scaling_of(op, which);
+    struct noise noise = noise_of_key(op->row_keys[which]);
+    struct winner best = NO_WINNER;
+    float limit = limit_of(&best, by.temperature), padded[COMPARED];
+    ALIGNED vector bounds[COMPARED / LANES];
+    for (int64_t block = first; block < past; block += COMPARED) {
+        const float *values = logits + block;
+        int64_t count = min64(COMPARED, past - block);
+        if (count < COMPARED) {
+            for (int64_t i = 0; i < COMPARED; i++) padded[i] = i < count ? values[i] : -INFINITY;
+            values = padded;
+        }
+        for (int i = 0; i < COMPARED / LANES; i++)
+            bounds[i] = bounds_of(load(values + i * LANES) - by.peak, block + i * LANES, noise, by.temperature);
+        if (!any_above(bounds, COMPARED / LANES, limit)) continue;
+        for (int64_t i = 0; i < count; i++) {
+            if (!(bounds[i / LANES][i % LANES] > limit)) continue;
+            offer_token(&best, (values[i] - by.peak) / by.temperature, block + i, noise);
+            limit = limit_of(&best, by.temperature);
+        }
     }
-    return first + index_over(weights, count, target - below, &below);
+    return best;
 }
 
 CLONES static void weigh_entries(const struct best *best, double *weights) {
@@ -51,12 +62,12 @@ CLONES static void weigh_entries(const struct best *best, double *weights) {
     }
 }
 
-/* Draw among the likeliest, which are in order; -1 where they do not tell what the filters keep. `total` is what the
- * row weighs, of which top-p is a share where top-k leaves all. */
+/* Sample among the top tokens, which are in order; -1 where they do not show what the filters keep. `total` is what
+ * the row weighs, of which top-p is a share where top-k leaves all. */
 static int64_t draw_from_best(const struct draw *op, int64_t which, const struct best *best, double total) {
     int64_t top_k = op->top_k[which], count = best->count, kept = min64(top_k, count), likely = 0;
-    double weights[MAX_LARGEST], sum = 0, below;
-    weigh_entries(best, weights);
+    double weights[MAX_LARGEST], sum = 0;
+    if (op->top_p[which] < 1 || op->min_p[which] > 0) weigh_entries(best, weights);
     if (op->top_p[which] < 1) {
         for (int64_t i = 0; i < kept; i++) sum += weights[i];
         double needed = op->top_p[which] * (kept == top_k ? sum : total);
@@ -64,12 +75,21 @@ static int64_t draw_from_best(const struct draw *op, int64_t which, const struct
         for (sum = 0; enough < kept && sum < needed; enough++) sum += weights[enough];
         kept = max64(1, enough);
     }
-    while (likely < kept && weights[likely] >= op->min_p[which]) likely++;
-    kept = likely;
+    if (op->min_p[which] > 0) {
+        while (likely < kept && weights[likely] >= op->min_p[which]) likely++;
+        kept = likely;
+    }
     if (top_k > count && (top_k < op->width || kept == count)) return -1;
-    sum = 0;
-    for (int64_t i = 0; i < kept; i++) sum += weights[i];
-    return (int64_t)(uint32_t)best->entries[index_over(weights, kept, op->uniform[which] * sum, &below)];
+    struct noise noise = noise_of_key(op->row_keys[which]);
+    struct winner winner = NO_WINNER;
+    for (int64_t i = 0; i < kept; i++) {
+        uint32_t key = best->entries[i] >> 32;
+        float scaled;
+        memcpy(&scaled, &key, sizeof scaled);
+        if (winner.score - MAX_NOISE > -scaled) break; /* and so are all after it */
+        offer_token(&winner, -scaled, (int64_t)(uint32_t)best->entries[i], noise);
+    }
+    return winner.token;
 }
 
 static int64_t draw_filtered(const struct draw *op, int64_t which, const double *masses, char *scratch) {
@@ -84,22 +104,35 @@ static int64_t draw_filtered(const struct draw *op, int64_t which, const double 
     return token < 0 ? draw_from_whole(op, which, total, scratch) : token;
 }
 
+static int64_t draw_unfiltered(const struct draw *op, int64_t which) {
+    struct winner best = NO_WINNER;
+    for (int64_t piece = 0; piece < op->pieces; piece++) {
+        int64_t at = which * op->pieces + piece;
+        if (op->scores[at] > best.score) best = (struct winner){op->scores[at], op->found[at]};
+    }
+    return best.token;
+}
+
 /* Tasks: pieces of rows. The last of a row draws. */
 void draw(const void *arguments, const struct step *step, struct worker *worker) {
     const struct draw *op = arguments;
     int64_t blocks = parts(op->width, WEIGHED), share = parts(blocks, op->pieces) * WEIGHED;
     for (int64_t task; (task = take_task(worker)) < step->num_tokens * op->pieces;) {
-        int64_t which = task / op->pieces, piece = task % op->pieces;
+        int64_t which = task / op->pieces, first = task % op->pieces * share, past = min64(op->width, first + share);
         int is_filtered = op->filtered[which];
         /* Of a row that top-k filters, the total does not matter. */
-        int is_weighed = !is_filtered || (op->top_p[which] < 1 && op->top_k[which] == op->width);
+        int is_weighed = is_filtered && op->top_p[which] < 1 && op->top_k[which] == op->width;
         double *masses = is_weighed ? op->masses + which * blocks : NULL;
-        struct best best = {op->best + task * op->most, 0, looked_at(op->top_k[which])};
-        read_piece(op, which, piece * share, min64(op->width, (piece + 1) * share), masses,
-                   is_filtered ? &best : NULL);
-        op->found[task] = best.count;
+        if (is_filtered) {
+            struct best best = {op->best + task * op->most, 0, looked_at(op->top_k[which])};
+            read_piece(op, which, first, past, masses, &best);
+            op->found[task] = best.count;
+        } else {
+            struct winner best = best_of_piece(op, which, first, past);
+            op->scores[task] = best.score, op->found[task] = best.token;
+        }
         if (!is_last_piece(op->ended + which, op->pieces)) continue;
         op->tokens[which] = is_filtered ? draw_filtered(op, which, masses, worker->scratch)
-                                        : draw_unfiltered(op, which, masses);
+                                        : draw_unfiltered(op, which);
     }
 }

@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "best.h"
+#include "noise.h"
 #include "operators.h"
 
 /* Logits minus the largest, divided by the temperature: at most 0. */
@@ -69,25 +70,12 @@ INLINE doubles weights_of_eight(const uint32_t *keys) {
 /* Top tokens among which the end of the kept prefix is searched first: those of a small top-k, or LOOKED_AT. */
 static inline int64_t looked_at(int64_t top_k) { return top_k <= MAX_LARGEST ? top_k : LOOKED_AT; }
 
-/* The token that `uniform` selects among those that the filters leave, of a whole row. `total` is what the row weighs
+/* The token with the largest score among those that the filters leave, of a whole row. `total` is what the row weighs
  * where `top_p` is a share of that. `scratch` is a thread's. */
 int64_t draw_from_whole(const struct draw *op, int64_t which, double total, char *scratch);
 
 INLINE struct scaling scaling_of(const struct draw *op, int64_t which) {
     return (struct scaling){op->peaks[op->rows[which]], op->temperature[which]};
-}
-
-/* The first index at which the running sum of `weights` passes `target`, starting at 0; if it never
- * does, the last index whose weight is not 0. */
-static inline int64_t index_over(const double *weights, int64_t count, double target, double *below) {
-    int64_t last = 0;
-    double sum = 0;
-    for (int64_t i = 0; i < count; i++) {
-        if (weights[i] == 0) continue;
-        last = i, *below = sum;
-        if ((sum += weights[i]) > target) break;
-    }
-    return last;
 }
 
 #endif

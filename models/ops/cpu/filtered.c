@@ -1,4 +1,4 @@
-/* A token drawn from what filters leave of a whole row, where that may be most of it, without ordering it.
+/* A token sampled from what filters leave of a whole row, where that may be most of it, without ordering it.
  *
  * Where a prefix of the order ends is looked for in the masses and numbers of tokens whose keys begin alike; then,
  * among those of the one in which it ends, by further bits, until the key is known. Of equal tokens, which may be
@@ -32,15 +32,14 @@ struct prefix {
     tally tally;
 };
 
-/* The shortest prefix that has the number of tokens; or the mass, or more than it. */
+/* The shortest prefix that has the number of tokens, or the mass. */
 struct goal {
     double amount;
-    enum { TOKENS, ENOUGH_MASS, MORE_MASS } of;
+    enum { TOKENS, ENOUGH_MASS } of;
 };
 
 static inline int is_reached(struct goal goal, tally by) {
-    return goal.of == TOKENS ? by[NUMBER] >= goal.amount
-         : goal.of == ENOUGH_MASS ? by[MASS] >= goal.amount : by[MASS] > goal.amount;
+    return by[goal.of == TOKENS ? NUMBER : MASS] >= goal.amount;
 }
 
 static double weight_of(uint32_t key) {
@@ -147,12 +146,29 @@ CLONES static struct row read_row(const struct draw *op, int64_t which, char *sc
     return row;
 }
 
+/* The token with the largest score in a prefix. */
+CLONES static int64_t best_of_prefix(const struct row *row, struct prefix kept, struct noise noise) {
+    int64_t last = -1; /* the prefix's last token that has its key */
+    for (int64_t rank = 0; rank < kept.rank; rank += row->keys[last] == kept.key) last++;
+    struct winner best = NO_WINNER;
+    float limit = limit_of(&best, 1);
+    for (int64_t first = 0; first < row->width; first += LANES) {
+        if (first > last && kept.key == 0) break;
+        uint32_t most = first > last ? kept.key - 1 : kept.key;
+        bits keys = load_keys(row->keys + first);
+        vector bounds = choose((integers)(keys <= most), bounds_of(-(vector)keys, first, noise, 1), all(-INFINITY));
+        if (!any_above(&bounds, 1, limit)) continue;
+        for (int64_t i = 0; i < LANES; i++) {
+            if (!(bounds[i] > limit) || (keys[i] == kept.key && first + i > last)) continue;
+            offer_token(&best, -((vector)keys)[i], first + i, noise);
+            limit = limit_of(&best, 1);
+        }
+    }
+    return best.token;
+}
+
 int64_t draw_from_whole(const struct draw *op, int64_t which, double total, char *scratch) {
     struct row row = read_row(op, which, scratch);
     struct prefix kept = apply_filters(op, which, total, &row);
-    struct prefix drawn = find(&row, (struct goal){op->uniform[which] * kept.tally[MASS], MORE_MASS});
-    if (drawn.tally[NUMBER] > kept.tally[NUMBER]) drawn = kept; /* by roundings */
-    int64_t token = -1;
-    for (int64_t rank = 0; rank < drawn.rank; rank += row.keys[token] == drawn.key) token++;
-    return token;
+    return best_of_prefix(&row, kept, noise_of_key(op->row_keys[which]));
 }

@@ -312,8 +312,8 @@ struct largest {
 };
 #define MAX_LARGEST 1024
 
-/* A token for each of some rows by its random number: of all tokens, in the order of ids, or of those that filters
- * leave, the most probable first. Weights are float64. */
+/* For each of some rows the token with the largest score, which is its scaled logit plus its noise, of all tokens or of
+ * those that filters leave. Weights are float64. */
 struct draw {
     const float *logits; /* [rows of logits, width] */
     int64_t stride, width, pieces;
@@ -323,11 +323,12 @@ struct draw {
     const int64_t *top_k;  /* at least 1; `width`: all */
     const double *top_p;   /* 1: all */
     const double *min_p;   /* at most 1 */
-    const double *uniform; /* below 1 */
+    const uint64_t *row_keys; /* that determine the noise */
     const char *filtered;  /* whether a row has filters */
     double *masses;    /* [rows, runs of WEIGHED tokens] */
-    uint64_t *best;    /* [rows, pieces, most] */
-    int64_t *found;    /* [rows, pieces] of those */
+    uint64_t *best;    /* [rows, pieces, most] of filtered rows */
+    double *scores;    /* [rows, pieces] the largest, of others */
+    int64_t *found;    /* [rows, pieces] the number of the best, or the token with the largest score */
     int64_t most;      /* LOOKED_AT, or any top_k of at most MAX_LARGEST that is more */
     atomic_int *ended; /* [rows], 0 */
     int64_t *tokens;   /* [rows] */

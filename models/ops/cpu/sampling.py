@@ -66,19 +66,19 @@ def draw(
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float64],
     min_p: npt.NDArray[np.float64],
-    uniform: npt.NDArray[np.float64],
+    row_keys: npt.NDArray[np.uint64],
     filtered: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int64]:
     """A token for each of D rows of the logits, as `engine.sampling.torch_ops` has it. # [N, V], [N], 7 x [D] -> [D]
 
-    `peaks` are the rows' finite maxima. A row that is not `filtered` is drawn from in the order of ids, one that is in
-    descending order, equal tokens by id. `top_k` is 1 to V, `uniform` in [0, 1).
+    `peaks` are the rows' finite maxima, `top_k` is 1 to V. `row_keys` determine the noise (`models.ops.counter_rng`).
     """
     num_rows, width = len(rows), logits.shape[1]
     pieces = _pieces(num_rows, width)
     most = int(top_k[top_k <= MAX_LARGEST].max(initial=LOOKED_AT))
     best, found, ended = _room(num_rows, pieces, most)
     masses = np.empty((num_rows, -(-width // WEIGHED)), np.float64)
+    scores = np.empty((num_rows, pieces), np.float64)
     tokens = np.empty(num_rows, np.int64)
     arguments = structures.Draw(
         logits.data_ptr(),
@@ -91,10 +91,11 @@ def draw(
         top_k.ctypes.data,
         top_p.ctypes.data,
         min_p.ctypes.data,
-        uniform.ctypes.data,
+        row_keys.ctypes.data,
         filtered.ctypes.data,
         masses.ctypes.data,
         best.ctypes.data,
+        scores.ctypes.data,
         found.ctypes.data,
         most,
         ended.ctypes.data,

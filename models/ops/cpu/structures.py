@@ -265,8 +265,8 @@ class Draw(Arguments):
 
     kind = 26
     _fields_: ClassVar = _declared(
-        "*logits stride width pieces *peaks *rows *temperature *top_k *top_p *min_p *uniform *filtered *masses "
-        "*best *found most *ended *tokens"
+        "*logits stride width pieces *peaks *rows *temperature *top_k *top_p *min_p *row_keys *filtered *masses "
+        "*best *scores *found most *ended *tokens"
     )
 
 

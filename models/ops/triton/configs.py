@@ -322,11 +322,6 @@ CONFIGS["logprobs_tile"] = (
     Row(ALL, Config({"TILE": 4096}, num_warps=8)),
 )
 CONFIGS["logprobs_row"] = (Row(ALL, Config(num_warps=4)),)
-CONFIGS["keep_equal"] = (
-    Row((INTERPRETER.arch,), Config({"ROWS": 2})),
-    Row(ALL, Config({"ROWS": 16}, num_warps=4)),
-)
-CONFIGS["keep_likely"] = (Row(ALL, Config(num_warps=4)),)
 
 
 class Launch(NamedTuple):

@@ -1,9 +1,8 @@
-"""Sampling from logits on the device: temperature, top-k, top-p and min-p, one random number a row, no host transfer.
+"""Sampling from logits on the device: temperature, top-k, top-p and min-p, and Gumbel noise, no host transfer.
 
-Weights are integers, the argmax token's being 2^40, so that sums are exact in any order. The random number inverts the
-cumulative distribution over token ids, or over descending weights where filters keep a prefix of that order, which is
-the rule of the torch sampler. A seed gives the same tokens as there, except where exponentials are rounded across the
-edge of a token's interval.
+A token is the argmax of scaled logits plus noise among those that the filters keep. The noise is a function of (key,
+position, token id), as `models.ops.counter_rng` defines it: the same bits, of which the logarithms are computed in
+float32. For top-p, weights are integers, the argmax token's being 2^40, so that sums are exact in any order.
 """
 
 import numpy as np
@@ -15,10 +14,12 @@ import triton.language as tl
 from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 
-# Random numbers: `models.ops.counter_rng` on the device, SplitMix64 (Steele, Lea and Flood, 2014).
+# Noise: `models.ops.counter_rng` on the device.
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
+_HALF = tl.constexpr(0x80000000)
+_EXCLUDED = tl.constexpr(-0x8000000000000000)  # Less than the rating of any token.
 
 
 @triton.jit
@@ -30,23 +31,55 @@ def _mix(x):
 
 
 @triton.jit
-def random_bits(key, position):
-    """The number of (key, position), which is in [0, 1), times 2^64. # int64 -> uint64, the lowest 11 bits are 0"""
+def row_key_of(key, position):
+    """What, with a token id, determines the noise. # int64 -> uint64"""
     at = (position + 1).to(tl.uint64, bitcast=True) * _GOLDEN_GAMMA
-    return (_mix(key.to(tl.uint64, bitcast=True) + at) >> 11) << 11
+    return _mix(key.to(tl.uint64, bitcast=True) + at)
 
 
 @triton.jit
-def acceptance_number(key, position):
-    """A number in [0, 1) for whether a draft is accepted, of a stream of its own. # int64 -> float64"""
-    of_stream = _mix(key.to(tl.uint64, bitcast=True) ^ _GOLDEN_GAMMA).to(tl.int64, bitcast=True)
-    return (random_bits(of_stream, position) >> 11).to(tl.float64) * (2.0**-53)
+def random_words(row_key, ids):
+    """Two random words of tokens. # uint64, int32 -> 2 x uint32"""
+    first, second = row_key.to(tl.uint32), (row_key >> 32).to(tl.uint32)
+    x = ids.to(tl.uint32, bitcast=True) + first
+    x = (x ^ (x >> 17)) * 0xED5AD4BB
+    x ^= second
+    x = (x ^ (x >> 11)) * 0xAC4C1B51
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    high = x ^ (x >> 14)
+    x = high ^ first
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return high, x ^ (x >> 16)
 
 
 @triton.jit
-def share_of(bits, total):
-    """`bits / 2^64` of a whole number, rounded down. # uint64, int64 -> int64"""
-    return tl.umulhi(bits, total.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+def noise_of(row_key, ids):
+    """Gumbel noise of tokens. # uint64, int32 -> float32"""
+    high, low = random_words(row_key, ids)
+    # How far v is from the nearer end of (0, 1), which the sign of the high word's bits decides.
+    is_above = high >= _HALF
+    whole = tl.where(is_above, high ^ 0xFFFFFFFF, high).to(tl.int32, bitcast=True).to(tl.float32)
+    part = (tl.where(is_above, low ^ 0xFFFFFFFF, low) >> 8).to(tl.int32, bitcast=True).to(tl.float32)
+    v = (whole + (part + 0.5) * (2.0**-24)) * (2.0**-32)
+    # -log(1 - v) by its series where the logarithm of a number near 1 would lose bits.
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3 + v * (0.25 + v * (0.2 + v * (1.0 / 6 + v * (1.0 / 7)))))))
+    near_zero = tl.where(v < 0.0625, series, -tl.log(1.0 - v))
+    return -tl.log(tl.where(is_above, -tl.log(v), near_zero))
+
+
+@triton.jit
+def rated(scores, ids, is_kept):
+    """Numbers in the order of scores, of equal ones the lower id the larger. # float32, int32 -> int64"""
+    order = scores.to(tl.int32, bitcast=True)
+    order = order ^ ((order >> 31) & 0x7FFFFFFF)
+    return tl.where(is_kept, (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64), _EXCLUDED)
+
+
+@triton.jit
+def rated_token(rating):
+    """The token of a rating. # int64 -> int64"""
+    return 0x7FFFFFFF - (rating & 0x7FFFFFFF)
 
 
 # Sampling from all of a row without sorting it, for the few rows whose filters keep more than the top thousand tokens.
@@ -112,30 +145,31 @@ def _find(logits, peak, temperature, vocab_size, number, mass, TILE: tl.constexp
 
 
 @triton.jit
-def draw_from_whole(logits, peak, temperature, vocab_size, top_k, top_p, max_gap, bits, TILE: tl.constexpr):
-    """The token that the filters and the number choose, of one row. # -> int64"""
+def draw_from_whole(logits, peak, temperature, vocab_size, top_k, top_p, max_gap, row_key, TILE: tl.constexpr):
+    """The token with the largest score among those that the filters keep, of one row. # -> int64"""
     by_min_p, _ = _tally(logits, peak, temperature, vocab_size, max_gap, TILE)
     key, rank = tl.full([], 0, tl.int32), tl.full([], 1, tl.int64)
     number, mass, kept = top_k, tl.full([], 0, tl.int64), tl.minimum(top_k, by_min_p)
-    # What top-k leaves; of that, what top-p does; what is kept in the end; and of that, what the number says.
-    for step in range(4):
+    # What top-k leaves; of that, what top-p does; and what is kept in the end.
+    for step in range(3):
         key, rank, number_to, mass_to = _find(logits, peak, temperature, vocab_size, number, mass, TILE)
         if step == 0:
             number, mass = number * 0, needed_mass(top_p, mass_to)
-        elif step == 1:
-            number, mass = tl.where(top_p < 1.0, tl.minimum(kept, number_to), kept), mass * 0
         else:
-            number, mass = number * 0, share_of(bits, mass_to) + 1
-    token = tl.full([], 0, tl.int64)
+            number, mass = tl.where(top_p < 1.0, tl.minimum(kept, number_to), kept), mass * 0
+    best = tl.full([], _EXCLUDED, tl.int64)
     seen = tl.full([], 0, tl.int64)
     for first in range(0, vocab_size, TILE):
         ids = first + tl.arange(0, TILE)
         values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf"))
-        is_equal = (key_of(values, peak, temperature) == key) & (ids < vocab_size)
+        keys = key_of(values, peak, temperature)
+        is_equal = (keys == key) & (ids < vocab_size)
         ranks = seen + tl.cumsum(is_equal.to(tl.int64), 0)
-        token += tl.sum(tl.where(is_equal & (ranks == rank), ids, 0).to(tl.int64), 0)
+        is_kept = ((keys < key) | (is_equal & (ranks <= rank))) & (ids < vocab_size)
+        scores = noise_of(row_key, ids) - keys.to(tl.float32, bitcast=True)
+        best = tl.maximum(best, tl.max(rated(scores, ids, is_kept), 0))
         seen += tl.sum(is_equal.to(tl.int64), 0)
-    return token
+    return rated_token(best)
 
 
 NUM_COLUMNS = 8
@@ -145,8 +179,6 @@ _ROW, _TEMPERATURE, _TOP_K, _TOP_P = (tl.constexpr(column) for column in (ROW, T
 _MAX_GAP, _KEY, _POSITION = (tl.constexpr(column) for column in (MAX_GAP, KEY, POSITION))
 _IS_FILTERED = tl.constexpr(IS_FILTERED)
 
-RUN = 256
-"""Tokens whose weights are added up before a draw looks for the run it falls into."""
 BUCKETS = 512
 _PER_UNIT = tl.constexpr(16.0)  # Buckets; the last begins where tokens weigh nothing, at e^-31.9.
 
@@ -162,6 +194,12 @@ def _temperature_of(columns, num_draws, draw):
 
 
 @triton.jit
+def _row_key(columns, num_draws, draw):
+    key, position = tl.load(columns + _KEY * num_draws + draw), tl.load(columns + _POSITION * num_draws + draw)
+    return row_key_of(key, position)
+
+
+@triton.jit
 def is_finite(peak):
     """False for NaN too."""
     return tl.abs(peak) < float("inf")
@@ -172,12 +210,11 @@ def weigh_kernel(
     logits,  # [N, V] float32
     peaks,  # [N] float32
     columns,  # [NUM_COLUMNS, num_draws] int64
-    masses,  # [num_draws, runs] int64, what each RUN of tokens weighs
+    parts,  # [num_draws, tiles] int64, what a tile weighs of a filtered row; of another its best rating
     counts,  # [num_draws, BUCKETS] int32, zeros: number of tokens by distance from the largest logit
     stride,
     vocab_size,
     num_draws,
-    RUN: tl.constexpr,
     BUCKETS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -190,16 +227,18 @@ def weigh_kernel(
     ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
     key = key_of(values, peak, _temperature_of(columns, num_draws, draw))
-    of_runs = tl.sum(tl.reshape(weight_of(key), [TILE // RUN, RUN]), 1)
-    runs = tl.num_programs(0) * (TILE // RUN)
-    first_run = draw.to(tl.int64) * runs + tl.program_id(0) * (TILE // RUN)
-    tl.store(masses + first_run + tl.arange(0, TILE // RUN), of_runs)
+    part = parts + draw.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     if tl.load(columns + _IS_FILTERED * num_draws + draw) != 0:
+        tl.store(part, tl.sum(weight_of(key), 0))
         found = tl.histogram(_bucket_of(key, BUCKETS), BUCKETS)
         buckets = tl.arange(0, BUCKETS)
         # The last bucket's are never looked at: tokens that weigh nothing.
         counted = (found > 0) & (buckets < BUCKETS - 1)
         tl.atomic_add(counts + draw * BUCKETS + buckets, found, mask=counted, sem="relaxed")
+    else:
+        row_key = _row_key(columns, num_draws, draw)
+        scores = noise_of(row_key, ids) - key.to(tl.float32, bitcast=True)
+        tl.store(part, tl.max(rated(scores, ids, ids < vocab_size), 0))
 
 
 @triton.jit
@@ -246,23 +285,8 @@ def gather_kernel(
 
 
 @triton.jit
-def _draw_by_id(logits, masses, peak, temperature, runs, vocab_size, bits, RUN: tl.constexpr, RUNS: tl.constexpr):
-    """Finds the run into which the number falls, and then the token in it. `logits` are the row's."""
-    places = tl.arange(0, RUNS)
-    running = tl.cumsum(tl.load(masses + places, mask=places < runs, other=0), 0)
-    target = share_of(bits, tl.max(running, 0))
-    run = tl.sum((running <= target).to(tl.int32), 0)
-    below = tl.max(tl.where(running <= target, running, 0), 0)
-    ids = run * RUN + tl.arange(0, RUN)
-    values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf"))
-    weights = weight_of(key_of(values, peak, temperature))
-    is_passed = (weights > 0) & (tl.cumsum(weights, 0) + below > target)
-    return tl.min(tl.where(is_passed, ids, vocab_size - 1), 0).to(tl.int64)
-
-
-@triton.jit
-def _draw_from_candidates(candidates, held, top_k, top_p, max_gap, total, bits, is_all, ROOM: tl.constexpr):
-    """The token that the filters and the number choose; -1 where more than the candidates would be kept."""
+def _draw_from_candidates(candidates, held, top_k, top_p, max_gap, total, row_key, is_all, ROOM: tl.constexpr):
+    """The token with the largest score that the filters keep; -1 where more than the candidates would be kept."""
     ranks = tl.arange(0, ROOM)
     # The least likely of all fill the rest: they are last in order, and weigh nothing.
     entries = tl.load(candidates + ranks, mask=ranks < held, other=0x7F800000FFFFFFFF)
@@ -275,9 +299,9 @@ def _draw_from_candidates(candidates, held, top_k, top_p, max_gap, total, bits, 
     by_min_p = tl.sum(((keys <= max_gap) & (ranks < held)).to(tl.int64), 0)
     by_min_p = tl.where(by_min_p == held, top_k, by_min_p)
     kept = tl.minimum(tl.minimum(top_k, by_min_p), tl.where(top_p < 1.0, by_p, top_k))
-    target = share_of(bits, tl.max(tl.where(ranks < kept, running, 0), 0))
-    drawn = tl.sum((running <= target).to(tl.int32), 0)
-    token = tl.sum(tl.where(ranks == drawn, entries & 0xFFFFFFFF, 0), 0)
+    ids = (entries & 0x7FFFFFFF).to(tl.int32)
+    scores = noise_of(row_key, ids) - keys.to(tl.float32, bitcast=True)
+    token = rated_token(tl.max(rated(scores, ids, (ranks < kept) & (ranks < held)), 0))
     return tl.where((kept <= held) | is_all, token, -1)
 
 
@@ -286,16 +310,15 @@ def draw_kernel(
     logits,
     peaks,
     columns,
-    masses,  # [num_draws, runs] int64
+    parts,  # [num_draws, tiles] int64
     counts,  # [num_draws, BUCKETS] int32
     candidates,  # [num_draws, ROOM] int64
     tokens,  # [N] int64, replaced for rows that are drawn
     stride,
     vocab_size,
     num_draws,
-    runs,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,  # `runs` filled up to a power of two
+    tiles,
+    TILES: tl.constexpr,  # `tiles` filled up to a power of two
     BUCKETS: tl.constexpr,
     ROOM: tl.constexpr,
     HAS_FILTERED: tl.constexpr,
@@ -307,28 +330,28 @@ def draw_kernel(
     peak = tl.load(peaks + row)
     if not is_finite(peak):
         return
-    temperature = _temperature_of(columns, num_draws, draw)
-    of_row = logits + row * stride
-    bits = random_bits(tl.load(columns + _KEY * num_draws + draw), tl.load(columns + _POSITION * num_draws + draw))
-    of_draw = masses + draw.to(tl.int64) * runs
+    places = tl.arange(0, TILES)
+    of_draw = parts + draw.to(tl.int64) * tiles + places
     is_filtered = False
     if HAS_FILTERED:
         is_filtered = tl.load(columns + _IS_FILTERED * num_draws + draw) != 0
     if is_filtered:
+        row_key = _row_key(columns, num_draws, draw)
         top_k = tl.load(columns + _TOP_K * num_draws + draw)
         top_p = tl.load(columns + _TOP_P * num_draws + draw).to(tl.float64, bitcast=True)
         max_gap = tl.load(columns + _MAX_GAP * num_draws + draw).to(tl.int32)
         buckets, held = gathered_buckets(counts, draw, BUCKETS, ROOM)
         is_all = buckets == BUCKETS - 1  # Of the tokens that weigh anything.
-        places = tl.arange(0, RUNS)
-        total = tl.sum(tl.load(of_draw + places, mask=places < runs, other=0), 0)
+        total = tl.sum(tl.load(of_draw, mask=places < tiles, other=0), 0)
         found = candidates + draw.to(tl.int64) * ROOM
         held = held.to(tl.int64)
-        token = _draw_from_candidates(found, held, top_k, top_p, max_gap, total, bits, is_all, ROOM)
+        token = _draw_from_candidates(found, held, top_k, top_p, max_gap, total, row_key, is_all, ROOM)
         if token < 0:
-            token = draw_from_whole(of_row, peak, temperature, vocab_size, top_k, top_p, max_gap, bits, TILE)
+            temperature = _temperature_of(columns, num_draws, draw)
+            of_row = logits + row * stride
+            token = draw_from_whole(of_row, peak, temperature, vocab_size, top_k, top_p, max_gap, row_key, TILE)
     else:
-        token = _draw_by_id(of_row, of_draw, peak, temperature, runs, vocab_size, bits, RUN, RUNS)
+        token = rated_token(tl.max(tl.load(of_draw, mask=places < tiles, other=_EXCLUDED), 0))
     tl.store(tokens + row, token)
 
 
@@ -373,21 +396,20 @@ def draw(
     """Replaces the tokens of rows that are drawn. # [N, V] float32, [N] float32, [N] int64, [NUM_COLUMNS, D] int64
 
     `columns` by row: `TEMPERATURE` the bits of a float32, `TOP_K` 1 to V, `TOP_P` the bits of a float64,
-    `MAX_GAP` those of the largest float32 that is not more than `-log(min_p)`, `KEY` and `POSITION` the
-    generator's. Rows whose peak is not finite keep their tokens. `has_filtered`: whether any row `IS_FILTERED`.
+    `MAX_GAP` those of the largest float32 that is not more than `-log(min_p)`, `KEY` and `POSITION`
+    those of the noise. Rows whose peak is not finite keep their tokens. `has_filtered`: whether any row `IS_FILTERED`.
     """
     num_draws, vocab_size = columns.shape[1], logits.shape[1]
     pieces, choice = launch_of("weigh", logits.device), launch_of("draw", logits.device)
     tile, room = pieces.blocks["TILE"], choice.blocks["ROOM"]
     tiles = cdiv(vocab_size, tile)
-    runs = tiles * (tile // RUN)
-    masses = logits.new_empty(num_draws * runs, dtype=torch.int64)
+    parts = logits.new_empty(num_draws * tiles, dtype=torch.int64)
     # Of the buckets, and then of each row's candidates.
     counts = logits.new_zeros(num_draws * (BUCKETS + 1), dtype=torch.int32)
     candidates = logits.new_empty(num_draws * room if has_filtered else 1, dtype=torch.int64)
     of_logits = (logits, peaks, columns)
     sizes = (logits.stride(0), vocab_size, num_draws)
-    weigh_kernel[(tiles, num_draws)](*of_logits, masses, counts, *sizes, RUN=RUN, BUCKETS=BUCKETS, **pieces.keywords)
+    weigh_kernel[(tiles, num_draws)](*of_logits, parts, counts, *sizes, BUCKETS=BUCKETS, **pieces.keywords)
     if has_filtered:
         gather_kernel[(tiles, num_draws)](
             *of_logits,
@@ -401,14 +423,13 @@ def draw(
         )
     draw_kernel[(num_draws,)](
         *of_logits,
-        masses,
+        parts,
         counts,
         candidates,
         tokens,
         *sizes,
-        runs,
-        RUN=RUN,
-        RUNS=next_power_of_2(runs),
+        tiles,
+        TILES=next_power_of_2(tiles),
         BUCKETS=BUCKETS,
         HAS_FILTERED=has_filtered,
         **choice.keywords,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.ops.counter_rng import uniform
+from models.ops.counter_rng import gumbel_noise, row_keys
 from models.ops.self_test import FLOAT32, Case, Finding, Problems, exact_match, relative_error
 from models.ops.triton.logits import (
     BIAS,
@@ -65,7 +65,7 @@ def reference_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int
 
 
 _EDGE = 1e-5
-"""How far outside a token's interval of probability its number may lie, since exponentials are approximate."""
+"""How much less than the largest a token's score may be, since logarithms are approximate."""
 _FILTERS = (
     (0, 1.0, 0.0),
     (0, 1.0, 0.0),
@@ -139,7 +139,8 @@ class SamplingCase(Case):
             "position": np.arange(count),
             "filtered": np.array([filters != _FILTERS[0] for filters in _FILTERS]),
         }
-        share = uniform(columns["key"], columns["position"])
+        keys = torch.from_numpy(row_keys(columns["key"], columns["position"]).view(np.int64))
+        noise = gumbel_noise(keys[:, None], torch.arange(self.vocab_size)[None]).numpy()
         for rows in (np.arange(count), np.flatnonzero(~columns["filtered"])):
             some = {name: column[rows] for name, column in columns.items()}
             found = argmax(logits)
@@ -149,7 +150,7 @@ class SamplingCase(Case):
             for row in rows.tolist():
                 scaled = logits[row].double().cpu().numpy() / columns["temperature"][row]
                 of_row = {name: column[row] for name, column in columns.items()}
-                is_right = _may_be(int(tokens[row]), scaled, of_row, float(share[row]))
+                is_right = _may_be(int(tokens[row]), scaled, of_row, noise[row])
                 yield Finding(
                     "a sampled token" + (" after filters" if of_row["filtered"] else ""), exact_match(is_right)
                 )
@@ -165,13 +166,13 @@ class SamplingCase(Case):
                 yield Finding("ranks of log probabilities", exact_match(torch.equal(one, other)))
 
 
-def _may_be(token: int, logits: npt.NDArray[np.float64], row: dict[str, Any], share: float) -> bool:
-    """Whether a row's random number falls into a token's interval, or so near it that exponentials decide."""
+def _may_be(token: int, logits: npt.NDArray[np.float64], row: dict[str, Any], noise: npt.NDArray[np.float64]) -> bool:
+    """Whether a token's score is the largest of those that the filters keep, but for approximations."""
     if not 0 <= token < len(logits):
         return False
     weights = np.exp(logits - logits.max())
-    order = np.argsort(-logits, kind="stable") if row["filtered"] else np.arange(len(logits))
-    ordered = weights[order]
+    order = np.argsort(-logits, kind="stable")
+    ordered, scores = weights[order], (logits + noise)[order]
     kept = len(ordered)
     if row["filtered"]:
         top_k = int(row["top_k"])
@@ -181,11 +182,8 @@ def _may_be(token: int, logits: npt.NDArray[np.float64], row: dict[str, Any], sh
             kept = min(kept, 1 + int((running < row["top_p"] * running[-1]).sum()))
     place = int(np.flatnonzero(order == token)[0])
     # Where the filters cut is as approximate.
-    for cut in {max(1, kept - 1), kept, min(len(ordered), kept + 1)}:
-        running = ordered[:cut].cumsum() / ordered[:cut].sum()
-        if place < cut and (running[place - 1] if place else 0.0) - _EDGE <= share <= running[place] + _EDGE:
-            return True
-    return False
+    cuts = {max(1, kept - 1), kept, min(len(ordered), kept + 1)}
+    return any(place < cut and scores[place] >= scores[:cut].max() - _EDGE for cut in cuts)
 
 
 def common_cases(device: torch.device) -> tuple[Case, ...]:
