@@ -94,7 +94,9 @@ static const struct quantized_products portable = {1, multiply_portable};
 const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits) {
 #if HAS_X86
     if (isa == WITH_AMX && rows > ROWS_OF_VECTORS(bits)) return &quantized_amx;
-    if (isa >= WITH_AVX512) return &quantized_vnni;
+    if (isa >= WITH_AVX512) return &quantized_avx512;
+    if (isa == WITH_AVX_VNNI) return &quantized_avx_vnni;
+    if (isa == WITH_AVX2) return &quantized_avx2;
 #endif
     (void)isa, (void)rows, (void)bits;
     return &portable;

@@ -6,11 +6,8 @@
 #if HAS_X86
 #include <immintrin.h>
 
-#define VECTOR_ROWS 4 /* at a time, in registers */
-
-/* ---- AVX-512 with products of fours of bytes ---- */
-
-AVX512 static inline void fetch(struct lines *ahead) {
+/* Some lines of what is multiplied next. */
+static inline void fetch(struct lines *ahead) {
     if (ahead->is_near)
         for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T0);
     else
@@ -18,121 +15,47 @@ AVX512 static inline void fetch(struct lines *ahead) {
     ahead->at += ahead->lines * LINE;
 }
 
-AVX512 static inline __m512 load_scales(const bf16 *scales) {
+#define ROWS 4    /* at a time, in registers */
+#define AT_ONCE 2 /* vectors of outputs */
+
+/* ---- Vectors. A product of fours adds, to each 32-bit sum, four bytes of the weight, to which OFFSET was added, times
+ * four bytes of a row. ---- */
+
+AVX512 INLINE __m512i avx512_dot_fours(__m512i sum, __m512i weight, __m512i x) {
+    return _mm512_dpbusd_epi32(sum, weight, x);
+}
+#define NAME(x) avx512_##x
+#define TARGET AVX512
+#define WIDTH 16
+#define OFFSET 128
+#include "quantized_kernel.h"
+
+AVX_VNNI INLINE __m256i avx_vnni_dot_fours(__m256i sum, __m256i weight, __m256i x) {
+    return _mm256_dpbusd_avx_epi32(sum, weight, x);
+}
+#define NAME(x) avx_vnni_##x
+#define TARGET AVX_VNNI
+#define WIDTH 8
+#define OFFSET 128
+#include "quantized_kernel.h"
+
+/* Sums of two products are of 16 bits, which those of values without an offset fit: at most 2 * 127 * 127. */
+AVX2 INLINE __m256i avx2_dot_fours(__m256i sum, __m256i weight, __m256i x) {
+    __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(x, weight));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
+}
+#define NAME(x) avx2_##x
+#define TARGET AVX2
+#define WIDTH 8
+#define OFFSET 0
+#include "quantized_kernel.h"
+
+const struct quantized_products quantized_avx512 = {0, avx512_multiply}, quantized_avx_vnni = {0, avx_vnni_multiply},
+                                quantized_avx2 = {0, avx2_multiply};
+
+AVX512 INLINE __m512 load_scales(const bf16 *scales) {
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)scales)), 16);
 }
-
-/* A step of some rows by 8 bits. The instruction wants values of the weight that are not negative: 128 is added. */
-AVX512 INLINE void add_step8(const int8_t *x, const char *tiles, __m512i i0[], __m512i i1[], int rows) {
-    const __m512i sign = _mm512_set1_epi8(-128);
-    for (int four = 0; four < STEP_INPUTS / FOUR; four++) {
-        const char *v = tiles + four * LINE;
-        __m512i v0 = _mm512_xor_si512(_mm512_loadu_si512(v), sign);
-        __m512i v1 = _mm512_xor_si512(_mm512_loadu_si512(v + BYTES_OF_TILE), sign);
-        for (int r = 0; r < rows; r++) {
-            int xs;
-            memcpy(&xs, x + r * STEP_INPUTS + four * FOUR, sizeof xs);
-            i0[r] = _mm512_dpbusd_epi32(i0[r], v0, _mm512_set1_epi32(xs));
-            i1[r] = _mm512_dpbusd_epi32(i1[r], v1, _mm512_set1_epi32(xs));
-        }
-    }
-}
-
-/* And by 4 bits, to which 8 was added when they were packed. */
-AVX512 INLINE void add_step4(const int8_t *x, const char *tiles, __m512i i0[], __m512i i1[], int rows) {
-    const __m512i low = _mm512_set1_epi8(15);
-    for (int four = 0; four < STEP_INPUTS / FOUR; four += 2) {
-        const char *both = tiles + four / 2 * LINE;
-        __m512i b0 = _mm512_loadu_si512(both), b1 = _mm512_loadu_si512(both + BYTES_OF_TILE / 2);
-        __m512i v0 = _mm512_and_si512(b0, low), next0 = _mm512_and_si512(_mm512_srli_epi16(b0, 4), low);
-        __m512i v1 = _mm512_and_si512(b1, low), next1 = _mm512_and_si512(_mm512_srli_epi16(b1, 4), low);
-        for (int r = 0; r < rows; r++) {
-            int xs[2];
-            memcpy(xs, x + r * STEP_INPUTS + four * FOUR, sizeof xs);
-            i0[r] = _mm512_dpbusd_epi32(i0[r], v0, _mm512_set1_epi32(xs[0]));
-            i1[r] = _mm512_dpbusd_epi32(i1[r], v1, _mm512_set1_epi32(xs[0]));
-            i0[r] = _mm512_dpbusd_epi32(i0[r], next0, _mm512_set1_epi32(xs[1]));
-            i1[r] = _mm512_dpbusd_epi32(i1[r], next1, _mm512_set1_epi32(xs[1]));
-        }
-    }
-}
-
-/* Rows, so few that their sums stay in registers. Sums of integers begin with what was added to the weight. */
-AVX512 INLINE void add_rows(const int8_t *x, const float *scales, const int32_t *totals,
-                          const struct quantized_panel *panel, float *sums, struct lines *ahead, int rows, int bits) {
-    __m512 s0[VECTOR_ROWS], s1[VECTOR_ROWS], f0[VECTOR_ROWS], f1[VECTOR_ROWS];
-    __m512i i0[VECTOR_ROWS], i1[VECTOR_ROWS];
-    for (int r = 0; r < rows; r++) {
-        s0[r] = _mm512_loadu_ps(sums + r * PANEL);
-        s1[r] = _mm512_loadu_ps(sums + r * PANEL + LANES);
-    }
-    const char *at = panel->blocks;
-    for (int64_t block = 0; block < panel->count; block++, at += panel->stride) {
-        const bf16 *weight_scales = (const bf16 *)at;
-        const char *tiles = at + scales_of_block(bits) * sizeof(bf16);
-        if (ahead) fetch(ahead);
-        for (int step = 0; step < STEPS; step++, x += BYTES_OF_TILE, totals += LANES) {
-            for (int r = 0; r < rows && (bits == 4 || step == 0); r++)
-                i0[r] = i1[r] =
-                    _mm512_set1_epi32(bits == 4 ? -MIDDLE * totals[r] : -128 * (totals[r] + totals[LANES + r]));
-            if (bits == 8) add_step8(x, tiles + step * 2 * BYTES_OF_TILE, i0, i1, rows);
-            else add_step4(x, tiles + step * BYTES_OF_TILE, i0, i1, rows);
-            if (bits == 8 && step + 1 < STEPS) continue;
-            __m512 w0 = load_scales(weight_scales), w1 = load_scales(weight_scales + LANES);
-            weight_scales += PANEL;
-            for (int r = 0; r < rows; r++) {
-                __m512 c0 = _mm512_cvtepi32_ps(i0[r]), c1 = _mm512_cvtepi32_ps(i1[r]);
-                int is_second = bits == 4 && step > 0;
-                f0[r] = is_second ? _mm512_fmadd_ps(c0, w0, f0[r]) : _mm512_mul_ps(c0, w0);
-                f1[r] = is_second ? _mm512_fmadd_ps(c1, w1, f1[r]) : _mm512_mul_ps(c1, w1);
-            }
-        }
-        for (int r = 0; r < rows; r++) {
-            __m512 scale = _mm512_set1_ps(scales[r]);
-            s0[r] = _mm512_fmadd_ps(f0[r], scale, s0[r]);
-            s1[r] = _mm512_fmadd_ps(f1[r], scale, s1[r]);
-        }
-        scales += LANES;
-    }
-    for (int r = 0; r < rows; r++) {
-        _mm512_storeu_ps(sums + r * PANEL, s0[r]);
-        _mm512_storeu_ps(sums + r * PANEL + LANES, s1[r]);
-    }
-}
-
-/* A function for each number of rows. */
-#define ADD_ROWS(BITS, ROWS)                                                                                      \
-    AVX512 static void add_rows##BITS##_##ROWS(const int8_t *x, const float *scales, const int32_t *totals,         \
-                                             const struct quantized_panel *panel, float *sums, struct lines *ahead) { \
-        add_rows(x, scales, totals, panel, sums, ahead, ROWS, BITS);                                              \
-    }
-ADD_ROWS(8, 1)
-ADD_ROWS(8, 2)
-ADD_ROWS(8, 3)
-ADD_ROWS(8, 4)
-ADD_ROWS(4, 1)
-ADD_ROWS(4, 2)
-ADD_ROWS(4, 3)
-ADD_ROWS(4, 4)
-
-typedef void rows_adder(const int8_t *x, const float *scales, const int32_t *totals,
-                        const struct quantized_panel *panel, float *sums, struct lines *ahead);
-
-static void multiply_vnni(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
-                          int32_t *products, struct lines *ahead) {
-    static rows_adder *const adders[2][VECTOR_ROWS] = {{add_rows8_1, add_rows8_2, add_rows8_3, add_rows8_4},
-                                                       {add_rows4_1, add_rows4_2, add_rows4_3, add_rows4_4}};
-    (void)products;
-    for (int64_t row = 0; row < rows->count; row += VECTOR_ROWS) {
-        int64_t tile = row / LANES * rows->blocks, place = row % LANES, count = min64(VECTOR_ROWS, rows->count - row);
-        adders[panel->bits == 4][count - 1](rows->values + tile * STEPS * BYTES_OF_TILE + place * STEP_INPUTS,
-                                            rows->scales + tile * LANES + place,
-                                            rows->totals + tile * STEPS * LANES + place, panel, sums + row * PANEL,
-                                            row == 0 ? ahead : NULL);
-    }
-}
-
-const struct quantized_products quantized_vnni = {0, multiply_vnni};
 
 /* ---- AMX: a step's two tiles by one or two tiles of rows, in tiles 0 to 3 ---- */
 

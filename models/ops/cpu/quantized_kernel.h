@@ -1,0 +1,150 @@
+/* Products with weights of 8 or 4 bits in vectors of WIDTH 32-bit numbers. Included once for each instruction set, with
+ *
+ *   NAME(x)   the names of this set's functions
+ *   TARGET    the attribute by which they are compiled
+ *   WIDTH     32-bit numbers of a vector
+ *   OFFSET    what is added to a weight of 8 bits before `dot_fours`, which is defined: 128 where that takes it for a
+ *             number without a sign, 0 where it does not
+ *
+ * Sums of integers begin with what the offset adds to them. Weights of 4 bits have one of their own. */
+
+typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t NAME(ints) __attribute__((vector_size(WIDTH * 4)));
+typedef long long NAME(any) __attribute__((vector_size(WIDTH * 4))); /* as the intrinsics have it */
+typedef uint16_t NAME(shorts) __attribute__((vector_size(WIDTH * 2)));
+
+TARGET INLINE NAME(floats) NAME(load_scales)(const bf16 *scales) {
+    NAME(shorts) halves;
+    memcpy(&halves, scales, sizeof halves);
+    return (NAME(floats))(__builtin_convertvector(halves, NAME(ints)) << 16);
+}
+
+TARGET INLINE NAME(ints) NAME(repeat)(const int8_t *four) {
+    int32_t value;
+    memcpy(&value, four, sizeof value);
+    return (NAME(ints)){0} + value;
+}
+
+TARGET INLINE NAME(ints) NAME(add)(NAME(ints) sum, NAME(ints) weight, NAME(ints) x) {
+    return (NAME(ints))NAME(dot_fours)((NAME(any))sum, (NAME(any))weight, (NAME(any))x);
+}
+
+/* Where the outputs of a vector lie in a step. */
+#define PLACE(v, bits) ((v) * WIDTH / LANES * BYTES_OF_TILE * (bits) / 8 + (v) * WIDTH % LANES * FOUR)
+
+/* A step of some rows by 8 bits. */
+TARGET INLINE void NAME(add_step8)(const int8_t *x, const char *tiles, NAME(ints) sums[ROWS][AT_ONCE], int rows) {
+#pragma GCC unroll 16
+    for (int four = 0; four < STEP_INPUTS / FOUR; four++) {
+        NAME(ints) weight[AT_ONCE];
+        for (int v = 0; v < AT_ONCE; v++) {
+            memcpy(&weight[v], tiles + PLACE(v, 8) + four * LINE, sizeof weight[v]);
+            if (OFFSET) weight[v] ^= (int32_t)0x80808080;
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            NAME(ints) xs = NAME(repeat)(x + r * STEP_INPUTS + four * FOUR);
+            for (int v = 0; v < AT_ONCE; v++) sums[r][v] = NAME(add)(sums[r][v], weight[v], xs);
+        }
+    }
+}
+
+/* And by 4 bits. */
+TARGET INLINE void NAME(add_step4)(const int8_t *x, const char *tiles, NAME(ints) sums[ROWS][AT_ONCE], int rows) {
+#pragma GCC unroll 8
+    for (int four = 0; four < STEP_INPUTS / FOUR; four += 2) {
+        NAME(ints) low[AT_ONCE], high[AT_ONCE];
+        for (int v = 0; v < AT_ONCE; v++) {
+            NAME(ints) both;
+            memcpy(&both, tiles + PLACE(v, 4) + four / 2 * LINE, sizeof both);
+            low[v] = both & 0x0f0f0f0f, high[v] = (both >> 4) & 0x0f0f0f0f;
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            NAME(ints) xs = NAME(repeat)(x + r * STEP_INPUTS + four * FOUR);
+            for (int v = 0; v < AT_ONCE; v++) sums[r][v] = NAME(add)(sums[r][v], low[v], xs);
+            xs = NAME(repeat)(x + r * STEP_INPUTS + (four + 1) * FOUR);
+            for (int v = 0; v < AT_ONCE; v++) sums[r][v] = NAME(add)(sums[r][v], high[v], xs);
+        }
+    }
+}
+
+/* Rows, so few that their sums stay in registers, by some vectors of a panel's outputs, from `first` on. */
+TARGET INLINE void NAME(add_outputs)(const int8_t *x, const float *scales, const int32_t *totals,
+                                     const struct quantized_panel *panel, int first, float *sums,
+                                     struct lines *ahead, int rows, int bits) {
+    NAME(floats) s[ROWS][AT_ONCE], f[ROWS][AT_ONCE];
+    NAME(ints) i[ROWS][AT_ONCE];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < AT_ONCE; v++) memcpy(&s[r][v], sums + r * PANEL + (first + v) * WIDTH, sizeof s[r][v]);
+    const char *at = panel->blocks;
+    for (int64_t block = 0; block < panel->count; block++, at += panel->stride, scales += LANES) {
+        const bf16 *weight_scales = (const bf16 *)at + first * WIDTH;
+        const char *tiles = at + scales_of_block(bits) * sizeof(bf16) + PLACE(first, bits);
+        if (ahead) fetch(ahead);
+        for (int step = 0; step < STEPS; step++, x += BYTES_OF_TILE, totals += LANES) {
+            for (int r = 0; r < rows && (bits == 4 || step == 0); r++) {
+                int32_t from = bits == 4 ? MIDDLE * totals[r] : OFFSET * (totals[r] + totals[LANES + r]);
+                for (int v = 0; v < AT_ONCE; v++) i[r][v] = (NAME(ints)){0} - from;
+            }
+            if (bits == 8) NAME(add_step8)(x, tiles + step * 2 * BYTES_OF_TILE, i, rows);
+            else NAME(add_step4)(x, tiles + step * BYTES_OF_TILE, i, rows);
+            if (bits == 8 && step + 1 < STEPS) continue;
+            for (int v = 0; v < AT_ONCE; v++) {
+                NAME(floats) by = NAME(load_scales)(weight_scales + v * WIDTH);
+                for (int r = 0; r < rows; r++) {
+                    NAME(floats) found = __builtin_convertvector(i[r][v], NAME(floats));
+                    f[r][v] = bits == 4 && step > 0 ? found * by + f[r][v] : found * by;
+                }
+            }
+            weight_scales += PANEL;
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < AT_ONCE; v++) s[r][v] = f[r][v] * scales[r] + s[r][v];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < AT_ONCE; v++) memcpy(sums + r * PANEL + (first + v) * WIDTH, &s[r][v], sizeof s[r][v]);
+}
+
+typedef void NAME(rows_adder)(const int8_t *x, const float *scales, const int32_t *totals,
+                              const struct quantized_panel *panel, float *sums, struct lines *ahead);
+
+/* A function for each number of rows. The outputs that are taken first fetch what is next. */
+#define ADD_ROWS(BITS, COUNT)                                                                                       \
+    TARGET static void NAME(add_rows##BITS##_##COUNT)(const int8_t *x, const float *scales, const int32_t *totals,  \
+                                                      const struct quantized_panel *panel, float *sums,             \
+                                                      struct lines *ahead) {                                        \
+        NAME(add_outputs)(x, scales, totals, panel, 0, sums, ahead, COUNT, BITS);                                   \
+        for (int v = AT_ONCE; v < PANEL / WIDTH; v += AT_ONCE)                                                      \
+            NAME(add_outputs)(x, scales, totals, panel, v, sums, NULL, COUNT, BITS);                                \
+    }
+ADD_ROWS(8, 1)
+ADD_ROWS(8, 2)
+ADD_ROWS(8, 3)
+ADD_ROWS(8, 4)
+ADD_ROWS(4, 1)
+ADD_ROWS(4, 2)
+ADD_ROWS(4, 3)
+ADD_ROWS(4, 4)
+
+static void NAME(multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
+                           int32_t *products, struct lines *ahead) {
+    static NAME(rows_adder) *const adders[2][ROWS] = {
+        {NAME(add_rows8_1), NAME(add_rows8_2), NAME(add_rows8_3), NAME(add_rows8_4)},
+        {NAME(add_rows4_1), NAME(add_rows4_2), NAME(add_rows4_3), NAME(add_rows4_4)}};
+    (void)products;
+    for (int64_t row = 0; row < rows->count; row += ROWS) {
+        int64_t tile = row / LANES * rows->blocks, place = row % LANES, count = min64(ROWS, rows->count - row);
+        adders[panel->bits == 4][count - 1](rows->values + tile * STEPS * BYTES_OF_TILE + place * STEP_INPUTS,
+                                            rows->scales + tile * LANES + place,
+                                            rows->totals + tile * STEPS * LANES + place, panel, sums + row * PANEL,
+                                            row == 0 ? ahead : NULL);
+    }
+}
+
+#undef ADD_ROWS
+#undef PLACE
+#undef NAME
+#undef TARGET
+#undef WIDTH
+#undef OFFSET
