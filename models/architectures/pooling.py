@@ -163,9 +163,16 @@ def _body(config: Fields, name: str) -> tuple[str, bool]:
         body = next((each for each in bodies if each in ARCHITECTURES), None)
         if name.endswith(kind) and body is not None:
             return body, config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True)
+    if name.endswith("ForCausalLM") and encoder is None:
+        # The general route runs it, if transformers has it.
+        if config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True):
+            raise CheckpointError(
+                f"{config.where} asks for attention in both directions, which {name} does not have in this release"
+            )
+        return name, False
     raise CheckpointError(
         f"architectures of {config.where} is {name or 'missing'}, whose prompts this release cannot pool; it pools "
-        f"those of {', '.join(ENCODERS)} and of the language models that it has itself"
+        f"those of {', '.join(ENCODERS)} and of language models (ForCausalLM)"
     )
 
 

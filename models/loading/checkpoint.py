@@ -154,19 +154,21 @@ def read_checkpoint_config(
 ) -> CheckpointConfig:
     """Read the directory `path`: a `ModelConfig` where Kaon's own code runs the model, else a `TransformersConfig`.
 
-    `pooling`: how the model pools prompts, which Kaon's own code does. Raises `CheckpointError` naming file, field
-    and value.
+    `pooling`: how the model pools prompts; encoders, and bodies without their head, run by Kaon's own code. Raises
+    `CheckpointError` naming file, field and value.
     """
     config = read_config(path)
     if pooling is not None:
-        if model_impl == "transformers":
+        is_ours = pooling.body in ENCODERS or pooling.body in ARCHITECTURES
+        if model_impl == "transformers" and (pooling.is_encoder or pooling.body != config.strings("architectures")[0]):
             raise CheckpointError(
-                f"model_impl is transformers, but a model that is served to {pooling.task} runs by Kaon's own code; "
-                "set it to auto"
+                f"model_impl is transformers, but a body such as {pooling.body}, which reads texts in both directions "
+                "or was saved without its head, runs by Kaon's own code; set it to auto"
             )
         if pooling.body in ENCODERS:
             return EncoderConfig.from_checkpoint(path, pooling.body)
-        return ModelConfig.from_checkpoint(path, pooling.body, is_bidirectional=pooling.is_encoder)
+        if model_impl == "kaon" or (model_impl == "auto" and is_ours):
+            return ModelConfig.from_checkpoint(path, pooling.body, is_bidirectional=pooling.is_encoder)
     names = config.values.get("architectures")
     is_ours = isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
     if model_impl == "kaon" or (model_impl == "auto" and is_ours):

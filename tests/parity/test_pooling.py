@@ -31,6 +31,7 @@ from tests.parity.embedding_checkpoints import (
     qwen3_embedding,
     qwen3_reranker,
 )
+from tests.parity.foreign_models import GEMMA2, OLMO2, Foreign
 from tests.parity.pooling_engine import PoolingEngine, load_pooling
 
 TOLERANCE = 1e-5
@@ -332,6 +333,38 @@ def _error_ratio(path: Path, given: list[list[int]]) -> float:
     exact, theirs = reference(torch.float32), reference(torch.bfloat16)
     ours = np.stack(PoolingEngine(load_pooling(path, torch.bfloat16)).run(given).vectors)
     return float(np.linalg.norm(ours - exact) / np.linalg.norm(theirs - exact))
+
+
+@pytest.mark.parametrize("model", [GEMMA2, OLMO2], ids=lambda model: model.stem)
+@pytest.mark.parametrize("mode", [None, "mean_tokens"])
+def test_the_general_route_pools_what_transformers_computes(tmp_path: Path, model: Foreign, mode: str | None) -> None:
+    path = model.checkpoint(tmp_path)
+    if mode is not None:
+        add_modules(path, mode)
+    engine = PoolingEngine(load_pooling(path, task=("embed",), max_num_batched_tokens=16, max_num_seqs=8))
+    first, again = engine.run(prompts()), engine.run(prompts())
+    for ran in (first, again):
+        for vector, prompt in zip(ran.vectors, prompts(), strict=True):
+            states = hidden_states(path, prompt)
+            assert_close(vector, unit(states[-1] if mode is None else states.mean(0)))
+    shares_prefixes = sum(map(sum, again.steps)) < sum(map(sum, first.steps))
+    assert shares_prefixes == (mode is None)
+
+
+def test_the_general_route_can_be_asked_for_and_generates_beside(
+    embedder: Path, expected: list[npt.NDArray[np.float32]]
+) -> None:
+    loaded = load_pooling(embedder, model_impl="transformers", task=("generate", "embed"))
+    ran = PoolingEngine(loaded).run(prompts(), generating=[[5, 9, 200, 17]])
+    assert len(ran.texts[0]) == 12
+    for vector, reference in zip(ran.vectors, expected, strict=True):
+        assert_close(vector, reference)
+
+
+def test_an_encoder_does_not_run_by_the_general_route(tmp_path: Path) -> None:
+    path = encoder(tmp_path, "bert")
+    with pytest.raises(CheckpointError, match="runs by Kaon's own code; set it to auto"):
+        load_pooling(path, model_impl="transformers")
 
 
 # -- what is refused --------------------------------------------------------------------------------------------
