@@ -25,6 +25,16 @@ class AppendedBlocks(NamedTuple):
     block_ids: list[int]
 
 
+class DraftWork(NamedTuple):
+    """What drafting by a model took in a step."""
+
+    seconds: float
+    num_rows: int
+    """Rows that drafted."""
+    depth: int
+    """Most drafts of a row."""
+
+
 class PromptSpan(NamedTuple):
     """Prompt tokens whose log probabilities a row must report, each computed at the position before it."""
 
@@ -165,6 +175,7 @@ class ScheduledBatchOutput:
     `draft_token_ids` has the drafts for its next step, of drafters that run in the worker. `logprobs` has one entry a
     token, for the rows that asked for them; `prompt_logprobs` one entry a token of the batch's `prompt_spans`.
     `vectors` has the vector, as float32 in bytes, of each row whose prompt is pooled and is now fully computed.
+    `draft_work` says what drafting took, where a model did.
     `errors` has the reason for each row that could not be sampled, which is absent from the other fields, and
     `refusals` the same where the request itself left no token to sample.
     """
@@ -176,6 +187,7 @@ class ScheduledBatchOutput:
     refusals: dict[int, str] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     vectors: dict[int, bytes] | None = None
+    draft_work: DraftWork | None = None
     req_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -244,6 +256,8 @@ class StepBuilder:
         self.num_decodes = 0
         self.num_decode_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_next_drafts: list[int] | None = None
+        """Drafts that the runner is to make of each row; None: as many as a step has at most."""
         self.new_seqs: list[Sequence] = []
         self.appended_blocks: list[AppendedBlocks] = []
 
@@ -273,8 +287,8 @@ class StepBuilder:
             self.counts = [1 + count for count in drafted]
             self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
         self.num_decode_tokens = sum(self.counts)
-        # A device may compute all drafts of each row where one has any.
-        self.budget -= self.num_decodes * (1 + self.num_drafts) if self.drafts else self.num_decodes
+        # A device may compute as many tokens of each row as the longest one has.
+        self.budget -= self.num_decodes * max(self.counts, default=0)
 
     def batch(self) -> tuple[ScheduledBatch, dict[int, Sequence]]:
         """The step as it is now, and its sequences by id."""
@@ -293,5 +307,6 @@ class StepBuilder:
             context_lens=self.context_lens,
             new_seqs=self.new_seqs,
             appended_blocks=self.appended_blocks,
+            num_next_drafts=self.num_next_drafts,
         )
         return batch, self.seqs

@@ -231,6 +231,10 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Bytes of its device's memory that the core's process holds; 0 on a CPU, whose memory is the process's."""
     device_memory_total: int = 0
     """Bytes of that device's memory; 0 on a CPU."""
+    num_drafts: int = 0
+    """Times that a step verified drafts of a sequence."""
+    accepted_by_position: tuple[int, ...] = ()
+    """Of the first, second, ... drafts, how many were accepted."""
 
 
 class StepOutputs(msgspec.Struct, tag="step"):

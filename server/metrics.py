@@ -82,6 +82,7 @@ _SINCE_CORE_START = (
         "Times a running request was preempted because no KV-cache block was free.",
         "preemptions",
     ),
+    ("kaon_drafts_total", "Times that a step verified drafts of a request.", "num_drafts"),
     ("kaon_draft_tokens_total", "Draft tokens verified.", "draft_tokens"),
     (
         "kaon_accepted_draft_tokens_total",
@@ -383,6 +384,10 @@ _VLLM_NAMES = {
     "kaon_preemptions": "vllm:num_preemptions",
     "kaon_prefix_cache_queried_tokens": "vllm:prefix_cache_queries",
     "kaon_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
+    "kaon_drafts": "vllm:spec_decode_num_drafts",
+    "kaon_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "kaon_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "kaon_accepted_draft_tokens_by_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
     "kaon_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "kaon_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
     "kaon_request_duration_seconds": "vllm:e2e_request_latency_seconds",
@@ -435,13 +440,14 @@ class _VllmAliases(Collector):
         """`family` under vLLM's name, its replicas added up."""
         name = _VLLM_NAMES[family.name]
         renamed = Metric(name, family.documentation, family.type)
-        totals: dict[tuple[str, str], list[float]] = {}
+        totals: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
         for sample in family.samples:
             suffix = sample.name.removeprefix(family.name)
-            totals.setdefault((suffix, sample.labels.get("le", "")), []).append(sample.value)
-        for (suffix, le), values in totals.items():
+            kept = tuple((label, value) for label, value in sample.labels.items() if label in ("le", "position"))
+            totals.setdefault((suffix, kept), []).append(sample.value)
+        for (suffix, kept), values in totals.items():
             value = sum(values) / (len(values) if family.name in _MEANS else 1)
-            renamed.add_sample(name + suffix, {**self._labels, **({"le": le} if le else {})}, value)
+            renamed.add_sample(name + suffix, {**self._labels, **dict(kept)}, value)
         return renamed
 
 
@@ -499,8 +505,14 @@ def replica_metrics(registry: CollectorRegistry, num_replicas: int) -> list["Rep
         buckets=SHORT_BUCKETS,
         registry=registry,
     )
+    by_position = Counter(
+        "kaon_accepted_draft_tokens_by_position_total",
+        "Draft tokens that verification accepted, by their position among a request's drafts, from 0.",
+        [*labels, "position"],
+        registry=registry,
+    )
     return [
-        ReplicaMetrics(gauges, counters, steps, {label: str(number) for label in labels})
+        ReplicaMetrics(gauges, counters, steps, by_position, {label: str(number) for label in labels})
         for number in range(num_replicas)
     ]
 
@@ -509,7 +521,12 @@ class ReplicaMetrics:
     """The metrics of one replica. `step` only stores its numbers; `publish` updates the samples at a scrape."""
 
     def __init__(
-        self, gauges: dict[str, Gauge], counters: dict[str, Counter], steps: Histogram, labels: dict[str, str]
+        self,
+        gauges: dict[str, Gauge],
+        counters: dict[str, Counter],
+        steps: Histogram,
+        by_position: Counter,
+        labels: dict[str, str],
     ) -> None:
         """The metrics are those of all replicas; `labels` are those of this one's samples."""
         (
@@ -526,6 +543,7 @@ class ReplicaMetrics:
         self._generation_tokens, self._restarts, self._resumed = _children(counters, _COUNTERS, labels)
         since_start = [(name, text) for name, text, _ in _SINCE_CORE_START]
         self._since_core_start = _children(counters, since_start, labels)
+        self._by_position, self._labels = by_position, labels
         self._stats = self._published = _NO_STATS
         """The latest stats, and those up to which the counters since the core's start have been advanced."""
         self._is_serving: Callable[[], bool] = lambda: True
@@ -593,6 +611,10 @@ class ReplicaMetrics:
     def _publish_counts(self) -> None:
         for counter, (_, _, field) in zip(self._since_core_start, _SINCE_CORE_START, strict=True):
             counter.inc(getattr(self._stats, field) - getattr(self._published, field))
+        before = dict(enumerate(self._published.accepted_by_position))
+        for position, count in enumerate(self._stats.accepted_by_position):
+            counter = self._by_position.labels(**self._labels, position=str(position))
+            counter.inc(count - before.get(position, 0))
         self._published = self._stats
 
     def _observe_steps(self) -> None:

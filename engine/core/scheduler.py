@@ -314,7 +314,10 @@ class Scheduler:
             if not step.num_prefills:
                 self._schedule_decodes(step)
         self.prev_prompt = step.num_prefills > 0
-        return step.batch() if step.seqs else None
+        if not step.seqs:
+            return None
+        step.num_next_drafts = self.drafts.num_next(list(step.seqs.values()))
+        return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """As `schedule`, of `seqs` alone; others are preempted where these need their blocks."""
@@ -655,6 +658,7 @@ class Scheduler:
 
     def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn how long a step took that was read."""
+        self.drafts.note_duration(batch, seconds)
         if self.step_budget is not None:
             self.step_budget.note(batch, seconds)
 
@@ -888,6 +892,8 @@ class Scheduler:
             step_seconds=step_seconds,
             draft_tokens=self.drafts.num_proposed,
             accepted_draft_tokens=self.drafts.num_accepted,
+            num_drafts=self.drafts.num_verifications,
+            accepted_by_position=tuple(self.drafts.accepted_by_position),
         )
 
     def check_integrity(self) -> None:

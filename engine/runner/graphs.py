@@ -447,13 +447,18 @@ def _extended(values: npt.NDArray[_Integer], count: int, value: int) -> npt.NDAr
 
 
 class DecodeGraphs:
-    """Two `GraphRunner`s: of plain decodes, and of rows that verify drafts."""
+    """`GraphRunner`s of plain decodes, and of rows that verify drafts, for each number of these."""
 
-    def __init__(self, plain: GraphRunner, of_drafts: GraphRunner | None = None) -> None:
-        """`of_drafts`: for rows of one token and the drafts that are verified with it."""
-        self._runners = {each.query_len: each for each in (plain, of_drafts) if each is not None}
+    def __init__(self, plain: GraphRunner, of_drafts: Sequence[GraphRunner] = (), max_tokens: int = 0) -> None:
+        """`of_drafts`: for rows of one token and the drafts that are verified with it, longest first.
+
+        `max_tokens`: of a step.
+        """
+        self._runners = {each.query_len: each for each in (plain, *of_drafts)}
         self._plain = plain
-        self.uniform_rows = None if of_drafts is None else UniformRows(of_drafts.query_len, of_drafts.padding_slot)
+        self.uniform_rows: UniformRows | None = None
+        if of_drafts:
+            self.uniform_rows = UniformRows(of_drafts[0].query_len, of_drafts[0].padding_slot, max_tokens)
         """The common length of rows in steps that verify drafts; None: no step does."""
 
     @property
@@ -538,7 +543,10 @@ def make_graphs(
     plain = GraphRunner(device, backend, model, sizes, shape, parallel, memory)
     if not config.num_drafts:
         return DecodeGraphs(plain)
-    shape = dataclasses.replace(shape, query_len=1 + config.num_drafts)
-    most = max_verified_rows(config.max_num_seqs, config.num_drafts)
-    sizes = sorted({min(size, most) for size in sizes})
-    return DecodeGraphs(plain, GraphRunner(device, backend, model, sizes, shape, parallel, memory))
+    of_drafts = []
+    for num_drafts in range(config.num_drafts, 0, -1):
+        most = max_verified_rows(config.max_num_seqs, num_drafts)
+        of_length = dataclasses.replace(shape, query_len=1 + num_drafts)
+        fitting = sorted({min(size, most) for size in sizes})
+        of_drafts.append(GraphRunner(device, backend, model, fitting, of_length, parallel, memory))
+    return DecodeGraphs(plain, of_drafts, config.max_num_batched_tokens)

@@ -112,10 +112,13 @@ class DraftSpan(NamedTuple):
 class UniformRows(NamedTuple):
     """One length for all rows of a step that verifies drafts, as captured graphs and decode attention need it."""
 
-    query_len: int
-    """One token and the most drafts of a row. A row with fewer drafts computes earlier tokens again."""
+    max_len: int
+    """One token and the most drafts of a row: the length of a step's rows is that of the longest one. A row with fewer
+    drafts computes earlier tokens again."""
     padding_slot: int
     """Slot mapping of those tokens, whose keys and values are stored already."""
+    max_tokens: int
+    """Most tokens of a step."""
 
 
 class TableChanges:
@@ -207,9 +210,8 @@ class InputBatch:
         num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
         # Prompt spans refer to tokens of the step by index, so rows cannot grow.
         is_movable = not batch.prompt_spans
-        if drafts and uniform_rows and is_movable and seq_lens[:num_decodes].min() >= uniform_rows.query_len:
-            query_lens = scheduled.copy()
-            query_lens[:num_decodes] = uniform_rows.query_len
+        if drafts and uniform_rows and is_movable:
+            query_lens = _of_one_length(scheduled, seq_lens, num_decodes, uniform_rows)
         ends = np.cumsum(query_lens)
         num_tokens_in_step = int(ends[-1])
         if num_tokens_in_step == len(slots):
@@ -388,6 +390,17 @@ class InputBatch:
         elif self._pooling:
             self._pooling.pop(slot, None)
         self._sampling.write(slot, seq)
+
+
+def _of_one_length(
+    scheduled: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], num_decodes: int, uniform_rows: UniformRows
+) -> npt.NDArray[np.int64]:
+    """Tokens computed of each row, with the decodes as long as the longest, if sequences and the step allow. # [B]"""
+    longest = int(scheduled[:num_decodes].max())
+    padded = scheduled.copy()
+    padded[:num_decodes] = longest
+    is_possible = longest <= uniform_rows.max_len and seq_lens[:num_decodes].min() >= longest
+    return padded if is_possible and int(padded.sum()) <= uniform_rows.max_tokens else scheduled
 
 
 def _verification_positions(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
+from engine.batch import DraftWork, PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.distributed.rank_steps import RankSteps, StepMessage, rank_batch
 from engine.messages import PoolingParams, TokenLogprobs
 from engine.runner.device import DeviceMemory, Download, oom_in_step
@@ -477,6 +477,7 @@ class ModelRunner:
         """
         sampled = mark_unusable(sampled, inputs)
         drafts: list[list[int]] = []
+        start = time.perf_counter()
         if self.drafter is None:
             self.input_batch.store_tokens(inputs, sampled.token_ids)
         else:
@@ -485,9 +486,11 @@ class ModelRunner:
         if self._ranks is not None:
             # Where a model drafts, the other ranks have the tokens already.
             self._ranks.end(sampled.token_ids.tolist() if self.drafter is None else [])
+        seconds = time.perf_counter() - start
         output = output_of(batch, inputs, sampled, self.dtype)
         if any(drafts):
             output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
+            output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), max(map(len, drafts)))
         return output
 
     def _draft(

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
 
-from engine.batch import ScheduledBatchOutput
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.sequence import Sequence
+from engine.speculative.adaptive import DraftPlan
 from engine.speculative.ngram import PromptLookup
 
 logger = logging.getLogger("engine.core.scheduler")
@@ -36,7 +37,7 @@ def max_verified_rows(max_num_seqs: int, num_drafts: int) -> int:
 
 
 class Drafts:
-    """Makes the next step's drafts by prompt lookup, or takes those that the runner made."""
+    """Makes the next step's drafts by prompt lookup, or takes those that the runner made, as many as pay."""
 
     def __init__(self, config: Any, max_num_seqs: int) -> None:
         """`config` is the scheduler's; drafts are off without its `speculative_config`."""
@@ -44,8 +45,13 @@ class Drafts:
         self.are_on = speculative is not None
         self.max_drafts: int = speculative.num_speculative_tokens if speculative is not None else 0
         """Most drafts of a sequence in a step."""
+        self.plan = DraftPlan(self.max_drafts)
+        self.num_verifications = 0
+        """Times that a step verified drafts of a sequence."""
         self.num_proposed = 0
         self.num_accepted = 0
+        self.accepted_by_position = [0] * self.max_drafts
+        """Of the first, second, ... drafts, those that were accepted."""
         self._has_proposed = False
         """Whether the step being scheduled has drafts."""
         self._suspended_steps = 0
@@ -57,7 +63,9 @@ class Drafts:
             self._match_lengths = speculative.prompt_lookup_min, speculative.prompt_lookup_max
         self._lookups: dict[int, PromptLookup] = {}
         """By sequence id, of live sequences; made when first needed."""
-        self._max_rows = max_verified_rows(max_num_seqs, self.max_drafts)
+        self._max_sampled = max_sampled_tokens(max_num_seqs)
+        self._draft_seconds = 0.0
+        """What drafting took in the step that was read last."""
 
     @property
     def num_ahead(self) -> int:
@@ -71,23 +79,51 @@ class Drafts:
     def propose(self, seqs: Rows[Sequence], budget: int) -> None:
         """Draft tokens for the sequences that decode in the next step, which has room for `budget` tokens.
 
-        No sequence has drafts where they could not all have the most. A sequence with a grammar has none, because the
-        next mask depends on the token before it.
+        Drafts that the runner made are shortened to what there is room for. A sequence with a grammar has none,
+        because the next mask depends on the token before it.
         """
-        if self._match_lengths is None or not seqs:
+        if not self.are_on or not seqs:
             return
-        is_full = self._suspended_steps > 0 or len(seqs) > min(self._max_rows, budget // (1 + self.max_drafts))
-        self._suspended_steps -= self._suspended_steps > 0
-        for seq in seqs:
-            count = min(self.max_drafts, seq.num_useful_drafts)
-            if is_full or not count or seq.matcher is not None:
+        room = max(0, min(budget, self._max_sampled) - len(seqs))
+        self.plan.plan(seqs, room)
+        is_suspended = self._suspended_steps > 0
+        self._suspended_steps -= is_suspended
+        if self._match_lengths is not None:
+            for seq in seqs:
+                count = 0 if is_suspended or seq.matcher is not None else self._limit(seq, seq.num_useful_drafts)
+                seq.spec_token_ids = self._looked_up(seq, count, self._match_lengths) if count else []
+        elif is_suspended:
+            for seq in seqs:
                 seq.spec_token_ids = []
-                continue
-            lookup = self._lookups.get(seq.id)
-            if lookup is None:
-                lookup = self._lookups[seq.id] = PromptLookup(*self._match_lengths)
-            seq.spec_token_ids = lookup.propose(seq.token_ids, count, seq.num_placeholder)
-            self._has_proposed |= bool(seq.spec_token_ids)
+        self._shorten(seqs, room)
+
+    def num_next(self, seqs: Rows[Sequence]) -> list[int] | None:
+        """Drafts that the runner is to make of each row of a step for the next one; None where it makes none."""
+        if not self._drafts_by_model:
+            return None
+        if self._suspended_steps:
+            return [0] * len(seqs)
+        # The step that is scheduled brings a token at least.
+        return [self._limit(seq, seq.num_useful_drafts - 1) if seq.matcher is None else 0 for seq in seqs]
+
+    def _limit(self, seq: Sequence, num_useful: int) -> int:
+        return min(self.plan.limit(seq), num_useful) if num_useful > 0 else 0
+
+    def _looked_up(self, seq: Sequence, count: int, match_lengths: tuple[int, int]) -> list[int]:
+        lookup = self._lookups.get(seq.id)
+        if lookup is None:
+            lookup = self._lookups[seq.id] = PromptLookup(*match_lengths)
+        return lookup.propose(seq.token_ids, count, seq.num_placeholder)
+
+    def _shorten(self, seqs: Rows[Sequence], room: int) -> None:
+        """Leave as many drafts as there is room for: as many of each sequence, or one of the first ones."""
+        drafting = [seq for seq in seqs if seq.spec_token_ids]
+        self._has_proposed = bool(drafting)
+        if sum(len(seq.spec_token_ids) for seq in drafting) <= room:
+            return
+        most = room // len(drafting)
+        for index, seq in enumerate(drafting):
+            seq.spec_token_ids = seq.spec_token_ids[: most or int(index < room)]
 
     def drop(self, seqs: Iterable[Sequence]) -> None:
         """Remove the next step's drafts of these sequences, whose blocks others need."""
@@ -113,6 +149,10 @@ class Drafts:
         Returns the sequences that got no token because of their drafts: KV in their last blocks may be invalid.
         """
         proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
+        work = fwd_output.draft_work
+        self._draft_seconds = 0.0 if work is None else work.seconds
+        if work is not None:
+            self.plan.costs.note_drafting(work)
         without_token = []
         for seq in seqs:
             drafts = verified.get(seq.id)
@@ -122,6 +162,7 @@ class Drafts:
             num_new = len(fwd_output.token_ids.get(seq.id, ()))
             if num_new:
                 self.count(num_new, len(drafts))
+                self.plan.note(seq, len(drafts), num_new - 1)
             else:
                 without_token.append(seq)
             lookup = self._lookups.get(seq.id)
@@ -129,14 +170,23 @@ class Drafts:
                 lookup.note(len(seq.token_ids), len(drafts), max(0, num_new - 1))
         return without_token
 
+    def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learn how long the step took that was read last."""
+        if self.are_on and batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
+            self.plan.costs.note_step(batch.total_tokens_num, seconds - self._draft_seconds)
+
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that finished."""
         self._lookups.pop(seq.id, None)
+        self.plan.forget(seq)
 
     def count(self, num_accepted_tokens: int, num_drafts: int) -> None:
         """Count a sequence's verified drafts; one of its `num_accepted_tokens` is the target model's own."""
+        self.num_verifications += 1
         self.num_proposed += num_drafts
         self.num_accepted += num_accepted_tokens - 1
+        for position in range(num_accepted_tokens - 1):
+            self.accepted_by_position[position] += 1
         if self.num_proposed % STATS_INTERVAL < num_drafts:
             logger.info(
                 "[MTP Stats] Total draft tokens: %d, Accepted: %d, Acceptance rate: %.2f%%",

@@ -76,7 +76,11 @@ class Clock:
 class FakeWorker:
     """Keeps rows by slot from what batches carry, as the real worker does, and KV as prefixes."""
 
-    def __init__(self, block_size: int, mtp_k: int, window: int | None = None) -> None:
+    def __init__(self, block_size: int, mtp_k: int, window: int | None = None, *, by_model: bool = False) -> None:
+        """`by_model`: drafts are made as the runner's `ModelDrafter` makes them, over caches of its own."""
+        self.by_model = by_model
+        self.drafter_kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.num_done: dict[int, int] = {}
         self.block_size = block_size
         self.window = window
         self.mtp_k = mtp_k
@@ -92,6 +96,7 @@ class FakeWorker:
         self.tables[seq.slot] = list(seq.block_table)
         self.salts[seq.slot] = -1 if seq.cache_salt is None else seq.cache_salt
         self.pools[seq.slot] = seq.pooling is not None
+        self.num_done.pop(seq.slot, None)
 
     def forward(self, batch: ScheduledBatch, broken: Collection[int] = ()) -> ScheduledBatchOutput:
         """Compute a step. Sequences named in `broken` write poison, and fail with all who read it in this step."""
@@ -133,9 +138,39 @@ class FakeWorker:
             for position, cell in cells.items():
                 assert self.kv[cell] == self.content(slot, spans[req_id], position)
         output = self.sample(batch, [row for row in rows if row[0] not in errors])
+        if self.by_model:
+            self.draft(batch, rows, output, errors)
         output.errors = errors or None
         output.prompt_logprobs = self.read_prompts(batch)
         return output
+
+    def draft(
+        self,
+        batch: ScheduledBatch,
+        rows: list[tuple[int, int, int, int]],
+        output: ScheduledBatchOutput,
+        errors: Collection[int],
+    ) -> None:
+        """Write entries of what is known, and of drafts where there are blocks; those that are read must be right."""
+        drafts = output.draft_token_ids or {}
+        for (req_id, slot, end, count), wanted in zip(rows, batch.num_next_drafts, strict=True):
+            if req_id in errors or self.pools[slot]:
+                continue
+            known, capacity = self.tokens[slot], len(self.tables[slot]) * self.block_size
+            is_sampled = req_id in output.token_ids
+            upto = len(known) if is_sampled else end
+            for position in range(self.num_done.get(slot, end - count), min(upto, capacity)):
+                self.drafter_kv[self.cell(slot, position)] = self.content(slot, known, position)
+            self.num_done[slot] = min(upto, capacity)
+            first = 0 if self.window is None else max(0, len(known) - self.window + 1)
+            for position in range(first, self.num_done[slot]):
+                assert self.drafter_kv[self.cell(slot, position)] == self.content(slot, known, position)
+            most = max(0, min(wanted, capacity - upto + 1)) if is_sampled else 0
+            if req_id in drafts:
+                drafts[req_id] = drafts[req_id][:most]
+                for position in range(upto, upto + len(drafts[req_id]) - 1):
+                    context = [*known, *drafts[req_id]]
+                    self.drafter_kv[self.cell(slot, position)] = self.content(slot, context, position)
 
     def read_prompts(self, batch: ScheduledBatch) -> dict[int, list[TokenLogprobs]]:
         """Of each token that is asked for: how many tokens precede it, as its log probability."""
@@ -177,6 +212,14 @@ class FakeWorker:
             if self.mtp_k:
                 right = next_token(known)
                 drafts[req_id] = [right, (right + 1) % VOCAB, right, right][: self.mtp_k]
+                if self.by_model:
+                    # As many right ones as chance has it.
+                    num_right = hash((*known,)) % (self.mtp_k + 1)
+                    guessed: list[int] = []
+                    for index in range(self.mtp_k):
+                        right = next_token(known + guessed)
+                        guessed.append(right if index < num_right else (right + 1) % VOCAB)
+                    drafts[req_id] = guessed
         return ScheduledBatchOutput(accepted, drafts or None, vectors=vectors or None)
 
     def cell(self, slot: int, position: int) -> tuple[int, int]:
@@ -205,6 +248,8 @@ class SchedulingMachine(RuleBasedStateMachine):
     mtp_k = 0
     looks_up = False
     """Whether drafts are looked up in what was before, and not the worker's."""
+    by_model = False
+    """Whether a model drafts, and keeps keys and values of drafts after a sequence's last token."""
     caching = True
     delay_factor = 0.0
     max_model_len: int | None = None
@@ -219,6 +264,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         speculative = SimpleNamespace(num_speculative_tokens=self.mtp_k) if self.mtp_k else None
         if self.looks_up:
             vars(speculative).update(speculative_method="ngram", prompt_lookup_min=1, prompt_lookup_max=3)
+        elif speculative is not None:
+            speculative.drafts_by_model = self.by_model
         self.clock = Clock()
         self.scheduler = Scheduler(
             SimpleNamespace(
@@ -241,7 +288,9 @@ class SchedulingMachine(RuleBasedStateMachine):
             clock=self.clock,
         )
         self.limit = self.max_model_len or self.block_size * self.num_blocks + 1
-        self.worker = FakeWorker(self.block_size, 0 if self.looks_up else self.mtp_k, self.window)
+        self.worker = FakeWorker(
+            self.block_size, 0 if self.looks_up else self.mtp_k, self.window, by_model=self.by_model
+        )
         self.seqs: dict[int, Sequence] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
@@ -287,7 +336,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         data: st.DataObject,
     ) -> Sequence | MultipleResults[Sequence]:
         """`min_tokens` comes with `ignore_eos`: to hold EOS back is the sampler's part, which is not here."""
-        pools = pools or not self.splits_prompts
+        # Pooled prompts have no entries of the drafter, which costs whoever shares them acceptance alone.
+        pools = (pools and not self.by_model) or not self.splits_prompts
         if pools:
             max_tokens, prompt_logprobs = 0, None
         params = SamplingParams(
@@ -426,6 +476,22 @@ VARIANTS: dict[str, dict[str, object]] = {
     "window_without_cache": {"window": 5, "caching": False, "budget": 6},
     "looked_up": {"mtp_k": 4, "looks_up": True},
     "looked_up_mixed_in_few_blocks": {"mtp_k": 4, "looks_up": True, "policy": "mixed", "num_blocks": 5},
+    "by_model": {"mtp_k": 3, "by_model": True},
+    "by_model_mixed_in_few_blocks": {
+        "mtp_k": 4,
+        "by_model": True,
+        "policy": "mixed",
+        "num_blocks": 6,
+        "budget": 11,
+    },
+    "by_model_of_one_token_blocks": {"mtp_k": 2, "by_model": True, "block_size": 1, "num_blocks": 40},
+    "by_model_bounded_owners_short_context": {
+        "mtp_k": 3,
+        "by_model": True,
+        "max_step_seconds": 2.0,
+        "owners": ("light", "heavy"),
+        "max_model_len": 19,
+    },
     "three_drafts_mixed": {"mtp_k": 3, "policy": "mixed"},
     "three_drafts_of_one_token_blocks": {"mtp_k": 3, "block_size": 1, "num_blocks": 30, "budget": 4},
 }
@@ -444,6 +510,8 @@ SHORT = {
     "window_without_cache",
     "looked_up_mixed_in_few_blocks",
     "three_drafts_of_one_token_blocks",
+    "by_model_mixed_in_few_blocks",
+    "by_model_of_one_token_blocks",
 }
 """In which any two kinds of settings meet."""
 

@@ -46,11 +46,16 @@ def test_no_draft_is_behind_what_a_sequence_may_become() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "max_num_seqs", "budget", "each"),
-    [(12, 4, 1000, 4), (13, 4, 1000, 0), (13, 64, 1000, 0), (13, 65, 1000, 4), (4, 4, 20, 4), (4, 4, 19, 0)],
+    [(12, 4, 1000, 4), (13, 4, 1000, 3), (13, 64, 1000, 3), (13, 65, 1000, 4), (4, 4, 20, 4), (4, 4, 19, 3)],
 )
-def test_many_rows_draft_nothing(rows: int, max_num_seqs: int, budget: int, each: int) -> None:
+def test_many_rows_draft_less(rows: int, max_num_seqs: int, budget: int, each: int) -> None:
     found = proposed(drafts(max_num_seqs), running(rows), budget)
     assert {len(tokens) for tokens in found} == {each}
+
+
+def test_some_rows_draft_where_there_is_not_room_for_all() -> None:
+    assert sorted(len(tokens) for tokens in proposed(drafts(), running(40))) == [0] * 16 + [1] * 24
+    assert [len(tokens) for tokens in proposed(drafts(), running(64))] == [0] * 64
 
 
 def test_a_grammar_drafts_nothing() -> None:

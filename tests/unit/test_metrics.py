@@ -37,8 +37,9 @@ def value(metrics: Metrics, sample: str, **labels: str) -> float:
     return found
 
 
-def stats(**fields: int | float | str) -> SchedulerStats:
-    defaults = dict.fromkeys(SchedulerStats.__struct_fields__, 0) | {"step_kind": "decode", "step_seconds": 0.01}
+def stats(**fields: int | float | str | tuple[int, ...]) -> SchedulerStats:
+    zeros: dict[str, object] = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
+    defaults = zeros | {"step_kind": "decode", "step_seconds": 0.01, "accepted_by_position": ()}
     return SchedulerStats(**{**defaults, **fields})  # type: ignore[arg-type]
 
 
@@ -264,7 +265,7 @@ def test_one_core_has_no_label_and_the_names_are_the_same() -> None:
     assert not any("replica" in sample.labels for family in one.values() for sample in family.samples)
     labelled = {name for name, each in several.items() if any("replica" in sample.labels for sample in each.samples)}
     assert "kaon_time_to_first_token_seconds" not in labelled
-    assert len(labelled) == 18
+    assert len(labelled) == 19
 
 
 async def test_calls_that_wait_share_a_rendering_that_is_later_than_they() -> None:
@@ -286,3 +287,18 @@ async def test_a_client_that_leaves_ends_no_rendering_for_others() -> None:
     await asyncio.sleep(0)
     leaving.cancel()
     assert b"kaon_build_info" in await staying
+
+
+def test_accepted_drafts_are_counted_by_position_and_under_the_names_of_vllm() -> None:
+    metrics = Metrics("1", aliases_for="model")
+    metrics.step(stats(num_drafts=4, draft_tokens=8, accepted_draft_tokens=5, accepted_by_position=(3, 2)), 9)
+    metrics.render()
+    metrics.step(stats(num_drafts=5, draft_tokens=10, accepted_draft_tokens=6, accepted_by_position=(4, 2)), 2)
+    text = metrics.render().decode()
+    assert 'kaon_accepted_draft_tokens_by_position_total{position="0"} 4.0' in text
+    assert "kaon_drafts_total 5.0" in text
+    labels = 'engine="0",model_name="model"'
+    assert f"vllm:spec_decode_num_drafts_total{{{labels}}} 5.0" in text
+    assert f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 10.0" in text
+    assert f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 6.0" in text
+    assert f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 2.0' in text

@@ -1,0 +1,151 @@
+"""How many drafts sequences get: as many as pay, by what steps have cost and drafts have brought."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engine.batch import DraftWork
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.speculative.adaptive import DraftPlan, StepCosts
+
+K = 4
+ROOM = 1000
+
+
+class Simulation:
+    """Rows that decode on a machine of given costs, with drafts that are right with a given chance."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        chance: Callable[[int], float],
+        *,
+        step: Callable[[int], float],
+        drafting: Callable[[int, int], float] = lambda rows, depth: 0.0,
+        room: int = ROOM,
+    ) -> None:
+        self.plan = DraftPlan(K)
+        self._chance, self._step, self._drafting, self._room = chance, step, drafting, room
+        self._random = random.Random(7)
+        self.seqs = [Sequence([1], 16, SamplingParams(), id=i) for i in range(num_rows)]
+        self._drafts = [0] * num_rows
+        self.seconds = 0.0
+        self.verified: list[int] = []
+
+    def run(self, steps: int) -> float:
+        """Tokens a second of so many steps, of what plain steps would make."""
+        tokens, self.seconds = 0, 0.0
+        self.verified.clear()
+        for _ in range(steps):
+            self.plan.plan(self.seqs, self._room)
+            drafts, num_rows = self._drafts, len(self.seqs)
+            seconds = self._step(num_rows + sum(drafts))
+            self.plan.costs.note_step(num_rows + sum(drafts), seconds)
+            self._drafts = [self.plan.limit(seq) for seq in self.seqs]
+            for seq, count in zip(self.seqs, drafts, strict=True):
+                accepted = 0
+                while accepted < count and self._random.random() < self._chance(seq.id):
+                    accepted += 1
+                seq.token_ids += [1] * (1 + accepted)
+                tokens += 1 + accepted
+                if count:
+                    self.plan.note(seq, count, accepted)
+                self.verified.append(count)
+            depth, drafting = max(self._drafts), 0.0
+            if depth:
+                rows = sum(map(bool, self._drafts))
+                drafting = self._drafting(rows, depth)
+                self.plan.costs.note_drafting(DraftWork(drafting, rows, depth))
+            self.seconds += seconds + drafting
+        return tokens / self.seconds / (len(self.seqs) / self._step(len(self.seqs)))
+
+
+def memory_bound(tokens: int) -> float:
+    """Seconds of a step that mostly reads weights."""
+    return 0.060 + 0.002 * tokens
+
+
+def compute_bound(tokens: int) -> float:
+    return 0.001 + 0.010 * tokens
+
+
+def test_right_drafts_are_all_made_where_they_cost_little() -> None:
+    gain = Simulation(1, lambda _: 0.95, step=memory_bound).run(400)
+    assert gain > 3.5
+    assert Simulation(8, lambda _: 0.95, step=memory_bound).run(400) > 2.0
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("step", [memory_bound, compute_bound])
+def test_wrong_drafts_cost_next_to_nothing(num_rows: int, step: Callable[[int], float]) -> None:
+    """Drafting itself takes a fifth of a plain step a draft."""
+    simulation = Simulation(
+        num_rows, lambda _: 0.02, step=step, drafting=lambda rows, depth: depth * 0.2 * step(num_rows)
+    )
+    simulation.run(100)
+    assert simulation.run(1000) > 0.98
+
+
+def test_right_drafts_that_cost_as_much_as_they_bring_are_not_made() -> None:
+    simulation = Simulation(16, lambda _: 0.9, step=compute_bound)
+    simulation.run(100)
+    assert simulation.run(1000) > 0.98
+    assert sum(simulation.verified) < 0.1 * len(simulation.verified)
+
+
+def test_each_sequence_has_drafts_by_its_own_acceptance() -> None:
+    simulation = Simulation(4, lambda seq_id: 0.95 if seq_id % 2 else 0.05, step=memory_bound)
+    assert simulation.run(400) > 1.5
+    by_row = [sum(simulation.verified[row::4]) / 400 for row in range(4)]
+    assert min(by_row[1], by_row[3]) > 3
+    assert max(by_row[0], by_row[2]) < 0.5
+
+
+def test_a_sequence_that_becomes_predictable_gets_drafts_again() -> None:
+    chance = 0.0
+    simulation = Simulation(1, lambda _: chance, step=memory_bound)
+    simulation.run(300)
+    assert simulation.plan.limit(simulation.seqs[0]) <= 1
+    chance = 1.0
+    simulation.run(300)
+    assert simulation.plan.limit(simulation.seqs[0]) == K
+
+
+def test_drafts_are_made_again_where_fewer_rows_leave_them_cheap() -> None:
+    """Each token beyond 16 costs as much as a step."""
+    simulation = Simulation(16, lambda _: 0.9, step=lambda tokens: 0.05 + 0.05 * max(0, tokens - 16))
+    simulation.run(200)
+    assert sum(simulation.verified[-160:]) < 20
+    simulation.seqs = simulation.seqs[:2]
+    simulation._drafts = [0, 0]
+    assert simulation.run(200) > 2.0
+
+
+def test_where_there_is_not_room_the_likeliest_sequences_draft() -> None:
+    simulation = Simulation(8, lambda seq_id: 0.9 if seq_id >= 4 else 0.5, step=memory_bound, room=4)
+    simulation.run(400)
+    drafting = [seq.id for seq in simulation.seqs if simulation.plan.limit(seq)]
+    assert set(drafting) >= {4, 5, 6, 7}
+
+
+def test_costs_between_known_sizes_are_on_a_line_and_unknown_ones_are_tried() -> None:
+    costs = StepCosts()
+    assert costs.step(3) == 0.0
+    costs.note_step(2, 0.010)
+    assert costs.step(9) == 0.010, "a larger step is not known to cost more"
+    costs.note_step(6, 0.030)
+    assert costs.step(4) == pytest.approx(0.020)
+    assert costs.step(1) == 0.010
+    for _ in range(100):
+        costs.note_step(6, 1.0)
+    assert costs.step(6) == pytest.approx(1.0, rel=0.01), "what has become slower is believed in the end"
+
+
+def test_a_sequence_that_ended_is_forgotten() -> None:
+    simulation = Simulation(3, lambda _: 0.9, step=memory_bound)
+    simulation.run(50)
+    for seq in simulation.seqs:
+        simulation.plan.forget(seq)
+    assert not simulation.plan._records
