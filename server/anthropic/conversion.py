@@ -48,7 +48,8 @@ BILLING_LINE = "x-anthropic-billing-header:"
 """Beginning of a line that Claude Code writes before everything else, and that differs between conversations."""
 
 NO_IMAGE = "[an image is left out here: this model reads text only]"
-"""What the model is shown in place of an image in a tool's result."""
+NO_DOCUMENT = "[a document is left out here: this model reads text only]"
+"""What the model is shown in place of an image, or of a document that is not text, in a tool's result."""
 
 _FAILED = "The tool failed:\n"
 
@@ -263,12 +264,16 @@ class _Conversation:
     def _add_input(self, turn: _Turn) -> None:
         """Results come first, as messages of their own, because they must follow their calls."""
         texts: list[str] = []
+        has_results = any(isinstance(block, ToolResultBlock) for _, block in turn.blocks)
         for path, block in turn.blocks:
             if isinstance(block, ToolResultBlock):
                 self.messages.append(self._result(path, block))
+            elif has_results and isinstance(block, ImageBlock | DocumentBlock):
+                # Claude Code sends what a tool read in a block of its own, next to the result.
+                texts.append(_result_text(path, block) or "")
             elif (text := _input_text(path, block)) is not None:
                 texts.append(text)
-        if texts or not any(isinstance(block, ToolResultBlock) for _, block in turn.blocks):
+        if texts or not has_results:
             self.messages.append({"role": turn.role, "content": "\n".join(texts)})
 
     def _result(self, path: str, block: ToolResultBlock) -> Message:
@@ -362,7 +367,7 @@ def _input_text(path: str, block: Block) -> str | None:
 def _result_text(path: str, block: ResultBlock) -> str | None:
     """The text of a block in a tool's result; None if it is left out.
 
-    An image is replaced: an agent whose tool reads one could otherwise never continue.
+    What is not text is replaced: an agent whose tool reads an image or a PDF could otherwise never continue.
     """
     match block:
         case TextBlock():
@@ -371,7 +376,11 @@ def _result_text(path: str, block: ResultBlock) -> str | None:
             ignore(f"{path} (image)")
             return NO_IMAGE
         case DocumentBlock():
-            return _document_text(path, block)
+            try:
+                return _document_text(path, block)
+            except BadRequest:
+                ignore(f"{path} (document)")
+                return NO_DOCUMENT
         case SearchResultBlock():
             return _search_result_text(block)
         case ToolReferenceBlock():

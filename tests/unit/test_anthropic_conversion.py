@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.anthropic.conversion import NO_IMAGE, digest, to_chat, wants_cache
+from server.anthropic.conversion import NO_DOCUMENT, NO_IMAGE, digest, to_chat, wants_cache
 from server.errors import BadRequest
 from server.frontend import Frontend
 from server.ignored import collect
@@ -146,6 +146,20 @@ def test_an_image_in_a_result_is_replaced_by_a_note() -> None:
     messages = [user("Go."), assistant(CALL), user(result([text("a"), image]))]
     assert shown(*messages)[-1] == ("tool", f"a\n{NO_IMAGE}")
     assert ignored_of(*messages) == ["messages[2].content[0].content[1] (image)"]
+
+
+def test_what_a_tool_read_beside_its_result_is_replaced_too() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}}
+    messages = [user("Hi"), assistant(CALL), user(result([pdf]), text("See.")), user(image, pdf)]
+    assert [words for _, words in shown(*messages)[-2:]] == [NO_DOCUMENT, f"See.\n{NO_IMAGE}\n{NO_DOCUMENT}"]
+    assert ignored_of(*messages) == [
+        "messages[2].content[0].content[0] (document)",
+        "messages[3].content[0] (image)",
+        "messages[3].content[1] (document)",
+    ]
+    assert "image" in refusal(user(image))
+    assert "document" in refusal(user(pdf))
 
 
 def test_what_anthropics_own_tools_left_in_a_conversation_is_left_out() -> None:
