@@ -106,9 +106,9 @@ SUITES = (
     ),
     Suite(
         "langchain",
-        ("langchain-tests", "langchain-openai"),
+        ("langchain-tests", "langchain-openai", "langchain-anthropic"),
         ("test_langchain.py",),
-        "the standard chat-model suite, unit and integration, over chat completions and over responses",
+        "the standard chat-model suite, unit and integration, over chat completions, responses and messages",
         {"LANGCHAIN_TRACING_V2": "false", "LANGSMITH_TRACING": "false"},
     ),
     Suite("instructor", ("instructor",), ("test_instructor.py",), "typed answers in each of its modes"),

@@ -1,4 +1,4 @@
-"""`langchain-tests`: the standard chat-model suites through `ChatOpenAI`, over chat completions and over responses."""
+"""`langchain-tests`: the standard chat-model suites through `ChatOpenAI` and `ChatAnthropic`, over all three APIs."""
 
 import json
 import os
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_anthropic import ChatAnthropic
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
@@ -107,3 +108,30 @@ class TestResponses(TestChatCompletions):
     """The first over responses."""
 
     use_responses_api = True
+
+
+class TestMessages(_Integration):
+    """Anthropic's Messages; structured output by a forced tool call."""
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatAnthropic
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {
+            "model": os.environ["KAON_MODEL"],
+            "base_url": os.environ["KAON_URL"],
+            "api_key": os.environ["OPENAI_API_KEY"],
+            "temperature": 0,
+            "max_retries": 0,
+            "max_tokens": 512,
+        }
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return False
+
+    @property
+    def supports_anthropic_inputs(self) -> bool:
+        return True
