@@ -8,13 +8,19 @@
 ARG ROCM_BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0
 ARG PYTHON_BASE=python:3.12-slim
 
-FROM ${PYTHON_BASE} AS cpu
+FROM ${PYTHON_BASE} AS build
 ARG TORCH_INDEX=
 # For CUDA: --build-arg TORCH_LOCK=deploy/locks/torch-cuda.txt checks the hashes of torch, too (docs/dependencies.md).
 ARG TORCH_LOCK=
 COPY . /opt/kaon
 WORKDIR /opt/kaon
 RUN PIP_EXTRA_INDEX_URL=${TORCH_INDEX} KAON_TORCH_LOCK=${TORCH_LOCK} sh deploy/container.sh
+
+# Without the compiler, which nothing needs that runs on a CPU: over torch it is less than 250 MB.
+FROM ${PYTHON_BASE} AS cpu
+COPY --from=build /opt/kaon /opt/kaon
+WORKDIR /opt/kaon
+RUN sh deploy/container.sh user
 # Where hub checkpoints and compiled code are kept: mount a volume here to download and compile once.
 ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor
 USER kaon
@@ -23,10 +29,16 @@ HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthchec
 ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]
 CMD ["serve", "--host", "0.0.0.0"]
 
-# By itself pip brings the torch that is built for CUDA; the variables are what NVIDIA's container runtime goes by.
-FROM cpu AS cuda
-ENV TRITON_CACHE_DIR=/var/cache/kaon/triton
+# By itself pip brings the torch that is built for CUDA; Triton compiles its launchers when they are first used. The last
+# variables are what NVIDIA's container runtime goes by.
+FROM build AS cuda
+ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor TRITON_CACHE_DIR=/var/cache/kaon/triton
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER kaon
+EXPOSE 8000
+HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
+ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]
+CMD ["serve", "--host", "0.0.0.0"]
 
 # The last one is what `docker build` makes when it is not told otherwise.
 FROM ${ROCM_BASE} AS rocm

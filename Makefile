@@ -83,9 +83,10 @@ docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API'
 	$(VENV)/bin/python -m tests.parity.models_docs
 	$(VENV)/bin/python -m tools.kernel_report
 
-rendered: $(VENV)/.installed-ops ## Write the dashboards and the manifests of deploy/ again, from what they are made of
+rendered: $(VENV)/.installed-ops ## Write dashboards, manifests and bill of materials of deploy/ again
 	$(VENV)/bin/python -m tools.dashboards
 	$(VENV)/bin/python -m tools.manifests
+	$(VENV)/bin/python -m tools.sbom
 
 bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 	@exec $(VENV)/bin/python -m benchmarks $(ARGS)

@@ -1,7 +1,19 @@
 #!/bin/sh
-# container.sh [rocm]: installs Kaon where it lies, in a container that is being built, as root. A torch that the base
-# image has is used. With `rocm` it must be built for that: pip's own would serve on the CPU.
+# container.sh [rocm | user]: installs Kaon where it lies, in a container that is being built, as root. A torch that the
+# base image has is used. With `rocm` it must be built for that: pip's own would serve on the CPU. With `user`, Kaon is
+# installed already, and only its user is made.
 set -eu
+
+make_user() {
+    # Groups that own GPUs' device files have other numbers on each host: `docker run --group-add` names them.
+    useradd --system --create-home --uid 10001 kaon
+    install -d -o kaon /var/cache/kaon
+}
+
+if [ "${1:-}" = user ]; then
+    make_user
+    exit
+fi
 
 # The operators in C are compiled now, Triton's launchers when they are first used.
 if ! { command -v make && command -v cc; } >/dev/null; then
@@ -17,6 +29,4 @@ if [ "${1:-}" = rocm ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(tor
     exit 1
 fi
 
-# Groups that own GPUs' device files have other numbers on each host: `docker run --group-add` names them.
-useradd --system --create-home --uid 10001 kaon
-install -d -o kaon /var/cache/kaon
+make_user

@@ -31,7 +31,7 @@ def stages() -> dict[str, list[str]]:
 
 
 def test_rocm_is_what_is_built_when_nothing_is_named() -> None:
-    assert list(stages()) == ["cpu", "cuda", "rocm"]
+    assert list(stages()) == ["build", "cpu", "cuda", "rocm"]
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda", "rocm"])
@@ -67,7 +67,17 @@ def test_the_image_for_amd_s_gpus_begins_with_a_certain_one_and_keeps_its_torch(
     assert "RUN sh deploy/container.sh rocm" in stages()["rocm"]
 
 
-@pytest.mark.parametrize(("argument", "hip", "code"), [("rocm", "7.2", 0), ("rocm", "None", 1), ("", "None", 0)])
+def test_the_image_for_cpus_has_the_installation_and_no_compiler() -> None:
+    lines = stages()["cpu"]
+    assert "COPY --from=build /opt/kaon /opt/kaon" in lines
+    assert [line for line in lines if line.startswith("RUN ")] == ["RUN sh deploy/container.sh user"]
+    assert "FROM ${PYTHON_BASE} AS build" in stages()["build"], "the Python that the installation refers to"
+    assert "FROM ${PYTHON_BASE} AS cpu" in lines
+
+
+@pytest.mark.parametrize(
+    ("argument", "hip", "code"), [("rocm", "7.2", 0), ("rocm", "None", 1), ("", "None", 0), ("user", "None", 0)]
+)
 def test_an_image_for_amd_s_gpus_is_not_made_with_a_torch_for_others(
     argument: str, hip: str, code: int, tmp_path: Path
 ) -> None:
@@ -89,7 +99,7 @@ def test_an_image_for_amd_s_gpus_is_not_made_with_a_torch_for_others(
     )
     assert done.returncode == code
     assert ("torch is not built for ROCm" in done.stderr) == (code == 1)
-    expected = ["make"] if code else ["make", "useradd", "install"]
+    expected = ["make"] if code else ["useradd", "install"] if argument == "user" else ["make", "useradd", "install"]
     assert (tmp_path / "done").read_text().split() == expected
 
 

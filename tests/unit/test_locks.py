@@ -8,6 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tools import sbom
 from tools.advisories import Advisory, Snapshot, audit, load, locked, lower_bounds, refreshed
 from tools.locks import EXTRAS, FOLDER, ROOT, TORCH, entries, pins
 
@@ -90,3 +91,12 @@ def test_a_snapshot_is_refreshed_from_records_of_the_database(tmp_path: Path) ->
         Advisory(id="CVE-2030-1", package="some-package", introduced="1.0", fixed="1.2", not_affected="not used"),
         Advisory(id="CVE-2030-1", package="some-package", introduced="2.0", fixed=None),
     ]
+
+
+def test_the_bill_of_materials_is_what_the_locks_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise: `make rendered`."""
+    assert sbom.main(["--check"]) == 0, capsys.readouterr().err
+    components = {(each["name"], each["version"]): each for each in sbom.document()["components"]}
+    assert components.keys() >= pins(LOCKS["kaon"])
+    assert [name for name, _ in components if TORCH.match(name)] == ["torch"]
+    assert len({each["bom-ref"] for each in components.values()}) == len(components)

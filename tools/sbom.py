@@ -1,0 +1,65 @@
+"""`python -m tools.sbom [--check]`: writes deploy/sbom.cdx.json, what an image holds, as CycloneDX 1.6.
+
+The packages of deploy/locks/kaon.txt, which has their files' hashes, and torch at the version of constraints.txt.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tools.locks import FOLDER, ROOT, pins
+
+FILE = ROOT / "deploy" / "sbom.cdx.json"
+_REF = "pkg:pypi/kaon@{version}"
+
+
+def document() -> dict[str, Any]:
+    """The bill of materials. It has no time and no serial number: equal locks give equal bytes."""
+    version = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    torch = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
+    assert version is not None
+    assert torch is not None
+    packages = {("torch", torch[1]), *pins((FOLDER / "kaon.txt").read_text())}
+    components = [_component(name, pin) for name, pin in packages]
+    components.sort(key=lambda component: component["bom-ref"])
+    own = _REF.format(version=version[1])
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "application",
+                "bom-ref": own,
+                "name": "kaon",
+                "version": version[1],
+                "licenses": [{"license": {"id": "Apache-2.0"}}],
+                "purl": own,
+            }
+        },
+        "components": components,
+        "dependencies": [{"ref": own, "dependsOn": [component["bom-ref"] for component in components]}],
+    }
+
+
+def _component(name: str, version: str) -> dict[str, Any]:
+    purl = f"pkg:pypi/{name}@{version}"
+    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    text = json.dumps(document(), indent=1) + "\n"
+    if "--check" in arguments:
+        if FILE.read_text() != text:
+            sys.stderr.write(f"{FILE.name} is not up to date; run python -m tools.sbom\n")
+            return 1
+        return 0
+    FILE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
