@@ -54,8 +54,11 @@ _MOST_HELD_BYTES = 32 * 2**20
 _BODY_BUDGET_BODIES = 64
 """Bodies of the largest size that may be held while they arrive."""
 
-_LEAST_AGE_SECONDS = 0.005
+_LEAST_AGE_SECONDS, _MOST_LEAST_AGE_SECONDS = 0.005, 0.05
 """A connection makes no room for new ones before this age, so that a flood does not close those that send at once."""
+
+_MOST_NEW_PER_SECOND = 3200
+"""Where more connections may be open, that age is so much higher that so many new ones are taken in a second."""
 
 _MAX_SPARED = 16
 """Most connections that make no room because they do not wait for their clients, before one of them does."""
@@ -498,6 +501,9 @@ class Connections:
         self.clock = clock
         self._accounts = accounts
         self._metrics = metrics
+        self._least_age = min(
+            max(limits.connections / _MOST_NEW_PER_SECOND, _LEAST_AGE_SECONDS), _MOST_LEAST_AGE_SECONDS
+        )
         self._open: dict[Connection, None] = {}
         self._waiting = _Waiting()
         """Those that serve no request, and make room for others."""
@@ -544,7 +550,7 @@ class Connections:
         if len(self._open) < self.limits.connections:
             return -math.inf
         victim = self._waiting.oldest(None)
-        return -math.inf if victim is None else victim.since + _LEAST_AGE_SECONDS
+        return -math.inf if victim is None else victim.since + self._least_age
 
     def make_room(self) -> bool:
         """Close the oldest connection that makes room, of the address that has most; whether there was one."""

@@ -135,6 +135,13 @@ def test_new_ones_wait_until_those_that_make_room_had_a_moment_to_send(edge: Edg
     assert edge.table.open_at < edge.now
 
 
+def test_where_more_may_be_open_they_have_longer_to_send(edge: Edge) -> None:
+    edge = Edge(LIMITS._replace(connections=64, per_address=64))
+    for _ in range(64):
+        edge.connect(A)
+    assert edge.table.open_at - edge.now == pytest.approx(0.02)
+
+
 def test_an_address_beyond_its_own_limit_makes_room_itself(edge: Edge) -> None:
     heavy = [edge.connect(A) for _ in range(20)]
     assert [peer.is_aborted for peer in heavy].count(False) == LIMITS.per_address + 1
