@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model clean
+.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -105,6 +105,9 @@ site: $(VENV)/.installed-site ## Build the documentation site into build/site, a
 
 demo-model: $(VENV)/.installed ## Train the embedded model again (under 45 minutes on two cores)
 	@exec $(VENV)/bin/python -m tools.demo.train --out models/demo/checkpoint $(ARGS)
+
+demo-head: $(VENV)/.installed ## Train the head that drafts for the embedded model again (20 minutes on two cores)
+	@exec $(VENV)/bin/python -m tools.demo.train_head $(ARGS)
 
 clean: ## Remove .venv, caches and build output
 	rm -rf $(VENV) .conformance .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.runner.kv_cache import LayerCaches
-from models.attention.backend import AttentionBackend, select_backend
+from models.attention.backend import select_backend
 from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.loading.checkpoint import read_checkpoint_config
@@ -32,7 +32,7 @@ from tests.parity.paged_model import CPU, tensors_of
 from tests.parity.variants import Variant
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-BLOCK_SIZE, NUM_BLOCKS = 16, 8
+BLOCK_SIZE = 16
 
 
 class Reference(Protocol):
@@ -359,18 +359,16 @@ def load_head(
 class PagedDraft:
     """A drafter with a paged cache full of NaN, over one sequence, whose blocks are not in order."""
 
-    def __init__(
-        self, drafter: DraftLM, dtype: torch.dtype = torch.float32, backend: AttentionBackend | None = None
-    ) -> None:
+    def __init__(self, drafter: DraftLM, dtype: torch.dtype = torch.float32, *, num_blocks: int = 8) -> None:
         self.drafter = drafter
-        self._backend = backend or select_backend(CPU)
+        self._backend = select_backend(CPU)
         specs = drafter.kv_cache_layers()
         caches = LayerCaches(specs, self._backend, block_size=BLOCK_SIZE, num_slots=1, dtype=dtype, device=CPU)
-        self._cache = caches.allocate(NUM_BLOCKS)
+        self._cache = caches.allocate(num_blocks)
         for layer in self._cache.values():
             for tensor in tensors_of(layer):
                 tensor.fill_(torch.nan)
-        self._blocks = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32)
+        self._blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
 
     @torch.inference_mode()
     def step(self, first: int, compute: Callable[[torch.Tensor], torch.Tensor], count: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,6 +31,8 @@ from tests.parity.draft_heads import (
 )
 from tests.parity.paged_model import prompt
 from tests.parity.quantized_checkpoints import FP8_BLOCK_CONFIG, fp8_block
+from tests.parity.test_model_drafters import Steps, endless
+from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.thread_ranks import at_once, thread_ranks
 from tests.parity.variants import Variant, deepseek, gpt_oss, moe, qwen3_next
 
@@ -307,3 +309,17 @@ def test_a_method_says_what_it_needs(tmp_path: Path) -> None:
     bare = make_checkpoint(tmp_path / "bare", variant.family, **variant.overrides)
     with pytest.raises(CheckpointError, match=r"holds no tensors model\.layers\.3\.\*, which predict further tokens"):
         load_head("mtp", bare)
+
+
+def test_drafts_of_a_head_change_no_answer(case: Case) -> None:
+    """Of greedy and of seeded sequences, in one batch. Random heads are mostly wrong."""
+    drafting: dict[str, object] = {"num_speculative_tokens": DRAFTS, "speculative_method": case.method}
+    if case.path is not None:
+        drafting["speculative_model"] = str(case.path)
+    fields: dict[str, Any] = {"max_model_len": 128, "num_kvcache_blocks": 64, "max_num_seqs": 8}
+    if json.loads((case.target / CONFIG).read_text())["model_type"] == "qwen3_next":
+        pytest.skip("recurrent states cannot take back a rejected draft")
+    expected = Steps(runner_for(case.target, **fields)).run(endless(3, 9))
+    steps = Steps(runner_for(case.target, **fields, speculative_config=drafting))
+    assert steps.run(endless(3, 9)) == expected
+    assert max(steps.drafted) == DRAFTS

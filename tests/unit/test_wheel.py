@@ -20,6 +20,8 @@ DATA = {
     "models/demo/checkpoint/model.safetensors",
     "models/demo/checkpoint/tokenizer.json",
     "models/demo/checkpoint/tokenizer_config.json",
+    "models/demo/draft_head/config.json",
+    "models/demo/draft_head/model.safetensors",
 }
 """Every file that is not Python code: add here what serving begins to read, and to package-data in pyproject.toml."""
 
