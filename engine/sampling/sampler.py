@@ -27,6 +27,8 @@ from models.ops.memory import Send, upload
 from models.parallel.tensor_parallel import TensorParallel
 
 _NO_MASKS = np.zeros((0, 0), dtype=np.int32)
+_NO_ROWS = SamplingRows()
+"""Of tokens that were chosen without a sampler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +49,29 @@ class LaunchedTokens:
     """The tokens of N rows on the device, valid there once the work enqueued so far has run."""
 
     rows: SamplingRows
-    candidates: Candidates
+    on_device: Candidates | None
     logprobs: torch.Tensor | None = None
     """As `pack_logprobs` makes them, in the order of `rows.num_logprobs`; None where no row asked."""
     refused: dict[int, str] = field(default_factory=dict)
+    on_host: npt.NDArray[np.int64] | None = None
+    """The `words` of `Candidates` in place of `on_device`, for tokens that were chosen on the host: a step on a CPU is
+    short enough for the handful of tensors to count. # [2, N]"""
 
     @classmethod
     def of_host(cls, token_ids: npt.NDArray[np.int64], peaks: npt.NDArray[np.floating[Any]]) -> "LaunchedTokens":
         """Tokens that were chosen on the host, without logits in between, and their logits. # 2 x [N]"""
-        candidates = Candidates.empty(len(token_ids), torch.device("cpu"))
-        candidates.tokens.numpy()[:] = token_ids
-        candidates.peaks.numpy()[:] = peaks
-        return cls(SamplingRows(), candidates)
+        words = np.empty((2, len(token_ids)), dtype=np.int64)
+        words[0] = token_ids
+        words[1].view(np.float32)[: len(peaks)] = peaks
+        return cls(_NO_ROWS, None, on_host=words)
+
+    @property
+    def candidates(self) -> Candidates:
+        """The tokens and their logits as tensors."""
+        if self.on_device is not None:
+            return self.on_device
+        words = torch.from_numpy(self.on_host)
+        return Candidates(words, words[0], words[1].view(torch.float32)[: words.shape[1]])
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -67,11 +80,15 @@ class LaunchedTokens:
 
     def read(self, words: torch.Tensor | None = None, logprobs: torch.Tensor | None = None) -> SampledTokens:
         """The tokens on the host. Waits for the device, unless given copies of `candidates.words` and `logprobs`."""
-        if words is None:
-            words = self.candidates.words.cpu()
-            logprobs = None if self.logprobs is None else self.logprobs.cpu()
-        num_rows = len(self.token_ids)
-        tokens, peak_words = words.numpy()
+        if words is None and self.on_host is not None:
+            tokens, peak_words = self.on_host
+            num_rows = len(tokens)
+        else:
+            if words is None:
+                words = self.candidates.words.cpu()
+                logprobs = None if self.logprobs is None else self.logprobs.cpu()
+            num_rows = len(self.token_ids)
+            tokens, peak_words = words.numpy()
         token_ids, peaks = tokens[:num_rows].copy(), peak_words.view(np.float32)[:num_rows]
         # A NaN counts as a row's maximum, so the maximum shows every value that would spoil the row.
         non_finite = np.flatnonzero(~np.isfinite(peaks)).tolist()
