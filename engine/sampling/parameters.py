@@ -202,7 +202,9 @@ class SamplingColumns:
         known. # 2 x [num_slots]
         """
         flags = self._needs[slots]
-        return bool((flags & _OF_TOKENS).any() or self._are_due(slots, num_tokens, flags).any())
+        if (flags & _OF_TOKENS).any():
+            return True
+        return bool((flags & _BUDGET).any() and self._are_due(slots, num_tokens, flags).any())
 
     def _are_due(
         self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]

@@ -56,7 +56,7 @@ def test_every_phase_passes(api_key: str, tmp_path: Path, record_property: Any) 
     command += ["--phases", "examples,coverage,fuzzing,stateful", "--checks", ",".join(CHECKS)]
     command += ["--seed", SEED, "--generation-database", "none"]
     command += ["--max-examples", MAX_EXAMPLES, "--continue-on-failure"]
-    command += ["--suppress-health-check", "all", "--request-timeout", "60", "--no-color", "--no-shrink"]
+    command += ["--suppress-health-check", "all", "--request-timeout", "180", "--no-color", "--no-shrink"]
     if paths := os.environ.get("CONFORMANCE_PATHS"):
         command += ["--include-path-regex", paths]
     command += ["--header", f"Authorization: Bearer {api_key}", "--report", "json", "--report-json-path", str(report)]
