@@ -202,9 +202,10 @@ class SamplingColumns:
         known. # 2 x [num_slots]
         """
         flags = self._needs[slots]
-        if (flags & _OF_TOKENS).any():
-            return True
-        return bool((flags & _BUDGET).any() and self._are_due(slots, num_tokens, flags).any())
+        needs = int(np.bitwise_or.reduce(flags))
+        if needs & (_OF_TOKENS | _BUDGET) == _BUDGET:
+            return bool(self._are_due(slots, num_tokens, flags).any())
+        return bool(needs & _OF_TOKENS)
 
     def _are_due(
         self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
@@ -322,7 +323,10 @@ class SamplingColumns:
                 continue
             closing = None
             if is_due[row]:
-                closing = self._budgets[slot].closing(tokens[slot, self._num_prompt_tokens[slot] : num_tokens[row]])
+                budget = self._budgets[slot]
+                closing = budget.closing(tokens[slot, self._num_prompt_tokens[slot] : num_tokens[row]])
+                if budget.is_over:
+                    self._needs[slot] &= ~np.uint16(_BUDGET)
             if closing is not None or flags[row] & _MASK:
                 rows.append(masked.row(row, num_tokens[row] < self._min_num_tokens[slot], closing))
         return rows
@@ -366,6 +370,8 @@ class _Budget:
         self._opening = budget.opening
         self._end = budget.closing[0][0]
         self._closing = [packed(token_ids, vocab_size) for token_ids in budget.closing]
+        self.is_over = False
+        """Whether nothing is due any more: the reasoning ended so long ago that its end cannot be a draft."""
 
     def closing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
         """The tokens, as a mask, of which one is due after `generated`; None: any may follow.
@@ -375,6 +381,7 @@ class _Budget:
         if self._opening is not None:
             openings = np.flatnonzero(generated[:_LATEST_OPENING] == self._opening)
             if not len(openings):
+                self.is_over = len(generated) > _LATEST_DRAFT
                 return None
             generated = generated[openings[0] + 1 :]
         if len(generated) < self._max_tokens:
@@ -384,9 +391,12 @@ class _Budget:
             return self._closing[0]
         # What the model has closed by itself is left alone.
         step = len(generated) - int(ends[0])
+        self.is_over = step > _LATEST_DRAFT
         return self._closing[step] if ends[0] >= self._max_tokens and step < len(self._closing) else None
 
 
+_LATEST_DRAFT = 64
+"""Tokens behind which none is a draft that verification may still reject."""
 _LATEST_OPENING = 4
 """Tokens among which a model that reasons opens its reasoning: line breaks may come before."""
 

@@ -225,6 +225,17 @@ def test_the_closing_waits_where_the_grammar_does_not_allow_it(logits: np.ndarra
         assert (sampled.token_ids[1], sampled.refused) == (expected, {})
 
 
+def test_a_slot_forgets_its_budget_long_after_the_reasoning_has_ended() -> None:
+    columns = SamplingColumns(max_num_seqs=1, vocab_size=VOCAB_SIZE, seed=0)
+    tokens = np.full((1, 512), 9, dtype=np.int32)
+    slot = np.zeros(1, dtype=np.int64)
+    columns.write(0, sequence(reasoning_budget=ReasoningBudget(3, [[CLOSE]])))
+    tokens[0, 6] = CLOSE
+    for length, is_watched in ((10, True), (60, True), (90, False)):
+        assert not columns.rows(slot, np.array([length]), tokens).masked
+        assert columns.need_last_token(slot, np.array([length])) == is_watched
+
+
 def test_a_budget_asks_for_the_last_token_only_once_it_is_spent() -> None:
     columns = SamplingColumns(max_num_seqs=1, vocab_size=VOCAB_SIZE, seed=0)
     columns.write(0, sequence(reasoning_budget=ReasoningBudget(3, [[CLOSE]])))
