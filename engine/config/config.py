@@ -487,6 +487,11 @@ class SpeculativeConfig(Section):
     speculative_model: str | None = None
     """Checkpoint of the model that drafts: a directory or a hub id. By itself it means the method `draft`."""
 
+    speculative_acceptance: Literal["coupled", "rejection"] = "coupled"
+    """How drafts of a model are accepted where tokens are sampled at random. `coupled`: a draft that is what the
+    target samples with the same noise, so that answers are those without drafts. `rejection`: by rejection sampling,
+    which accepts more and gives other answers of the same distribution; for `ngram` the two are one."""
+
     prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3
     """Fewest last tokens that must have occurred earlier in the sequence for `ngram` to draft."""
 
@@ -735,6 +740,12 @@ class Config(Section):
     def drafts_by_model(self) -> bool:
         """Whether a model drafts for the served one."""
         return self.speculative_config is not None and self.speculative_config.drafts_by_model
+
+    @property
+    def drafts_by_rejection(self) -> bool:
+        """Whether drafts of a model are accepted by rejection sampling."""
+        speculative = self.speculative_config
+        return self.drafts_by_model and speculative is not None and speculative.speculative_acceptance == "rejection"
 
     @property
     def model_names(self) -> tuple[str, ...]:

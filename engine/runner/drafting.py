@@ -21,9 +21,11 @@ import torch
 
 from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs
 from engine.runner.loaded_model import DRAFT_PREFIX, LoadedModel
+from engine.sampling.parameters import Proposals
 from engine.sampling.sampler import Sampler
 from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
+from models.ops.counter_rng import DRAFT, SAMPLE
 from models.ops.cpu.collectives import SharedMemoryCollectives
 from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
@@ -36,6 +38,16 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 
 _MAX_WAITING = 64
 """Entries of a row that drafts nothing after which they are computed."""
+
+
+class _Sampled(NamedTuple):
+    """The drafts of a slot that were sampled at random, in order of their positions."""
+
+    position: int
+    """Of the first."""
+    token_ids: list[int]
+    probabilities: list[torch.Tensor]
+    """What each was sampled from. # [V] float32 each"""
 
 
 class _Pass(NamedTuple):
@@ -156,7 +168,10 @@ class ModelDrafter:
         input_batch: InputBatch,
         sampler: Sampler,
         num_slots: int,
+        *,
+        by_rejection: bool,
     ) -> None:
+        """`by_rejection`: drafts have noise of their own, and `proposals` has what they were sampled from."""
         self._loaded, self._model, self._passes = loaded, model, passes
         self._input_batch, self._sampler = input_batch, sampler
         self._vocab_size = loaded.model_config.vocab_size
@@ -172,6 +187,9 @@ class ModelDrafter:
         self._waiting: torch.Tensor | None = None  # [num_slots, _MAX_WAITING, features]
         """The target's hidden states for entries that wait, each at its position modulo `_MAX_WAITING`."""
         self._num_slots = num_slots
+        self._by_rejection = by_rejection
+        self._sampled: dict[int, _Sampled] = {}
+        """By slot."""
 
     @property
     def is_recorded(self) -> bool:
@@ -196,6 +214,9 @@ class ModelDrafter:
         """
         slots, firsts, computed, is_sampled = self._computed(inputs)
         is_new = np.isin(slots, starting)
+        if self._sampled:
+            for slot in slots.tolist():
+                self._sampled.pop(slot, None)
         self._num_done[slots[is_new]], self._num_guessed[slots[is_new]] = firsts[is_new], 0
         ends = np.where(is_sampled, computed + (1 - self._is_ahead), computed)
         capacity = self._input_batch.capacity(slots)
@@ -230,6 +251,24 @@ class ModelDrafter:
             state = last if len(drafting) == len(due) else last[torch.from_numpy(drafting).to(last.device)]
             self._go_on(state, rows, slots[rows], ends[rows], num_drafts[rows], drafts, is_greedy=is_greedy)
         return drafts
+
+    def proposals(self, inputs: StepInputs) -> Proposals | None:
+        """The drafts which a step verifies that were sampled from distributions, for rejection sampling."""
+        if not self._sampled or not inputs.has_drafts:
+            return None
+        rows, token_ids, probabilities = [], [], []
+        positions = inputs.sampled_positions
+        for row in np.flatnonzero(inputs.sampled_rows[1:] == inputs.sampled_rows[:-1]).tolist():
+            sampled = self._sampled.get(int(inputs.sampled_slots[row]))
+            depth = -1 if sampled is None else int(positions[row]) - sampled.position
+            if sampled is not None and 0 <= depth < len(sampled.token_ids):
+                assert sampled.token_ids[depth] == inputs.input_ids[inputs.last_tokens[row] + 1]
+                rows.append(row)
+                token_ids.append(sampled.token_ids[depth])
+                probabilities.append(sampled.probabilities[depth])
+        if not rows:
+            return None
+        return Proposals(np.array(rows), np.array(token_ids), torch.stack(probabilities))
 
     # One call's parts
 
@@ -309,6 +348,7 @@ class ModelDrafter:
     ) -> tuple[_Ints, npt.NDArray[np.bool_]]:
         """A token for each row, by the noise with which the target will sample it, and whether it is a token.
 
+        With rejection sampling the noise is the drafter's own.
         # [rows, hidden_size], 2 x [rows] -> [rows], [rows] bool
         """
         parallel, head = self._loaded.parallel, self._passes.head
@@ -318,12 +358,22 @@ class ModelDrafter:
         logits = self._model.compute_logits(state)
         if parallel.rank:
             return self._checked(self.share(np.zeros(len(slots), dtype=np.int64)), np.ones(len(slots), dtype=np.bool_))
-        sampled = self._sampler.sample(logits, self._input_batch.draft_sampling(slots, positions))
+        stream = DRAFT if self._by_rejection else SAMPLE
+        sampling = self._input_batch.draft_sampling(slots, positions, stream=stream)
+        if self._by_rejection:
+            sampled, probabilities = self._sampler.sample_from(logits, sampling)
+        else:
+            sampled, probabilities = self._sampler.sample(logits, sampling), None
         token_ids = sampled.token_ids
         unusable = [*sampled.non_finite, *sampled.refused]
         if unusable:
             token_ids = token_ids.copy()
             token_ids[unusable] = -1
+        if probabilities is not None and sampling.random is not None:
+            for row, of_row in zip(sampling.random.rows.tolist(), probabilities, strict=True):
+                made = self._sampled.setdefault(int(slots[row]), _Sampled(int(positions[row]), [], []))
+                made.token_ids.append(int(token_ids[row]))
+                made.probabilities.append(of_row)
         return self._checked(self.share(token_ids), np.ones(len(slots), dtype=np.bool_))
 
     def _checked(self, token_ids: _Ints, is_valid: npt.NDArray[np.bool_]) -> tuple[_Ints, npt.NDArray[np.bool_]]:

@@ -7,6 +7,7 @@ tokens where all rows are greedy, so that no logits move. The steps of the start
 run by each rank by itself, in the same order.
 """
 
+import dataclasses
 import logging
 import time
 from typing import NamedTuple, cast
@@ -105,7 +106,7 @@ class LaunchedStep:
         device_batch = self._runner.device_batch
         assert self._logits is not None
         with torch.inference_mode(), oom_in_step():
-            self._tokens = tokens = self._runner.launch_sampler(self._logits, rows)
+            self._tokens = tokens = self._runner.launch_sampler(self._logits, self._inputs, rows)
             # A step that verifies drafts is read before the next is launched, which finds its tokens on the host.
             if not self._inputs.has_drafts:
                 last_tokens = device_batch.last_tokens
@@ -223,7 +224,13 @@ class ModelRunner:
             operators = loaded.operators if is_serving else None
             passes = DraftPasses(loaded, loaded.drafter, drafter_caches(kv_cache_data), operators)
             self.drafter = ModelDrafter(
-                loaded, loaded.drafter, passes, self.input_batch, self.sampler, config.max_num_seqs
+                loaded,
+                loaded.drafter,
+                passes,
+                self.input_batch,
+                self.sampler,
+                config.max_num_seqs,
+                by_rejection=config.drafts_by_rejection,
             )
         self.pooler: PromptPooler | None = None
         """On rank 0, where the model pools prompts."""
@@ -455,12 +462,16 @@ class ModelRunner:
     ) -> ScheduledBatchOutput:
         """Sample, wait for the tokens, and `finish` the step."""
         assert inputs.sampling is not None, "the tokens of all steps before have been read"
-        return self.finish(batch, inputs, self.launch_sampler(logits, inputs.sampling).read(), drafted_from)
+        return self.finish(batch, inputs, self.launch_sampler(logits, inputs, inputs.sampling).read(), drafted_from)
 
-    def launch_sampler(self, logits: torch.Tensor | LaunchedTokens, rows: SamplingRows) -> LaunchedTokens:
+    def launch_sampler(
+        self, logits: torch.Tensor | LaunchedTokens, inputs: StepInputs, rows: SamplingRows
+    ) -> LaunchedTokens:
         """Have the device sample, unless the model's head did. # [S, V] float32, overwritten"""
         if isinstance(logits, LaunchedTokens):
             return logits
+        if self.drafter is not None and (proposals := self.drafter.proposals(inputs)) is not None:
+            rows = dataclasses.replace(rows, proposals=proposals)
         send = None if self.device_batch.device.is_host else self.device_batch.uploads.send
         return self.sampler.launch(logits, rows, send)
 

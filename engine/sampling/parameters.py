@@ -4,17 +4,18 @@ The input batch writes a slot when its sequence starts, and asks for the rows of
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.sampling.filters import FILTERS, FilteredRows
 from engine.sampling_params import ReasoningBudget
 from engine.sequence import Sequence as EngineSequence
 from engine.text.structured.matcher import MaskedRow, packed
-from models.ops.counter_rng import request_key, row_keys, server_key
+from models.ops.counter_rng import request_key, row_keys, server_key, stream_keys
 
 Table = TypeVar("Table")
 Made = TypeVar("Made")
@@ -54,6 +55,10 @@ class RandomRows:
         """Of the rows' noise."""
         return row_keys(self.key, self.position)
 
+    def of_stream(self, stream: int) -> "RandomRows":
+        """The rows with another stream's noise (`models.ops.counter_rng`)."""
+        return replace(self, key=stream_keys(self.key, stream)) if stream else self
+
     def take(self, chosen: npt.NDArray[np.int64]) -> "RandomRows":
         """Some of the rows."""
         return RandomRows(*(getattr(self, column.name)[chosen] for column in fields(self)))
@@ -66,6 +71,16 @@ class Adjustments:
     rows: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Drafts that a drafter sampled from distributions of its own, each after the position of a random row."""
+
+    rows: npt.NDArray[np.int64]  # [D], ascending
+    """The row at whose position the draft is verified."""
+    token_ids: npt.NDArray[np.int64]  # [D]
+    probabilities: torch.Tensor  # [D, V] float32, that the draft was sampled from
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +100,8 @@ class SamplingRows:
     """Alternatives asked for, by row."""
     filters: list[FilteredRows] = field(default_factory=list)
     """Random rows with a filter that the draw does not implement itself."""
+    proposals: Proposals | None = None
+    """Drafts that rejection sampling accepts or replaces."""
 
     @property
     def is_greedy(self) -> bool:

@@ -135,6 +135,8 @@ class Sampler:
             mask_excluded(logits, candidates.peaks, each.keep, at, temperature, values)
         if rows.random is not None:
             ops.draw(logits, candidates, rows.random, draw_arrays)
+            if rows.proposals is not None:
+                ops.verify(logits, candidates, rows.random, rows.proposals)
         logprobs = None
         if unmodified is not None:
             chosen = candidates.tokens.index_select(0, asking)
@@ -145,6 +147,14 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         """`launch`, then `read`."""
         return self.launch(logits, rows).read()
+
+    def sample_from(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[SampledTokens, torch.Tensor | None]:
+        """As `sample`, and what each of `rows.random` was sampled from. # [D, V] float32; None without such rows"""
+        launched = self.launch(logits, rows)
+        probabilities = None
+        if rows.random is not None:
+            probabilities = ops_for(logits).probabilities(logits, launched.candidates.peaks, rows.random)
+        return launched.read(), probabilities
 
     def warm_up(self, vocab_size: int, device: torch.device) -> None:
         """Have Triton's kernels, where they run, compiled before a request needs them."""

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.parameters import FREQUENCY, PRESENCE, REPETITION, RandomRows
+from engine.sampling.parameters import FREQUENCY, PRESENCE, REPETITION, Proposals, RandomRows
 from engine.sampling.top_k import argmax, index_of_rank, sorted_descending, stable_topk
-from models.ops.counter_rng import approximate_noise, gumbel_noise
+from models.ops.counter_rng import ACCEPT, approximate_noise, gumbel_noise, uniform
 from models.ops.cpu import sampling as cpu_sampling
 
 _SCORED = 16
@@ -115,6 +115,58 @@ class TorchOps:
             else:
                 tokens = draw_unfiltered(scaled, row_keys)
             candidates.tokens.index_copy_(0, rows, tokens.where(is_finite[rows], candidates.tokens[rows]))
+
+    def probabilities(self, logits: torch.Tensor, peaks: torch.Tensor, random: RandomRows) -> torch.Tensor:
+        """How probable each token is in `draw`, of rows whose peak is finite. # peaks [N] -> [D, V] float32"""
+        device, vocab_size = logits.device, logits.shape[-1]
+        found = logits.new_empty(len(random.rows), vocab_size)
+        at_a_time = max(1, self.logits_at_a_time // vocab_size)
+        for start in range(0, len(found), at_a_time):
+            part = random.take(np.arange(start, min(len(found), start + at_a_time)))
+            columns = (part.rows, part.temperature, part.top_k, part.top_p, part.min_p)
+            rows, temperature, top_k, top_p, min_p = (torch.from_numpy(each).to(device) for each in columns)
+            scaled = logits.index_select(0, rows).sub_(peaks[rows, None]).div_(temperature[:, None])
+            scaled.masked_fill_(~peaks[rows, None].isfinite(), 0.0)
+            if part.filtered.any():
+                width = int(part.top_k.max())
+                values, ids = (
+                    stable_topk(scaled, width)
+                    if width <= min(_WIDEST, vocab_size - 1)
+                    else scaled.sort(dim=-1, descending=True, stable=True)
+                )
+                num_kept = count_kept(values, top_k, top_p, min_p, scaled.exp().sum(-1).double())
+                is_excluded = torch.arange(values.shape[-1], device=device) >= num_kept[:, None]
+                scaled = torch.full_like(scaled, -torch.inf).scatter_(
+                    -1, ids, values.masked_fill(is_excluded, -torch.inf)
+                )
+            found[start : start + at_a_time] = scaled.softmax(-1)
+        return found
+
+    def verify(self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, proposals: Proposals) -> None:
+        """Rejection sampling (Leviathan, Kalman and Matias, 2023), after `draw` and on the device alone.
+
+        A draft with probability q is a row's token with probability min(1, p / q); else it is replaced by a sample of
+        max(p - q, 0), which is never the draft. A row whose peak is not finite keeps its token.
+        """
+        part = random.take(np.searchsorted(random.rows, proposals.rows))
+        at_a_time = max(1, self.logits_at_a_time // logits.shape[-1])
+        for start in range(0, len(part.rows), at_a_time):
+            chosen = np.arange(start, min(len(part.rows), start + at_a_time))
+            some = part.take(chosen)
+            columns = (some.rows, proposals.token_ids[chosen], uniform(some.of_stream(ACCEPT).row_keys))
+            rows, drafts, numbers, row_keys = (
+                torch.from_numpy(each).to(logits.device) for each in (*columns, some.row_keys.view(np.int64))
+            )
+            p = self.probabilities(logits, candidates.peaks, some).double()
+            q = proposals.probabilities[start : start + at_a_time].double()
+            of_drafts = drafts[:, None]
+            is_accepted = numbers < (p.gather(-1, of_drafts) / q.gather(-1, of_drafts))[:, 0]
+            rest = (p - q).clamp_(min=0.0)
+            sampled = candidates.tokens[rows]
+            # Without a rest the two are the same but for roundings, and the row's own sample will do.
+            replaced = draw_unfiltered(rest.log().float(), row_keys).where(rest.sum(-1) > 0.0, sampled)
+            tokens = drafts.where(is_accepted, replaced).where(candidates.peaks[rows].isfinite(), sampled)
+            candidates.tokens.index_copy_(0, rows, tokens)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobColumns:
         """Log probabilities and ranks of given tokens, and the top `count` tokens. # [R, V], [R] int64

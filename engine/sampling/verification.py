@@ -1,8 +1,12 @@
 """Verification of drafts: which of the tokens that a step sampled are accepted.
 
 At each position of a row that verifies drafts the step samples a token as if the drafts before it were the sequence's.
-A position is accepted if all drafts before it equal the tokens sampled there: with noise keyed by seed, position
-and token id, the accepted tokens are those that plain decodes would sample.
+A position is accepted if all drafts before it equal the tokens sampled there. Two ways of sampling make them equal:
+
+- Coupled: by the noise of (seed, position, token id), so that the accepted tokens are those that plain decodes sample.
+- Rejection (`TorchOps.verify`), for drafts with a distribution q: the token is the draft with probability
+  min(1, p / q), and else a sample of max(p - q, 0). Where q is 1 for one token, the first way is the same: the noise
+  selects the draft with probability p, and any other token as often as p has it.
 
 A position of such a row at which no token could be sampled is not accepted, nor are those after it: a step without
 drafts finds out whether the model or the draft is at fault. An invalid draft may spoil the positions before it too,

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_SIGNED_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _UINT64_MASK = (1 << 64) - 1
 _WORD = 0xFFFFFFFF
 
@@ -38,20 +37,16 @@ def server_key(server_seed: int, request_id: int) -> int:
     return _mix_int(_mix_int(~server_seed) + request_id)
 
 
-def row_keys(
-    keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], stream: int = SAMPLE
-) -> npt.NDArray[np.uint64]:
-    """What, with a token id, determines the noise of a row, for each (key, position). # all [num_rows]"""
+def stream_keys(keys: npt.NDArray[np.uint64], stream: int) -> npt.NDArray[np.uint64]:
+    """Keys of another stream, whose noise is independent. # [num_rows]"""
     for _ in range(stream):
         keys = _mix(keys ^ _GOLDEN_GAMMA)
+    return keys
+
+
+def row_keys(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """What, with a token id, determines the noise of a row, for each (key, position). # all [num_rows]"""
     return _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
-
-
-def row_keys_on_device(keys: torch.Tensor, positions: torch.Tensor, stream: int = SAMPLE) -> torch.Tensor:
-    """As `row_keys`, of int64 with the bits of uint64. # all [num_rows] int64"""
-    for _ in range(stream):
-        keys = _mix_on_device(keys ^ _SIGNED_GAMMA)
-    return _mix_on_device(keys + (positions + 1) * _SIGNED_GAMMA)
 
 
 def uniform(row_key: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
@@ -105,13 +100,6 @@ def random_words(row_key: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return high, x ^ (x >> 16)
-
-
-def _mix_on_device(x: torch.Tensor) -> torch.Tensor:
-    """As `_mix`: products wrap, and shifts fill with zeros. # int64"""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -0x40A7B892E31B1A47
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -0x6B2FB644ECCEEE15
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _mix_int(value: int) -> int:

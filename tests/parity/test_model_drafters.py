@@ -111,6 +111,33 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoint: Path, fields
     assert max(steps.drafted) == (1 if fields.get("max_num_batched_tokens") == 8 else K)
 
 
+def by_rejection(path: Path) -> dict[str, Any]:
+    fields = by_model(path)
+    fields["speculative_config"]["speculative_acceptance"] = "rejection"
+    return fields
+
+
+def test_rejection_accepts_all_drafts_of_the_model_itself(checkpoint: Path) -> None:
+    steps = Steps(runner_for(checkpoint, **by_rejection(checkpoint)))
+    steps.run(endless(tokens=40))
+    # The distributions are equal, but for roundings of rows of other lengths.
+    assert steps.acceptance > 0.98
+    assert max(steps.drafted) == K
+
+
+def test_rejection_accepts_more_than_coupled_samples_and_leaves_greedy_answers(
+    checkpoint: Path, smaller: Path
+) -> None:
+    expected = Steps(runner_for(checkpoint)).run(endless(8, tokens=60))
+    coupled = Steps(runner_for(checkpoint, **by_model(smaller)))
+    assert coupled.run(endless(8, tokens=60)) == expected
+    steps = Steps(runner_for(checkpoint, **by_rejection(smaller)))
+    found = steps.run(endless(8, tokens=60))
+    assert found[::2] == expected[::2]
+    assert [len(tokens) for tokens in found] == [len(tokens) for tokens in expected]
+    assert steps.acceptance > coupled.acceptance
+
+
 def test_a_preempted_sequence_drafts_again(checkpoint: Path) -> None:
     """Blocks for four sequences at once are missing: some start again, with the prefix cache's help."""
     expected = Steps(runner_for(checkpoint)).run(endless(tokens=40))
