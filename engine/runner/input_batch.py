@@ -371,13 +371,13 @@ class InputBatch:
     def draft_sampling(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], *, stream: int
     ) -> SamplingRows:
-        """How to sample a draft at these positions, as the target will, but for masks of grammars. # 2 x [B]
+        """How to sample a draft at these positions, as the target will. # 2 x [B]
 
         `stream` is that of the noise: `SAMPLE` for the target's own.
         """
         rows = self._sampling.rows(slots, positions, self._tokens)
         random = None if rows.random is None else rows.random.of_stream(stream)
-        return dataclasses.replace(rows, random=random, masked=None, num_logprobs=None)
+        return dataclasses.replace(rows, random=random, num_logprobs=None)
 
     def _write(self, seq: Sequence) -> None:
         slot = seq.slot

@@ -14,7 +14,7 @@ import torch
 from engine.sampling.filters import FILTERS, FilteredRows
 from engine.sampling_params import ReasoningBudget
 from engine.sequence import Sequence as EngineSequence
-from engine.text.structured.matcher import MaskedRow, packed
+from engine.text.structured.matcher import MaskedRow, Matcher, packed
 from models.ops.counter_rng import request_key, row_keys, server_key, stream_keys
 
 Table = TypeVar("Table")
@@ -345,7 +345,12 @@ class SamplingColumns:
                 if budget.is_over:
                     self._needs[slot] &= ~np.uint16(_BUDGET)
             if closing is not None or flags[row] & _MASK:
-                rows.append(masked.row(row, num_tokens[row] < self._min_num_tokens[slot], closing))
+                is_short = bool(num_tokens[row] < self._min_num_tokens[slot])
+                unread = masked.unread(tokens[slot, : num_tokens[row]])
+                if len(unread):
+                    rows.append(masked.later_row(row, unread.tolist(), is_short, closing))
+                else:
+                    rows.append(masked.row(row, is_short, closing))
         return rows
 
     def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]) -> dict[int, int]:
@@ -421,7 +426,7 @@ _LATEST_OPENING = 4
 class _Masked:
     """A slot that may sample some tokens only."""
 
-    __slots__ = ("_allowed", "_ends", "_late_ends", "_matcher", "_row", "_seq", "_unwanted_eos")
+    __slots__ = ("_ahead", "_allowed", "_ends", "_late_ends", "_matcher", "_row", "_seq", "_unwanted_eos")
 
     def __init__(self, seq: EngineSequence, ends: list[int], vocab_size: int) -> None:
         self._seq = seq
@@ -435,11 +440,31 @@ class _Masked:
         self._late_ends = [*self._unwanted_eos, *ends]
         self._row: MaskedRow | None = None
         """The masked row of the last step: most sequences keep it for many steps."""
+        self._ahead: tuple[int, list[int], Matcher | None] = 0, [], None
+        """The sequence's length, tokens after that, and the matcher after those: the next position's goes on there."""
 
     @property
     def is_over(self) -> bool:
         """Whether the sequence has ended."""
         return self._seq.is_finished
+
+    def unread(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Which of a position's tokens the matcher has not read: drafts, and tokens whose step is not finished."""
+        return tokens[len(tokens) if self._matcher is None else len(self._seq.token_ids) :]
+
+    def later_row(
+        self, row: int, unread: list[int], too_short: bool, due: npt.NDArray[np.int32] | None = None
+    ) -> MaskedRow:
+        """As `row`, after tokens that the matcher has not read. Where these cannot be followed, any may be sampled."""
+        assert self._matcher is not None
+        length, before, last = self._ahead
+        if last is not None and length == len(self._seq.token_ids) and before == unread[:-1]:
+            matcher = last.after(unread[-1:])
+        else:
+            matcher = self._matcher.after(unread)
+        self._ahead = len(self._seq.token_ids), unread, matcher
+        withheld = self._late_ends if too_short else self._unwanted_eos
+        return MaskedRow(row, matcher, self._ends, withheld, self._allowed, due)
 
     def row(self, row: int, too_short: bool, due: npt.NDArray[np.int32] | None = None) -> MaskedRow:
         """What row `row` of a step may sample; `too_short` is a sequence of fewer than `min_tokens`.

@@ -79,8 +79,8 @@ class Drafts:
     def propose(self, seqs: Rows[Sequence], budget: int) -> None:
         """Draft tokens for the sequences that decode in the next step, which has room for `budget` tokens.
 
-        Drafts that the runner made are shortened to what there is room for. A sequence with a grammar has none,
-        because the next mask depends on the token before it.
+        Drafts that the runner made are shortened to what there is room for. Those of a sequence with a grammar end
+        where it does not allow the next one, or could not tell, because the token before is not read yet.
         """
         if not self.are_on or not seqs:
             return
@@ -90,8 +90,12 @@ class Drafts:
         self._suspended_steps -= is_suspended
         if self._match_lengths is not None:
             for seq in seqs:
-                count = 0 if is_suspended or seq.matcher is not None else self._limit(seq, seq.num_useful_drafts)
-                seq.spec_token_ids = self._looked_up(seq, count, self._match_lengths) if count else []
+                is_unknown = seq.matcher is not None and seq.num_placeholder
+                count = 0 if is_suspended or is_unknown else self._limit(seq, seq.num_useful_drafts)
+                drafts = self._looked_up(seq, count, self._match_lengths) if count else []
+                if drafts and seq.matcher is not None:
+                    drafts = drafts[: seq.matcher.count_allowed(drafts)]
+                seq.spec_token_ids = drafts
         elif is_suspended:
             for seq in seqs:
                 seq.spec_token_ids = []
@@ -104,7 +108,7 @@ class Drafts:
         if self._suspended_steps:
             return [0] * len(seqs)
         # The step that is scheduled brings a token at least.
-        return [self._limit(seq, seq.num_useful_drafts - 1) if seq.matcher is None else 0 for seq in seqs]
+        return [self._limit(seq, seq.num_useful_drafts - 1) for seq in seqs]
 
     def _limit(self, seq: Sequence, num_useful: int) -> int:
         return min(self.plan.limit(seq), num_useful) if num_useful > 0 else 0

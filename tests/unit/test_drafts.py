@@ -58,9 +58,11 @@ def test_some_rows_draft_where_there_is_not_room_for_all() -> None:
     assert [len(tokens) for tokens in proposed(drafts(), running(64))] == [0] * 64
 
 
-def test_a_grammar_drafts_nothing() -> None:
+def test_a_grammar_ends_drafts_where_it_refuses_one_and_until_it_knows_the_last_token() -> None:
     (seq,) = running(1)
-    seq.matcher = object()  # type: ignore[assignment]
+    seq.matcher = SimpleNamespace(count_allowed=lambda token_ids: token_ids.index(3))  # type: ignore[assignment]
+    assert proposed(drafts(), [seq]) == [[1, 2]]
+    seq.num_placeholder = 1
     assert proposed(drafts(), [seq]) == [[]]
 
 

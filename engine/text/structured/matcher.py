@@ -56,6 +56,23 @@ class Matcher:
         self._note_error()
         return False
 
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may follow one after the other. The state stays as it is."""
+        try:
+            return self._matcher.validate_tokens(list(token_ids))
+        except BaseException:  # noqa: BLE001 - a panic of the native library: the mask of the next step reports it
+            return 0
+
+    def after(self, token_ids: Sequence[int]) -> "Matcher | None":
+        """A matcher of its own in the state after these tokens; None where they may not follow, or end the text."""
+        try:
+            native = self._matcher.deep_copy()
+            if native.try_consume_tokens(list(token_ids)) < len(token_ids) or native.is_stopped():
+                return None
+        except BaseException:  # noqa: BLE001 - as above
+            return None
+        return Matcher(native, self.eos_token_ids, self.num_words)
+
     def settle(self, mask: npt.NDArray[np.int32], ends: Sequence[int], withheld: Sequence[int]) -> bool:
         """Apply end tokens to the mask that `MaskComputer` wrote; False, with `error` set, if it could not write one.
 
