@@ -1,8 +1,14 @@
-"""`make test-ops`: what needs programs that are no Python packages. A program that is missing fails its tests."""
+"""`make test-ops`: what needs programs that are no Python packages, or the extra `kaon[ops]`.
 
+A program that is missing fails its tests. `make test` collects this folder without the extra, and runs none of it.
+"""
+
+import importlib.util
 import shutil
 
 import pytest
+
+collect_ignore = [] if importlib.util.find_spec("helm_python") else ["test_manifests.py"]
 
 
 @pytest.fixture(scope="session")
