@@ -280,7 +280,7 @@ class StepBuilder:
         self.seqs = rows.by_id.copy()
         self.num_decodes = len(rows.seqs)
         self.counts, self.context_lens = rows.counts.copy(), lengths
-        if self.num_drafts:
+        if any(seq.spec_token_ids for seq in rows.seqs):
             drafts = ((seq.id, seq.spec_token_ids[: seq.num_drafts]) for seq in rows.seqs)
             self.drafts = {seq_id: tokens for seq_id, tokens in drafts if tokens}
             drafted = [len(self.drafts.get(seq.id, ())) for seq in rows.seqs]

@@ -482,10 +482,17 @@ class Scheduler:
         if self.step_budget is not None:
             rows, lengths = self.step_budget.take_turns(rows, lengths, 1 + self.mtp_k)
         self.drafts.propose(rows.seqs, step.budget)
-        # A sequence grows by at most 1 + k tokens a step, and its drafter is ahead of it: only these can cross a block
-        # boundary in this step.
+        # A sequence grows by at most 1 + k tokens a step: only these may have filled a block, or may need another one.
         size, k, ahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_ahead
-        eventful = [i for i, length in enumerate(lengths) if (length + k + ahead) % size <= 2 * k + 1 + ahead]
+        if k:
+            reach = k + ahead
+            eventful = [
+                i
+                for i, (seq, length) in enumerate(zip(rows.seqs, lengths, strict=True))
+                if length % size <= k or length + reach > len(seq.block_table) * size
+            ]
+        else:
+            eventful = [i for i, length in enumerate(lengths) if length % size <= 1]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
         if ahead:
             # A drafter without blocks drafts less.

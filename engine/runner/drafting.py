@@ -23,6 +23,7 @@ from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs
 from engine.runner.loaded_model import DRAFT_PREFIX, LoadedModel
 from engine.sampling.parameters import Proposals
 from engine.sampling.sampler import Sampler
+from models.attention.backend import AttentionMetaData
 from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
@@ -91,22 +92,25 @@ class DraftPasses:
         programs = {id(each): each for each in (self._first, self._next) if each is not None}
         return sum(each.num_bytes for each in programs.values())
 
-    def run(
-        self, span: DraftSpan, counts: _Ints, ends: _Ints, states: torch.Tensor | None, *, is_first: bool
-    ) -> torch.Tensor:
-        """A pass over the last `counts` entries up to `ends` of each row. # states [T, features] -> [T, hidden_size]
-
-        The result is valid until the next pass. `states` are the target's in a first pass, and else the drafter's.
-        """
-        loaded = self._loaded
-        num_rows, are_single = len(counts), len(span.token_ids) == len(counts)
-        metadata = loaded.backend.build_metadata(
+    def prepare(self, span: DraftSpan, counts: _Ints, ends: _Ints) -> AttentionMetaData:
+        """A pass over the last `counts` entries up to `ends` of each row."""
+        num_rows = len(counts)
+        return self._loaded.backend.build_metadata(
             query_lens=counts,
             seq_lens=ends,
             block_tables=span.block_tables,
             slot_mapping=span.slot_mapping,
-            num_decodes=num_rows if are_single else 0,
+            num_decodes=num_rows if len(span.token_ids) == num_rows else 0,
         )
+
+    def run(
+        self, metadata: AttentionMetaData, span: DraftSpan, states: torch.Tensor | None, *, is_first: bool
+    ) -> torch.Tensor:
+        """Run a prepared pass. # states [T, features] -> [T, hidden_size]
+
+        The result is valid until the next pass. `states` are the target's in a first pass, and else the drafter's.
+        """
+        loaded = self._loaded
         program = self._first if is_first else self._next
         token_ids, positions = torch.from_numpy(span.token_ids), torch.from_numpy(span.positions)
         if program is not None and metadata.step is not None:
@@ -115,7 +119,9 @@ class DraftPasses:
             token_ids, positions = token_ids.to(loaded.device), positions.to(loaded.device)
             if states is None:
                 states = torch.empty(0, device=loaded.device)
-            context = Context(positions, is_prefill=not are_single, batch_size=num_rows, is_draft=True)
+            num_rows = len(metadata.seq_lens)
+            is_prefill = len(token_ids) > num_rows
+            context = Context(positions, is_prefill=is_prefill, batch_size=num_rows, is_draft=True)
             with forward_context(metadata, context, kv_cache_data=self._caches):
                 output = self._model(token_ids, positions, self._model.combine(states) if is_first else states)
         if isinstance(loaded.parallel.collectives, SharedMemoryCollectives):
@@ -184,7 +190,7 @@ class ModelDrafter:
         """Entries of each slot that are computed."""
         self._num_guessed = np.zeros(num_slots, dtype=np.int64)
         """Entries after those that are computed of drafts, which count where these were accepted."""
-        self._waiting: torch.Tensor | None = None  # [num_slots, _MAX_WAITING, features]
+        self._waiting: torch.Tensor | None = None  # [num_slots * _MAX_WAITING, features]
         """The target's hidden states for entries that wait, each at its position modulo `_MAX_WAITING`."""
         self._num_slots = num_slots
         self._by_rejection = by_rejection
@@ -212,12 +218,16 @@ class ModelDrafter:
         `num_decodes`: leading rows that are no prompts. `starting`: slots of sequences that start in this step.
         `is_greedy`: whether every row takes its argmax. On ranks other than 0 the result is the same.
         """
+        is_idle = num_decodes == len(wanted) and not (inputs.has_drafts or self._sampled or wanted.any())
+        if is_idle and self._wait(inputs, hidden):
+            return []
         slots, firsts, computed, is_sampled = self._computed(inputs)
-        is_new = np.isin(slots, starting)
         if self._sampled:
             for slot in slots.tolist():
                 self._sampled.pop(slot, None)
-        self._num_done[slots[is_new]], self._num_guessed[slots[is_new]] = firsts[is_new], 0
+        if len(starting):
+            is_new = np.isin(slots, starting)
+            self._num_done[slots[is_new]], self._num_guessed[slots[is_new]] = firsts[is_new], 0
         ends = np.where(is_sampled, computed + (1 - self._is_ahead), computed)
         capacity = self._input_batch.capacity(slots)
         room = np.minimum(capacity - ends + 1, self._input_batch.max_model_len - computed - 1)
@@ -270,6 +280,20 @@ class ModelDrafter:
             return None
         return Proposals(np.array(rows), np.array(token_ids), torch.stack(probabilities))
 
+    def _wait(self, inputs: StepInputs, hidden: torch.Tensor | None) -> bool:
+        """Have a step of single tokens wait, none of which is drafted from; False where there is not room."""
+        slots, ends = inputs.slots, inputs.seq_lens
+        if not self.reads_hidden:
+            return True
+        if int((ends - self._num_done[slots]).max()) >= _MAX_WAITING:
+            return False
+        assert hidden is not None
+        if self._waiting is None:
+            self._waiting = hidden.new_empty(self._num_slots * _MAX_WAITING, hidden.shape[1])
+        where = slots * _MAX_WAITING + inputs.positions % _MAX_WAITING
+        self._waiting.index_copy_(0, torch.from_numpy(where).to(hidden.device), hidden)
+        return True
+
     # One call's parts
 
     def _computed(self, inputs: StepInputs) -> tuple[_Ints, _Ints, _Ints, npt.NDArray[np.bool_]]:
@@ -290,7 +314,9 @@ class ModelDrafter:
             if self.reads_hidden:
                 assert hidden is not None
                 states = self._states(part, hidden, inputs, firsts[chosen], rows[chosen])
-            output = self._run(part, states, is_first=True)
+            span = self._input_batch.draft_span(*part, self._is_ahead)
+            metadata = self._passes.prepare(span, part.ends - part.begins, part.ends)
+            output = self._passes.run(metadata, span, states, is_first=True)
             is_last = part.ends == entries.ends[chosen]
             at = (np.cumsum(part.ends - part.begins) - 1)[is_last]
             last.append(output[torch.from_numpy(at).to(output.device)])
@@ -324,8 +350,11 @@ class ModelDrafter:
         is_greedy: bool,
     ) -> None:
         """Draft after `state`, a token a pass, into `drafts`. # state [rows, hidden_size], the rest [rows]"""
-        for depth in range(int(num_drafts.max())):
-            positions = ends + self._is_ahead + depth
+        span: DraftSpan | None = None
+        metadata: AttentionMetaData | None = None
+        most = int(num_drafts.max())
+        for depth in range(most):
+            positions = ends + (self._is_ahead + depth)
             token_ids, is_valid = self._choose(state, slots, positions, is_greedy=is_greedy)
             for row, token_id, is_good in zip(rows.tolist(), token_ids.tolist(), is_valid.tolist(), strict=True):
                 if is_good:
@@ -338,8 +367,18 @@ class ModelDrafter:
                 kept = np.flatnonzero(goes_on)
                 rows, slots, ends, num_drafts = rows[kept], slots[kept], ends[kept], num_drafts[kept]
                 state = state[torch.from_numpy(kept).to(state.device)]
-            further = _Pass(slots, ends + depth, ends + depth + 1)
-            state = self._run(further, state if self.reads_hidden else None, is_first=False)
+                span = None
+            if span is not None and metadata is not None and self._passes.are_recorded:
+                # A recorded pass reads the memory of its step anew.
+                span.token_ids[:] = token_ids
+                span.positions[:] += 1
+                span.slot_mapping[:] = self._input_batch.slot_mapping(slots, span.positions)
+                metadata.seq_lens += 1
+            else:
+                begins = ends + depth
+                span = self._input_batch.draft_span(slots, begins, begins + 1, self._is_ahead, num_more=most)
+                metadata = self._passes.prepare(span, np.ones(len(slots), dtype=np.int64), begins + 1)
+            state = self._passes.run(metadata, span, state if self.reads_hidden else None, is_first=False)
             if not self.reads_hidden:
                 self._num_guessed[slots] += 1
 
@@ -412,7 +451,7 @@ class ModelDrafter:
         of_step, waited = (torch.from_numpy(np.flatnonzero(each)).to(hidden.device) for each in (~waits, waits))
         states[of_step] = hidden[torch.from_numpy(at[~waits]).to(hidden.device)]
         where = (np.repeat(slots, counts) * _MAX_WAITING + positions % _MAX_WAITING)[waits]
-        states[waited] = self._waiting.view(-1, hidden.shape[1])[torch.from_numpy(where).to(hidden.device)]
+        states[waited] = self._waiting[torch.from_numpy(where).to(hidden.device)]
         return states
 
     def _keep_waiting(
@@ -422,7 +461,7 @@ class ModelDrafter:
         if not len(rows):
             return
         if self._waiting is None:
-            self._waiting = hidden.new_empty(self._num_slots, _MAX_WAITING, hidden.shape[1])
+            self._waiting = hidden.new_empty(self._num_slots * _MAX_WAITING, hidden.shape[1])
         begins = np.maximum(done[rows], firsts[rows])
         counts = ends[rows] - begins
         stops = np.cumsum(counts)
@@ -430,8 +469,4 @@ class ModelDrafter:
         at = positions + np.repeat((np.cumsum(inputs.query_lens) - inputs.seq_lens)[rows], counts)
         where = np.repeat(inputs.slots[rows], counts) * _MAX_WAITING + positions % _MAX_WAITING
         source = hidden[torch.from_numpy(at).to(hidden.device)]
-        self._waiting.view(-1, hidden.shape[1])[torch.from_numpy(where).to(hidden.device)] = source
-
-    def _run(self, entries: _Pass, states: torch.Tensor | None, *, is_first: bool) -> torch.Tensor:
-        span = self._input_batch.draft_span(*entries, self._is_ahead)
-        return self._passes.run(span, entries.ends - entries.begins, entries.ends, states, is_first=is_first)
+        self._waiting[torch.from_numpy(where).to(hidden.device)] = source

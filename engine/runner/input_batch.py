@@ -344,8 +344,12 @@ class InputBatch:
         begins: npt.NDArray[np.int64],
         ends: npt.NDArray[np.int64],
         num_ahead: int,
+        num_more: int = 0,
     ) -> DraftSpan:
-        """The entries at positions `[begins, ends)` of slots; an entry's token is `num_ahead` after it. # 3 x [B]"""
+        """The entries at positions `[begins, ends)` of slots; an entry's token is `num_ahead` after it. # 3 x [B]
+
+        Block tables reach to `num_more` further positions, as far as there are blocks.
+        """
         counts = ends - begins
         stops = np.cumsum(counts)
         if int(stops[-1]) == len(slots):
@@ -353,14 +357,18 @@ class InputBatch:
         else:
             token_slots = np.repeat(slots, counts)
             positions = np.arange(int(stops[-1])) + np.repeat(ends - stops, counts)
-        blocks, offsets = np.divmod(positions, self.block_size)
-        num_blocks = -(-int(ends.max()) // self.block_size)
+        num_blocks = -(-(int(ends.max()) + num_more) // self.block_size)
         return DraftSpan(
             self._tokens[token_slots, positions + num_ahead].astype(np.int64),
             positions,
-            self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets,
+            self.slot_mapping(token_slots, positions),
             self._block_table[:, :num_blocks][slots],
         )
+
+    def slot_mapping(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where positions of slots have their keys and values: block * block_size + offset. # 2 x [T] -> [T]"""
+        blocks, offsets = np.divmod(positions, self.block_size)
+        return self._block_table[slots, blocks] * np.int64(self.block_size) + offsets
 
     def write_drafts(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]

@@ -122,7 +122,8 @@ class LaunchedStep:
         sampled = self._tokens.read(*(download.wait() for download in self._downloads))
         for download in self._downloads:
             self._runner.device_batch.downloads.give_back(download)
-        output = self._runner.finish(self._batch, self._inputs, sampled, self._drafted_from)
+        with torch.inference_mode():
+            output = self._runner.finish(self._batch, self._inputs, sampled, self._drafted_from)
         output.prompt_logprobs = self._prompt_logprobs
         if self._pooled is not None and self._vectors is not None:
             shape = self._pooled.values.shape
@@ -217,6 +218,7 @@ class ModelRunner:
         """Chooses argmax tokens from hidden states, without logits in between."""
         if loaded.operators is not None and is_serving and not loaded.is_encoder:
             self._record(loaded.operators)
+        self._stream_layers = loaded.stream_layers
         self.sampler = Sampler()
         self.drafter: ModelDrafter | None = None
         """Drafts after each step, where a model does."""
@@ -436,7 +438,7 @@ class ModelRunner:
             lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
         num_tokens, has_adapters = len(inputs.input_ids), inputs.adapters is not None
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
-        layers = self.loaded.stream_layers
+        layers = self._stream_layers
         with forward_context(on_device.metadata, context, dp_metadata, lora=lora, stream_layers=layers) as step:
             hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
             prompt_logprobs = None
@@ -492,8 +494,7 @@ class ModelRunner:
         if self.drafter is None:
             self.input_batch.store_tokens(inputs, sampled.token_ids)
         else:
-            with torch.inference_mode():
-                drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
+            drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
         if self._ranks is not None:
             # Where a model drafts, the other ranks have the tokens already.
             self._ranks.end(sampled.token_ids.tolist() if self.drafter is None else [])
@@ -574,8 +575,8 @@ class ModelRunner:
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
         operands.is_dummy = bool(experts and dp_metadata and dp_metadata.is_dummy(experts.replica))
         hidden = self.program.run(step.input_ids, step.positions, operands)
-        if self.loaded.stream_layers:
-            streams = zip(self.loaded.stream_layers, self.program.others(num_tokens), strict=True)
+        if self._stream_layers:
+            streams = zip(self._stream_layers, self.program.others(num_tokens), strict=True)
             get_forward_context().streams.update(streams)
         if exchange is not None:
             exchange.check()

@@ -146,10 +146,17 @@ class DraftPlan:
         """Plain steps' worth of time that may be spent on tries."""
         self._is_try = False
         """Whether sequences without drafts try one in the next step."""
+        self._has_drafts = True
+        """Whether the plan gives drafts to a sequence."""
         self._is_plain = False
         """Whether the next step is to have no drafts, so that its cost is known."""
         self._steps_left = 0
         self._planned: Rows[Sequence] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is to have drafts for now, those that begin included."""
+        return self._is_plain or not (self._is_try or self._has_drafts or self._first_limit)
 
     def limit(self, seq: Sequence) -> int:
         """Most drafts of a sequence for now."""
@@ -199,6 +206,7 @@ class DraftPlan:
                 best, limits = gain, chosen
         for record, limit in zip(records, limits, strict=True):
             record.limit = limit
+        self._has_drafts = any(limits)
         self._first_limit = _first_limit(limits, self._rate, has_gain=best > _LEAST_GAIN)
 
     def note(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:

@@ -107,6 +107,8 @@ class Drafts:
             return None
         if self._suspended_steps:
             return [0] * len(seqs)
+        if self.plan.is_idle:
+            return [0] * len(seqs)
         # The step that is scheduled brings a token at least.
         return [self._limit(seq, seq.num_useful_drafts - 1) for seq in seqs]
 
