@@ -477,8 +477,9 @@ else:
 class SpeculativeConfig(Section):
     """Speculative decoding: where draft tokens come from, and how many a step verifies."""
 
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 4
-    """Most draft tokens that a decode step verifies for a sequence; setting any of these options enables drafts."""
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=16)] = 4
+    """Most draft tokens that a decode step verifies for a sequence; setting any of these options enables drafts; 0: no
+    drafts, for the embedded model too, which has its own."""
 
     speculative_method: SpeculativeMethod = "ngram"
     """Source of drafts. `ngram`: the tokens that followed an earlier occurrence of the sequence's last tokens; any
