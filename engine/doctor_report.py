@@ -62,6 +62,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What computes each operator, `norm by triton`."""
     cpu_library: str | None = None
     """The instruction set of the CPU's compiled operators; None: they were not built."""
+    cpu_paths: tuple[str, ...] = ()
+    """All instruction sets that this processor runs, from the slowest to the fastest."""
+    cpu_isa_problem: str | None = None
+    """What is wrong with the instruction set that KAON_CPU_ISA asks for."""
+    cpu_limits: tuple[float, float, float, float] | None = None
+    """GB/s that a plain loop reads and that a product of one row reads, GFLOP/s of a plain loop of products and of a
+    product of many rows, on all threads; None: not measured."""
     memory_gib: float = 0.0
     """Available memory of the host."""
     shared_memory_mib: float | None = None
@@ -140,6 +147,8 @@ def problems(facts: Facts) -> list[str]:
             "the kernel balances memory among NUMA nodes, while which GPUs may hang, as AMD says: on the host, sysctl "
             "kernel.numa_balancing=0"
         )
+    if facts.cpu_isa_problem is not None:
+        found.append(facts.cpu_isa_problem)
     if not facts.gpus and facts.cpu_library is None:
         found.append(
             "the CPU's compiled operators are missing: Kaon was installed without a C compiler; install gcc or clang, "

@@ -84,7 +84,7 @@ def lines(report: Report) -> list[str]:
             "GPU       none; models run on the CPU"
         ]
         found.append(f"memory    {facts.memory_gib:.1f} GiB available")
-        found.append(f"CPU       {facts.cpu_library or 'no compiled'} operators")
+        found += _cpu(facts)
         found += [f"sandbox   {gap}" for gap in facts.sandbox_gaps] or ["sandbox   Landlock and seccomp"]
         found += [f"{name:<10}{version or 'not installed'}" for name, version in _libraries(facts)]
         if facts.aiter is not None:
@@ -93,6 +93,19 @@ def lines(report: Report) -> list[str]:
     if not report.problems:
         return [*found, "Nothing is wrong."]
     return [*found, *(f"wrong     {problem}" for problem in report.problems)]
+
+
+def _cpu(facts: Facts) -> list[str]:
+    """The path that computes on the CPU, and its share of the machine's limits."""
+    others = ", ".join(path for path in facts.cpu_paths if path != facts.cpu_library)
+    found = [f"CPU       {facts.cpu_library or 'no compiled'} operators" + (f"; also runs {others}" if others else "")]
+    if facts.cpu_limits is not None:
+        read, row, matrix, product = facts.cpu_limits
+        found.append(f"CPU       one row reads {row:.1f} GB/s, {row / read:.0%} of a plain loop's {read:.1f}")
+        found.append(
+            f"CPU       products {product:.0f} GFLOP/s, {product / matrix:.0%} of a plain loop's {matrix:.0f}"
+        )
+    return found
 
 
 def _memory(gpu: Gpu) -> str:

@@ -23,6 +23,8 @@ from engine.text import sandbox
 if TYPE_CHECKING:
     import torch
 
+    from models.ops.cpu.runtime import Library
+
 
 # Free memory of a GPU as its driver reports it: AMD's in sysfs, NVIDIA's through its management library, NVML.
 #
@@ -125,6 +127,8 @@ def _with_torch(facts: Facts) -> Facts:
         memory_gib=available_host_memory() / GIB,
     )
     if not facts.gpus:
+        if library is not None:
+            facts = _with_operators(facts, library)
         by = "torch" if library is None else f"the {facts.cpu_library} operators"
         named = tuple(f"{operator} by {by}" for operator in backends.OPERATORS)
         return msgspec.structs.replace(facts, operators=named)
@@ -152,6 +156,24 @@ def _with_torch(facts: Facts) -> Facts:
         aiter_reasons=reasons,
         aiter_when_asked=tuple(sorted(backends.WHEN_ASKED)),
         operators=tuple(str(choice) for choice in choices),
+    )
+
+
+def _with_operators(facts: Facts, library: "Library") -> Facts:
+    """The path that a server of the same environment takes, and its share of the machine's limits."""
+    from engine.distributed.host_resources import plan_cores
+    from models.ops.cpu import limits, runtime
+
+    asked = os.environ.get("KAON_CPU_ISA", "auto")
+    paths = tuple(runtime.INSTRUCTION_SETS[isa] for isa in library.available)
+    if asked != "auto" and asked not in paths:
+        problem = f"KAON_CPU_ISA is {asked}, which this processor does not run; set it to auto, or to one of "
+        return msgspec.structs.replace(facts, cpu_paths=paths, cpu_isa_problem=problem + ", ".join(paths))
+    threads = plan_cores(None, frozenset(os.sched_getaffinity(0))).threads
+    runtime.start(threads, None if asked == "auto" else runtime.INSTRUCTION_SETS.index(asked))
+    measured = limits.measure(threads)
+    return msgspec.structs.replace(
+        facts, cpu_library=runtime.INSTRUCTION_SETS[library.isa], cpu_paths=paths, cpu_limits=tuple(measured)
     )
 
 

@@ -294,6 +294,22 @@ ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
         subprocess.run([sys.executable, "-c", script], check=True, timeout=500)
 
 
+@pytest.mark.usefixtures("operators")
+def test_plain_loops_read_all_memory_and_count_their_products() -> None:
+    memory = torch.randint(-(2**31), 2**31, (700_032,), generator=torch.Generator().manual_seed(0)).int()
+    found = torch.zeros(2, dtype=torch.int64)
+    reading = structures.ReadLimit(memory.data_ptr(), memory.nbytes, found.data_ptr())
+    runtime.current().run(reading, structures.Step(num_tokens=1), (memory, found))
+    expected = np.bitwise_xor.reduce(memory.numpy().view(np.uint32))
+    assert found[0].item() ^ found[1].item() == expected
+    counts = []
+    for rounds in (5, 10):
+        multiplying = structures.ProductLimit(rounds, found.data_ptr())
+        runtime.current().run(multiplying, structures.Step(num_tokens=1), (found,))
+        counts.append(int(found.sum()))
+    assert counts[1] == 2 * counts[0] > 0
+
+
 def test_an_instruction_set_that_the_processor_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LIBRARY is not None
     monkeypatch.setattr(LIBRARY, "available", (library.PORTABLE, library.AVX2))

@@ -18,7 +18,7 @@ from server import doctor
 
 GPU = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=191.0)
 RADEON = Gpu(name="RX 7900 XTX", arch="gfx1100", memory_gib=24.0, free_gib=23.0)
-HEALTHY: dict[str, Any] = {"user": "ann", "torch": "2.13", "cpu_library": "AMX", "memory_gib": 64.0}
+HEALTHY: dict[str, Any] = {"user": "ann", "torch": "2.13", "cpu_library": "amx", "memory_gib": 64.0}
 ROCM: dict[str, Any] = {**HEALTHY, "build": "ROCm 7.0", "has_kfd": True, "triton": "3.7"}
 
 
@@ -51,6 +51,7 @@ ROCM: dict[str, Any] = {**HEALTHY, "build": "ROCm 7.0", "has_kfd": True, "triton
         ({**ROCM, "gpus": (GPU, GPU), "shared_memory_mib": 64.0}, "/dev/shm has 64 MiB, .*--ipc host"),
         ({**ROCM, "gpus": (GPU,), "has_numa_balancing": True}, "GPUs may hang.* sysctl kernel.numa_balancing=0"),
         ({**HEALTHY, "cpu_library": None}, "without a C compiler; install gcc or clang"),
+        ({**HEALTHY, "cpu_isa_problem": "KAON_CPU_ISA is sse"}, "KAON_CPU_ISA is sse"),
         ({**HEALTHY, "memory_gib": 0.5}, "0.5 GiB of memory are available"),
     ],
 )
@@ -58,6 +59,16 @@ def test_each_problem_is_one_sentence(facts: dict[str, Any], words: str) -> None
     found = problems(Facts(**facts))
     assert len(found) == 1
     assert re.search(words, found[0]), found
+
+
+def test_says_which_path_runs_and_its_share_of_the_machines_limits() -> None:
+    facts = Facts(
+        **{**HEALTHY, "cpu_library": "avx2"}, cpu_paths=("portable", "avx2"), cpu_limits=(20.0, 17.0, 100.0, 70.0)
+    )
+    text = doctor.lines(doctor.Report(facts=facts, problems=[]))
+    assert "CPU       avx2 operators; also runs portable" in text
+    assert "CPU       one row reads 17.0 GB/s, 85% of a plain loop's 20.0" in text
+    assert "CPU       products 70 GFLOP/s, 70% of a plain loop's 100" in text
 
 
 @pytest.mark.parametrize(

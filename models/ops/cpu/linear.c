@@ -12,6 +12,8 @@
 
 #define STAGED (768 << 10)   /* bytes of rows that panels meet while they are near */
 #define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
+#define AHEAD_OF_FEW 3072    /* and with up to FEWEST_ROWS rows, which are multiplied at once */
+#define FEWEST_ROWS 8
 
 /* Whole groups, or whole tiles where rows are that long. */
 int64_t rows_to_stage(int64_t inputs) {
@@ -92,7 +94,7 @@ CLONES static void finish(const struct meeting *at, const struct bench *bench) {
 }
 
 /* With more than one group, the others find a panel near, and the processor sees which comes next. */
-int64_t look_ahead(int64_t rows) { return rows <= GROUP ? AHEAD : 0; }
+int64_t look_ahead(int64_t rows) { return rows <= FEWEST_ROWS ? AHEAD_OF_FEW : rows <= GROUP ? AHEAD : 0; }
 
 /* `rows` staged rows, `at` the first of them, by `panels` panels, which each group meets one after the other. */
 static void multiply_rows(struct meeting at, const struct bench *bench, int64_t rows, int64_t panels) {

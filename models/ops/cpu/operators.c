@@ -15,6 +15,7 @@ operator *const operators[OPERATORS] = {
     [LARGEST] = largest, [DRAW] = draw,
     [ALL_REDUCE] = all_reduce,
     [COPY_ROWS] = copy_rows, [SHARE_TOKENS] = share_tokens, [AWAIT_ANSWERS] = await_answers, [ON_STEP] = on_step,
+    [READ_LIMIT] = read_limit, [PRODUCT_LIMIT] = product_limit,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -50,6 +51,8 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [SHARE_TOKENS] = sizeof(struct share_tokens),
     [AWAIT_ANSWERS] = sizeof(struct await_answers),
     [ON_STEP] = sizeof(struct on_step),
+    [READ_LIMIT] = sizeof(struct read_limit),
+    [PRODUCT_LIMIT] = sizeof(struct product_limit),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

@@ -26,6 +26,7 @@ enum {
     LARGEST, DRAW,
     ALL_REDUCE,
     COPY_ROWS, SHARE_TOKENS, AWAIT_ANSWERS, ON_STEP,
+    READ_LIMIT, PRODUCT_LIMIT,
     OPERATORS
 };
 
@@ -398,6 +399,20 @@ struct on_step {
     const struct step *step;
 };
 
+/* A plain loop of reads. */
+struct read_limit {
+    const char *memory;
+    int64_t bytes;
+    int64_t *sums; /* [threads] of no meaning */
+};
+
+/* A plain loop of products. */
+struct product_limit {
+    int64_t rounds;
+    int64_t *products; /* [threads] multiplications and additions that each made */
+};
+
+operator read_limit, product_limit;
 operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
 operator greedy_head, greedy_choice;

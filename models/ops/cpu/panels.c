@@ -25,6 +25,12 @@ static inline void stream_line(bf16 *out, const bf16 *line) {
 #endif
 }
 
+#if HAS_X86
+#define REGISTER(x) "x"(x)
+#else
+#define REGISTER(x) "w"(x)
+#endif
+
 /* ---- any processor: vectors that all have ---- */
 
 #define NAME(x) portable_##x
@@ -210,7 +216,26 @@ AMX static void multiply_amx(const char *rows, int64_t count, const bf16 *weight
     store_sums(sums, tiles);
 }
 
-static const struct panel_products amx = {sizeof(bf16), multiply_amx, multiply_beside_amx, pairs_round, pairs_put};
+AMX static int64_t spin_amx(int64_t rounds, float *sums) {
+    bf16 *factors = (bf16 *)sums; /* not zeros, see panel_kernel.h */
+    for (int i = 0; i < 2 * TILE; i++) factors[i] = (bf16)((i % 2 ? 0x3f80 : 0xbf80) + i * 37 % 128);
+    clear_sums(2);
+    _tile_loadd(4, factors, LINE);
+    _tile_loadd(5, factors + LANES, LINE);
+    _tile_loadd(6, factors, LINE);
+    _tile_loadd(7, factors + TILE, LINE);
+    for (int64_t round = 0; round < rounds; round++) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    store_sums(sums, 2);
+    return rounds * 4 * 2 * LANES * LANES * DEPTH;
+}
+
+static const struct panel_products amx = {sizeof(bf16), multiply_amx, multiply_beside_amx,
+                                          pairs_round,  pairs_put,    spin_amx};
 
 /* Eight tiles of 16 rows of a line. A constant: to gcc 12 the intrinsic reads but the first bytes, so that it would
  * leave out the stores to the rest of a variable. */

@@ -35,6 +35,9 @@ struct panel_products {
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
     /* A row of 32 outputs, as `round` does it. */
     void (*put)(const bf16 *row, int is_large, bf16 *out);
+    /* A plain loop of products in registers, so many rounds, and how many multiplications and additions it made.
+     * `sums`: [1536], what the loop adds up. */
+    int64_t (*spin)(int64_t rounds, float *sums);
 };
 
 const struct panel_products *panel_products(enum isa isa);

@@ -310,6 +310,20 @@ class OnStep(Arguments):
     _fields_: ClassVar = _declared("number *arguments *step")
 
 
+class ReadLimit(Arguments):
+    """`struct read_limit`."""
+
+    kind = 32
+    _fields_: ClassVar = _declared("*memory bytes *sums")
+
+
+class ProductLimit(Arguments):
+    """`struct product_limit`."""
+
+    kind = 33
+    _fields_: ClassVar = _declared("rounds *products")
+
+
 # Structures of group.c.
 
 
