@@ -253,15 +253,33 @@ _SAMPLING = (
     ),
     Mutation(
         "sampler/noise-ignores-the-seed",
-        "mixed = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
-        "mixed = _mix((positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
+        "return _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
+        "return _mix((positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
         ("parity/test_worker_input_batch.py", "parity/test_sampler.py"),
     ),
     Mutation(
         "sampler/noise-ignores-the-position",
-        "mixed = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
-        "mixed = _mix(keys + (0 * positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
+        "return _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
+        "return _mix(keys + (0 * positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
         ("parity/test_worker_input_batch.py", "parity/test_sampler.py"),
+    ),
+    Mutation(
+        "sampler/noise-bound-too-low",
+        "(best->score - BOUND_SLACK - 31 * M_LN2)",
+        "(best->score - BOUND_SLACK - 30 * M_LN2)",
+        _DRAWS,
+    ),
+    Mutation(
+        "sampler/rejected-draft-replaced-from-the-whole-target",
+        "rest = (p - q).clamp_(min=0.0)",
+        "rest = p.clone()",
+        ("parity/test_draft_acceptance.py",),
+    ),
+    Mutation(
+        "sampler/later-draft-has-the-first-ones-mask",
+        "matcher = last.after(unread[-1:])",
+        "matcher = last",
+        ("parity/test_speculative_grammars.py",),
     ),
     Mutation(
         "sampler/choices-share-a-seed",
