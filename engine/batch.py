@@ -32,7 +32,7 @@ class DraftWork(NamedTuple):
     num_rows: int
     """Rows that drafted."""
     depth: int
-    """Most drafts of a row."""
+    """Most drafts of a row; 0 where the drafter computed more than the step before and the drafts."""
 
 
 class PromptSpan(NamedTuple):

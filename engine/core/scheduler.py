@@ -316,7 +316,7 @@ class Scheduler:
         self.prev_prompt = step.num_prefills > 0
         if not step.seqs:
             return None
-        step.num_next_drafts = self.drafts.num_next(list(step.seqs.values()))
+        step.num_next_drafts = self.drafts.num_next(step.seqs.values())
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
@@ -485,21 +485,23 @@ class Scheduler:
         # A sequence grows by at most 1 + k tokens a step: only these may have filled a block, or may need another one.
         size, k, ahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_ahead
         if k:
-            reach = k + ahead
+            # Without the prefix cache no block is published, and none of them waits for that.
+            offset = size if self.block_manager.enable_prefix_caching else 1 << 62
             eventful = [
                 i
                 for i, (seq, length) in enumerate(zip(rows.seqs, lengths, strict=True))
-                if length % size <= k or length + reach > len(seq.block_table) * size
+                if length + ahead + len(seq.spec_token_ids) > len(seq.block_table) * size
+                or length >= seq.num_published_blocks * size + offset
             ]
         else:
             eventful = [i for i, length in enumerate(lengths) if length % size <= 1]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
-        if ahead:
+        if ahead and growths:
             # A drafter without blocks drafts less.
             further = [(seq, count + min(ahead, seq.num_useful_drafts)) for seq, count in growths]
             if self.block_manager.can_append_all(further, spare=len(rows.seqs)):
                 growths = further
-        if k and not self.block_manager.can_append_all(growths, spare=len(rows.seqs)):
+        if k and growths and not self.block_manager.can_append_all(growths, spare=len(rows.seqs)):
             self.drafts.drop(rows.seqs)
             growths = [(seq, 1) for seq, _ in growths]
         if self._submitted and not self.block_manager.can_append_all(growths):

@@ -8,10 +8,12 @@ target, so they are shared, preempted and released with these:
 
 The first pass computes what the target's tokens have added since the last one, of all rows together; the entries of
 drafts are computed again once it is known which of them were accepted, unless the drafter reads no hidden states.
-A row that is to draft nothing waits with its entries until there are `_MAX_WAITING`, so that it costs next to nothing.
+A row that is to draft nothing only keeps its latest hidden states, so that it costs next to nothing: when it drafts
+again, as many entries are computed, and those before are left out. That costs acceptance, and no answer.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -37,8 +39,8 @@ _log = logging.getLogger(__name__)
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
-_MAX_WAITING = 64
-"""Entries of a row that drafts nothing after which they are computed."""
+_MAX_WAITING = 32
+"""Entries of a row that drafts nothing which are computed when it drafts again."""
 
 
 class _Sampled(NamedTuple):
@@ -192,6 +194,10 @@ class ModelDrafter:
         """Entries after those that are computed of drafts, which count where these were accepted."""
         self._waiting: torch.Tensor | None = None  # [num_slots * _MAX_WAITING, features]
         """The target's hidden states for entries that wait, each at its position modulo `_MAX_WAITING`."""
+        self._idle_steps: deque[tuple[_Ints, _Ints, torch.Tensor]] = deque(maxlen=_MAX_WAITING)
+        """Slots, positions and hidden states of the latest steps, in which no row drafted."""
+        self.has_caught_up = False
+        """Whether the last `draft` computed entries that had waited, or of prompts, and took longer for it."""
         self._num_slots = num_slots
         self._by_rejection = by_rejection
         self._sampled: dict[int, _Sampled] = {}
@@ -218,9 +224,7 @@ class ModelDrafter:
         `num_decodes`: leading rows that are no prompts. `starting`: slots of sequences that start in this step.
         `is_greedy`: whether every row takes its argmax. On ranks other than 0 the result is the same.
         """
-        is_idle = num_decodes == len(wanted) and not (inputs.has_drafts or self._sampled or wanted.any())
-        if is_idle and self._wait(inputs, hidden):
-            return []
+        self._end_idle_steps()
         slots, firsts, computed, is_sampled = self._computed(inputs)
         if self._sampled:
             for slot in slots.tolist():
@@ -237,15 +241,15 @@ class ModelDrafter:
         # Entries of accepted drafts, with the same tokens: the last token is never a draft.
         done = np.minimum(done + self._num_guessed[slots], np.maximum(done, computed))
         if self.reads_hidden:
-            # Where states were not kept, entries are left out: that costs acceptance, and no answer.
-            done = np.where(done + _MAX_WAITING < firsts, firsts, done)
+            done = np.maximum(done, firsts - _MAX_WAITING)
         is_prompt = np.arange(len(slots)) >= num_decodes
-        is_due = (num_drafts > 0) | is_prompt | (ends - done >= _MAX_WAITING)
+        is_due = (num_drafts > 0) | is_prompt
         for span in inputs.pooled:
             is_due[span.row] = False
             num_drafts[span.row] = 0
         self._num_done[slots], self._num_guessed[slots] = done, 0
         due = np.flatnonzero(is_due & (done < ends))
+        self.has_caught_up = bool(is_prompt.any() or (done < firsts)[due].any())
         if self.reads_hidden:
             assert hidden is not None
             self._keep_waiting(hidden, inputs, np.flatnonzero(~is_due & (done < ends)), done, ends, firsts)
@@ -280,19 +284,34 @@ class ModelDrafter:
             return None
         return Proposals(np.array(rows), np.array(token_ids), torch.stack(probabilities))
 
-    def _wait(self, inputs: StepInputs, hidden: torch.Tensor | None) -> bool:
-        """Have a step of single tokens wait, none of which is drafted from; False where there is not room."""
-        slots, ends = inputs.slots, inputs.seq_lens
+    def wait(self, inputs: StepInputs, hidden: torch.Tensor | None) -> bool:
+        """In place of `draft`, where no row is to draft: keep a step of one token a row. False where it is another.
+
+        `hidden` as in `draft`. # [T, features]
+        """
+        if inputs.has_drafts or self._sampled:
+            return False
         if not self.reads_hidden:
             return True
-        if int((ends - self._num_done[slots]).max()) >= _MAX_WAITING:
-            return False
         assert hidden is not None
+        self._idle_steps.append((inputs.slots, inputs.positions, hidden.clone()))
+        return True
+
+    def _end_idle_steps(self) -> None:
+        """Bring the states of idle steps to where those of other waiting entries are."""
+        steps = self._idle_steps
+        if not steps:
+            return
+        hidden = torch.cat([states for _, _, states in steps])
+        where = np.concatenate([slots * _MAX_WAITING + positions % _MAX_WAITING for slots, positions, _ in steps])
+        steps.clear()
+        self._room_to_wait(hidden).index_copy_(0, torch.from_numpy(where).to(hidden.device), hidden)
+
+    def _room_to_wait(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The memory of waiting states. # [num_slots * _MAX_WAITING, features]"""
         if self._waiting is None:
             self._waiting = hidden.new_empty(self._num_slots * _MAX_WAITING, hidden.shape[1])
-        where = slots * _MAX_WAITING + inputs.positions % _MAX_WAITING
-        self._waiting.index_copy_(0, torch.from_numpy(where).to(hidden.device), hidden)
-        return True
+        return self._waiting
 
     # One call's parts
 
@@ -460,13 +479,11 @@ class ModelDrafter:
         """Keep this step's states of rows whose entries are not computed yet."""
         if not len(rows):
             return
-        if self._waiting is None:
-            self._waiting = hidden.new_empty(self._num_slots * _MAX_WAITING, hidden.shape[1])
-        begins = np.maximum(done[rows], firsts[rows])
+        begins = np.maximum(np.maximum(done, firsts), ends - _MAX_WAITING)[rows]
         counts = ends[rows] - begins
         stops = np.cumsum(counts)
         positions = np.arange(int(stops[-1])) + np.repeat(ends[rows] - stops, counts)
         at = positions + np.repeat((np.cumsum(inputs.query_lens) - inputs.seq_lens)[rows], counts)
         where = np.repeat(inputs.slots[rows], counts) * _MAX_WAITING + positions % _MAX_WAITING
         source = hidden[torch.from_numpy(at).to(hidden.device)]
-        self._waiting[torch.from_numpy(where).to(hidden.device)] = source
+        self._room_to_wait(hidden)[torch.from_numpy(where).to(hidden.device)] = source

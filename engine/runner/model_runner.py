@@ -502,7 +502,9 @@ class ModelRunner:
         output = output_of(batch, inputs, sampled, self.dtype)
         if any(drafts):
             output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
-            output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), max(map(len, drafts)))
+            assert self.drafter is not None
+            depth = 0 if self.drafter.has_caught_up else max(map(len, drafts))
+            output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), depth)
         return output
 
     def _draft(
@@ -518,6 +520,9 @@ class ModelRunner:
             token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
         token_ids = drafter.share(token_ids)
         self.input_batch.store_tokens(inputs, token_ids)
+        is_idle = batch.total_seqs_num_decode == len(inputs.slots) and not any(batch.num_next_drafts)
+        if is_idle and drafter.wait(inputs, drafted_from):
+            return []
         return drafter.draft(
             inputs,
             drafted_from,

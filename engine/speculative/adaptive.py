@@ -24,8 +24,8 @@ _MARGIN = 1.1
 """What a draft has to bring, of what it costs: the rates that are known are above the true ones as often as below."""
 _TRIES = 0.01
 """Share of the time that is spent on tries of sequences without drafts."""
-_STEPS_PER_PLAN = 8
-"""Steps for which a plan holds, while the same rows decode."""
+_STEPS_PER_PLAN, _STEPS_PER_IDLE_PLAN = 8, 32
+"""Steps for which a plan holds, while the same rows decode; one without drafts."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
 """Tokens without drafts after a try that failed, doubled with each, and most of them."""
 _FIRST_TIMES = 4
@@ -155,8 +155,12 @@ class DraftPlan:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is to have drafts for now, those that begin included."""
-        return self._is_plain or not (self._is_try or self._has_drafts or self._first_limit)
+        """Whether no sequence that it knows is to have drafts for now."""
+        return self._is_plain or not (self._is_try or self._has_drafts)
+
+    def knows(self, seq: Sequence) -> bool:
+        """Whether the sequence has decoded."""
+        return seq.id in self._records
 
     def limit(self, seq: Sequence) -> int:
         """Most drafts of a sequence for now."""
@@ -179,7 +183,7 @@ class DraftPlan:
             self._try_credit = 0.0 if self._is_try else self._try_credit + _TRIES
         if seqs is self._planned and self._steps_left > 0:
             return
-        self._planned, self._steps_left = seqs, _STEPS_PER_PLAN
+        self._planned = seqs
         records = [self._record(seq) for seq in seqs]
         num_rows = len(records)
         self._is_plain = not self.costs.is_recent(num_rows)
@@ -207,6 +211,7 @@ class DraftPlan:
         for record, limit in zip(records, limits, strict=True):
             record.limit = limit
         self._has_drafts = any(limits)
+        self._steps_left = _STEPS_PER_PLAN if self._has_drafts else _STEPS_PER_IDLE_PLAN
         self._first_limit = _first_limit(limits, self._rate, has_gain=best > _LEAST_GAIN)
 
     def note(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:

@@ -1,7 +1,7 @@
 """`Drafts`: the draft tokens of running sequences, and how many were accepted. Owned by the scheduler."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -101,16 +101,19 @@ class Drafts:
                 seq.spec_token_ids = []
         self._shorten(seqs, room)
 
-    def num_next(self, seqs: Rows[Sequence]) -> list[int] | None:
+    def num_next(self, seqs: Collection[Sequence]) -> list[int] | None:
         """Drafts that the runner is to make of each row of a step for the next one; None where it makes none."""
         if not self._drafts_by_model:
             return None
         if self._suspended_steps:
             return [0] * len(seqs)
         if self.plan.is_idle:
-            return [0] * len(seqs)
+            return [0 if self.plan.knows(seq) else self._next_limit(seq) for seq in seqs]
         # The step that is scheduled brings a token at least.
-        return [self._limit(seq, seq.num_useful_drafts - 1) for seq in seqs]
+        return [self._next_limit(seq) for seq in seqs]
+
+    def _next_limit(self, seq: Sequence) -> int:
+        return self._limit(seq, seq.num_useful_drafts - 1)
 
     def _limit(self, seq: Sequence, num_useful: int) -> int:
         return min(self.plan.limit(seq), num_useful) if num_useful > 0 else 0
@@ -159,7 +162,12 @@ class Drafts:
         self._draft_seconds = 0.0 if work is None else work.seconds
         if work is not None:
             self.plan.costs.note_drafting(work)
-        without_token = []
+        without_token: list[Sequence] = []
+        if not proposed and not verified:
+            for seq in seqs:
+                if seq.spec_token_ids:
+                    seq.spec_token_ids = []
+            return without_token
         for seq in seqs:
             drafts = verified.get(seq.id)
             seq.spec_token_ids = proposed.get(seq.id, [])
