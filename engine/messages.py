@@ -101,7 +101,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     priority: int = 0
     """Lower is served first."""
     adapter: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Number of a LoRA adapter, from 1 in the order of `Config.lora`; 0: the base model alone."""
+    """Number of a LoRA adapter, from 1 in the order of `Config.lora` and then of loading; 0: the base model alone."""
     resumed_token_ids: list[int] = []
     """Tokens that the sequence generated in a core that died; it continues after them."""
     suspect: bool = False
@@ -128,7 +128,25 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all sequences, answer `Stopped`, and exit."""
 
 
-Inbound: TypeAlias = AddRequest | AbortRequests | Shutdown
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """Attach a LoRA adapter between two steps, and answer `AdapterChanged`. A number that is attached is left so."""
+
+    number: Annotated[int, msgspec.Meta(ge=1)]
+    """Never used before for another adapter: cached prefixes are found by it."""
+    name: str
+    path: str
+    """Its directory, on every host that has a rank."""
+    at_once: bool = False
+    """Before the messages that follow; otherwise its files are read while steps run."""
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+    """Remove an adapter that no live sequence uses, and answer `AdapterChanged`."""
+
+    number: int
+
+
+Inbound: TypeAlias = AddRequest | AbortRequests | Shutdown | LoadAdapter | UnloadAdapter
 
 _TABLES = ("logit_bias", "stop_token_ids", "stop_token_sequences", "allowed_token_ids", "bad_words", "grammar")
 """Sampling parameters that may have thousands of entries, and that all choices of a request have in common."""
@@ -248,8 +266,16 @@ class StepOutputs(msgspec.Struct, tag="step"):
     """Ids of requests that were preempted since the message before."""
 
 
+class AdapterChanged(msgspec.Struct, tag="adapter", frozen=True):
+    """The answer to `LoadAdapter` and `UnloadAdapter`."""
+
+    number: int
+    error: str | None = None
+    """Why it could not be done, as a sentence; nothing has changed then."""
+
+
 class Stopped(msgspec.Struct, tag="stopped"):
     """The core has aborted all sequences and exits."""
 
 
-Outbound: TypeAlias = Ready | Failed | StepOutputs | Stopped
+Outbound: TypeAlias = Ready | Failed | StepOutputs | AdapterChanged | Stopped

@@ -140,7 +140,12 @@ class _Application(FastAPI):
         if self.openapi_schema is None:
             settings = self._settings
             keyless = settings.keyless_paths if self._keys else None
-            document = openapi.describe(self, self.state.frontend.model_names, keyless)
+            document = openapi.describe(
+                self,
+                self.state.frontend.model_names,
+                keyless,
+                names_may_change=bool(settings.lora_directories),
+            )
             if settings.root_path:
                 document["servers"] = [{"url": settings.root_path}]
             self.openapi_schema = document

@@ -88,9 +88,10 @@ class EndpointFamily:
         request: type[RequestModel] | None = None,
         example: Mapping[str, Any] | None = None,
         streams: bool = False,
+        scope: Scope | None = "inference",
     ) -> Callable[[Handler], Handler]:
         """An endpoint that reads `request` as its body. `streams`: whether it also answers with server-sent events."""
-        self.endpoints.append(Endpoint(path, answer, request, example))
+        self.endpoints.append(Endpoint(path, answer, request, example, scope=scope))
         keywords = _keywords(answer, self._error)
         if streams:
             keywords["responses"][200]["content"]["text/event-stream"] = {"schema": _EVENT}
@@ -151,6 +152,7 @@ ENDPOINTS: Registry[EndpointFamily] = Registry(
         "models": "server.routes.models",
         "tokenize": "server.routes.tokenize",
         "limits": "server.routes.limits",
+        "lora": "server.routes.lora",
         "health": "server.routes.health",
         "docs": "server.routes.docs",
     },

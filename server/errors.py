@@ -116,6 +116,20 @@ class ModelNotFound(BadRequest):
     code = "model_not_found"
 
 
+class AdapterNotLoaded(BadRequest):
+    """There is no LoRA adapter of that name, or in that directory."""
+
+    status = 404
+    code = "adapter_not_found"
+
+
+class PathNotAllowed(BadRequest):
+    """The server reads nothing there at a client's request: 403."""
+
+    status = 403
+    code = "path_not_allowed"
+
+
 class WrongTask(BadRequest):
     """The served model does not do what the endpoint is for: 404, as OpenAI answers for a model of another kind."""
 

@@ -27,6 +27,7 @@ from engine.text.structured.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from models.architectures.pooling import PoolingConfig, read_pooling
 from models.errors import CheckpointError
+from server.adapters import Adapters
 from server.errors import ModelNotFound, NotReady, ShuttingDown, WrongTask
 from server.limits.accounts import Accounts
 from server.limits.admission import Admission
@@ -77,25 +78,21 @@ class Frontend:
         self.config = config
         self.version = release()
         self.fingerprint = f"kaon-{self.version}"
-        self.model_names = (*config.model_names, *config.lora_paths)
-        """Values of `model` in requests: the model's names, the main one first, then the adapters'."""
         self.shares_prefix_cache = config.server_config.share_prefix_cache
         """Whether requests of different keys share cached prefixes."""
-        self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
+        self.adapters = Adapters(config, core)
         self.created = int(time.time())
         self._num_replicas = config.parallel_config.data_parallel_size
         aliases_for = config.model_names[0] if config.server_config.metrics_aliases == "vllm" else None
         self.metrics = Metrics(self.version, self._num_replicas, aliases_for)
-        self.metrics.show_model(
-            lambda: None if core.ready is None else core.ready.model, lambda: tuple(self._adapters)
-        )
+        self.metrics.show_model(lambda: None if core.ready is None else core.ready.model, lambda: self.adapters.names)
         self.metrics.show_serving(lambda: core.serving)
         self.metrics.show_core_pids(lambda: core.local_pids)
         self.accounts = Accounts()
         self.metrics.show_owners(self.accounts.by_label)
         self.jobs = Jobs(self.accounts)
         self.admission = Admission.of(config, self.metrics, self.accounts)
-        self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths), ids)
+        self.hub = Hub(core, self.metrics, self.admission, self.adapters.model_name, ids)
         settings = config.server_config
         self.streams = ResumableStreams(
             settings.resumable_stream_bytes,
@@ -239,6 +236,11 @@ class Frontend:
         """Whether the model writes reasoning; false while it loads."""
         return self._loaded is not None and self._loaded.answer_format.reasoning_parser != NONE
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Values of `model` in requests: the model's names, the main one first, then the adapters'."""
+        return (*self.config.model_names, *self.adapters.names)
+
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless `name` is served."""
         if name not in self.model_names:
@@ -271,7 +273,7 @@ class Frontend:
 
     def adapter_of(self, name: str) -> int:
         """Number of the LoRA adapter with the served name `name`; 0 if the name is the model's own."""
-        return self._adapters.get(name, 0)
+        return self.adapters.number_of(name)
 
 
 def owner_of(scope: Scope) -> Owner:

@@ -23,10 +23,13 @@ from server.schemas.body import RequestModel
 _MAX_LISTED_VALUES = 8
 
 
-def describe(app: FastAPI, model_names: Sequence[str], keyless_paths: Collection[str] | None) -> dict[str, Any]:
+def describe(
+    app: FastAPI, model_names: Sequence[str], keyless_paths: Collection[str] | None, *, names_may_change: bool = False
+) -> dict[str, Any]:
     """The OpenAPI document. `FastAPI.openapi` cannot write it, because routes read their bodies themselves.
 
-    `keyless_paths` are those that need no API key while others do; None if no path needs one.
+    `keyless_paths` are those that need no API key while others do; None if no path needs one. `names_may_change`: the
+    document, which is made once, then names the model as an example only.
     """
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = document.setdefault("components", {})
@@ -40,14 +43,15 @@ def describe(app: FastAPI, model_names: Sequence[str], keyless_paths: Collection
         schema = schemas[request.__name__]
         schema["examples"] = [dict(example)]
         if "model" in schema["properties"]:
-            schema["properties"]["model"]["enum"] = list(model_names)
+            if not names_may_change:
+                schema["properties"]["model"]["enum"] = list(model_names)
             schema["examples"][0]["model"] = model_names[0]
     for path, operations in document["paths"].items():
         for operation in operations.values():
             # The framework's error for parameters that it parses: it parses none, they are all plain text.
             operation["responses"].pop("422", None)
             for parameter in operation.get("parameters", ()):
-                if parameter["name"] == "model":
+                if parameter["name"] == "model" and not names_may_change:
                     parameter["schema"]["enum"] = list(model_names)
             if keyless_paths is not None and path in keyless_paths:
                 operation["security"] = []

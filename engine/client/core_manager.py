@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 import zmq
 
+from engine.client.adapters import AdapterError, AdapterLedger
 from engine.client.placement import Placement
 from engine.client.relocation import Relocation
 from engine.client.replica import Replica, ReplicaEvents
@@ -23,10 +24,13 @@ from engine.config.config import Config
 from engine.distributed.cluster import place_evenly
 from engine.distributed.host_resources import HostShare, available_host_memory
 from engine.distributed.lockstep import LockstepRendezvous
-from engine.messages import AddRequest, Failed, Ready, StepOutputs
+from engine.messages import AddRequest, Failed, LoadAdapter, Ready, StepOutputs, UnloadAdapter
 
 if TYPE_CHECKING:
     from engine.distributed.core_hosts import CoreHosts
+
+_ADAPTER_POLL_SECONDS = 0.05
+"""Between two looks at whether a live request still uses an adapter that is to be unloaded."""
 
 
 class EngineDeadError(RuntimeError):
@@ -74,6 +78,7 @@ class CoreManager:
         self._nodes = [placement.node for placement in placements]
         available = available_host_memory() // placements[0].num_local if size > 1 else None
         self._rendezvous = _rendezvous(config)
+        self._adapters = AdapterLedger(config.lora_paths)
         self._replicas: list[Replica] = []
         events = ReplicaEvents(
             self._deliver, self._on_step, self._on_core_ready, self._on_unavailable, self._on_replica_end
@@ -84,7 +89,15 @@ class CoreManager:
                 _, local_index, num_local = placements[number]
                 share = HostShare(number, local_index, num_local, available)
                 self._replicas.append(
-                    Replica(config, share, events, lockstep=lockstep, rendezvous=self._rendezvous, hosts=self._hosts)
+                    Replica(
+                        config,
+                        share,
+                        events,
+                        lockstep=lockstep,
+                        rendezvous=self._rendezvous,
+                        hosts=self._hosts,
+                        adapters=self._adapters,
+                    )
                 )
         except BaseException:
             self._end(Failed("not all engine cores could be started"))
@@ -209,6 +222,42 @@ class CoreManager:
             self._placement.resume(request_ids)
         for replica in self._replicas:
             replica.resume(request_ids)
+
+    # -- LoRA adapters ------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, number: int, name: str, path: str) -> None:
+        """Load a LoRA adapter under a new number in all cores, for an attached event loop. Requests may use it then.
+
+        Raises `AdapterError`, a sentence; then no core has it.
+        """
+        if not self.is_alive or len(self.serving) < len(self._replicas):
+            raise AdapterError("the engine is being started again; load the adapter in a moment", is_temporary=True)
+        message = LoadAdapter(number, name, path)
+        try:
+            await self._change_adapters(number, message)
+        except BaseException:
+            # Those that have attached it remove it again.
+            for replica in self._replicas:
+                replica.send_command(UnloadAdapter(number))
+            raise
+        self._adapters.add(message)
+
+    async def unload_adapter(self, number: int) -> None:
+        """Remove a LoRA adapter from all cores once no live request uses it. No new request may use it meanwhile."""
+        while any(entry.request.adapter == number for replica in self._replicas for entry in replica.journal):
+            await asyncio.sleep(_ADAPTER_POLL_SECONDS)
+        self._adapters.remove(number)
+        for replica in self._replicas:
+            replica.send_command(UnloadAdapter(number))
+
+    async def _change_adapters(self, number: int, message: LoadAdapter) -> None:
+        """Send `message` to all cores and wait for their answers. Raises `AdapterError` where one cannot."""
+        answers = [self._adapters.expect(replica.number, number) for replica in self._replicas]
+        for replica in self._replicas:
+            replica.send_command(message)
+        errors = [error for error in await asyncio.gather(*answers) if error is not None]
+        if errors:
+            raise errors[0]
 
     # -- outputs ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import zmq
 
+from engine.client.adapters import AdapterLedger
 from engine.client.supervisor import CoreLink, Supervisor, core_name
 from engine.config.config import Config
 from engine.distributed.core_process import CoreHandle, CoreProcess
@@ -21,8 +22,10 @@ from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import LockstepRendezvous
 from engine.messages import (
     AbortRequests,
+    AdapterChanged,
     AddRequest,
     Failed,
+    Inbound,
     Ready,
     RequestOutput,
     Shutdown,
@@ -329,11 +332,13 @@ class Replica:
         lockstep: "Sequence[Replica] | None",
         rendezvous: LockstepRendezvous | None,
         hosts: "CoreHosts | None",
+        adapters: AdapterLedger,
     ) -> None:
         """Start its core and return at once; see `Supervisor`.
 
         The memory of its `share` is for the first core, which loads at the same time as the others'. `lockstep`: all
-        replicas that compute in lockstep, and `rendezvous`, their rendezvous; `hosts`: those that may run it.
+        replicas that compute in lockstep, and `rendezvous`, their rendezvous; `hosts`: those that may run it;
+        `adapters`: those that each core must have.
         """
         self.number = share.replica
         self.ready: Ready | None = None
@@ -342,6 +347,7 @@ class Replica:
         self._lockstep: Sequence[Replica] = (self,) if lockstep is None else lockstep
         """While one of these has work, all must show progress."""
         self._events = events
+        self._adapters = adapters
         self._share = share
         # This process avoids the CPUs that the core reserves; the next core must be able to use them again.
         self._cpus = os.sched_getaffinity(0)
@@ -388,6 +394,10 @@ class Replica:
         """Have the core continue paused requests."""
         self._send(self.journal.resume(self.journal.entries(request_ids)))
 
+    def send_command(self, message: Inbound) -> None:
+        """Send the core a message that concerns no request. It is lost where no core serves."""
+        self.supervisor.send([message])
+
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Deliver outputs that no core sent."""
         if outputs:
@@ -414,6 +424,7 @@ class Replica:
         else:
             share, self._share = self._share, self._share._replace(available_bytes=None)
             lockstep_member = None if self._rendezvous is None else self._rendezvous.new_member(self.number)
+            config = self._adapters.config_of_core(config)
             core = CoreProcess(config, share, cpus=self._cpus, lockstep_member=lockstep_member)
         return CoreLink(core, context, name)
 
@@ -439,8 +450,12 @@ class Replica:
         self._send(left)
         self._events.on_step()
 
+    def on_adapter_changed(self, answer: AdapterChanged) -> None:
+        """Note what the core answered about an adapter."""
+        self._adapters.answered(self.number, answer)
+
     def on_core_ready(self, ready: Ready, *, again: bool) -> None:
-        """Send a core the requests that wait for it."""
+        """Send a core the adapters that it lacks, and then the requests that wait for it."""
         if self._hosts is not None:
             # The CPUs of another host are not those of this one's processes.
             ready = Ready(msgspec.structs.replace(ready.model, own_cpus=[]), ready.startup_seconds)
@@ -451,10 +466,12 @@ class Replica:
             name = self.supervisor.name
             logger.warning("%s serves again; %d requests continue, %d others begin", name, resumed, others)
         self._events.on_ready(self, again, resumed)
+        self.supervisor.send(self._adapters.missing_messages())
         self._send(list(self.journal))
 
     def on_core_death(self, in_step: Collection[int] | None, *, killed: bool) -> bool:
         """Recall all requests and end those that do not continue; whether one was found to be the cause."""
+        self._adapters.core_died(self.number, self.supervisor.name)
         ended = self.journal.core_died(in_step, killed=killed)
         self._deliver(ended)
         return any(output.is_poison for output in ended)

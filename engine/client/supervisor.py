@@ -20,7 +20,7 @@ import zmq
 
 from engine.config.config import Config
 from engine.distributed.core_process import CoreHandle, CoreTransport
-from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs, Stopped, share_tables
+from engine.messages import AdapterChanged, Failed, Inbound, Outbound, Ready, StepOutputs, Stopped, share_tables
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,8 @@ class CoreLink:
                 self.reported_failure = self._named(message)
             case Stopped():
                 self.reported_failure = Failed(f"{self._name} has stopped")
+            case AdapterChanged():
+                pass
             case _:
                 self.completed_steps = True
         return message
@@ -277,6 +279,9 @@ class Keeper(Protocol):
     def on_step(self, step: StepOutputs, /) -> None:
         """The core has reported a step."""
 
+    def on_adapter_changed(self, answer: AdapterChanged, /) -> None:
+        """The core has attached or removed a LoRA adapter, or could not."""
+
     def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
         """A core serves; `again` for all but the first."""
 
@@ -429,6 +434,8 @@ class Supervisor:
                 if message.stats is not None:
                     self._watchdog.note_progress()
                 self._keeper.on_step(message)
+            case AdapterChanged():
+                self._keeper.on_adapter_changed(message)
             case Ready():
                 self._note_serving(True)
                 self._watchdog.note_progress()

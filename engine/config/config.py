@@ -222,6 +222,13 @@ class ServerConfig(Section):
 
     Replicas behind one address need the same; default: a new random key with each start."""
 
+    lora_directories: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Directories beneath which `/v1/load_lora_adapter` finds adapters; without one, none is loaded while the server
+    runs."""
+
+    max_lora_adapters: Annotated[int, Field(ge=1)] = 64
+    """Most LoRA adapters that are loaded at a time, those of `lora` included."""
+
     data_dir: Annotated[str, Field(min_length=1)] | None = None
     """Directory of uploaded files and of batches, for one server alone.
 

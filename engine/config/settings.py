@@ -142,6 +142,7 @@ _OTHER_NAMES = {
     "--block-size": "--kv-cache-block-size",
     "--num-gpu-blocks-override": "--num-kvcache-blocks",
     "--lora-modules": "--lora",
+    "--max-cpu-loras": "--max-lora-adapters",
     "--max-running-requests": "--max-num-seqs",
     "--speculative-num-draft-tokens": "--num-speculative-tokens",
     "--uvicorn-log-level": "--log-level",

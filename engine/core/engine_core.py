@@ -12,19 +12,22 @@ from queue import Empty
 
 from engine.batch import ScheduledBatch, StepOutOfMemory
 from engine.config.config import Config
+from engine.core.adapters import CoreAdapters
 from engine.core.isolation import FailedStep, Isolation
 from engine.core.kv_events import KVEventPublisher
 from engine.core.scheduler import Scheduler
-from engine.core.sockets import Incoming, InputQueue, OutputQueue
+from engine.core.sockets import AdapterRead, Incoming, InputQueue, OutputQueue
 from engine.core.step_pipeline import ModelRunnerInterface, OnRead, StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import (
     AbortRequests,
+    LoadAdapter,
     PoolingParams,
     RequestOutput,
     Shutdown,
     StepOutputs,
     Stopped,
+    UnloadAdapter,
     terminal_output,
 )
 from engine.sampling_params import SamplingParams
@@ -84,6 +87,7 @@ class EngineCore:
             splits_prompts=splits_prompts,
             default_step_seconds=default_step_seconds,
         )
+        self.adapters = CoreAdapters(config.lora_paths, runner, input_queue, output_queue)
         self._kv_events = kv_events
         if kv_events is not None:
             self.scheduler.block_manager.record_changes()
@@ -161,6 +165,10 @@ class EngineCore:
                     self._take_in_sequence(message)
                 case AbortRequests():
                     aborted += message.request_ids
+                case LoadAdapter() | UnloadAdapter() | AdapterRead():
+                    # Adapters change between steps only.
+                    self._drain()
+                    self.adapters.change(message)
                 case Shutdown():
                     self._stopping = True
         if aborted:
@@ -172,6 +180,7 @@ class EngineCore:
         try:
             if seq.pooling is None and not self._generates:
                 raise ValueError("the model pools prompts, and generates nothing")
+            self.adapters.check(seq.adapter)
             self.scheduler.add(seq)
         except ValueError as error:
             self._outputs.append(terminal_output(seq.id, "error", str(error)))
@@ -267,4 +276,4 @@ class EngineCore:
             message.preempted, self.scheduler.preempted = self.scheduler.preempted, []
         self.output_queue.put(message)
         if self._kv_events is not None:
-            self._kv_events.publish(self.scheduler.block_manager.take_changes())
+            self._kv_events.publish(self.scheduler.block_manager.take_changes(), self.adapters.names)

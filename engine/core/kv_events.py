@@ -18,7 +18,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import zmq
@@ -27,6 +28,8 @@ from engine.config.config import KVEventsConfig
 from kvcache.block import Change, StoredBlock
 
 logger = logging.getLogger(__name__)
+
+NO_ADAPTERS: Mapping[int, str] = MappingProxyType({})
 
 _HELD_MESSAGES = 10_000
 _HIGH_WATER_MARK = 100_000
@@ -64,13 +67,12 @@ class _Batch(msgspec.Struct, array_like=True, gc=False):
 class KVEventPublisher:
     """The sockets of one engine core. `publish` is called with the changes of each step."""
 
-    def __init__(self, config: KVEventsConfig, replica: int, block_size: int, adapters: Sequence[str] = ()) -> None:
-        """`adapters`: names by number, from 1. Raises `ValueError` for an address that cannot be used."""
+    def __init__(self, config: KVEventsConfig, replica: int, block_size: int) -> None:
+        """Raises `ValueError` for an address that cannot be used."""
         assert config.kv_events_endpoint is not None
         self._topic = config.kv_events_topic.encode()
         self._replica = replica
         self._block_size = block_size
-        self._adapters = adapters
         self._encoder = msgspec.msgpack.Encoder()
         self._next = 0
         self._held: deque[tuple[bytes, bytes]] = deque(maxlen=_HELD_MESSAGES)
@@ -85,11 +87,11 @@ class KVEventPublisher:
             _open(replay, "kv_events_replay_endpoint", config.kv_events_replay_endpoint, replica, listens=True)
             threading.Thread(target=self._answer_replays, args=(replay,), name="kv-replay", daemon=True).start()
 
-    def publish(self, changes: Sequence[Change]) -> None:
-        """Publish changes of the cache as one message. Never blocks."""
+    def publish(self, changes: Sequence[Change], adapters: Mapping[int, str] = NO_ADAPTERS) -> None:
+        """Publish changes of the cache as one message. Never blocks. `adapters`: names by number."""
         if not changes:
             return
-        events = self._events(changes)
+        events = self._events(changes, adapters)
         if self._next == 0:
             events.insert(0, _AllBlocksCleared())
         payload = self._encoder.encode(_Batch(time.time(), events, self._replica))
@@ -104,7 +106,9 @@ class KVEventPublisher:
         self._pub.close()
         self._context.term()
 
-    def _events(self, changes: Sequence[Change]) -> list[_BlockStored | _BlockRemoved | _AllBlocksCleared]:
+    def _events(
+        self, changes: Sequence[Change], adapters: Mapping[int, str]
+    ) -> list[_BlockStored | _BlockRemoved | _AllBlocksCleared]:
         """The changes as events; successive blocks of one chain, and successive removals, are one event."""
         events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared] = []
         for change in changes:
@@ -122,14 +126,12 @@ class KVEventPublisher:
                 last.block_hashes.append(change.hash)
                 last.token_ids += change.token_ids
             else:
-                events.append(self._stored(change))
+                events.append(self._stored(change, adapters.get(change.adapter)))
         return events
 
-    def _stored(self, block: StoredBlock) -> _BlockStored:
-        number = block.adapter
-        name = self._adapters[number - 1] if 0 < number <= len(self._adapters) else None
-        tokens = list(block.token_ids)
-        return _BlockStored([block.hash], block.parent_hash, tokens, self._block_size, number or None, _MEDIUM, name)
+    def _stored(self, block: StoredBlock, name: str | None) -> _BlockStored:
+        tokens, adapter = list(block.token_ids), block.adapter or None
+        return _BlockStored([block.hash], block.parent_hash, tokens, self._block_size, adapter, _MEDIUM, name)
 
     def _answer_replays(self, socket: "zmq.Socket[bytes]") -> None:
         while True:

@@ -203,7 +203,7 @@ def _core(
         "record": record,
         "kv_events": None
         if events.kv_events_endpoint is None
-        else KVEventPublisher(events, replica, config.kv_cache_block_size, tuple(config.lora_paths)),
+        else KVEventPublisher(events, replica, config.kv_cache_block_size),
     }
     if links is None:
         return EngineCore(config, runner, *queues, **options)

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
@@ -17,9 +17,11 @@ from engine.messages import (
     AbortRequests,
     AddRequest,
     Inbound,
+    LoadAdapter,
     Outbound,
     Shutdown,
     StepOutputs,
+    UnloadAdapter,
     take_tables,
     terminal_output,
 )
@@ -42,7 +44,16 @@ class Wake(NamedTuple):
     round: int
 
 
-Incoming: TypeAlias = Sequence | AbortRequests | Shutdown | Wake
+class AdapterRead(NamedTuple):
+    """A thread of the core has read the files of an adapter that is to be attached; see `engine.core.adapters`."""
+
+    message: LoadAdapter
+    adapter: Any
+    """What the runner read; None with an error."""
+    error: str | None = None
+
+
+Incoming: TypeAlias = Sequence | AbortRequests | Shutdown | Wake | LoadAdapter | UnloadAdapter | AdapterRead
 InputQueue: TypeAlias = SimpleQueue[Incoming]
 
 

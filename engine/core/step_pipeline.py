@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.core.isolation import FailedStep
@@ -53,6 +53,15 @@ class ModelRunnerInterface(Protocol):
 
     def dummy_prefill(self) -> None:
         """Compute a pass over one padding token."""
+
+    def read_adapter(self, path: str, /) -> Any:
+        """Read a LoRA adapter's files, in any thread. Raises `ValueError`, a sentence."""
+
+    def load_adapter(self, number: int, path: str, adapter: Any, /) -> None:
+        """Attach what `read_adapter` returned, between two steps. Raises `ValueError`; then nothing has changed."""
+
+    def unload_adapter(self, number: int, /) -> None:
+        """Remove an adapter that no sequence uses any more, between two steps."""
 
 
 class _ComputedStep(NamedTuple):

@@ -35,7 +35,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
     pooling: PoolingParams | None = None
 
 
-class StepMessage(msgspec.Struct, array_like=True, frozen=True):
+class StepMessage(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """One step. Rows as in `ScheduledBatch`."""
 
     number: int
@@ -60,6 +60,14 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True):
     """Drafts to make of each row for its next step."""
 
 
+class AdapterMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    """A change of the LoRA adapters between two steps."""
+
+    number: int
+    path: str | None
+    """The directory to attach under the number; None: remove the adapter of the number."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankBatch:
     """The part of a `ScheduledBatch` that a rank needs which does not sample."""
@@ -78,6 +86,7 @@ class RankBatch:
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(StepMessage)
+_message_decoder = msgspec.msgpack.Decoder(StepMessage | AdapterMessage)
 
 
 def encode_step(
@@ -113,6 +122,12 @@ def encode_step(
 def decode_step(message: bytes) -> StepMessage:
     """Decode what `encode_step` has encoded."""
     return _decoder.decode(message)
+
+
+def decode_message(message: bytes) -> StepMessage | AdapterMessage:
+    """Decode whatever rank 0 sends."""
+    decoded: StepMessage | AdapterMessage = _message_decoder.decode(message)
+    return decoded
 
 
 def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
@@ -194,6 +209,15 @@ class RankSteps:
         self._is_open = True
         self._group.begin_step(self._number)
 
+    def change_adapter(self, number: int, path: str | None) -> None:
+        """Have the other ranks attach or remove an adapter, between steps. Raises `RankStepError` where one cannot."""
+        try:
+            self._transport.write(_encoder.encode(AdapterMessage(number, path)))
+        except ConnectionError as error:
+            self._fail(str(error))
+            raise
+        self._raise_first([self._transport.take(rank) for rank in self._others])
+
     def end(self, sampled: list[int]) -> None:
         """This rank has computed the step and sampled these tokens. Raises `RankStepError` where another has not."""
         self._is_open = False
@@ -224,5 +248,6 @@ class RankSteps:
         for rank, failure in zip(self._others, failures, strict=True):
             if failure and failure != ABORTED:
                 sentence, _, trace = failure.partition("\n")
-                logger.error("tensor-parallel rank %d raised in a step:\n%s", rank, trace)
+                if trace:
+                    logger.error("tensor-parallel rank %d raised in a step:\n%s", rank, trace)
                 raise RankStepError(f"tensor-parallel rank {rank}: {sentence}") from None

@@ -10,6 +10,7 @@ run by each rank by itself, in the same order.
 import dataclasses
 import logging
 import time
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -17,8 +18,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from engine.batch import DraftWork, PromptSpan, ScheduledBatch, ScheduledBatchOutput
-from engine.distributed.rank_steps import RankSteps, StepMessage, rank_batch
+from engine.batch import DraftWork, PromptSpan, ScheduledBatch, ScheduledBatchOutput, StepOutOfMemory
+from engine.distributed.rank_steps import RankStepError, RankSteps, StepMessage, rank_batch
 from engine.messages import PoolingParams, TokenLogprobs
 from engine.runner.device import DeviceMemory, Download, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
@@ -45,7 +46,7 @@ from models.attention.context import (
     set_kv_cache_data,
 )
 from models.layers.linear import ParallelLMHead
-from models.lora.adapters import group_by_adapter
+from models.lora.adapters import Adapter, attach, capture_obstacle, detach, group_by_adapter
 from models.ops import triton
 from models.ops.cpu.collectives import SharedMemoryCollectives
 from models.ops.cpu.program import NotRecordable, Program, record
@@ -219,6 +220,8 @@ class ModelRunner:
         if loaded.operators is not None and is_serving and not loaded.is_encoder:
             self._record(loaded.operators)
         self._stream_layers = loaded.stream_layers
+        self._graphs_take_adapters = bool(config.lora)
+        """Whether graphs compute the adapters of their rows: those that were loaded at the start, and no others."""
         self.sampler = Sampler()
         self.drafter: ModelDrafter | None = None
         """Drafts after each step, where a model does."""
@@ -341,6 +344,46 @@ class ModelRunner:
         self._count_step()
         return step
 
+    # LoRA adapters that come and go
+
+    def read_adapter(self, path: str) -> Adapter:
+        """Read an adapter's files, in any thread. Raises `ValueError`, a sentence."""
+        if self.loaded.is_encoder:
+            raise ValueError(f"{self.model_config.architecture} is an encoder, which takes no LoRA adapter")
+        if self.loaded.compilation_level:
+            raise ValueError(
+                f"compilation_level is {self.loaded.compilation_level}, whose layers take the adapters of the start "
+                "only; name it with --lora at the start, or set compilation_level to 0"
+            )
+        return Adapter.read(self.model, Path(path))
+
+    def load_adapter(self, number: int, path: str, adapter: Adapter) -> None:
+        """Attach what was read from `path`, on all ranks, between two steps.
+
+        Raises `ValueError`, a sentence; then no rank has changed.
+        """
+        try:
+            with oom_in_step():
+                attach(self.model, number, adapter, dtype=self.dtype, device=self.device)
+            obstacle = None if self.graphs is None else capture_obstacle(self.model)
+            if obstacle is not None:
+                raise ValueError(f"{obstacle}, and graphs are being captured; start the server with --enforce-eager")
+            if self._ranks is not None:
+                self._ranks.change_adapter(number, path)
+        except BaseException as error:
+            self.unload_adapter(number)
+            if isinstance(error, RankStepError | StepOutOfMemory):
+                raise ValueError(str(error)) from error
+            raise
+        self._graphs_take_adapters = False
+
+    def unload_adapter(self, number: int) -> None:
+        """Remove an adapter that no row uses any more, on all ranks, between two steps."""
+        detach(self.model, number)
+        self._graphs_take_adapters = False
+        if self._ranks is not None:
+            self._ranks.change_adapter(number, None)
+
     def lead(self, ranks: RankSteps) -> None:
         """From now on, send each step to the other ranks, which have started."""
         self._ranks = ranks
@@ -418,7 +461,10 @@ class ModelRunner:
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
         if highest_block != self.padding_block:
             self.page_committer.use(highest_block)
-        size = 0 if self.graphs is None or batch.prompt_spans else self.graphs.size_for(inputs)
+        size = 0
+        is_captured = inputs.adapters is None or self._graphs_take_adapters
+        if self.graphs is not None and not batch.prompt_spans and is_captured:
+            size = self.graphs.size_for(inputs)
         padded = inputs if self.graphs is None else self.graphs.pad(inputs, size)
         target = AttentionTarget(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
         return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, target, size)

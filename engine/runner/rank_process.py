@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -33,8 +33,11 @@ from engine.distributed.rank_link import (
     RankSized,
     ToRank,
 )
-from engine.distributed.rank_steps import ABORTED, decode_step
+from engine.distributed.rank_steps import ABORTED, AdapterMessage, decode_message
 from engine.distributed.step_transport import open_steps
+
+if TYPE_CHECKING:
+    from engine.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("engine.runner.rank_process")
 
@@ -92,8 +95,11 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     gc.freeze()
     _send(core, RankServes())
     while True:
-        message = decode_step(steps.read())
+        message = decode_message(steps.read())
         failure = ""
+        if isinstance(message, AdapterMessage):
+            steps.report(_change_adapter(runner, message))
+            continue
         try:
             group.begin_step(message.number)
             runner.follow(message)
@@ -106,6 +112,18 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
             _send(core, RankRaised(message.number, sentence))
             failure = f"{sentence}\n{traceback.format_exc()}"
         steps.report(failure)
+
+
+def _change_adapter(runner: "ModelRunner", message: AdapterMessage) -> str:
+    """Attach or remove an adapter; why it could not be attached, "" where it was."""
+    try:
+        if message.path is None:
+            runner.unload_adapter(message.number)
+        else:
+            runner.load_adapter(message.number, message.path, runner.read_adapter(message.path))
+    except (ValueError, MemoryError, OSError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
 
 
 def _end_with(core: socket.socket) -> None:

@@ -90,6 +90,11 @@ class LinearLoRA:
         # Copied in both cases: the checkpoint's file must not stay mapped.
         self._adapters[adapter] = _Adapter(a.clone() if before is None else torch.cat([before.a, a]), ups)
 
+    def remove(self, adapter: int) -> None:
+        """Forget an adapter, which no row uses any more. Nothing happens where it changes nothing here."""
+        # `_fused` stays: captured graphs read it, which from then on replay only rows without an adapter.
+        self._adapters.pop(adapter, None)
+
     def delta(self, adapter: int) -> torch.Tensor | None:
         """An adapter's change of the layer's weight, for layers that use the weight directly; None: no change.
 
@@ -131,9 +136,16 @@ class LinearLoRA:
         """The sum of all adapters' ranks."""
         return sum(len(adapter.a) for adapter in self._adapters.values())
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether it changes nothing, and no captured graph reads it."""
+        return not self._adapters and self._fused is None
+
     def _apply_by_row(self, output: torch.Tensor, x: torch.Tensor, adapters: torch.Tensor) -> None:
         """As `apply`, without reading the tokens' adapters on the host. # adapters [tokens] int64"""
         if self._fused is None:
+            if not self._adapters:
+                return
             self._fused = self._fuse()
         a, b, owners = self._fused
         down = (x @ a.T).masked_fill_(adapters[:, None] != owners, 0.0)  # [tokens, ranks]

@@ -1,19 +1,19 @@
 """LoRA adapters of a loaded model, for the model runner.
 
-`load_adapters` reads adapters as PEFT saves them into the model's layers: every tensor must be used and every product
-complete, or a `CheckpointError` names what is not. `group_by_adapter` groups a step's tokens, and `capture_obstacle`
-says whether graphs may capture the adapters.
+`Adapter.read` reads one as PEFT saves it, in any thread; `attach` adds it to the model's layers between two steps, and
+`detach` removes it. Every tensor must be used and every product complete, or a `CheckpointError` names what is not.
+`group_by_adapter` groups a step's tokens, and `capture_obstacle` says whether graphs may capture the adapters.
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import nn
 
 from models.attention.context import LoRATokens
@@ -39,16 +39,62 @@ def load_adapters(model: CausalLM, paths: Mapping[str, Path], *, dtype: torch.dt
 
     Raises `CheckpointError` for an adapter that is damaged, that is for another model, or that is not plain LoRA.
     """
-    if not paths:
-        return
-    targets = _targets(cast(nn.Module, model))
-    if not targets:
-        raise CheckpointError("lora is set, but this model makes no linear layer that takes adapters; leave it out")
     for number, (name, path) in enumerate(paths.items(), 1):
         try:
-            _load(number, path, targets, dtype, device)
+            attach(model, number, Adapter.read(model, path), dtype=dtype, device=device)
         except CheckpointError as error:
             raise CheckpointError(f"LoRA adapter {name} cannot be served: {error}") from error
+
+
+class Adapter(NamedTuple):
+    """An adapter's files, read and found to be for a model; shapes are checked when it is attached."""
+
+    config: LoRAConfig
+    file: Path
+    products: Mapping[str, Mapping[str, torch.Tensor]]
+    """The halves A and B of each module, on the host."""
+
+    @classmethod
+    def read(cls, model: CausalLM, path: Path) -> Self:
+        """Read the adapter directory `path` for `model`, which is not changed. Raises `CheckpointError`."""
+        targets = _targets(cast(nn.Module, model))
+        if not targets:
+            raise CheckpointError("this model makes no linear layer that takes adapters")
+        config = LoRAConfig.from_adapter(path)
+        file = path / WEIGHTS_FILE
+        products = _products(file)
+        _require_all(products, config, targets, file)
+        return cls(config, file, products)
+
+
+def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Add an adapter to `model` under a number that is free. Raises `CheckpointError`; then nothing has changed."""
+    targets = _targets(cast(nn.Module, model))
+    try:
+        for module, halves in adapter.products.items():
+            layer, shard = targets[module]
+            a, b = (halves[half].to(device) for half in "AB")
+            scale, rank = adapter.config.scale_of(module), adapter.config.rank_of(module)
+            try:
+                layer.make_lora(dtype).add(number, shard, a, b, scale, rank)
+            except WeightShapeError as error:
+                raise CheckpointError(
+                    f"{module} in {adapter.file} has a product with {error} by its rank and config.json"
+                ) from error
+    except BaseException:
+        detach(model, number)
+        raise
+
+
+def detach(model: CausalLM, number: int) -> None:
+    """Remove the adapter of that number, which no row uses any more."""
+    for module in cast(nn.Module, model).modules():
+        lora = getattr(module, "lora", None)
+        if isinstance(lora, LinearLoRA):
+            lora.remove(number)
+            if lora.is_unused and isinstance(module, ParallelLinear):
+                # A layer without adapters may use operators that compute more than its product.
+                module.lora = None
 
 
 class HookedLoRA:
@@ -97,28 +143,13 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     return targets
 
 
-def _load(number: int, path: Path, targets: dict[str, _Target], dtype: torch.dtype, device: torch.device) -> None:
-    config = LoRAConfig.from_adapter(path)
-    file = path / WEIGHTS_FILE
-    products = _products(file)
-    _require_all(products, config, targets, file)
-    for module, halves in products.items():
-        layer, shard = targets[module]
-        a, b = (halves[half].to(device) for half in "AB")
-        try:
-            layer.make_lora(dtype).add(number, shard, a, b, config.scale_of(module), config.rank_of(module))
-        except WeightShapeError as error:
-            raise CheckpointError(
-                f"{module} in {file} has a product with {error} by its rank and config.json"
-            ) from error
-
-
 def _products(file: Path) -> dict[str, dict[str, torch.Tensor]]:
     """The halves A and B of each module in an adapter's file, by the module's name."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent} has no {file.name}; save the adapter as safetensors")
     try:
-        tensors = load_file(file)
+        # Read as a whole: a file that shrinks while it is mapped would end the process.
+        tensors = load(file.read_bytes())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is truncated or is not a safetensors file ({error}); download it again"

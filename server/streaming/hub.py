@@ -52,14 +52,15 @@ class Hub:
         core: CoreManager,
         metrics: Metrics,
         admission: Admission,
-        models: Sequence[str] = ("model",),
+        model_name: Callable[[int], str] = lambda adapter: "model",
         ids: Iterator[int] | None = None,
     ) -> None:
-        """`models`: served names of the model and its adapters, by the adapter's number.
+        """`model_name` returns the served name of the model or of an adapter, by its number, and raises an `ApiError`
+        for an adapter that is no longer served.
 
         `ids`: where the core has further users, the source of ids that they share.
         """
-        self._models = models
+        self._model_name = model_name
         self.admission = admission
         self.metrics = metrics
         self._core = core
@@ -82,9 +83,10 @@ class Hub:
         """Run sequences in the engine; their outputs go to `consumer`, by their index in `sequences`.
 
         `queued_tokens`: what each adds to the queue; `tally`: their owner's. Raises `EngineError` if there is no
-        engine.
+        engine, `ModelNotFound` if their adapter has been unloaded since they were made.
         """
         requests = [sequence.request for sequence in sequences]
+        names = [self._model_name(request.adapter) for request in requests]
         for request in requests:
             request.weight = tally.owner.weight
         try:
@@ -92,8 +94,8 @@ class Hub:
         except EngineDeadError as error:
             self.metrics.rejected("engine", len(sequences))
             raise EngineError(str(error)) from error
-        for index, ((request, state), tokens) in enumerate(zip(sequences, queued_tokens, strict=True)):
-            self._live[state.request_id] = _Live(state, consumer, index, self._models[request.adapter], tally)
+        for index, ((_, state), tokens, name) in enumerate(zip(sequences, queued_tokens, names, strict=True)):
+            self._live[state.request_id] = _Live(state, consumer, index, name, tally)
             self.admission.queue(state.request_id, tokens, tally.owner.party)
         self._count(tally, len(sequences))
 

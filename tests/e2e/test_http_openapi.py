@@ -34,6 +34,8 @@ BATCHES = {
 }
 """`test_http_batches` answers with these."""
 GETS += ["/kaon/limits", "/kaon/owners"]
+ADMIN = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+"""`test_http_adapters` answers with these."""
 STORED = {
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",
@@ -71,7 +73,7 @@ def example(document: dict[str, Any], operation: dict[str, Any]) -> tuple[dict[s
 
 
 def test_it_knows_every_route_and_resolves(http: httpx.Client, document: dict[str, Any]) -> None:
-    assert set(document["paths"]) == {*READS, *GETS, *STORED, *BATCHES}
+    assert set(document["paths"]) == {*READS, *GETS, *STORED, *BATCHES, *ADMIN}
     schemas = document["components"]["schemas"]
     for reference in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)):
         assert reference in schemas

@@ -10,10 +10,11 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.attention.context import LoRATokens
+from models.errors import CheckpointError
 from models.layers import lora as lora_layer
 from models.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
 from models.loading.loader import load_model
-from models.lora.adapters import load_adapters
+from models.lora.adapters import Adapter, attach, detach, load_adapters
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU
@@ -113,3 +114,30 @@ def test_an_adapter_loads_into_each_rank(tmp_path: Path, size: int) -> None:
             if isinstance(module, ParallelLinear):
                 assert module.lora is not None
                 assert cast(torch.Tensor, module.lora.delta(1)).shape == module.weight.shape
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_adapter_comes_and_goes_as_a_whole(tmp_path: Path, size: int) -> None:
+    path = make_checkpoint(tmp_path / "base", "qwen3")
+    make_adapter(tmp_path / "mine", read_weights(path), rank=3, alpha=3)
+    make_adapter(
+        tmp_path / "foreign",
+        read_weights(make_checkpoint(tmp_path / "other", "qwen3", hidden_size=128)),
+        rank=3,
+        alpha=3,
+    )
+    for parallel in ranks(size):
+        config = ModelConfig.from_checkpoint(path)
+        model = load_model(path, config, dtype=torch.float32, device=CPU, progress=False, parallel=parallel)
+        layers = [module for module in cast(nn.Module, model).modules() if isinstance(module, ParallelLinear)]
+        for number in (5, 9):
+            attach(model, number, Adapter.read(model, tmp_path / "mine"), dtype=torch.float32, device=CPU)
+        with pytest.raises(CheckpointError, match="by its rank and config"):
+            attach(model, 10, Adapter.read(model, tmp_path / "foreign"), dtype=torch.float32, device=CPU)
+        assert all(layer.lora is not None and layer.lora.num_ranks % 6 == 0 for layer in layers)
+        assert all(layer.lora is not None and layer.lora.delta(10) is None for layer in layers)
+        detach(model, 5)
+        assert all(layer.lora is not None and layer.lora.delta(5) is None for layer in layers)
+        assert all(layer.lora is not None and layer.lora.delta(9) is not None for layer in layers)
+        detach(model, 9)
+        assert all(layer.lora is None for layer in layers)

@@ -6,7 +6,16 @@ import pytest
 
 from engine.batch import ScheduledBatch
 from engine.distributed import rank_steps
-from engine.distributed.rank_steps import ABORTED, RankStepError, RankSteps, StepMessage, decode_step, encode_step
+from engine.distributed.rank_steps import (
+    ABORTED,
+    AdapterMessage,
+    RankStepError,
+    RankSteps,
+    StepMessage,
+    decode_message,
+    decode_step,
+    encode_step,
+)
 from engine.distributed.step_transport import SharedMemorySteps
 from engine.sequence import Sequence
 
@@ -117,3 +126,14 @@ def test_the_message_holds_what_the_batch_does(change: Callable[[Sequence], None
     assert (message.number, message.sampled, message.is_greedy) == (7, [1, 2], False)
     assert message.new_rows[0].token_ids == seq.token_ids
     assert message.slots == one.slots.tolist()
+
+
+def test_adapters_change_on_all_ranks_between_steps_or_the_first_failure_is_raised() -> None:
+    ranks = Ranks()
+    ranks.first.report()
+    ranks.second.report("the file is truncated")
+    with pytest.raises(RankStepError, match="tensor-parallel rank 2: the file is truncated"):
+        ranks.steps.change_adapter(3, "/a/1")
+    assert [decode_message(rank.read()) for rank in (ranks.first, ranks.second)] == [AdapterMessage(3, "/a/1")] * 2
+    # The next step is not disturbed.
+    assert [message.number for message in ranks.begin()] == [1, 1]

@@ -171,7 +171,7 @@ def open_publisher() -> Iterator[Callable[..., tuple[KVEventPublisher, int]]]:
     def start(replica: int = 0, **fields: Any) -> tuple[KVEventPublisher, int]:
         port = ports.free_ports()
         config = KVEventsConfig(kv_events_endpoint=f"tcp://*:{port - replica}", kv_events_topic="kv@pod@m", **fields)
-        opened.append(KVEventPublisher(config, replica, 4, ("first", "second")))
+        opened.append(KVEventPublisher(config, replica, 4))
         return opened[-1], port
 
     yield start
@@ -210,7 +210,8 @@ def test_an_event_is_what_vllm_s_subscribers_decode(
             7,
             8,
             StoredBlock(13, None, [1, 2, 3, 4], 2),
-        ]
+        ],
+        {1: "first", 2: "second"},
     )
     while True:
         topic, number, payload = socket.recv_multipart()

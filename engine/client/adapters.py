@@ -1,0 +1,86 @@
+"""`AdapterLedger`: the LoRA adapters that every engine core must have, and the answers that are awaited about changes.
+
+Owned by `CoreManager`. Cores start with the adapters of the configuration; once adapters have been loaded or unloaded
+since, a core that is started again starts without any, and gets them by messages before its requests.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine.config.config import Config
+from engine.messages import AdapterChanged, LoadAdapter
+
+_log = logging.getLogger(__name__)
+
+
+class AdapterError(RuntimeError):
+    """An adapter cannot be loaded; one sentence says why. `is_temporary`: the same may work in a moment."""
+
+    def __init__(self, error: str, *, is_temporary: bool = False) -> None:
+        super().__init__(error)
+        self.is_temporary = is_temporary
+
+
+class AdapterLedger:
+    """All calls come from one thread."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        """`paths`: directories of the configuration's adapters by name, in the order of their numbers from 1."""
+        self._wanted = {
+            number: LoadAdapter(number, name, str(path), at_once=True)
+            for number, (name, path) in enumerate(paths.items(), 1)
+        }
+        self._has_changed = False
+        """Whether these are no longer the configuration's."""
+        self._awaited: dict[tuple[int, int], asyncio.Future[AdapterError | None]] = {}
+        """By replica and adapter."""
+
+    # -- what cores must have -----------------------------------------------------------------------------------
+
+    def add(self, message: LoadAdapter) -> None:
+        """All cores have attached this adapter; those to come must have it too."""
+        self._wanted[message.number] = LoadAdapter(message.number, message.name, message.path, at_once=True)
+        self._has_changed = True
+
+    def remove(self, number: int) -> None:
+        """Cores to come need no adapter of this number."""
+        self._wanted.pop(number, None)
+        self._has_changed = True
+
+    def config_of_core(self, config: Config) -> Config:
+        """What a core is started with: numbers of the configuration's adapters hold while none has changed."""
+        return config.model_copy(update={"lora": ()}) if self._has_changed else config
+
+    def missing_messages(self) -> list[LoadAdapter]:
+        """What a core that is ready must get before its requests. It ignores adapters that it has."""
+        return list(self._wanted.values()) if self._has_changed else []
+
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def expect(self, replica: int, number: int) -> "asyncio.Future[AdapterError | None]":
+        """What a replica's core will answer about an adapter: why it cannot be attached, or None."""
+        future = self._awaited[replica, number] = asyncio.get_running_loop().create_future()
+        return future
+
+    def answered(self, replica: int, answer: AdapterChanged) -> None:
+        """A core has answered."""
+        future = self._awaited.pop((replica, answer.number), None)
+        if future is not None:
+            if not future.done():
+                future.set_result(None if answer.error is None else AdapterError(answer.error))
+        elif answer.error is not None and (wanted := self._wanted.get(answer.number)) is not None:
+            _log.error(
+                "LoRA adapter %s could not be loaded again, and its requests end with an error: %s",
+                wanted.name,
+                answer.error,
+            )
+
+    def core_died(self, replica: int, name: str) -> None:
+        """A replica's core is gone, and answers nothing any more."""
+        for key in [key for key in self._awaited if key[0] == replica]:
+            future = self._awaited.pop(key)
+            if not future.done():
+                sentence = f"{name} died while it loaded the adapter, which is not loaded; load it again"
+                future.set_result(AdapterError(sentence, is_temporary=True))

@@ -1,0 +1,139 @@
+"""`Adapters`: LoRA adapters by the names that requests use, loaded and unloaded while the server runs."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TypeVar
+
+from engine.client.adapters import AdapterError
+from engine.client.core_manager import CoreManager
+from engine.config.config import Config
+from server.errors import AdapterNotLoaded, BadRequest, ModelNotFound, NotReady, PathNotAllowed
+
+_Result = TypeVar("_Result")
+
+
+class Adapters:
+    """Names and numbers. A number is never used twice, because cached prefixes are found by it.
+
+    One adapter is loaded at a time. What `unload` waits for, further calls do not.
+    """
+
+    def __init__(self, config: Config, core: CoreManager) -> None:
+        self._core = core
+        self._model_names = config.model_names
+        self._directories = [Path(directory).resolve() for directory in config.server_config.lora_directories]
+        self._most = config.server_config.max_lora_adapters
+        self._numbers = {name: number for number, name in enumerate(config.lora_paths, 1)}
+        self._names = {number: name for name, number in self._numbers.items()}
+        self._next = len(self._numbers) + 1
+        self._leaving = 0
+        """Adapters that live requests still use, and that are unloaded after them."""
+        self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that requests may use."""
+        return tuple(self._numbers)
+
+    def number_of(self, name: str) -> int:
+        """The number of the adapter of that name; 0 where there is none."""
+        return self._numbers.get(name, 0)
+
+    def model_name(self, number: int) -> str:
+        """The served name of an adapter, or of the model for 0. Raises `ModelNotFound` for one that was unloaded."""
+        if number == 0:
+            return self._model_names[0]
+        if number not in self._names:
+            raise ModelNotFound("the LoRA adapter of this request was unloaded before it began", param="model")
+        return self._names[number]
+
+    async def load(self, name: str, path: str, *, in_place: bool) -> None:
+        """Load the adapter in the directory `path`. Requests may use it once this returns.
+
+        `in_place`: replace one of that name, which its live requests go on to use. Raises an `ApiError`, a sentence;
+        then all is as before. It goes on where the caller is cancelled.
+        """
+        await self._finish(self._load(name, self._allowed(path), in_place))
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter: from now on no request may use it. Returns when the last that does has ended."""
+        number = self._numbers.pop(name, None)
+        if number is None:
+            raise AdapterNotLoaded(
+                f"lora_name is {name[:60]!r}, which is no adapter of this server; /v1/models lists them",
+                param="lora_name",
+            )
+        await self._finish(self._unload(number))
+
+    async def _load(self, name: str, path: Path, in_place: bool) -> None:
+        async with self._loading:
+            self._check_name(name, in_place)
+            number, self._next = self._next, self._next + 1
+            try:
+                await self._core.load_adapter(number, name, str(path))
+            except AdapterError as error:
+                if error.is_temporary:
+                    raise NotReady(str(error)) from error
+                raise BadRequest(f"LoRA adapter {name} cannot be served: {error}", param="lora_path") from error
+            previous = self._numbers.get(name)
+            self._numbers[name], self._names[number] = number, name
+        if previous is not None:
+            self._start(self._unload(previous))
+
+    async def _unload(self, number: int) -> None:
+        del self._names[number]
+        self._leaving += 1
+        try:
+            await self._core.unload_adapter(number)
+        finally:
+            self._leaving -= 1
+
+    def _check_name(self, name: str, in_place: bool) -> None:
+        if name in self._model_names:
+            raise BadRequest(
+                f"lora_name is {name!r}, which is the model's own name; choose another", param="lora_name"
+            )
+        if name in self._numbers and not in_place:
+            raise BadRequest(
+                f"lora_name is {name!r}, which is loaded already; set load_inplace to true to replace it",
+                param="lora_name",
+            )
+        count = len(self._numbers) + self._leaving
+        if count >= self._most:
+            raise BadRequest(
+                f"{count} LoRA adapters are loaded, and this server loads {self._most} at most (max_lora_adapters); "
+                "unload one first",
+                param="lora_name",
+            )
+
+    def _allowed(self, path: str) -> Path:
+        """The directory, if it may be read. Raises `PathNotAllowed`, which does not say whether there is one."""
+        if not self._directories:
+            raise PathNotAllowed(
+                "this server loads no LoRA adapters while it runs; start it with --lora-directories DIRECTORY",
+                param="lora_path",
+            )
+        try:
+            resolved = Path(path).resolve()
+        except (OSError, ValueError, RuntimeError):  # a loop of links, or a null character
+            resolved = None
+        if resolved is None or not any(resolved.is_relative_to(directory) for directory in self._directories):
+            raise PathNotAllowed(
+                f"lora_path is {path[:200]!r}, which is not beneath a directory of lora_directories; move the adapter",
+                param="lora_path",
+            )
+        if not resolved.is_dir():
+            raise AdapterNotLoaded(f"lora_path is {path[:200]!r}, which is not a directory", param="lora_path")
+        return resolved
+
+    async def _finish(self, work: Coroutine[None, None, None]) -> None:
+        """Wait for `work`, which goes on where the caller is cancelled."""
+        await asyncio.shield(self._start(work))
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,40 @@
+"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, as vLLM has them, for keys of the scope admin."""
+
+from fastapi import Request, Response
+from fastapi.responses import PlainTextResponse
+
+from server.endpoints import ENDPOINTS, EndpointFamily
+from server.frontend import Frontend
+from server.request_builder import read_request
+from server.schemas.lora import LoadAdapterRequest, UnloadAdapterRequest
+
+endpoints = ENDPOINTS.register("lora")(EndpointFamily())
+
+_EXAMPLE = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+
+
+@endpoints.post("/v1/load_lora_adapter", "text/plain", request=LoadAdapterRequest, example=_EXAMPLE, scope="admin")
+async def load(http: Request) -> Response:
+    """Load a LoRA adapter, which requests may name as `model` from then on. Needs a key of the scope admin."""
+    frontend = Frontend.of(http.app)
+    request = await read_request(http, LoadAdapterRequest, frontend.config.server_config)
+    frontend.check_loaded()
+    await frontend.adapters.load(request.lora_name, request.lora_path, in_place=request.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+@endpoints.post(
+    "/v1/unload_lora_adapter",
+    "text/plain",
+    request=UnloadAdapterRequest,
+    example={"lora_name": "sql"},
+    scope="admin",
+)
+async def unload(http: Request) -> Response:
+    """Unload a LoRA adapter: new requests for it are a 404 at once, and the answer comes when the last has ended.
+    Needs a key of the scope admin."""
+    frontend = Frontend.of(http.app)
+    request = await read_request(http, UnloadAdapterRequest, frontend.config.server_config)
+    frontend.check_loaded()
+    await frontend.adapters.unload(request.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")

@@ -1,0 +1,27 @@
+"""Bodies of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, whose fields are vLLM's."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from server.schemas.body import RequestModel
+
+_Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadAdapterRequest(RequestModel):
+    """An adapter to load."""
+
+    lora_name: _Name
+    """The name by which requests select it as `model`."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """Its directory on the server, beneath one of `lora_directories`."""
+    load_inplace: bool = False
+    """Replace the adapter of that name, which requests that are running go on to use."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """An adapter to unload."""
+
+    lora_name: _Name
+    """Its name."""
