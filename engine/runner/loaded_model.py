@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config.config import Config, PrecisionConfig, SpeculativeConfig
+from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.distributed.host_resources import available_host_memory
 from engine.runner.device import Device, device_of, oom_at_start
@@ -21,7 +21,6 @@ from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ENCODERS
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import DPMetadata
-from models.demo import CHECKPOINT_DIR, DRAFT_HEAD_DIR
 from models.layers.base import CausalLM, DraftLM
 from models.layers.pooling import PoolingHead
 from models.loading import loader
@@ -174,7 +173,8 @@ def load_model(
     how the model pools prompts, None where it does not.
     """
     generates = pooling is None or "generate" in config.task
-    config = _with_own_drafts(config, path, operators, parallel)
+    if config.speculative_config is not None and not config.num_drafts:
+        config = config.model_copy(update={"speculative_config": None})
     if pooling is not None and pooling.body in ENCODERS and config.lora:
         raise ValueError(f"lora names adapters, but {model_config.architecture} is an encoder, which takes none")
     available = available_host_memory() if available_bytes is None else available_bytes
@@ -222,21 +222,6 @@ def load_model(
         )
     # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
-
-
-def _with_own_drafts(config: Config, path: Path, operators: Library | None, parallel: TensorParallel) -> Config:
-    """`config` with the embedded model's own head where no drafts are asked for, and none where 0 are.
-
-    Only in the form in which they were measured to be faster: one rank on a CPU's operators, weights as stored.
-    """
-    if config.speculative_config is not None:
-        return config if config.num_drafts else config.model_copy(update={"speculative_config": None})
-    is_measured = operators is not None and parallel.size == 1 and parallel.experts is None
-    is_plain = not config.lora and not config.task and config.quantization_config == PrecisionConfig()
-    if path != CHECKPOINT_DIR or config.model_impl == "transformers" or not (is_measured and is_plain):
-        return config
-    drafts = SpeculativeConfig(speculative_method="eagle", speculative_model=str(DRAFT_HEAD_DIR))
-    return config.model_copy(update={"speculative_config": drafts})
 
 
 def _load_drafter(

@@ -17,6 +17,7 @@ from models.architectures.eagle import Eagle, Eagle3, Eagle3Shape
 from models.architectures.llama import LlamaForCausalLM
 from models.architectures.mtp import MTP_OF, Qwen3NextMTP
 from models.architectures.registry import DRAFTERS
+from models.demo import CHECKPOINT_DIR, DRAFT_HEAD_DIR
 from models.errors import CheckpointError
 from models.layers.base import DraftLM
 from models.loading.checkpoint import read_tensor, tensor_files
@@ -147,7 +148,12 @@ def _load(
 
 
 def _eagle_config(target: DraftedModel, path: Path | None, method: str) -> tuple[Path, ModelConfig]:
-    """The directory of an EAGLE head, and its config, with the length that the target serves."""
+    """The directory of an EAGLE head, and its config, with the length that the target serves.
+
+    The embedded model has a head of its own.
+    """
+    if path is None and target.path == CHECKPOINT_DIR and method == "eagle":
+        path = DRAFT_HEAD_DIR
     if path is None:
         raise CheckpointError(
             f"speculative_method is {method}, which needs a head; set speculative_model to its directory"

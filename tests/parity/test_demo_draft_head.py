@@ -28,10 +28,9 @@ def questions() -> list[Sequence]:
     return [Sequence(tokenizer.encode(each).ids, 16, params, id=i) for i, each in enumerate(prompts)]
 
 
-def steps(num_drafts: int | None) -> Steps:
-    fields = {} if num_drafts is None else {"speculative_config": {"num_speculative_tokens": num_drafts}}
-    if num_drafts:
-        fields["speculative_config"] |= {"speculative_method": "eagle", "speculative_model": str(DRAFT_HEAD_DIR)}
+def steps(num_drafts: int) -> Steps:
+    """Without drafts, or by the head, which the method alone names."""
+    fields = {"speculative_config": {"num_speculative_tokens": num_drafts, "speculative_method": "eagle"}}
     return Steps(
         runner_for(
             CHECKPOINT_DIR, torch.bfloat16, max_model_len=2048, num_kvcache_blocks=2048, max_num_seqs=32, **fields
@@ -51,16 +50,6 @@ def test_most_drafts_of_the_head_are_what_the_model_says_to_held_out_questions(n
     assert drafting.run(questions()) == answers()
     assert len(drafting.drafted) > 100
     assert drafting.acceptance >= LEAST_ACCEPTED[num_drafts]
-
-
-def test_the_model_drafts_by_itself_unless_told_otherwise() -> None:
-    by_default = steps(None)
-    assert by_default.run(questions()) == answers()
-    assert sum(by_default.drafted) > 50
-    plain = steps(0)
-    assert plain.runner.config.speculative_config is None
-    in_float32 = runner_for(CHECKPOINT_DIR, max_model_len=64, num_kvcache_blocks=8)
-    assert in_float32.config.speculative_config is None
 
 
 def test_the_head_takes_no_more_than_a_megabyte() -> None:
