@@ -5,6 +5,7 @@
 
 import itertools
 import os
+import socket
 import time
 
 import msgspec
@@ -12,6 +13,7 @@ import zmq
 
 from engine.core.startup import PhaseClock
 from engine.distributed.core_process import Launch
+from engine.distributed.message_stream import MessageWriter
 from engine.distributed.processes import end_with_parent, name_process, take_lifeline
 from engine.messages import (
     AbortRequests,
@@ -40,9 +42,9 @@ class _StubCore:
     def __init__(self, launch: Launch) -> None:
         context = zmq.Context()
         self._input = context.socket(zmq.DEALER)
-        self._output = context.socket(zmq.PUSH)
+        assert launch.outputs is not None
+        self._output = MessageWriter(socket.socket(fileno=launch.outputs))
         self._input.connect(launch.input_address)
-        self._output.connect(launch.output_address)
         self._input.send(b"")
         self._decoder = msgspec.msgpack.Decoder(Inbound)
         self._encoder = msgspec.msgpack.Encoder()

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import socket
 import threading
 from functools import partial
 from pathlib import Path
@@ -63,10 +64,10 @@ def _open_sockets(config: Config, launch: Launch) -> CoreSockets:
         logging.shutdown()
         os._exit(LOST_FRONT_END)
 
-    addresses = launch.input_address, launch.output_address
+    outputs = None if launch.outputs is None else socket.socket(fileno=launch.outputs)
     timeout = config.parallel_config.rank_start_timeout
     try:
-        sockets = CoreSockets(*addresses, config.kv_cache_block_size, launch.front_end, timeout)
+        sockets = CoreSockets(launch.input_address, outputs, config.kv_cache_block_size, launch.front_end, timeout)
     except ConnectionError as error:
         end(str(error))
     sockets.watch(end)

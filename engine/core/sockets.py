@@ -4,7 +4,9 @@
 `GrammarQueue` first, whose thread compiles, so that neither the busy loop nor another request waits for it.
 """
 
+import functools
 import logging
+import socket
 import threading
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import msgspec
 import zmq
 
+from engine.distributed.message_stream import MessageWriter
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -64,21 +67,23 @@ _LINGER_MS = 2000
 class OutputQueue:
     """Sends the core's messages in the thread that puts them: another thread would wake up while a step computes."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        self._socket = socket
+    def __init__(self, send: Callable[[bytes], object]) -> None:
+        """`send` is called by one thread at a time. It must not block."""
+        self._send = send
         self._encoder = msgspec.msgpack.Encoder()
         self._turn = threading.Lock()
+        self._is_closed = False
 
     def put(self, message: Outbound) -> None:
-        """Send a message, unless closed. Never blocks, because the socket has no high-water mark."""
+        """Send a message, unless closed. Never blocks."""
         with self._turn:
-            if not self._socket.closed:
-                self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            if not self._is_closed:
+                self._send(self._encoder.encode(message))
 
     def close(self) -> None:
-        """Close the socket once everything is sent; later messages are dropped."""
+        """Drop later messages."""
         with self._turn:
-            self._socket.close()
+            self._is_closed = True
 
 
 class CoreSockets:
@@ -87,35 +92,40 @@ class CoreSockets:
     def __init__(
         self,
         input_address: str,
-        output_address: str,
+        outputs: socket.socket | None,
         block_size: int,
         front_end: "CoreAddress | None" = None,
         timeout: float = 0.0,
     ) -> None:
-        """`front_end`: the address of one on another host, to connect to within `timeout` seconds; the other addresses
-        are not used then. Raises `ConnectionError`, a sentence, where that fails.
+        """`outputs`: the stream to the front end, which is taken over.
+
+        `front_end`: the address of one on another host, to connect to within `timeout` seconds; `input_address` is not
+        used then, and there are no `outputs`. Raises `ConnectionError`, a sentence, where that fails.
         """
         self.input_queue: InputQueue = SimpleQueue()
         self._block_size = block_size
         self._grammars: GrammarQueue | None = None
         self._context = zmq.Context()
         self._call: FrontEndConnection | None = None
+        self._writer: MessageWriter | None = None
+        self._output: zmq.Socket[bytes] | None = None
         if front_end is None:
+            assert outputs is not None
+            self._writer = MessageWriter(outputs)
+            self.output_queue = OutputQueue(self._writer.send)
             self._input = self._context.socket(zmq.DEALER)
-            output = self._context.socket(zmq.PUSH)
-            for socket, address in ((self._input, input_address), (output, output_address)):
-                # No high-water mark, at which a DEALER or PUSH blocks or drops messages: none may be lost.
-                socket.set_hwm(0)
-                socket.connect(address)
+            # No high-water mark, at which a DEALER blocks or drops messages: none may be lost.
+            self._input.set_hwm(0)
+            self._input.connect(input_address)
         else:
             # Imported here, because cores on the front end's host do not need it.
             from engine.distributed import remote_core as core_call
 
             self._call = core_call.FrontEndConnection(self._context, front_end, timeout)
-            self._input, output = self._call.input, self._call.output
-        for socket in (self._input, output):
-            socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self.output_queue = OutputQueue(output)
+            self._input, self._output = self._call.input, self._call.output
+            self._output.setsockopt(zmq.LINGER, _LINGER_MS)
+            self.output_queue = OutputQueue(functools.partial(self._output.send, flags=zmq.NOBLOCK))
+        self._input.setsockopt(zmq.LINGER, _LINGER_MS)
         # A ROUTER can address a peer only after a message from it.
         self._input.send(b"")
         threading.Thread(target=self.process_input_sockets, name="input", daemon=True).start()
@@ -154,6 +164,10 @@ class CoreSockets:
         if self._call is not None:
             self._call.close()
         self.output_queue.close()
+        if self._writer is not None:
+            self._writer.flush(_LINGER_MS / 1e3)
+        if self._output is not None:
+            self._output.close()
         self._context.term()
 
     def _accept(self, message: Inbound) -> None:

@@ -27,6 +27,7 @@ from engine.distributed.flight_record import FlightRecord
 from engine.distributed.host_messages import CoreAddress
 from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import LockstepMember
+from engine.distributed.message_stream import MessageReader
 from engine.distributed.processes import ENDED, REMOVED, family, stopped_process, wait_or_kill
 from engine.messages import Failed
 from models.child_environment import code_environment
@@ -113,16 +114,19 @@ class CoreHandle(Protocol):
 
 
 class LocalTransport:
-    """See `CoreTransport`: two sockets for each core, named in a private directory."""
+    """See `CoreTransport`: to the core, a socket that is named in a private directory; from it, a stream."""
 
     is_one_socket = False
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", input_address: str, output_address: str) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", input_address: str, outputs: socket.socket) -> None:
+        """Takes over `outputs`, the stream that the core writes to."""
         self._identity = b""
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._outputs = MessageReader(outputs)
+        # Without a high-water mark it never blocks the front end and never drops.
+        self._input = context.socket(zmq.ROUTER)
         try:
-            self._input = self._bind(context, zmq.ROUTER, input_address)
-            self._output = self._bind(context, zmq.PULL, output_address)
+            self._input.set_hwm(0)
+            self._input.bind(input_address)
         except BaseException:
             self.close()
             raise
@@ -130,22 +134,19 @@ class LocalTransport:
     @property
     def descriptor(self) -> int:
         """See `CoreTransport`."""
-        return self._output.fileno()
+        return self._outputs.fileno()
 
     def register(self, poller: zmq.Poller) -> None:
         """See `CoreTransport`."""
-        poller.register(self._output, zmq.POLLIN)
+        poller.register(self._outputs.fileno(), zmq.POLLIN)
 
     def poll(self, milliseconds: int) -> bool:
         """See `CoreTransport`."""
-        return bool(self._output.poll(milliseconds))
+        return self._outputs.poll(milliseconds)
 
     def receive(self) -> bytes | None:
         """See `CoreTransport`."""
-        # `poll` would make a poller at each call.
-        if not cast(int, self._output.get(zmq.EVENTS)) & zmq.POLLIN:
-            return None
-        return self._output.recv(zmq.NOBLOCK)
+        return self._outputs.receive()
 
     def connected(self) -> None:
         """See `CoreTransport`."""
@@ -157,16 +158,8 @@ class LocalTransport:
 
     def close(self) -> None:
         """See `CoreTransport`."""
-        for each in self._sockets:
-            each.close(linger=0)
-
-    def _bind(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str) -> "zmq.Socket[bytes]":
-        """A socket without high-water mark: it never blocks the front end and never drops."""
-        socket = context.socket(kind)
-        self._sockets.append(socket)
-        socket.set_hwm(0)
-        socket.bind(address)
-        return socket
+        self._input.close(linger=0)
+        self._outputs.close()
 
 
 class RemoteTransport:
@@ -263,17 +256,14 @@ class Launch(msgspec.Struct, frozen=True):
     lockstep_member: LockstepMember | None = None
     """Its replica among those that compute in lockstep."""
     front_end: CoreAddress | None = None
-    """Where the core connects; None: at the two addresses below, on this host."""
+    """Where the core connects; None: at the address below, on this host."""
+    outputs: int | None = None
+    """Descriptor that a core on the front end's host writes its messages to."""
 
     @property
     def input_address(self) -> str:
         """Where the core's DEALER connects."""
         return f"ipc://{self.directory}/{self.name}.in"
-
-    @property
-    def output_address(self) -> str:
-        """Where the core's PUSH connects."""
-        return f"ipc://{self.directory}/{self.name}.out"
 
 
 class CoreProcess:
@@ -297,6 +287,7 @@ class CoreProcess:
         See `Launch` for the arguments; without `cpus` it may use those of its parent.
         """
         self._record_descriptor = FlightRecord.create(config.max_num_seqs)
+        self._outputs, self._their_outputs = socket.socketpair()
         self._has_remote_ranks = config.parallel_config.has_remote_ranks
         self.flight_record = FlightRecord(self._record_descriptor)
         """Readable also when the process has ended."""
@@ -310,11 +301,14 @@ class CoreProcess:
             share=share,
             lockstep_member=lockstep_member,
             front_end=front_end,
+            outputs=self._their_outputs.fileno() if front_end is None else None,
         )
-        longest = self.launch.output_address.removeprefix("ipc://")
+        longest = self.launch.input_address.removeprefix("ipc://")
         if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:
             self._remove_directory()
             os.close(self._record_descriptor)
+            self._outputs.close()
+            self._their_outputs.close()
             raise ValueError(f"TMPDIR is too long: {longest} has over {_MAX_SOCKET_PATH} bytes; set a shorter TMPDIR")
         self.lifeline, self._theirs = socket.socketpair()
         self._lifeline_poll = select.poll()
@@ -324,7 +318,7 @@ class CoreProcess:
 
     def open_transport(self, context: "zmq.Context[zmq.Socket[bytes]]") -> LocalTransport:
         """See `CoreHandle`."""
-        return LocalTransport(context, self.launch.input_address, self.launch.output_address)
+        return LocalTransport(context, self.launch.input_address, self._outputs)
 
     def start(self) -> None:
         """See `CoreHandle`. It gets a process group of its own, so that the terminal's Ctrl-C does not reach it."""
@@ -335,7 +329,11 @@ class CoreProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", CORE_MODULE, self.launch.name],
             stdin=self._theirs.fileno(),
-            pass_fds=(self._record_descriptor, *(() if lockstep_member is None else lockstep_member.memory)),
+            pass_fds=(
+                self._record_descriptor,
+                *(() if self.launch.outputs is None else (self.launch.outputs,)),
+                *(() if lockstep_member is None else lockstep_member.memory),
+            ),
             env=code_environment(),
             process_group=0,
         )
@@ -407,12 +405,14 @@ class CoreProcess:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.lifeline.sendall(ENDED + why.encode())
         self.lifeline.close()
+        self._outputs.close()
         if self._process is not None:
             wait_or_kill(self._process, timeout)
         self._remove_directory()
 
     def _close_theirs(self) -> None:
         self._theirs.close()
+        self._their_outputs.close()
         if self._record_descriptor >= 0:
             os.close(self._record_descriptor)
             self._record_descriptor = -1

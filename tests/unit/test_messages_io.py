@@ -1,6 +1,8 @@
 """The core's I/O threads: whatever arrives, the good is passed on, the bad is answered, and nothing is lost."""
 
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import zmq
 
 from engine.core.sockets import CoreSockets
+from engine.distributed.message_stream import MessageReader
 from engine.messages import AbortRequests, AddRequest, Outbound, RequestOutput, Shutdown, StepOutputs, Stopped
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -22,23 +25,31 @@ WAIT_SECONDS = 60
 def wire() -> Iterator[SimpleNamespace]:
     """A core's sockets and the front end's: `send(*frames)` to it and `receive()` from it."""
     with tempfile.TemporaryDirectory(prefix="kaon-") as directory, zmq.Context() as context:
-        router, pull = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
-        for socket in (router, pull):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.RCVTIMEO, WAIT_SECONDS * 1000)
+        router = context.socket(zmq.ROUTER)
+        router.set_hwm(0)
+        router.setsockopt(zmq.RCVTIMEO, WAIT_SECONDS * 1000)
         router.bind(f"ipc://{directory}/in")
-        pull.bind(f"ipc://{directory}/out")
-        core = CoreSockets(f"ipc://{directory}/in", f"ipc://{directory}/out", block_size=16)
+        ours, theirs = socket.socketpair()
+        outputs = MessageReader(ours)
+        core = CoreSockets(f"ipc://{directory}/in", theirs, block_size=16)
         identity = router.recv_multipart()[0]
         yield SimpleNamespace(
             core=core,
             send=lambda *frames: router.send_multipart([identity, *frames]),
-            receive=lambda: msgspec.msgpack.decode(pull.recv(), type=Outbound),
+            receive=lambda: msgspec.msgpack.decode(next_message(outputs), type=Outbound),
             take=lambda: core.input_queue.get(timeout=WAIT_SECONDS),
         )
         core.close()
         router.close(0)
-        pull.close(0)
+        outputs.close()
+        theirs.close()
+
+
+def next_message(outputs: MessageReader) -> bytes:
+    """The next message, once it has arrived."""
+    while (message := outputs.receive()) is None:
+        assert outputs.poll(WAIT_SECONDS * 1000)
+    return message
 
 
 def encode(message: Any) -> bytes:
@@ -104,9 +115,11 @@ def test_everything_queued_before_close_is_sent(wire: SimpleNamespace) -> None:
     steps = [StepOutputs([RequestOutput(step, [step])]) for step in range(3000)]
     for message in (*steps, Stopped()):
         wire.core.output_queue.put(message)
-    wire.core.close()
+    closing = threading.Thread(target=wire.core.close)
+    closing.start()
     assert [wire.receive() for _ in steps] == steps
     assert wire.receive() == Stopped()
+    closing.join()
 
 
 def test_a_request_that_cannot_be_taken_in_is_answered_and_the_next_one_is_taken(
