@@ -79,6 +79,8 @@ class RequestIdMiddleware:
         token = REQUEST_ID.set(request_id)
         with collect() as ignored:
             answer = _Answer(send, request_id, ignored, self._ignored_log, speaks_anthropic(scope))
+            # Layers within this one change no more than the answer's head: a stream's events need not pass them.
+            scope["state"]["send_body"] = answer.send
             if trace is not None:
                 answer.report_trace(trace)
             if load_format is not None:

@@ -95,7 +95,8 @@ class CoreLink:
 
     def receive(self) -> Outbound | None:
         """The next message that has arrived; None if there is none."""
-        frame = self.wire.receive()
+        assert self._wire is not None
+        frame = self._wire.receive()
         if frame is None:
             return None
         message: Outbound = _decoder.decode(frame)

@@ -92,7 +92,9 @@ class MessageReader:
 
         The descriptor is still readable then.
         """
-        while (message := self._take()) is None:
+        while True:
+            if self._held and (message := self._take()) is not None:
+                return message
             if self._is_drained:
                 self._is_drained = False
                 return None
@@ -107,7 +109,6 @@ class MessageReader:
                 return None
             self._is_drained = len(piece) < _PIECE
             self._held += piece
-        return message
 
     def poll(self, milliseconds: int) -> bool:
         """Block until there may be a message; False if none came in that time, or none can come."""

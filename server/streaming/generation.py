@@ -169,7 +169,8 @@ class Generation:
                     events = await asyncio.to_thread(_chunks, renderer, deltas)
                 else:
                     events = _chunks(renderer, deltas)
-                remaining -= sum(delta.finished for delta in deltas.values())
+                for delta in deltas.values():
+                    remaining -= delta.finished
                 if not remaining:
                     break
                 if joined := b"".join(events):

@@ -53,8 +53,11 @@ class EventStream(EventSourceResponse):
         )
         self._events = events
         self._on_end = on_end
+        self._send_body: Send | None = None
+        """Sends past the layers that change only the answer's head; None: there are none to pass by."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_body = scope.get("state", {}).get("send_body")
         # A generator that was never started does not run its own `finally`.
         try:
             await super().__call__(scope, receive, send)
@@ -64,9 +67,10 @@ class EventStream(EventSourceResponse):
 
     async def _stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        send_body = self._send_body or send
         async with aclosing(self._events) as events:
             async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send_body({"type": "http.response.body", "body": event, "more_body": True})
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
