@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
-from server import errors, openapi
+from server import error_answers, openapi
 from server.access_log import ANTHROPIC_HEADER, AccessLog
 from server.access_log import HEADER as REQUEST_ID_HEADER
 from server.batches.runner import BatchRunner, open_store
@@ -80,7 +80,7 @@ def create_app(
     app.state.batches = batches = BatchRunner(
         open_store(settings), app.answer, lambda: frontend.hub.num_live, lines, keys.holder
     )
-    errors.install(app)
+    error_answers.install(app)
     routers = [ENDPOINTS[name].router for name in ENDPOINTS]
     for router in routers:
         app.include_router(router)

@@ -22,7 +22,8 @@ from server.access_log import (
     route_path,
     usable_request_id,
 )
-from server.errors import ApiError, Forbidden, InvalidApiKey, as_response, speaks_anthropic
+from server.error_answers import as_response, speaks_anthropic
+from server.errors import ApiError, Forbidden, InvalidApiKey
 from server.ignored import HEADER as IGNORED_HEADER
 from server.ignored import IgnoredLog, collect, header_value
 from server.limits.keys import ApiKeys

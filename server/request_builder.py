@@ -22,7 +22,8 @@ from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, Invali
 from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
 from server.access_log import facts_of
-from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType, refusal
+from server.error_answers import refusal
+from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType
 from server.frontend import Frontend, LoadedModel, owner_of
 from server.ignored import ignore
 from server.limits.jobs import OwnerJobs

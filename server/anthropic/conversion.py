@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from engine.text.io_processor import DoesNotFit, InvalidRequest
-from server.errors import BadRequest, ContextLengthExceeded, refusal
+from server.error_answers import refusal
+from server.errors import BadRequest, ContextLengthExceeded
 from server.frontend import Frontend
 from server.ignored import ignore
 from server.limits.owners import Owner

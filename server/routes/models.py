@@ -5,7 +5,8 @@ from datetime import UTC, datetime
 from fastapi import Request, Response
 
 from server.endpoints import ENDPOINTS, EndpointFamily
-from server.errors import BadRequest, speaks_anthropic
+from server.error_answers import speaks_anthropic
+from server.errors import BadRequest
 from server.frontend import Frontend
 from server.schemas.body import as_json
 from server.schemas.models import (

@@ -6,7 +6,7 @@ from fastapi import Request, Response
 
 from engine.text.io_processor import InvalidRequest
 from server.endpoints import ENDPOINTS, EndpointFamily
-from server.errors import refusal
+from server.error_answers import refusal
 from server.frontend import Frontend, owner_of
 from server.limits.jobs import OwnerJobs
 from server.request_builder import in_thread, read_request, render_prompt

@@ -213,3 +213,8 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -
 def test_other_shells_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", *arguments]) == 2
     assert capsys.readouterr().err.startswith("usage: kaon completion {bash,zsh,")
+
+
+def test_what_starts_the_core_loads_no_web_framework_and_no_templates_before() -> None:
+    modules = imported_by("import server.process")
+    assert not modules & (HEAVY - {"zmq"} | {"jinja2", "prometheus_client", "tokenizers"})

@@ -7,13 +7,13 @@ import pytest
 from fastapi import FastAPI
 
 from engine.text.io_processor import DoesNotFit, InvalidRequest
-from server import errors
+from server import error_answers, errors
 
 
 @pytest.fixture
 def client() -> httpx.AsyncClient:
     app = FastAPI()
-    errors.install(app)
+    error_answers.install(app)
 
     @app.get("/raise/{kind}")
     async def fail(kind: str) -> None:
