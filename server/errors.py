@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
+
 class ErrorDetail(msgspec.Struct):
     """An error in OpenAI's form."""
 
