@@ -146,21 +146,42 @@ CLONES static struct row read_row(const struct draw *op, int64_t which, char *sc
     return row;
 }
 
+/* The prefix's last token that has its key. */
+CLONES static int64_t last_of_prefix(const struct row *row, struct prefix kept) {
+    int64_t first = 0, rank = 0, last;
+    for (;; first += COMPARED) {
+        bits equal = {0};
+        uint32_t lanes[LANES], count = 0;
+        for (int i = 0; i < COMPARED; i += LANES) equal -= (bits)(load_keys(row->keys + first + i) == kept.key);
+        memcpy(lanes, &equal, sizeof lanes);
+        for (int i = 0; i < LANES; i++) count += lanes[i];
+        if (rank + count >= kept.rank) break;
+        rank += count;
+    }
+    for (last = first - 1; rank < kept.rank; rank += row->keys[last] == kept.key) last++;
+    return last;
+}
+
 /* The token with the largest score in a prefix. */
 CLONES static int64_t best_of_prefix(const struct row *row, struct prefix kept, struct noise noise) {
-    int64_t last = -1; /* the prefix's last token that has its key */
-    for (int64_t rank = 0; rank < kept.rank; rank += row->keys[last] == kept.key) last++;
+    int64_t last = last_of_prefix(row, kept);
     struct winner best = NO_WINNER;
     float limit = limit_of(&best, 1);
-    for (int64_t first = 0; first < row->width; first += LANES) {
+    ALIGNED vector bounds[COMPARED / LANES];
+    for (int64_t first = 0; first < row->width; first += COMPARED) {
         if (first > last && kept.key == 0) break;
         uint32_t most = first > last ? kept.key - 1 : kept.key;
-        bits keys = load_keys(row->keys + first);
-        vector bounds = choose((integers)(keys <= most), bounds_of(-(vector)keys, first, noise, 1), all(-INFINITY));
-        if (!any_above(&bounds, 1, limit)) continue;
-        for (int64_t i = 0; i < LANES; i++) {
-            if (!(bounds[i] > limit) || (keys[i] == kept.key && first + i > last)) continue;
-            offer_token(&best, -((vector)keys)[i], first + i, noise);
+        for (int i = 0; i < COMPARED / LANES; i++) {
+            bits keys = load_keys(row->keys + first + i * LANES);
+            vector some = bounds_of(-(vector)keys, first + i * LANES, noise, 1);
+            bounds[i] = choose((integers)(keys <= most), some, all(-INFINITY));
+        }
+        if (!any_above(bounds, COMPARED / LANES, limit)) continue;
+        for (int64_t i = 0; i < COMPARED; i++) {
+            if (!(bounds[i / LANES][i % LANES] > limit) || (row->keys[first + i] == kept.key && first + i > last)) continue;
+            float gap;
+            memcpy(&gap, row->keys + first + i, sizeof gap);
+            offer_token(&best, -gap, first + i, noise);
             limit = limit_of(&best, 1);
         }
     }
