@@ -8,11 +8,11 @@ from typing import TypeAlias, cast
 import torch
 from torch import nn
 
-from models.ops.cpu.dense import PANEL, PackedWeight, QuantizedWeight, quantized_bytes
+from models.ops.cpu.dense import PANEL, CodedWeight, PackedWeight, QuantizedWeight, quantized_bytes
 from models.ops.cpu.structures import MAX_IN_FEATURES
 from models.ops.stored_weight import stored_of
 from models.quantization.config import WeightBits
-from models.quantization.stored import fill_stored
+from models.quantization.stored import codes_of, fill_stored
 
 WeightPart: TypeAlias = str | int | tuple[int, str] | None
 """A part of a packed parameter, `(expert, part)` for experts; None: all of it."""
@@ -143,8 +143,17 @@ def pack_products(model: nn.Module, weight_bits: WeightBits = 16) -> None:
             parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
 
 
+def keep_codes(parameter: nn.Parameter, bits: int, *, is_rounded_again: bool = False) -> None:
+    """Have an unfilled packed weight, or stack of them, hold a quantised checkpoint's codes as `CodedWeight` does."""
+    rows, inputs = parameter.shape[:-1].numel(), parameter.shape[-1]
+    _own_weight(parameter).packed = CodedWeight(rows, inputs, bits=bits, is_rounded_again=is_rounded_again)
+
+
 def weight_bytes(parameter: nn.Parameter, weight_bits: WeightBits = 16) -> int:
     """The memory of a parameter in a model whose weights are rounded to `weight_bits`."""
+    packed = packed_of(parameter)
+    if isinstance(packed, CodedWeight):
+        return packed.expected_bytes
     bits = _bits_of(parameter, weight_bits) if _can_be_packed(parameter) else 16
     if bits == 16:
         return parameter.nbytes
@@ -183,7 +192,14 @@ def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_in
     """Fill rows of a weight, or elements of a bias, from `first` on; of a stack of experts, those of one expert."""
     packed = packed_of(parameter)
     if packed is not None:
-        packed.put(first + (expert_index or 0) * parameter.shape[-2], rows)
+        first += (expert_index or 0) * parameter.shape[-2]
+        codes = codes_of(rows)
+        if isinstance(packed, CodedWeight) and not packed.takes(codes or rows):
+            packed = _own_weight(parameter).packed = packed.dense()
+        if isinstance(packed, CodedWeight) and codes is not None:
+            packed.put_codes(first, codes)
+        else:
+            packed.put(first, rows if codes is None else codes.dense())
     elif not fill_stored(parameter, first, rows, expert_index):
         whole = parameter.data if expert_index is None else parameter.data[expert_index]
         whole[first : first + len(rows)].copy_(rows)

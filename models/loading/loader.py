@@ -26,7 +26,7 @@ from models.architectures.registry import ARCHITECTURES, ENCODERS
 from models.errors import CheckpointError, first_line
 from models.layers.attention import Attention
 from models.layers.base import CausalLM, DraftLM
-from models.layers.linear import can_pack, pack_filled_products
+from models.layers.linear import VocabParallelEmbedding, can_pack, pack_filled_products
 from models.layers.mla import MLAAttention
 from models.layers.moe import FusedMoE
 from models.layers.parameter import (
@@ -34,7 +34,9 @@ from models.layers.parameter import (
     WeightPart,
     WeightShapeError,
     is_product,
+    keep_codes,
     pack_products,
+    packed_of,
     packed_parts,
     products_without_memory,
     sources_of,
@@ -189,7 +191,9 @@ def _load(
             model = make()
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
-    _require_memory(model, available_bytes, path, weight_bits)
+    holds_codes = has_operators and config.quantization is not None and weight_bits == 16
+    if not holds_codes:
+        _require_memory(model, available_bytes, path, weight_bits)
     if has_operators:
         pack_products(model, weight_bits)
     wanted = _wanted_tensors(model)
@@ -198,6 +202,10 @@ def _load(
         # Kernels compute the experts of one replica only; torch computes those of several.
         has_exchange = parallel.experts is not None and parallel.experts.exchange is not None
         kept = _keep_quantized(wanted, config.quantization, may_stack=triton.takes("moe") and not has_exchange)
+    elif holds_codes:
+        assert config.quantization is not None
+        kept = _keep_codes(model, wanted, config.quantization)
+        _require_memory(model, available_bytes, path, weight_bits)
     take_memory(model.parameters())
     names = frozenset(wanted) if is_body else None
     _read(
@@ -395,6 +403,31 @@ def _keep_quantized(
                 continue
         if all(layer is not None and layout_of(layer).has_kernel for layer in layers):
             keep_quantized(parameter)
+            staying += sources
+    return frozenset(staying)
+
+
+def _keep_codes(model: nn.Module, wanted: Mapping[str, _Target], quantization: QuantizationConfig) -> frozenset[str]:
+    """Prepare the parameters whose weights the CPU's operators take as they are stored; returns those weights' names.
+
+    Rows of embeddings are read one by one, and heads choose tokens by operators of their own: both stay dense.
+    """
+    read_otherwise = {id(module.weight) for module in model.modules() if isinstance(module, VocabParallelEmbedding)}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, target in wanted.items():
+        if packed_of(target.parameter) is not None and id(target.parameter) not in read_otherwise:
+            names.setdefault(target.parameter, []).append(name)
+    staying: list[str] = []
+    for parameter, sources in names.items():
+        layers = [quantization.for_layer(name.removesuffix(".weight")) for name in sources]
+        if parameter.dim() == 3:
+            # The name of the stack is the last.
+            stack, sources = layers.pop(), sources[:-1]
+            if stack is not None and can_requantize(parameter, stack):
+                keep_codes(parameter, stack.bits, is_rounded_again=True)
+                continue
+        if all(layer is not None and layout_of(layer).has_codes for layer in layers):
+            keep_codes(parameter, max(layer.bits for layer in layers if layer is not None))
             staying += sources
     return frozenset(staying)
 

@@ -154,16 +154,18 @@ class Codes:
     """Rows of one quantized weight."""
 
     kind: str
-    """`fp8`, `int4` or `mxfp4`."""
-    codes: torch.Tensor  # [rows, inputs] float8_e4m3fn, or uint8 below 16
+    """`fp8`, `int4`, `int8` (on a CPU) or `mxfp4`."""
+    codes: torch.Tensor  # [rows, inputs] float8_e4m3fn, int8, or uint8 below 16
     scales: torch.Tensor
-    """[rows, groups] of neighbouring inputs: float32, or with MXFP4 uint8 exponents of two, biased by 127."""
+    """[rows, groups] of neighbouring inputs: floats, or with MXFP4 uint8 exponents of two, biased by 127."""
     zeros: torch.Tensor | None
-    """[rows, groups] uint8, the code that means 0, with int4."""
+    """[rows, groups], of the dtype of the codes: the code that means 0, with int4 and int8."""
     width: int
     """Inputs of a group; the last of FP8 may have fewer."""
     dense: Callable[[], torch.Tensor]
     """Computes the same rows and columns dequantized, as the model uses them without kernels."""
+    order: torch.Tensor | None = None
+    """[inputs] int32, the layer's input that each column multiplies, on a CPU; None: the columns are in its order."""
 
     def part(self, dim: int, first: int, last: int) -> "Codes | None":
         """Some rows or columns; None where a group would be cut, or two runs of 4-bit codes."""
@@ -177,6 +179,8 @@ class Codes:
             zeros = None if self.zeros is None else self.zeros[some]
             return replace(self, codes=self.codes[some], scales=self.scales[some], zeros=zeros, dense=slice_of_dense)
         inputs = self.codes.shape[1]
+        if self.order is not None and last - first < inputs:
+            return None
         groups = slice(0, self.scales.shape[1])
         if self.width < inputs:
             if first % self.width or (last % self.width and last != inputs):

@@ -56,6 +56,11 @@ class StorageLayout(ABC):
         """Whether GPU kernels may multiply by the weight as it is stored."""
         return False
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether the CPU's operators may multiply by the weight as it is stored."""
+        return self.has_kernel
+
     def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
         """The weight as it is stored; None where the kernels have no such form. `dense` makes the dense one."""
         del parts, dense
@@ -159,14 +164,31 @@ class Scaled(StorageLayout):
     def has_kernel(self) -> bool:
         return self.layer.quant_dtype == "fp8" and self.layer.symmetric
 
+    @property
+    def has_codes(self) -> bool:
+        return self.has_kernel or self.layer.quant_dtype == "int8"
+
     def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
         weight, scale = parts["weight"], parts["weight_scale"]
-        if not self.has_kernel or weight.dtype is not torch.float8_e4m3fn or weight.ndim != 2:
+        kinds = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+        if not self.has_codes or kinds.get(weight.dtype) != self.layer.quant_dtype or weight.ndim != 2:
             return None
         if scale.dtype.itemsize == 1:
             return None
         rows, columns = weight.shape
         block_rows, width = self._block_shape(rows, columns, scale.numel())
+        if weight.dtype is torch.int8:
+            blocks = -(-rows // block_rows), -(-columns // width)
+            of_rows = [
+                self._on_grid("", part, parts[part], blocks).repeat_interleave(block_rows, 0)[:rows].contiguous()
+                for part in ("weight_scale", "weight_zero_point")
+                if part in parts
+            ]
+            zeros = (
+                torch.zeros(rows, blocks[1], dtype=torch.int8) if self.layer.symmetric else of_rows[1].to(torch.int8)
+            )
+            scales = of_rows[0].to(scale.dtype)
+            return Codes("int8", weight, scales, zeros, width, dense)
         if width not in (FP8_GROUP, columns):
             return None
         grid = self._on_grid("", "", scale, (-(-rows // block_rows), -(-columns // width)))
@@ -284,24 +306,36 @@ class WordLayout(StorageLayout):
     """Several codes per 32-bit word, with scales and zero points of groups of inputs."""
 
     @abstractmethod
-    def _four_bit_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scales and zero points of 4-bit weights. # [O, I], 2 x [O, groups]"""
+    def _unsigned_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, scales and zero points. # [O, I], 2 x [O, groups]"""
 
     @property
     def has_kernel(self) -> bool:
         return self.layer.bits == 4 and not self.layer.has_group_index
 
+    @property
+    def has_codes(self) -> bool:
+        return True
+
     def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
-        if not self.has_kernel:
-            return None
-        codes, scales, zeros = self._four_bit_codes(parts)
+        codes, scales, zeros = self._unsigned_codes(parts)
         rows, inputs = codes.shape
         width = (self.layer.group_size or inputs) if self.layer.quant_type is Granularity.GROUP else inputs
         groups = inputs // width
         fits = inputs % (2 * RUN) == 0 and width % RUN == 0 and inputs % width == 0
         if not fits or tuple(scales.shape) != (rows, groups) or tuple(zeros.shape) != (rows, groups):
             return None
-        return Codes("int4", codes.to(torch.uint8), scales.float(), zeros.to(torch.uint8), width, dense)
+        order = None
+        listed = parts.get("g_idx", parts.get("weight_g_idx")) if self.layer.has_group_index else None
+        if listed is not None and not bool((listed < 0).any()):
+            if listed.numel() != inputs or not bool((listed.long().bincount(minlength=groups) == width).all()):
+                return None
+            order = listed.flatten().argsort(stable=True)
+            codes, order = codes[:, order], order.to(torch.int32)
+        if self.layer.bits == 4:
+            return Codes("int4", codes.to(torch.uint8), scales, zeros.to(torch.uint8), width, dense, order)
+        signed, signed_zeros = (codes - 128).to(torch.int8), (zeros.to(torch.int32) - 128).to(torch.int8)
+        return Codes("int8", signed, scales, signed_zeros, width, dense, order)
 
     def _spread(
         self, module: str, part: str, listed: torch.Tensor | None, columns: int, groups: int
@@ -362,12 +396,15 @@ class Packed(WordLayout):
 
         return _by_rows(rows, columns, dtype, part)
 
-    def _four_bit_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _unsigned_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, inputs = (int(size) for size in parts["weight_shape"])
-        codes, scales = unpacked(parts["weight_packed"], 4)[:, :inputs], parts["weight_scale"]
+        bits, scales = self.layer.bits, parts["weight_scale"]
+        codes = unpacked(parts["weight_packed"], bits)[:, :inputs]
+        if self.layer.quant_type is Granularity.TENSOR:
+            scales = scales.reshape(1, 1).expand(rows, 1)
         if self.layer.symmetric:
-            return codes, scales, torch.full_like(scales, 8, dtype=torch.uint8)
-        return codes, scales, unpacked(parts["weight_zero_point"].t(), 4).t()[:rows]
+            return codes, scales, torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
+        return codes, scales, unpacked(parts["weight_zero_point"].t(), bits).t()[:rows]
 
 
 @STORAGE.register("awq")
@@ -398,7 +435,7 @@ class AWQ(WordLayout):
 
         return _by_rows(row_words * 8, columns, dtype, part)
 
-    def _four_bit_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _unsigned_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         codes, zeros = (unpacked(parts[part], 4, AWQ_NIBBLES).t() for part in ("qweight", "qzeros"))
         return codes, parts["scales"].t(), zeros
 
@@ -434,6 +471,7 @@ class GPTQ(WordLayout):
 
         return _by_rows(rows, columns, dtype, part)
 
-    def _four_bit_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        zeros = (unpacked(parts["qzeros"], 4) + self.layer.zero_offset & 15).t()
-        return unpacked(parts["qweight"].t(), 4), parts["scales"].t(), zeros
+    def _unsigned_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        bits, rows = self.layer.bits, parts["qweight"].shape[1]
+        zeros = (unpacked(parts["qzeros"], bits)[:, :rows] + self.layer.zero_offset & (1 << bits) - 1).t()
+        return unpacked(parts["qweight"].t(), bits), parts["scales"].t(), zeros

@@ -47,6 +47,11 @@ class QuantizedRows(torch.Tensor):
         return func(*dense, **(kwargs or {}))
 
 
+def codes_of(rows: torch.Tensor) -> Codes | None:
+    """The codes of rows that are quantised; None of dense ones."""
+    return rows.codes if isinstance(rows, QuantizedRows) else None
+
+
 def fill_stored(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_index: int | None = None) -> bool:
     """Fill rows of a weight that stays quantised, of a stack those of one expert; False if the weight is dense.
 

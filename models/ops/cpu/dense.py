@@ -12,6 +12,7 @@ from models.ops.cpu import structures
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Arguments, Step
 from models.ops.memory import mapped_zeros
+from models.ops.weight_formats import RUN, Codes, mxfp4_of
 
 PANEL, DEPTH = 32, 32
 """Outputs and inputs of which a packed weight has a multiple."""
@@ -22,9 +23,10 @@ class WeightOperators(NamedTuple):
 
     linear: type[Arguments]
     pack: type[Arguments]
-    embed: type[Arguments]
+    embed: type[Arguments] | None
     grouped_linear: type[Arguments]
     gated_linear: type[Arguments] | None = None
+    expand: type[Arguments] | None = None
 
 
 class PackedWeight:
@@ -33,14 +35,14 @@ class PackedWeight:
     operators: ClassVar = WeightOperators(
         structures.Linear, structures.Pack, structures.Embed, structures.GroupedLinear, structures.GatedLinear
     )
-    options: tuple[int, ...] = ()
+    options: tuple[int | None, ...] = ()
     """The last arguments of those operators."""
 
     def __init__(self, out_features: int, in_features: int, num_bytes: int | None = None) -> None:
         """`num_bytes`: that it takes, where it is not bfloat16."""
         self.out_features, self.in_features = out_features, in_features
         if num_bytes is None:
-            num_bytes = 2 * (-(-out_features // PANEL) * PANEL) * (-(-in_features // DEPTH) * DEPTH)
+            num_bytes = 2 * dense_elements(out_features, in_features)
         self.memory = torch.frombuffer(mapped_zeros(num_bytes), dtype=torch.bfloat16)
 
     def put(self, first: int, rows: torch.Tensor) -> None:
@@ -52,6 +54,11 @@ class PackedWeight:
             rows.data_ptr(), rows.stride(0), first, len(rows), self.in_features, self.memory.data_ptr(), *self.options
         )
         current().run(arguments, Step(), (rows, self.memory))
+
+
+def dense_elements(out_features: int, in_features: int) -> int:
+    """Numbers of a weight as bfloat16, its sizes padded."""
+    return (-(-out_features // PANEL) * PANEL) * (-(-in_features // DEPTH) * DEPTH)
 
 
 def _require_rows(x: torch.Tensor, weight: PackedWeight) -> None:
@@ -86,7 +93,15 @@ def _multiply(
         *options,
         *weight.options,
     )
-    runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
+    step, kept = Step(num_tokens=len(x)), (x, weight.memory, bias, out)
+    if weight.operators.expand is not None:
+        # Memory that is committed only if a step has many rows.
+        room = runtime.fixed(dense_elements(weight.out_features, weight.in_features), torch.bfloat16)
+        arguments.expanded = room.data_ptr()
+        runtime.run(weight.operators.expand.from_buffer_copy(arguments), step, kept)
+        runtime.run(arguments, step, (*kept, room))
+        return out
+    runtime.run(arguments, step, kept)
     return out
 
 
@@ -163,6 +178,7 @@ def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0, fir
 
     `first_row`: that the weight begins with, of one that ranks share; rows that it does not have are 0.
     """
+    assert weight.operators.embed is not None, "embeddings are packed as bfloat16 or rounded"
     runtime = current()
     out = runtime.rows(len(input_ids), weight.in_features)
     arguments = weight.operators.embed(
@@ -263,6 +279,108 @@ class QuantizedWeight(PackedWeight):
     def __init__(self, out_features: int, in_features: int, bits: Literal[4, 8]) -> None:
         super().__init__(out_features, in_features, quantized_bytes(out_features, in_features, bits))
         self.options = (bits,)
+
+
+# Packed weights of a quantised checkpoint, as it stores them.
+
+_CODE_KINDS = {"int4": 0, "mxfp4": 1, "int8": 2, "fp8": 3}
+_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+_FP8_NAN = 0x7F
+
+
+class CodedWeight(PackedWeight):
+    """Codes, scales and zero points of the form that the first rows have, see codes.h.
+
+    Products are bit for bit those of the bfloat16 weight that the codes mean.
+    """
+
+    operators: ClassVar = WeightOperators(
+        structures.CodedLinear,
+        structures.CodedPack,
+        None,
+        structures.CodedGroupedLinear,
+        expand=structures.ExpandCodes,
+    )
+
+    def __init__(self, out_features: int, in_features: int, *, bits: int = 8, is_rounded_again: bool = False) -> None:
+        """`bits` of a code. `is_rounded_again`: dense rows were MXFP4, and become the same codes again."""
+        self.expected_bytes = dense_elements(out_features, in_features) * bits // 8 * 9 // 8
+        """About what it will take, scales included."""
+        super().__init__(out_features, in_features, 2)  # The first rows say how large it is.
+        self._is_rounded_again = is_rounded_again
+        self._form: tuple[str, int, torch.dtype, int] | None = None
+        self._order: torch.Tensor | None = None
+
+    def put(self, first: int, rows: torch.Tensor) -> None:
+        """Dense rows, of a weight that `takes` them. # [count, in_features]"""
+        codes, exponents = mxfp4_of(rows)
+        self.put_codes(first, Codes("mxfp4", codes, exponents, None, RUN, lambda: rows))
+
+    def takes(self, rows: torch.Tensor | Codes) -> bool:
+        """Whether such rows, dense or of codes, can be filled in next to those that are there."""
+        if not isinstance(rows, Codes):
+            return self._is_rounded_again
+        if rows.scales.dtype not in _SCALES or not self._group_fits(rows):
+            return False
+        if rows.kind == "fp8" and bool((rows.codes.view(torch.uint8) & _FP8_NAN == _FP8_NAN).any()):
+            return False
+        if self._form is None:
+            return True
+        is_one_order = rows.order is None or self._order is None or torch.equal(rows.order, self._order)
+        return is_one_order and (rows.order is None) == (self._order is None) and self._form == _form_of(rows)
+
+    def put_codes(self, first: int, rows: Codes) -> None:
+        """Fill rows from `first` on, which the weight `takes`. # [count, in_features]"""
+        if self._form is None:
+            self._begin(rows)
+        codes, scales = rows.codes.view(torch.uint8).contiguous(), rows.scales.contiguous()
+        zeros = None
+        if rows.zeros is not None:
+            zeros = rows.zeros.contiguous()
+        elif rows.kind == "int8":
+            zeros = torch.zeros_like(scales, dtype=torch.int8)
+        arguments = structures.CodedPack(
+            codes.data_ptr(),
+            codes.stride(0),
+            scales.data_ptr(),
+            pointer(zeros),
+            first,
+            len(codes),
+            self.in_features,
+            self.memory.data_ptr(),
+            *self.options,
+        )
+        current().run(arguments, Step(), (codes, scales, zeros, self.memory))
+
+    def dense(self) -> PackedWeight:
+        """The weight as bfloat16; rows that are not filled are 0."""
+        dense = PackedWeight(self.out_features, self.in_features)
+        if self._form is not None:
+            columns = linear(torch.eye(self.in_features, dtype=torch.bfloat16), self)
+            dense.put(0, columns.t().contiguous())
+        return dense
+
+    def _group_fits(self, rows: Codes) -> bool:
+        has_one_group = rows.scales.shape[1] == 1 and rows.width >= self.in_features
+        return has_one_group or (
+            rows.width % DEPTH == 0 and rows.scales.shape[1] == -(-self.in_features // rows.width)
+        )
+
+    def _begin(self, rows: Codes) -> None:
+        self._form = _form_of(rows)
+        inputs = -(-self.in_features // DEPTH) * DEPTH
+        group = min(rows.width, inputs) if rows.scales.shape[1] > 1 else inputs
+        has_zeros = rows.kind in ("int4", "int8")
+        of_group = PANEL * (rows.scales.dtype.itemsize + has_zeros)
+        bits = 4 if rows.kind in ("int4", "mxfp4") else 8
+        of_panel = rows.scales.shape[1] * of_group + PANEL * inputs * bits // 8
+        self.memory = torch.frombuffer(mapped_zeros(-(-self.out_features // PANEL) * of_panel), dtype=torch.uint8)
+        self._order = None if rows.order is None else rows.order.contiguous()
+        self.options = (_CODE_KINDS[rows.kind], _SCALES[rows.scales.dtype], group, pointer(self._order))
+
+
+def _form_of(rows: Codes) -> tuple[str, int, torch.dtype, int]:
+    return rows.kind, rows.width, rows.scales.dtype, rows.scales.shape[1]
 
 
 def quantized_bytes(out_features: int, in_features: int, bits: Literal[4, 8]) -> int:

@@ -74,23 +74,26 @@ static struct bench prepare(struct worker *worker, int is_large) {
                           .is_large = is_large};
 }
 
-/* The sums, with the panel's bias, to where they belong. */
-CLONES static void finish(const struct meeting *at, const struct bench *bench) {
-    const struct linear *op = at->op;
-    const float *sums = bench->sums;
-    int64_t width = min64(PANEL, op->out_features - at->output), first = at->row * op->out_stride + at->output;
+CLONES static void finish(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
+                          int64_t count, int64_t output, int is_large) {
+    int64_t width = min64(PANEL, op->out_features - output), first = row * op->out_stride + output;
     ALIGNED float bias[PANEL] = {0};
-    for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[at->output + i]);
+    for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[output + i]);
     if (!op->is_float && width == PANEL) {
-        bench->products->round(sums, bias, at->count, bench->is_large, (bf16 *)op->out + first, op->out_stride);
+        products->round(sums, bias, count, is_large, (bf16 *)op->out + first, op->out_stride);
         return;
     }
-    for (int64_t row = 0; row < at->count; row++, first += op->out_stride)
+    for (int64_t done = 0; done < count; done++, first += op->out_stride)
         for (int64_t i = 0; i < width; i++) {
-            float sum = sums[row * PANEL + i] + bias[i];
+            float sum = sums[done * PANEL + i] + bias[i];
             if (op->is_float) ((float *)op->out)[first + i] = sum;
             else ((bf16 *)op->out)[first + i] = narrow(sum);
         }
+}
+
+void finish_panel(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
+                  int64_t count, int64_t output, int is_large) {
+    finish(op, products, sums, row, count, output, is_large);
 }
 
 /* With more than one group, the others find a panel near, and the processor sees which comes next. */
@@ -106,7 +109,7 @@ static void multiply_rows(struct meeting at, const struct bench *bench, int64_t 
             at.output = first_output + panel * PANEL;
             bench->products->multiply(bench->staged.rows + done * steps * DEPTH * bench->staged.bytes, at.count,
                                       weight + panel * steps * STEP, steps, look_ahead(rows), bench->sums);
-            finish(&at, bench);
+            finish_panel(at.op, bench->products, bench->sums, at.row, at.count, at.output, bench->is_large);
         }
     }
 }

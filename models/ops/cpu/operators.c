@@ -16,6 +16,8 @@ operator *const operators[OPERATORS] = {
     [ALL_REDUCE] = all_reduce,
     [COPY_ROWS] = copy_rows, [SHARE_TOKENS] = share_tokens, [AWAIT_ANSWERS] = await_answers, [ON_STEP] = on_step,
     [READ_LIMIT] = read_limit, [PRODUCT_LIMIT] = product_limit,
+    [CODED_LINEAR] = coded_linear, [EXPAND_CODES] = expand_codes, [CODED_PACK] = coded_pack,
+    [CODED_GROUPED_LINEAR] = coded_grouped_linear,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -53,6 +55,10 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [ON_STEP] = sizeof(struct on_step),
     [READ_LIMIT] = sizeof(struct read_limit),
     [PRODUCT_LIMIT] = sizeof(struct product_limit),
+    [CODED_LINEAR] = sizeof(struct coded_linear),
+    [EXPAND_CODES] = sizeof(struct expand_codes),
+    [CODED_PACK] = sizeof(struct coded_pack),
+    [CODED_GROUPED_LINEAR] = sizeof(struct coded_grouped_linear),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

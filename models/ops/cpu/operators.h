@@ -27,6 +27,7 @@ enum {
     ALL_REDUCE,
     COPY_ROWS, SHARE_TOKENS, AWAIT_ANSWERS, ON_STEP,
     READ_LIMIT, PRODUCT_LIMIT,
+    CODED_LINEAR, EXPAND_CODES, CODED_PACK, CODED_GROUPED_LINEAR,
     OPERATORS
 };
 
@@ -300,6 +301,35 @@ struct quantized_grouped_linear {
     int64_t bits;
 };
 
+/* The same for weights of a quantised checkpoint, packed as codes.h has it. */
+struct codes {
+    int64_t code_kind, scales;
+    int64_t group;        /* inputs that share a scale: a multiple of DEPTH, or more than there are */
+    const int32_t *order; /* [in_features] the input that each column of the weight multiplies, or NULL */
+};
+struct coded_linear {
+    struct linear linear;
+    struct codes codes;
+    bf16 *expanded; /* room for the weight as bfloat16, which `expand_codes` fills in for many rows */
+};
+struct expand_codes {
+    struct coded_linear coded;
+};
+struct coded_pack {
+    const uint8_t *rows;   /* [count, in_features] codes */
+    int64_t row_stride;
+    const char *row_scales; /* [count, groups] */
+    const char *row_zeros;  /* [count, groups] int8, or NULL */
+    int64_t first, count;   /* indexes of these rows in the whole weight */
+    int64_t in_features;
+    char *weight;
+    struct codes codes;
+};
+struct coded_grouped_linear {
+    struct grouped_linear grouped;
+    struct codes codes;
+};
+
 /* Indexes of the k largest values of each row, descending, equal ones by index. `pieces` are the tasks that a row is
  * cut into, here and below, and `ended` counts those that are done. */
 struct largest {
@@ -418,6 +448,7 @@ operator all_reduce;
 operator greedy_head, greedy_choice;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
+operator coded_linear, expand_codes, coded_pack, coded_grouped_linear;
 operator float_linear, route, sort_pairs, combine;
 operator largest, draw;
 operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;

@@ -120,6 +120,14 @@ static void NAME(multiply)(const char *staged, int64_t count, const bf16 *weight
     }
 }
 
+static void NAME(add)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps, float *sums) {
+    struct NAME(stream) nothing = {NULL, 0};
+    for (int64_t row = 0; row < count; row += ROWS)
+        NAME(adders)[min64(ROWS, count - row) - 1](
+            staged + (row / LANES * all * TILE + row % LANES * DEPTH) * STAGED_BYTES(PAIRS), weight, steps,
+            sums + row * PANEL, &nothing);
+}
+
 static void NAME(multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
                                   const struct beside *beside) {
     NAME(multiply)(staged, count, weight, steps, 0, sums);
@@ -179,8 +187,8 @@ TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
     return rounds * CHAINS * WIDTH * (PAIRS ? 4 : 2);
 }
 
-static const struct panel_products NAME(products) = {STAGED_BYTES(PAIRS), NAME(multiply), NAME(multiply_beside),
-                                                     NAME(round), NAME(put), NAME(spin)};
+static const struct panel_products NAME(products) = {STAGED_BYTES(PAIRS), NAME(multiply), NAME(add),
+                                                     NAME(multiply_beside), NAME(round), NAME(put), NAME(spin)};
 
 #undef ADD_ROWS
 #undef VECTORS_AT_ONCE

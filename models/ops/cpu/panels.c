@@ -154,6 +154,22 @@ AMX static inline void store_sums(float *sums, int tiles) {
     }
 }
 
+/* The inverse of `store_sums`. */
+AMX static inline void load_sums(const float *sums, int tiles) {
+    _tile_loadd(0, sums, PANEL * sizeof(float));
+    _tile_loadd(1, sums + LANES, PANEL * sizeof(float));
+    sums += LANES * PANEL;
+    if (tiles > 1) {
+        _tile_loadd(2, sums, PANEL * sizeof(float));
+        _tile_loadd(3, sums + LANES, PANEL * sizeof(float));
+    }
+    sums += LANES * PANEL;
+    if (tiles > 2) {
+        _tile_loadd(4, sums, PANEL * sizeof(float));
+        _tile_loadd(5, sums + LANES, PANEL * sizeof(float));
+    }
+}
+
 #define RUN 8       /* steps of a weight that comes from memory by one tile of rows, then by the next */
 #define OF_FIRST 28 /* of a step's lines, fetched with the first: the others take as long as the rest */
 
@@ -178,8 +194,8 @@ AMX static void add_runs(const bf16 *x, int tiles, const bf16 *weight, int64_t s
 
 /* Tiles of rows by a weight that is near, and what is done beside. */
 AMX static inline void add_steps(const bf16 *x, int tiles, const bf16 *weight, int64_t steps,
-                                 const struct beside *beside) {
-    int64_t row = beside->first, each = parts(beside->past - row, steps), rows = steps * TILE;
+                                 int64_t all, const struct beside *beside) {
+    int64_t row = beside->first, each = parts(beside->past - row, steps), rows = all * TILE;
     for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {
         if (tiles == 1) add_first(x, weight);
         else if (tiles == 2) add_two(x, x + rows, weight);
@@ -193,7 +209,16 @@ AMX static void multiply_beside_amx(const char *rows, int64_t count, const bf16 
     const bf16 *staged = (const bf16 *)rows;
     int tiles = (int)parts(count, LANES);
     clear_sums(tiles);
-    add_steps(staged, tiles, weight, steps, beside);
+    add_steps(staged, tiles, weight, steps, steps, beside);
+    store_sums(sums, tiles);
+}
+
+AMX static void add_amx(const char *rows, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
+                        float *sums) {
+    static const struct beside nothing = {NULL, NULL, 0, 0};
+    int tiles = (int)parts(count, LANES);
+    load_sums(sums, tiles);
+    add_steps((const bf16 *)rows, tiles, weight, steps, all, &nothing);
     store_sums(sums, tiles);
 }
 
@@ -234,8 +259,8 @@ AMX static int64_t spin_amx(int64_t rounds, float *sums) {
     return rounds * 4 * 2 * LANES * LANES * DEPTH;
 }
 
-static const struct panel_products amx = {sizeof(bf16), multiply_amx, multiply_beside_amx,
-                                          pairs_round,  pairs_put,    spin_amx};
+static const struct panel_products amx = {sizeof(bf16), multiply_amx,        add_amx,
+                                          multiply_beside_amx, pairs_round, pairs_put, spin_amx};
 
 /* Eight tiles of 16 rows of a line. A constant: to gcc 12 the intrinsic reads but the first bytes, so that it would
  * leave out the stores to the rest of a variable. */

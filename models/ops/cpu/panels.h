@@ -28,7 +28,10 @@ struct panel_products {
     int64_t staged_bytes; /* of an input of a staged row: bfloat16, or float32 where the processor multiplies those */
     /* Sums [48][32] of up to 48 staged rows and a panel of so many steps, which is fetched `ahead` bytes before. */
     void (*multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
-    /* The same, not fetched before, and what is done beside it. */
+    /* The same of a part of a panel, not fetched before, added to what is there; rows have `all` steps. Sums in parts
+     * are those of the whole, bit for bit. */
+    void (*add)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps, float *sums);
+    /* As `multiply`, not fetched before, and what is done beside it. */
     void (*multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
                             const struct beside *beside);
     /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
@@ -41,6 +44,11 @@ struct panel_products {
 };
 
 const struct panel_products *panel_products(enum isa isa);
+
+/* Sums [count][32] of a panel that begins with `output`, with its bias, to where they belong. `is_large`: whether the
+ * output is more than is soon read again. */
+void finish_panel(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
+                  int64_t count, int64_t output, int is_large);
 
 /* After a thread's last `put`, or `round` of an operator with a large output, before others read it. */
 void settle_rounded(void);

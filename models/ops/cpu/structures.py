@@ -253,6 +253,40 @@ class GatedLinear(Arguments):
     _fields_: ClassVar = [*Linear._fields_, *_declared("activation alpha:double limit:double")]
 
 
+_CODES = _declared("code_kind scales group *order")
+
+
+class CodedLinear(Arguments):
+    """`struct coded_linear`."""
+
+    kind = 34
+    _fields_: ClassVar = [*Linear._fields_, *_CODES, *_declared("*expanded")]
+
+
+class ExpandCodes(Arguments):
+    """`struct expand_codes`."""
+
+    kind = 35
+    _fields_: ClassVar = CodedLinear._fields_
+
+
+class CodedPack(Arguments):
+    """`struct coded_pack`."""
+
+    kind = 36
+    _fields_: ClassVar = [
+        *_declared("*rows row_stride *row_scales *row_zeros first count in_features *weight"),
+        *_CODES,
+    ]
+
+
+class CodedGroupedLinear(Arguments):
+    """`struct coded_grouped_linear`."""
+
+    kind = 37
+    _fields_: ClassVar = [*GroupedLinear._fields_, *_CODES]
+
+
 class Largest(Arguments):
     """`struct largest`."""
 

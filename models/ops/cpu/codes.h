@@ -1,0 +1,47 @@
+/* Weights as quantised checkpoints store them: codes, scales and zero points. Products are computed with the bfloat16
+ * numbers that the codes mean, so a product is bit for bit that of the dequantised weight.
+ *
+ * A packed weight is made of panels of 32 outputs; a panel of groups of inputs, a multiple of 32 of them, of which the
+ * last may be shorter; a group of its 32 scales, with integers 32 zero points of 8 bits, and its steps of 32 inputs.
+ * A step holds its codes in the order of a bfloat16 step, see linear.c, a tile as 16 lines of 32 elements
+ * [16 outputs][2]:
+ *
+ *   8 bits  a byte an element
+ *   4 bits  four lines together in 16 words of 32 bits; word w has the elements w and 16 + w of each line, in a byte
+ *           of its own, the first in the low half. Shifts of whole words give vectors of elements. */
+
+#ifndef CODES_H
+#define CODES_H
+
+#include "operators.h"
+#include "panels.h"
+
+/* What a code means, before its zero point is subtracted and its scale multiplies it. */
+enum { INT4, FP4, INT8, FP8 };
+/* How scales are stored; E8M0: a power of two by its exponent. */
+enum { SCALES_FLOAT32, SCALES_BFLOAT16, SCALES_FLOAT16, SCALES_E8M0 };
+
+static inline int64_t bytes_of_scale(int64_t scales) {
+    return scales == SCALES_FLOAT32 ? 4 : scales == SCALES_E8M0 ? 1 : 2;
+}
+
+static inline int has_zeros(int64_t kind) { return kind == INT4 || kind == INT8; }
+
+static inline int64_t bytes_of_codes(int64_t kind) { return kind < INT8 ? STEP / 2 : STEP; } /* of a step */
+
+static inline int64_t bytes_of_header(const struct codes *codes) {
+    return PANEL * (bytes_of_scale(codes->scales) + has_zeros(codes->code_kind));
+}
+
+static inline int64_t bytes_of_group(const struct codes *codes) {
+    return bytes_of_header(codes) + codes->group / DEPTH * bytes_of_codes(codes->code_kind);
+}
+
+static inline int64_t bytes_of_panel(const struct codes *codes, int64_t inputs) {
+    return parts(inputs, codes->group) * bytes_of_header(codes) + parts(inputs, DEPTH) * bytes_of_codes(codes->code_kind);
+}
+
+/* `steps` steps of a panel from `first` on, as steps of bfloat16. */
+void expand_steps(enum isa isa, const struct codes *codes, const char *panel, int64_t first, int64_t steps, bf16 *to);
+
+#endif

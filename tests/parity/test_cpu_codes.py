@@ -1,0 +1,178 @@
+"""Quantised checkpoints on a CPU: computed as stored, bit for bit as the bfloat16 weights that they mean."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.layers.parameter import packed_of
+from models.ops.cpu import dense as ops
+from models.ops.cpu import runtime
+from models.ops.weight_formats import Codes
+from tests.parity import quantized_checkpoints as q
+from tests.parity.paged_model import PagedModel, Row, prompt
+from tests.parity.test_quantization import FORMATS, first_family
+from tests.parity.thread_ranks import at_once, thread_ranks
+
+LOADED = runtime.load_library()
+PATHS = [] if LOADED is None else list(LOADED.available)
+pytestmark = pytest.mark.skipif(
+    LOADED is None, reason="the operators were not built: install again where there is a C compiler"
+)
+KINDS = [
+    ("int4", 32, torch.float16),
+    ("int4", 128, torch.bfloat16),
+    ("mxfp4", 32, torch.uint8),
+    ("int8", 1 << 20, torch.float32),
+    ("int8", 64, torch.float16),
+    ("fp8", 128, torch.float32),
+    ("fp8", 1 << 20, torch.float32),
+]
+
+
+@pytest.fixture(params=PATHS, ids=runtime.INSTRUCTION_SETS.__getitem__)
+def each_path(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The operators on two threads, with each instruction set that this processor runs."""
+    runtime.start(2, request.param)
+    yield
+    runtime.stop()
+
+
+def random_codes(kind: str, width: int, dtype: torch.dtype, rows: int, inputs: int) -> tuple[Codes, torch.Tensor]:
+    """Codes of all values, and the weight that they mean, computed in float32."""
+    groups = -(-inputs // width)
+    scales = torch.rand(rows, groups).add(0.1).to(torch.float32 if dtype is torch.uint8 else dtype)
+    zeros = None
+    codes = torch.randint(0, 16, (rows, inputs), dtype=torch.uint8)
+    if kind == "mxfp4":
+        exponents = torch.randint(120, 135, (rows, groups), dtype=torch.uint8)
+        scales, numbers = torch.exp2(exponents.float() - 127), torch.cat((q.E2M1, -q.E2M1))[codes.long()]
+    elif kind == "int4":
+        zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8)
+        numbers = codes.float() - zeros.float().repeat_interleave(width, 1)[:, :inputs]
+    elif kind == "int8":
+        codes = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8)
+        # With scales of float32 without zero points, as checkpoints have them.
+        high = 1 if dtype is torch.float32 else 128
+        zeros = torch.randint(1 - high, high, (rows, groups), dtype=torch.int8)
+        numbers = codes.float() - zeros.float().repeat_interleave(min(width, inputs), 1)[:, :inputs]
+    else:
+        codes = torch.randint(0, 127, (rows, inputs), dtype=torch.uint8)
+        codes = (codes | torch.randint(0, 2, (rows, inputs), dtype=torch.uint8) << 7).view(torch.float8_e4m3fn)
+        numbers = codes.float()
+    meant = numbers * scales.float().repeat_interleave(min(width, inputs), 1)[:, :inputs]
+    stored = exponents if kind == "mxfp4" else scales
+    return Codes(kind, codes, stored, zeros, width, lambda: meant.bfloat16()), meant.bfloat16()
+
+
+@pytest.mark.parametrize(("kind", "width", "dtype"), KINDS)
+@pytest.mark.usefixtures("each_path")
+def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, dtype: torch.dtype) -> None:
+    """Of few rows, of several groups, and of as many as make the whole weight bfloat16 first."""
+    outputs, inputs = 72, 4096 + 64
+    codes, meant = random_codes(kind, width, dtype, outputs, inputs)
+    coded, packed = ops.CodedWeight(outputs, inputs), ops.PackedWeight(outputs, inputs)
+    packed.put(0, meant)
+    for first, last in ((40, 72), (0, 40)):
+        part = codes.part(0, first, last)
+        assert part is not None
+        assert coded.takes(part)
+        coded.put_codes(first, part)
+    assert coded.memory.nbytes < 0.55 * packed.memory.nbytes * (2 if "8" in kind else 1)
+    bias = torch.randn(outputs).bfloat16()
+    for rows in (1, 17, 100, 250):
+        x = torch.randn(rows, inputs).bfloat16()
+        assert torch.equal(ops.linear(x, coded, bias), ops.linear(x, packed, bias))
+    assert torch.equal(coded.dense().memory, packed.memory)
+
+
+@pytest.mark.usefixtures("each_path")
+def test_experts_are_multiplied_by_their_own_codes() -> None:
+    experts, outputs, inputs = 3, 64, 96
+    coded, packed = ops.CodedWeight(experts * outputs, inputs), ops.PackedWeight(experts * outputs, inputs)
+    codes, meant = random_codes("int4", 32, torch.float16, experts * outputs, inputs)
+    coded.put_codes(0, codes)
+    packed.put(0, meant)
+    x, counts = torch.randn(60, inputs).bfloat16(), torch.tensor([50, 0, 4])
+    tokens = torch.randint(0, 60, (60,))
+    found, expected = (ops.grouped_linear(x, each, None, counts, tokens=tokens) for each in (coded, packed))
+    assert torch.equal(found, expected)
+
+
+def is_coded(model: PagedModel) -> list[bool]:
+    """Whether each weight of projections is kept as it is stored."""
+    weights = [packed_of(each) for name, each in model.model.named_parameters() if "embed" not in name]
+    return [isinstance(each, ops.CodedWeight) for each in weights if each is not None]
+
+
+def assert_same_logits(pair: q.Pair, *, is_reordered: bool = False) -> list[bool]:
+    """That both give the same bits, of a prompt and of one token; where sums run in another order, nearly the same."""
+    models = [PagedModel(path, dtype=torch.bfloat16) for path in pair]
+    tokens = prompt(40)
+    for length in (len(tokens), 1):
+        found, expected = (model.step([(Row(list(tokens[:length])), length)]) for model in models)
+        if is_reordered:
+            assert (found[0] - expected[0]).norm() < 0.02 * expected[0].norm()
+        else:
+            assert torch.equal(found[0], expected[0])
+    return is_coded(models[0])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_models_of_each_format_compute_the_same_bits(name: str, tmp_path: Path) -> None:
+    runtime.start(2)
+    shape = {"hidden_size": 256, "intermediate_size": 384}
+    pair = q.write_pair(tmp_path, *FORMATS[name], **shape)
+    coded = assert_same_logits(pair, is_reordered="activation order" in name)
+    assert coded.count(False) == 1, "all but the head are kept as they are stored"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "fields"),
+    [
+        ("Qwen3MoeForCausalLM", "gptq", {"moe_intermediate_size": 64}),
+        ("Qwen3MoeForCausalLM", "compressed-tensors int8 channel", {}),
+        ("Glm4MoeForCausalLM", "compressed-tensors fp8 channel", {}),
+        ("MixtralForCausalLM", "awq", {"intermediate_size": 64}),
+        ("MixtralForCausalLM", "quark mxfp4", {"intermediate_size": 128}),
+    ],
+)
+def test_experts_of_each_format_compute_the_same_bits(
+    architecture: str, name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    runtime.start(2)
+    experts = (".w1", ".w2", ".w3", "gate_proj", "up_proj", "down_proj")
+    pair = q.write_pair(
+        tmp_path,
+        *FORMATS[name],
+        module=lambda module: module.endswith(experts),
+        family=first_family(architecture),
+        **fields,
+    )
+    assert any(assert_same_logits(pair))
+
+
+def test_gpt_oss_as_published_computes_the_same_bits(tmp_path: Path) -> None:
+    runtime.start(2)
+    pair = q.write_gpt_oss_pair(tmp_path, first_family("GptOssForCausalLM"), intermediate_size=128, hidden_size=64)
+    assert any(assert_same_logits(pair))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq, activation order", "compressed-tensors int8 channel"])
+def test_two_ranks_compute_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Their shares of inputs are whole groups, or the weight is made dense."""
+    runtime.start(1)
+    pair = q.write_pair(tmp_path, *FORMATS[name], hidden_size=256, intermediate_size=512)
+    is_reordered = "activation order" in name
+
+    def compute(path: Path, rank: Any) -> torch.Tensor:
+        return PagedModel(path, dtype=torch.bfloat16, parallel=rank).step([(Row(prompt(20)), 20)])[0]
+
+    found, expected = (at_once([partial(compute, path, each) for each in thread_ranks(2)[0]])[0] for path in pair)
+    if is_reordered:
+        assert (found - expected).norm() < 0.02 * expected.norm()
+    else:
+        assert torch.equal(found, expected)
