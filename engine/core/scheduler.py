@@ -316,7 +316,7 @@ class Scheduler:
         self.prev_prompt = step.num_prefills > 0
         if not step.seqs:
             return None
-        step.num_next_drafts = self.drafts.num_next(step.seqs.values())
+        step.num_next_drafts = self.drafts.num_next(list(step.seqs.values()), step.num_decodes)
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
@@ -484,7 +484,10 @@ class Scheduler:
         self.drafts.propose(rows.seqs, step.budget)
         # A sequence grows by at most 1 + k tokens a step: only these may have filled a block, or may need another one.
         size, k, ahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_ahead
-        if k:
+        if self.drafts.is_idle(rows.seqs):
+            ahead = 0
+            eventful = [i for i, length in enumerate(lengths) if length % size <= 1]
+        else:
             # Without the prefix cache no block is published, and none of them waits for that.
             offset = size if self.block_manager.enable_prefix_caching else 1 << 62
             eventful = [
@@ -493,8 +496,6 @@ class Scheduler:
                 if length + ahead + len(seq.spec_token_ids) > len(seq.block_table) * size
                 or length >= seq.num_published_blocks * size + offset
             ]
-        else:
-            eventful = [i for i, length in enumerate(lengths) if length % size <= 1]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
         if ahead and growths:
             # A drafter without blocks drafts less.

@@ -158,10 +158,6 @@ class DraftPlan:
         """Whether no sequence that it knows is to have drafts for now."""
         return self._is_plain or not (self._is_try or self._has_drafts)
 
-    def knows(self, seq: Sequence) -> bool:
-        """Whether the sequence has decoded."""
-        return seq.id in self._records
-
     def limit(self, seq: Sequence) -> int:
         """Most drafts of a sequence for now."""
         if self._is_plain:

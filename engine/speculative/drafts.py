@@ -1,7 +1,7 @@
 """`Drafts`: the draft tokens of running sequences, and how many were accepted. Owned by the scheduler."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -101,14 +101,23 @@ class Drafts:
                 seq.spec_token_ids = []
         self._shorten(seqs, room)
 
-    def num_next(self, seqs: Collection[Sequence]) -> list[int] | None:
-        """Drafts that the runner is to make of each row of a step for the next one; None where it makes none."""
+    def is_idle(self, seqs: Rows[Sequence]) -> bool:
+        """Whether these sequences have no drafts for the next step, and get none for the one after it."""
+        if any(seq.spec_token_ids for seq in seqs):
+            return False
+        return not self._drafts_by_model or self.plan.is_idle
+
+    def num_next(self, seqs: Rows[Sequence], num_decodes: int) -> list[int] | None:
+        """Drafts that the runner is to make of each row of a step for the next one; None where it makes none.
+
+        The first `num_decodes` of the sequences decode.
+        """
         if not self._drafts_by_model:
             return None
         if self._suspended_steps:
             return [0] * len(seqs)
         if self.plan.is_idle:
-            return [0 if self.plan.knows(seq) else self._next_limit(seq) for seq in seqs]
+            return [0] * num_decodes + [self._next_limit(seq) for seq in seqs[num_decodes:]]
         # The step that is scheduled brings a token at least.
         return [self._next_limit(seq) for seq in seqs]
 
