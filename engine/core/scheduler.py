@@ -193,6 +193,8 @@ class Scheduler:
         """Running sequences whose prompt is computed in part, in order of admission."""
         self._blocked: Sequence | None = None
         """The sequence whose turn it was in the last step, but for which there was no slot, or too few blocks."""
+        self._has_room: str | None = None
+        """The owner for whose sequence others were preempted: it starts before they take the room again."""
         self._next_room_check = 0.0
         self._held_back: dict[str, tuple[float, float]] = {}
         """Owners that gave slots or blocks back: until when they start nothing beyond a part of all, and that part."""
@@ -368,16 +370,21 @@ class Scheduler:
             self.step_budget.give_prompts_time(step)
         served = self._shares.served
         passed_over = self._owners_to_pass_over() if self._held_back else set[str]()
+        for each in passed_over:
+            self._shares.forgo(each)
+        favoured, self._has_room = self._has_room, None
+        if favoured is not None and favoured in self.waiting.owners and may_admit:
+            # Others whose turn comes before would take the room. Where it cannot start yet, it has its turn below.
+            self._start(step, favoured)
+            self._blocked = None
         while step.budget > 0:
             owner = min(started, key=served) if started else None
             starting = self.waiting.next_owner(passed_over) if may_admit else None
             if starting is not None and (owner is None or served(starting) < served(owner)):
                 if not self._start(step, starting):
-                    if self._blocked is not None and self._lets_others_pass(starting):
-                        passed_over.add(starting)
-                        self._blocked = None
-                    else:
-                        may_admit = False
+                    waiting_with_it = set[str]() if self._blocked is None else self._wait_with(starting)
+                    passed_over |= waiting_with_it
+                    may_admit = bool(waiting_with_it)
                 continue
             if owner is None:
                 return
@@ -587,9 +594,23 @@ class Scheduler:
         holdings = self._holdings()
         return max(reversed(self.running), key=lambda seq: holdings[seq.owner].blocks / holdings[seq.owner].share)
 
-    def _lets_others_pass(self, owner: str) -> bool:
-        """Whether an owner whose sequence found no slot or blocks holds its share, so that others may try."""
-        return len(self.waiting.owners) > 1 and self._holdings()[owner].in_shares >= 1.0
+    def _wait_with(self, owner: str) -> set[str]:
+        """The owners that wait with one whose sequence found no slot or blocks: empty for all of them.
+
+        One that holds its share waits alone. One that holds less has others that hold something wait with it, so that
+        what becomes free is not taken by smaller sequences for ever. Those that hold nothing wait for it only where it
+        holds nothing either.
+        """
+        if len(self.waiting.owners) == 1:
+            return set()
+        holdings = self._holdings()
+        if holdings[owner].in_shares >= 1.0:
+            self._blocked = None
+            self._shares.forgo(owner)
+            return {owner}
+        if not holdings[owner].sequences:
+            return set()
+        return {each for each in self.waiting.owners if holdings[each].sequences}
 
     def _make_room(self, now: float) -> bool:
         """Preempt for the sequence that could not start in the last step; False: a step must be read first.
@@ -614,6 +635,7 @@ class Scheduler:
                 return False
             self.preempt(victim)
             self._held_back[victim.owner] = now + _HOLD_BACK_SECONDS, holdings[victim.owner].share
+            self._has_room = seq.owner
         self._next_room_check = now + _ROOM_CHECK_SECONDS
         return True
 

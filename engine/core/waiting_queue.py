@@ -43,12 +43,16 @@ class FairShares:
         return len(self._served)
 
     def served(self, owner: str) -> float:
-        """Its tokens over its weight, counted from where it began to wait."""
-        return self._served.get(owner, self._now - _CREDIT)
+        """Its tokens over its weight, from where it began to wait or, if later, from where its credit ends."""
+        return max(self._served.get(owner, -math.inf), self._now - _CREDIT)
 
     def join(self, owner: str) -> None:
         """Note that an owner begins to wait."""
-        self._served[owner] = max(self.served(owner), self._now - _CREDIT)
+        self._served[owner] = self.served(owner)
+
+    def forgo(self, owner: str) -> None:
+        """Note that an owner is passed over because it holds its share: it does not save up turns meanwhile."""
+        self._served[owner] = max(self.served(owner), self._now)
 
     def serve(self, owner: str, cost: float) -> None:
         """Note that it is an owner's turn, in which it gets tokens, divided by its weight."""

@@ -1,5 +1,6 @@
 """Owners take turns by tokens, wherever one of them would otherwise stand behind another's prompts or sequences."""
 
+import random
 from collections import Counter
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.core.waiting_queue import FairShares, WaitingQueue
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceStatus
 from tests.simulated_engine import SimulatedEngine, device
 
 DEVICE = device(0.01, 0.001, decode=0.001)
@@ -80,6 +81,41 @@ def test_a_light_owner_gets_its_first_token_soon_beside_ten_heavy_ones() -> None
                 heavy[number] = made.add(2000, 30, owner=f"heavy {number % 10}", at=made.now)
     assert max(map(made.ttft, lights)) <= 3 * made.ttft(alone)
     assert max(map(made.longest_gap, lights)) <= 2 * 0.5
+
+
+def test_a_light_owner_starts_soon_where_heavy_ones_hold_all_slots() -> None:
+    made = SimulatedEngine(device(0.01, 0.0002, decode=0.0005), max_num_seqs=12)
+    made.add(1500, 20)
+    made.run()
+    begin = made.now + 100
+    lights = [made.add(300, 8, owner="light", at=begin + 5 + number) for number in range(15)]
+    source = random.Random(0)
+
+    def heavy(number: int) -> Sequence:
+        owner, at = f"heavy {number % 10}", max(made.now, begin)
+        return made.add(source.choice([20, 300, 1200]), source.choice([50, 200, 600]), owner=owner, at=at)
+
+    heavies = [heavy(number) for number in range(200)]
+    while not all(seq.is_finished for seq in lights):
+        made.step()
+        heavies = [heavy(number) if seq.is_finished else seq for number, seq in enumerate(heavies)]
+    # A prompt of the heavy owners and its own take 0.3 s; a slot becomes free after seconds.
+    assert max(map(made.ttft, lights)) <= 0.6
+
+
+def test_owners_that_hold_less_than_their_share_do_not_make_one_wait_that_holds_nothing() -> None:
+    made = SimulatedEngine(DEVICE, max_num_seqs=12, num_kvcache_blocks=100, enable_prefix_caching=False)
+    for owner, tokens in (("a", 700), ("b", 200), ("b", 200)):
+        made.add(tokens, 10_000, owner=owner, at=made.now)
+    made.run(lambda: made.scheduler.get_request_counts() == (3, 0))
+    light = made.add(50, 5, owner="light", at=made.now)
+    # Its turn is first, and no more blocks are free than it needs.
+    made.scheduler._shares.charge("light", 20_000)
+    large = made.add(1000, 5, owner="b", at=made.now)
+    made.step()
+    made.step()
+    assert light.status is SequenceStatus.RUNNING
+    assert large.status is SequenceStatus.WAITING
 
 
 def generated_by_owner(made: SimulatedEngine, seconds: float) -> Counter[str]:

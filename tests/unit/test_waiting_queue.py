@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.core.waiting_queue import MAX_PRIORITY, WaitingQueue
+from engine.core.waiting_queue import MAX_PRIORITY, FairShares, WaitingQueue
 from engine.sequence import Sequence
 
 
@@ -82,3 +82,22 @@ def test_dropped_sequences_leave_the_others_in_order() -> None:
     order = [each for each in list(queue) if each is not gone and each.arrive_time % 2]
     queue.keep(lambda each: each is not gone and each.arrive_time % 2 == 1)
     assert taken(queue) == order
+
+
+def test_owner_that_is_passed_over_because_it_holds_its_share_saves_up_no_turns() -> None:
+    shares = FairShares()
+    for owner in ("held", "served"):
+        shares.join(owner)
+    for _ in range(6):
+        shares.serve("served", 1000)
+    assert shares.served("held") < shares.served("served") - 1000
+    shares.forgo("held")
+    assert shares.served("held") == shares.served("served") - 1000
+
+
+def test_owner_that_could_not_have_its_turns_has_no_more_credit_than_one_that_begins_to_wait() -> None:
+    shares = FairShares()
+    shares.join("stuck")
+    for _ in range(100):
+        shares.serve("served", 1000)
+    assert shares.served("stuck") == shares.served("new")
