@@ -5,9 +5,9 @@ Importing this module imports no torch; reading a `ModelConfig` imports the arch
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from models.architectures.registry import ARCHITECTURES, ConfigFacts
+from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
 from models.config.fields import Fields, read_config, read_generation_config
 from models.config.rope import RopeConfig, parse_rope
 from models.quantization.config import QuantizationConfig
@@ -63,6 +63,8 @@ class ModelConfig(CheckpointConfig):
     """config.json, for fields that only one architecture has."""
     is_bidirectional: bool = False
     """Whether tokens see those after them as well: of a language model that is served as an encoder."""
+    is_text_part: bool = False
+    """Whether the checkpoint also has encoders of images or sounds, which are not read."""
 
     @classmethod
     def from_checkpoint(
@@ -72,8 +74,9 @@ class ModelConfig(CheckpointConfig):
 
         `architecture`: whose code computes it, where that is not the one that config.json names.
         """
-        config = read_config(path)
-        architecture = architecture or _architecture(config)
+        whole = read_config(path)
+        config, text_architecture = text_part(whole)
+        architecture = architecture or text_architecture or _architecture(config)
         facts = ARCHITECTURES[architecture].facts
         config = config.with_defaults(facts.defaults)
         generation = read_generation_config(path)
@@ -101,8 +104,10 @@ class ModelConfig(CheckpointConfig):
             max_model_len=max(max_position_embeddings, rope.scaled_max_len),
             rms_norm_eps=config.number("rms_norm_eps"),
             rope=rope,
-            attention_bias=config.boolean("attention_bias", False),
-            mlp_bias=facts.has_mlp_bias and config.boolean("mlp_bias", False),
+            attention_bias=config.boolean(facts.biases_field or "attention_bias", False),
+            mlp_bias=config.boolean(facts.biases_field or "mlp_bias", False)
+            if facts.biases_field or facts.has_mlp_bias
+            else False,
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
             dtype=checkpoint_dtype(config),
             bos_token_id=bos[0] if bos else None,
@@ -111,7 +116,55 @@ class ModelConfig(CheckpointConfig):
             quantization=parse_quantization(config, path),
             fields=config,
             is_bidirectional=is_bidirectional,
+            is_text_part=text_architecture is not None,
         )
+
+
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+"""Fields that a checkpoint of several parts may have outside `text_config`."""
+_TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+"""How the names of the text part's modules begin in checkpoints of several parts, and in those of text alone."""
+
+
+def text_part(config: Fields) -> tuple[Fields, str | None]:
+    """The text part's configuration and architecture, of a checkpoint that has more; else `config` itself and None.
+
+    Raises `CheckpointError` for a text part that has no model here.
+    """
+    names = config.values.get("architectures")
+    section = config.section("text_config")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_PARTS or section is None:
+        return config, None
+    known = TEXT_PARTS[names[0]]
+    kind = section.string("model_type", next(iter(known)))
+    if kind not in known:
+        raise section.invalid("model_type", f"one of {', '.join(known)}")
+    values = {name: config.values[name] for name in _OF_THE_WHOLE if config.has(name)}
+    if section.has("quantization_config"):
+        values.pop("quantization_config", None)
+    values = {**section.values, **values}
+    if "quantization_config" in values:
+        values["quantization_config"] = _with_text_names(values["quantization_config"])
+    return Fields(values, section.where), known[kind]
+
+
+def text_name(name: str) -> str | None:
+    """The name in a checkpoint of text alone of a tensor or module of one of several parts; None: of another part."""
+    for prefix, own in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name if name.startswith(("lm_head", "mtp.")) else None
+
+
+def _with_text_names(value: Any) -> Any:
+    """A JSON value with the text part's names in place of those of the whole."""
+    if isinstance(value, str):
+        return text_name(value) or value
+    if isinstance(value, list):
+        return [_with_text_names(item) for item in value]
+    if isinstance(value, dict):
+        return {_with_text_names(name): _with_text_names(item) for name, item in value.items()}
+    return value
 
 
 def _architecture(config: Fields) -> str:

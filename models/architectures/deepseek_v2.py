@@ -1,4 +1,7 @@
-"""DeepSeek-V2, V3 and V3.2: latent attention, shared and routed experts; V3.2 attends to what an indexer selects."""
+"""DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, shared and routed experts.
+
+V3.2 and GLM-5 attend to what an indexer selects; in GLM-5 some layers take the selection of the layer before.
+"""
 
 import math
 from typing import ClassVar
@@ -15,6 +18,7 @@ from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.routing import GroupedRouter, Scoring, experts_per_token, groups_of_experts
 from models.parallel.tensor_parallel import TensorParallel
 
+_V32, _GLM5 = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
 _GREEDY, _GROUPED, _CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
 
 
@@ -23,20 +27,28 @@ class DeepseekAttention(MLAAttention):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         name = f"model.layers.{layer}.self_attn"
-        is_indexed = config.architecture == "DeepseekV32ForCausalLM"
-        indexer = _indexer(config, f"{name}.indexer") if is_indexed else None
-        super().__init__(name, _shape(config), indexer=indexer, parallel=parallel)
+        is_indexed = config.architecture in (_V32, _GLM5)
+        shares = config.architecture == _GLM5 and _shares_selection(config, layer)
+        indexer = _indexer(config, f"{name}.indexer") if is_indexed and not shares else None
+        super().__init__(name, _shape(config), indexer=indexer, shares_selection=shares, parallel=parallel)
 
 
 _LATENT = ConfigFacts(head_dim_field="qk_rope_head_dim")
 _INDEXED = ConfigFacts(head_dim_field="qk_rope_head_dim", layer_kinds=INDEXED_LAYERS)
 
+_GLM5_FACTS = ConfigFacts(
+    defaults={"first_k_dense_replace": 3, "n_group": 1, "n_shared_experts": 1, "topk_group": 1},
+    head_dim_field="qk_rope_head_dim",
+    layer_kinds=INDEXED_LAYERS,
+)
+
 
 @architecture("DeepseekV2ForCausalLM", _LATENT)
 @architecture("DeepseekV3ForCausalLM", _LATENT)
-@architecture("DeepseekV32ForCausalLM", _INDEXED)
+@architecture(_V32, _INDEXED)
+@architecture(_GLM5, _GLM5_FACTS)
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """DeepSeek-V2, V3 or V3.2 with its language-model head."""
+    """DeepSeek-V2, V3 or V3.2, or GLM-5, with its language-model head."""
 
     attention: ClassVar[type[nn.Module]] = DeepseekAttention
 
@@ -86,7 +98,24 @@ def _indexer(config: ModelConfig, name: str) -> LightningIndexer:
         num_heads=fields.integer("index_n_heads"),
         head_dim=head_dim,
         top_k=fields.integer("index_topk"),
+        interleaved=config.architecture == _GLM5 and fields.boolean("indexer_rope_interleave", True),
     )
+
+
+def _shares_selection(config: ModelConfig, layer: int) -> bool:
+    """Whether that layer of GLM-5 attends to what the layer before attends to."""
+    fields, num_layers = config.fields, config.num_hidden_layers
+    if layer >= num_layers:
+        return False
+    name = "indexer_types" if fields.has("indexer_types") else "index_topk_pattern"
+    if not fields.has(name):
+        offset = fields.integer("index_skip_topk_offset", 2, minimum=0)
+        return max(layer - offset + 1, 0) % fields.integer("index_topk_freq", 1) != 0
+    pattern = fields.values[name]
+    kinds: list[str] = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    if len(kinds) != num_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
+        raise fields.invalid(name, f"{num_layers} times full or shared, the first of them full")
+    return kinds[layer] == "shared"
 
 
 def _yarn_scale(config: ModelConfig) -> float:

@@ -34,6 +34,8 @@ class LlamaAttention(nn.Module):
 
     has_output_bias: ClassVar[bool] = True
     """Whether the output projection has a bias where the others have one."""
+    rotates_pairs: ClassVar[bool] = False
+    """Whether the checkpoint's queries and keys are rotated as adjacent pairs of dimensions, not as halves."""
     num_inputs: ClassVar[int] = 1
     """Vectors of `hidden_size` that the projections read next to each other."""
 
@@ -47,11 +49,13 @@ class LlamaAttention(nn.Module):
             head_dim=config.head_dim,
             bias=config.attention_bias,
             parallel=parallel,
+            paired_dims=config.rope.rotary_dim if self.rotates_pairs else 0,
         )
+        self.rotates = self.is_rotated(config, layer)
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * config.head_dim,
             config.hidden_size,
-            bias=config.attention_bias and self.has_output_bias,
+            bias=self.output_bias(config),
             parallel=parallel,
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
@@ -75,8 +79,20 @@ class LlamaAttention(nn.Module):
         num_tokens = len(hidden)
         qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        attended = self.attn(q, k, v, self.sinks, norms=self.head_norms(), rotation=(cos, sin))
+        rotation = (cos, sin) if self.rotates else None
+        attended = self.attn(q, k, v, self.sinks, norms=self.head_norms(), rotation=rotation)
         return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
+
+    @classmethod
+    def output_bias(cls, config: ModelConfig) -> bool:
+        """Whether the output projection has a bias."""
+        return config.attention_bias and cls.has_output_bias
+
+    @staticmethod
+    def is_rotated(config: ModelConfig, layer: int) -> bool:
+        """Whether that layer's queries and keys are rotated."""
+        del config, layer
+        return True
 
     def head_norms(self) -> HeadNorms | None:
         """Norms of queries and keys, applied before the rotation; None: there are none."""

@@ -16,7 +16,8 @@ from models.architectures.deepseek_v2 import DeepseekV2ForCausalLM
 from models.architectures.draft_head import DraftHead, TargetWeights
 from models.architectures.glm4_moe import Glm4MoeForCausalLM
 from models.architectures.llama import LlamaDecoderLayer, LlamaForCausalLM
-from models.architectures.qwen3_next import Qwen3NextDecoderLayer
+from models.architectures.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from models.architectures.qwen3_next import Qwen3NextForCausalLM
 from models.layers.linear import ColumnParallelLinear, ParallelLMHead, VocabParallelEmbedding
 from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.ops.columns import join_columns
@@ -83,7 +84,7 @@ class LayeredMTP(DraftHead):
 
 
 class DeepseekMTP(LayeredMTP):
-    """Of DeepSeek-V3 and V3.2."""
+    """Of DeepSeek-V3 and V3.2, and of GLM-5."""
 
     architecture = DeepseekV2ForCausalLM
 
@@ -97,24 +98,29 @@ class Glm4MoeMTP(LayeredMTP):
 class Qwen3NextPredictor(nn.Module):
     """A decoder layer of full attention, with what fuses its input."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, architecture: type[Qwen3NextForCausalLM], parallel: TensorParallel
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = ColumnParallelLinear(2 * size, size)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = OffsetRMSNorm(size, eps), OffsetRMSNorm(size, eps)
-        self.layers = nn.ModuleList([Qwen3NextDecoderLayer(config, config.num_hidden_layers, parallel)])
+        self.layers = nn.ModuleList([architecture.decoder_layer(config, config.num_hidden_layers, parallel)])
         self.norm = OffsetRMSNorm(size, eps)
 
 
 class Qwen3NextMTP(DraftHead):
     """The tensors `mtp.*` of Qwen3-Next, which have neither embedding nor head."""
 
+    architecture: ClassVar[type[Qwen3NextForCausalLM]] = Qwen3NextForCausalLM
+    """The target's, of whose decoder layers it is made."""
+
     def __init__(self, config: ModelConfig, target: TargetWeights, parallel: TensorParallel = SINGLE_RANK) -> None:
         embedding, head = target
         assert embedding is not None, "the checkpoint has no other"
         assert head is not None, "the checkpoint has no other"
         super().__init__(config, embedding, head)
-        self.mtp = Qwen3NextPredictor(config, parallel)
+        self.mtp = Qwen3NextPredictor(config, self.architecture, parallel)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """See `DraftLM`. The result is normalised, as the target's is."""
@@ -125,10 +131,25 @@ class Qwen3NextMTP(DraftHead):
         return mtp.norm.add_norm(*mtp.layers[0](fused, None, cos, sin))[0]
 
 
+class Qwen3_5MTP(Qwen3NextMTP):
+    """Of Qwen3.5."""
+
+    architecture = Qwen3_5ForCausalLM
+
+
+class Qwen3_5MoeMTP(Qwen3NextMTP):
+    """Of Qwen3.5 with experts."""
+
+    architecture = Qwen3_5MoeForCausalLM
+
+
 MTP_OF: dict[str, type[LayeredMTP | Qwen3NextMTP]] = {
     "DeepseekV3ForCausalLM": DeepseekMTP,
     "DeepseekV32ForCausalLM": DeepseekMTP,
     "Glm4MoeForCausalLM": Glm4MoeMTP,
+    "GlmMoeDsaForCausalLM": DeepseekMTP,
     "Qwen3NextForCausalLM": Qwen3NextMTP,
+    "Qwen3_5ForCausalLM": Qwen3_5MTP,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeMTP,
 }
 """By the target's architecture."""

@@ -1,5 +1,7 @@
 """Qwen3-Next: three layers of gated delta nets to one of gated attention, and a mixture of experts in each."""
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -91,15 +93,19 @@ class Qwen3NextSparseBlock(nn.Module):
 class Qwen3NextDecoderLayer(nn.Module):
     """A delta net or attention, then experts, each with a norm before it and a residual connection."""
 
+    has_grouped_projections: ClassVar[bool] = True
+    """Of the delta nets; see `GatedDeltaNet`."""
+
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
         self.is_linear = _is_linear(config, layer)
         if self.is_linear:
-            self.linear_attn = _delta_net(config, layer, parallel)
+            self.linear_attn = _delta_net(
+                config, layer, parallel, has_grouped_projections=self.has_grouped_projections
+            )
         else:
             self.self_attn = Qwen3NextAttention(config, layer, parallel)
-        sparse = is_sparse(config.fields, layer)
-        self.mlp = Qwen3NextSparseBlock(config, parallel) if sparse else LlamaMLP(config, parallel)
+        self.mlp = self.feed_forward(config, layer, parallel)
         self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -119,16 +125,25 @@ class Qwen3NextDecoderLayer(nn.Module):
         hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
         return self.mlp(hidden), residual
 
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """The feed-forward part of that layer."""
+        return (
+            Qwen3NextSparseBlock(config, parallel) if is_sparse(config.fields, layer) else LlamaMLP(config, parallel)
+        )
+
 
 class Qwen3NextModel(DecoderBody):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, decoder_layer: type[Qwen3NextDecoderLayer], parallel: TensorParallel
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
         self.layers = nn.ModuleList(
-            Qwen3NextDecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
+            decoder_layer(config, layer, parallel) for layer in range(config.num_hidden_layers)
         )
         self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -143,20 +158,22 @@ class Qwen3NextModel(DecoderBody):
         return self.norm.add_norm(hidden, residual)[0]
 
 
-_FACTS = ConfigFacts(
+FACTS = ConfigFacts(
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True},
     layer_kinds=frozenset({"linear_attention"}),
     mtp_prefixes=("mtp.",),
 )
 
 
-@architecture("Qwen3NextForCausalLM", _FACTS)
+@architecture("Qwen3NextForCausalLM", FACTS)
 class Qwen3NextForCausalLM(LlamaForCausalLM):
     """Qwen3-Next with its language-model head."""
 
+    decoder_layer: ClassVar[type[Qwen3NextDecoderLayer]] = Qwen3NextDecoderLayer
+
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
-        return Qwen3NextModel(config, parallel)
+        return Qwen3NextModel(config, self.decoder_layer, parallel)
 
     def kv_cache_layers(self) -> list[CacheSpec]:
         """The caches of the layers, first to last."""
@@ -173,7 +190,9 @@ def _is_linear(config: ModelConfig, layer: int) -> bool:
     return (layer + 1) % config.fields.integer("full_attention_interval", 4) != 0
 
 
-def _delta_net(config: ModelConfig, layer: int, parallel: TensorParallel) -> GatedDeltaNet:
+def _delta_net(
+    config: ModelConfig, layer: int, parallel: TensorParallel, *, has_grouped_projections: bool
+) -> GatedDeltaNet:
     fields = config.fields
     key_heads, value_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     if value_heads % key_heads:
@@ -188,4 +207,5 @@ def _delta_net(config: ModelConfig, layer: int, parallel: TensorParallel) -> Gat
         kernel_size=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
         eps=config.rms_norm_eps,
         parallel=parallel,
+        has_grouped_projections=has_grouped_projections,
     )

@@ -30,6 +30,8 @@ class ConfigFacts:
     """The field with the number of dimensions of a head that may be rotated."""
     has_mlp_bias: bool = False
     """Whether the field `mlp_bias` counts."""
+    biases_field: str | None = None
+    """The one field for the biases of attention and feed-forward layers; None: `attention_bias` and `mlp_bias`."""
     is_windowed: bool = False
     """Whether a bare `sliding_window` means a window in every layer."""
     layer_kinds: frozenset[str] = frozenset()
@@ -63,11 +65,41 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "Qwen3ForCausalLM": "models.architectures.qwen3",
         "Qwen3MoeForCausalLM": "models.architectures.qwen3_moe",
         "Qwen3NextForCausalLM": "models.architectures.qwen3_next",
+        "Qwen3_5ForCausalLM": "models.architectures.qwen3_5",
+        "Qwen3_5MoeForCausalLM": "models.architectures.qwen3_5",
         "MixtralForCausalLM": "models.architectures.mixtral",
         "Glm4MoeForCausalLM": "models.architectures.glm4_moe",
+        "GlmMoeDsaForCausalLM": "models.architectures.deepseek_v2",
+        "MiniMaxM2ForCausalLM": "models.architectures.minimax_m2",
+        "Ministral3ForCausalLM": "models.architectures.ministral3",
+        "Olmo2ForCausalLM": "models.architectures.olmo",
+        "Olmo3ForCausalLM": "models.architectures.olmo",
+        "Ernie4_5ForCausalLM": "models.architectures.ernie4_5",
+        "Ernie4_5_MoeForCausalLM": "models.architectures.ernie4_5",
+        "SeedOssForCausalLM": "models.architectures.seed_oss",
+        "SmolLM3ForCausalLM": "models.architectures.smollm3",
     },
 )
 
+
+TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+        "KimiK25ForConditionalGeneration": {
+            "kimi_k2": "DeepseekV3ForCausalLM",
+            "deepseek_v3": "DeepseekV3ForCausalLM",
+        },
+        "Mistral3ForConditionalGeneration": {
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral": "MistralForCausalLM",
+        },
+        "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
+        "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
+        "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+        "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    }
+)
+"""Of architectures that read images or sounds too: that of the text part, by `model_type` of `text_config`."""
 
 ENCODERS: "Registry[type[nn.Module]]" = Registry(
     "encoder",

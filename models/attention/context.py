@@ -91,6 +91,8 @@ class ForwardContext:
     """Layers of which a drafter reads the residual stream that they receive."""
     streams: dict[int, torch.Tensor] = field(default_factory=dict)
     """These streams by layer, which the model keeps here. # each [T, hidden_size]"""
+    selected: torch.Tensor | None = None
+    """Positions that the latest indexer selected, for layers that share them; None: all. # [T, selected] int64"""
 
 
 _current: ForwardContext | None = None

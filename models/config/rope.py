@@ -52,7 +52,9 @@ def parse_rope(
     """
     fields = _rope_fields(config) if parameters is None else parameters
     rope_type = _rope_type(fields)
-    share = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    # MiniMax-M2 names the dimensions, others their share.
+    named = config.integer("rotary_dim", head_dim) / head_dim
+    share = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", named))
     rotary_dim = int(head_dim * share)
     # The exponent of dynamic scaling divides by rotary_dim - 2.
     minimum = 4 if rope_type == "dynamic" else 2

@@ -1,7 +1,7 @@
 """`GatedDeltaNet`: a recurrent layer with one state per sequence, which Qwen3-Next combines with attention."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,8 @@ from models.attention.backend import AttentionMetaData
 from models.attention.context import get_forward_context
 from models.attention.gpu import TritonMetaData
 from models.layers.base import StateCacheSpec
-from models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from models.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
+from models.layers.lora import OutputPart, Span
 from models.layers.parameter import WeightLoader, WeightPart, empty_parameter, load_whole, require_shape
 from models.ops import triton
 from models.ops.cpu import gated_delta as delta_ops
@@ -30,9 +31,18 @@ _NORM_EPS = 1e-6
 class GatedDeltaNet(nn.Module):
     """Short causal convolution, gated delta rule, gated norm (Yang et al., 2025); sharded by key head.
 
-    Each key head serves equally many consecutive value heads, and the checkpoint's projections are grouped by key
-    head.
+    Each key head serves equally many consecutive value heads, and the products' features are grouped by key head.
+    Checkpoints have them so (Qwen3-Next), or in a tensor of queries, keys and values, and one each of gates, betas and
+    decays (Qwen3.5), which are grouped as they are read.
     """
+
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
+        "in_proj_qkv": ("in_proj_qkvz", "qkv"),
+        "in_proj_z": ("in_proj_qkvz", "z"),
+        "in_proj_b": ("in_proj_ba", "b"),
+        "in_proj_a": ("in_proj_ba", "a"),
+    }
+    """That of checkpoints whose projections are apart."""
 
     def __init__(
         self,
@@ -46,17 +56,28 @@ class GatedDeltaNet(nn.Module):
         kernel_size: int,
         eps: float,
         parallel: TensorParallel,
+        has_grouped_projections: bool = True,
     ) -> None:
+        """`has_grouped_projections`: whether the checkpoint's projections are grouped by key head."""
         super().__init__()
         self.parallel = parallel
         self.num_key_heads = parallel.share(num_key_heads, "linear_num_key_heads")
         self.group = num_value_heads // num_key_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         wide = num_value_heads * value_dim
-        self.in_proj_qkvz = ColumnParallelLinear(
-            hidden_size, 2 * num_key_heads * key_dim + 2 * wide, parallel=parallel
-        )
-        self.in_proj_ba = ColumnParallelLinear(hidden_size, 2 * num_value_heads, parallel=parallel)
+        self.in_proj_qkvz: PackedLinear
+        self.in_proj_ba: PackedLinear
+        if has_grouped_projections:
+            self.in_proj_qkvz = ColumnParallelLinear(
+                hidden_size, 2 * num_key_heads * key_dim + 2 * wide, parallel=parallel
+            )
+            self.in_proj_ba = ColumnParallelLinear(hidden_size, 2 * num_value_heads, parallel=parallel)
+        else:
+            values = self.group * value_dim
+            qkvz = {"qkv": (key_dim, key_dim, values), "z": (values,)}
+            self.in_proj_qkvz = PackedLinear(hidden_size, _grouped(qkvz, num_key_heads, parallel))
+            ba = {"b": (self.group,), "a": (self.group,)}
+            self.in_proj_ba = PackedLinear(hidden_size, _grouped(ba, num_key_heads, parallel))
         self.out_proj = RowParallelLinear(wide, hidden_size, parallel=parallel)
         self.norm = GatedRMSNorm(value_dim, eps)
         self._parts = [num_key_heads * key_dim, num_key_heads * key_dim, wide]
@@ -198,6 +219,30 @@ class GatedDeltaNet(nn.Module):
     def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
         require_shape(loaded, (len(parameter) * self.parallel.size,))
         parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
+
+
+def _grouped(
+    parts: Mapping[str, tuple[int, ...]], num_key_heads: int, parallel: TensorParallel
+) -> dict[str | int | None, OutputPart]:
+    """The parts of a product whose features are grouped by key head.
+
+    `parts`: of each tensor of the checkpoint, the features of one key head in each of its sections, in which those of
+    all key heads follow each other.
+    """
+    num_local = num_key_heads // parallel.size
+    stride = sum(sum(sizes) for sizes in parts.values())
+    found: dict[str | int | None, OutputPart] = {}
+    offset = 0
+    for name, sizes in parts.items():
+        spans: list[Span] = []
+        start = 0
+        for size in sizes:
+            first = start + parallel.rank * num_local * size
+            spans += (Span(first + head * size, size, head * stride + offset) for head in range(num_local))
+            start += num_key_heads * size
+            offset += size
+        found[name] = OutputPart(start, tuple(spans))
+    return found
 
 
 def _plan_of(metadata: TritonMetaData) -> "DeltaPlan":

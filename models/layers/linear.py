@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.layers.lora import LinearLoRA, OutputPart
+from models.layers.lora import LinearLoRA, OutputPart, Span
 from models.layers.parameter import (
     WeightPart,
     empty_parameter,
@@ -109,25 +109,15 @@ class ParallelLinear(nn.Module):
         return self.lora
 
 
-class _PackedLinear(ParallelLinear):
-    """The concatenated output features of several checkpoint tensors; the rank's part of each."""
+class PackedLinear(ParallelLinear):
+    """Output features of several checkpoint tensors in one product; the rank's part of each."""
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: dict[str | int | None, tuple[int, int, int]],
-        *,
-        bias: bool,
-    ) -> None:
-        """`parts`: for each part `(features in the checkpoint, features on this rank, first of them)`."""
+    def __init__(self, in_features: int, parts: dict[str | int | None, OutputPart], *, bias: bool = False) -> None:
         super().__init__()
         self.in_features = in_features
         self.inputs = slice(0, in_features)
-        self.parts = {}
-        row = 0
-        for shard, (whole, local, first) in parts.items():
-            self.parts[shard] = OutputPart(whole, local, first, row)
-            row += local
+        self.parts = parts
+        row = max(part.rows.stop for part in parts.values())
         self.weight = empty_parameter(row, in_features, weight_loader=self._load, is_product=True)
         self.bias = empty_parameter(row, weight_loader=self._load) if bias else None
 
@@ -153,22 +143,36 @@ class _PackedLinear(ParallelLinear):
         parts = [self.parts[part]] if part in self.parts else list(self.parts.values())
         require_shape(loaded, (sum(each.whole for each in parts), *parameter.shape[1:]))
         start = 0
-        for whole, local, first, row in parts:
-            fill_rows(parameter, row, loaded[start + first : start + first + local])
-            start += whole
+        for each in parts:
+            own = each.in_halves(loaded[start : start + each.whole])
+            for first, local, row in each.spans:
+                fill_rows(parameter, row, own[first : first + local])
+            start += each.whole
 
 
-class ColumnParallelLinear(_PackedLinear):
+def _one_after_another(parts: dict[str | int | None, tuple[int, int, int]]) -> dict[str | int | None, OutputPart]:
+    """Of each part `(features in the checkpoint, first on this rank, features on this rank)`, in the layer's order."""
+    found: dict[str | int | None, OutputPart] = {}
+    row = 0
+    for shard, (whole, first, local) in parts.items():
+        found[shard] = OutputPart(whole, (Span(first, local, row),))
+        row += local
+    return found
+
+
+class ColumnParallelLinear(PackedLinear):
     """One linear layer whose output features are sharded."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, parallel: TensorParallel = SINGLE_RANK
     ) -> None:
         local = parallel.share(out_features, "out_features")
-        super().__init__(in_features, {None: (out_features, local, parallel.rank * local)}, bias=bias)
+        super().__init__(
+            in_features, _one_after_another({None: (out_features, parallel.rank * local, local)}), bias=bias
+        )
 
 
-class MergedColumnParallelLinear(_PackedLinear):
+class MergedColumnParallelLinear(PackedLinear):
     """Several column-parallel layers of one input in one product; parts are numbered from 0."""
 
     def __init__(
@@ -182,11 +186,11 @@ class MergedColumnParallelLinear(_PackedLinear):
         parts: dict[str | int | None, tuple[int, int, int]] = {}
         for shard, features in enumerate(out_features):
             local = parallel.share(features, "out_features")
-            parts[shard] = (features, local, parallel.rank * local)
-        super().__init__(in_features, parts, bias=bias)
+            parts[shard] = (features, parallel.rank * local, local)
+        super().__init__(in_features, _one_after_another(parts), bias=bias)
 
 
-class QKVParallelLinear(_PackedLinear):
+class QKVParallelLinear(PackedLinear):
     """Query, key and value projections in one product, sharded by head; parts `q`, `k` and `v`.
 
     Where there are fewer key-value heads than ranks, consecutive ranks hold the same one.
@@ -201,7 +205,11 @@ class QKVParallelLinear(_PackedLinear):
         head_dim: int,
         bias: bool = False,
         parallel: TensorParallel = SINGLE_RANK,
+        paired_dims: int = 0,
     ) -> None:
+        """`paired_dims`: the leading dimensions of a head that the checkpoint rotates as adjacent pairs; the layer has
+        queries and keys in the order of `models.ops.torch_ops.rotate`.
+        """
         local_heads = parallel.share(num_heads, "num_attention_heads")
         if num_kv_heads >= parallel.size:
             local_kv_heads = parallel.share(num_kv_heads, "num_key_value_heads")
@@ -214,9 +222,12 @@ class QKVParallelLinear(_PackedLinear):
         else:
             local_kv_heads = 1
             first_kv_head = parallel.rank * num_kv_heads // parallel.size
-        query = (num_heads * head_dim, local_heads * head_dim, parallel.rank * local_heads * head_dim)
-        key = (num_kv_heads * head_dim, local_kv_heads * head_dim, first_kv_head * head_dim)
-        super().__init__(in_features, {"q": query, "k": key, "v": key}, bias=bias)
+        query = (num_heads * head_dim, parallel.rank * local_heads * head_dim, local_heads * head_dim)
+        key = (num_kv_heads * head_dim, first_kv_head * head_dim, local_kv_heads * head_dim)
+        parts = _one_after_another({"q": query, "k": key, "v": key})
+        if paired_dims:
+            parts |= {part: parts[part]._replace(pairs=(head_dim, paired_dims)) for part in "qk"}
+        super().__init__(in_features, parts, bias=bias)
         self.num_heads, self.num_kv_heads = local_heads, local_kv_heads
 
 
@@ -231,7 +242,7 @@ class RowParallelLinear(ParallelLinear):
         self.parallel = parallel
         local = parallel.share(in_features, "in_features")
         self.inputs = slice(parallel.rank * local, (parallel.rank + 1) * local)
-        self.parts = {None: OutputPart(out_features, out_features, 0, 0)}
+        self.parts = {None: OutputPart(out_features, (Span(0, out_features, 0),))}
         self.weight = empty_parameter(out_features, local, weight_loader=self._load, is_product=True)
         self.bias = empty_parameter(out_features, weight_loader=self._load) if bias else None
 

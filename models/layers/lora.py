@@ -10,23 +10,48 @@ from models.attention.context import LoRARows, get_forward_context
 from models.layers.parameter import require_shape
 
 
+class Span(NamedTuple):
+    """Output features that follow each other both in the checkpoint's tensor and in the layer."""
+
+    first: int
+    """The first of them in the checkpoint's tensor."""
+    local: int
+    """Their number."""
+    row: int
+    """The first of them in the layer."""
+
+
 class OutputPart(NamedTuple):
     """The output features of a layer that come from one tensor of the checkpoint."""
 
     whole: int
     """Features in the checkpoint."""
-    local: int
-    """Features on this rank."""
-    first: int
-    """The first of them in the checkpoint."""
-    row: int
-    """The first of them in the layer."""
+    spans: tuple[Span, ...]
+    """Those on this rank: more than one where the layer has them in another order."""
+    pairs: tuple[int, int] | None = None
+    """Features of a head, and how many of those are rotated, where the checkpoint has the two of a rotated pair next
+    to each other and the layer the first of all pairs before the second; None: both have the same order."""
+
+    def in_halves(self, rows: torch.Tensor) -> torch.Tensor:
+        """The checkpoint's rows with each head's rotated pairs as the layer has them. # [whole, ...] -> the same"""
+        if self.pairs is None:
+            return rows
+        head_dim, rotary_dim = self.pairs
+        heads = rows.view(-1, head_dim, *rows.shape[1:])
+        rotated = heads[:, :rotary_dim].reshape(len(heads), rotary_dim // 2, 2, *rows.shape[1:])
+        rotated = rotated.transpose(1, 2).flatten(1, 2)
+        return torch.cat((rotated, heads[:, rotary_dim:]), dim=1).flatten(0, 1)
+
+    @property
+    def rows(self) -> slice:
+        """The layer's features from the part's first to its last, others between them included."""
+        return slice(min(span.row for span in self.spans), max(span.row + span.local for span in self.spans))
 
 
 class _Up(NamedTuple):
     """The second half of a product, for one part of the output, with its scale applied."""
 
-    b: torch.Tensor  # [part's local features, rank]
+    b: torch.Tensor  # [features of the part's rows, rank], 0 for those of other parts
     row: int
     """The part's first feature in the layer."""
     ranks: slice
@@ -63,6 +88,7 @@ class LinearLoRA:
         self._in_features = in_features
         self._inputs = inputs
         self._parts = parts
+        self._num_rows = max(part.rows.stop for part in parts.values())
         self._dtype = dtype
         self._adapters: dict[int, _Adapter] = {}
         self._fused: _FusedAdapters | None = None
@@ -84,8 +110,13 @@ class LinearLoRA:
         ups = () if before is None else before.ups
         first_row = 0
         for part in parts:
-            rows = b[first_row + part.first : first_row + part.first + part.local].float() * scale
-            ups += (_Up(rows.to(self._dtype), part.row, slice(first_rank, first_rank + rank)),)
+            rows = part.rows
+            up = b.new_zeros(rows.stop - rows.start, rank, dtype=self._dtype)
+            own = part.in_halves(b[first_row : first_row + part.whole])
+            for first, local, row in part.spans:
+                source = own[first : first + local]
+                up[row - rows.start : row - rows.start + local] = source.float() * scale
+            ups += (_Up(up, rows.start, slice(first_rank, first_rank + rank)),)
             first_row += part.whole
         # Copied in both cases: the checkpoint's file must not stay mapped.
         self._adapters[adapter] = _Adapter(a.clone() if before is None else torch.cat([before.a, a]), ups)
@@ -103,7 +134,7 @@ class LinearLoRA:
         found = self._adapters.get(adapter)
         if found is None:
             return None
-        delta = found.a.new_zeros(sum(part.local for part in self._parts.values()), found.a.shape[1])
+        delta = found.a.new_zeros(self._num_rows, found.a.shape[1])
         for b, row, ranks in found.ups:
             delta[row : row + len(b)] += b @ found.a[ranks]
         return delta
@@ -153,7 +184,7 @@ class LinearLoRA:
 
     def _fuse(self) -> _FusedAdapters:
         first = next(iter(self._adapters.values())).a
-        b = first.new_zeros(sum(part.local for part in self._parts.values()), self.num_ranks)
+        b = first.new_zeros(self._num_rows, self.num_ranks)
         column = 0
         for adapter in self._adapters.values():
             for up, row, ranks in adapter.ups:

@@ -29,10 +29,21 @@ class LightningIndexer(nn.Module):
     """Scores every earlier token by a few small heads and selects the best. Replicated on every rank."""
 
     def __init__(
-        self, layer_name: str, *, hidden_size: int, q_lora_rank: int, num_heads: int, head_dim: int, top_k: int
+        self,
+        layer_name: str,
+        *,
+        hidden_size: int,
+        q_lora_rank: int,
+        num_heads: int,
+        head_dim: int,
+        top_k: int,
+        interleaved: bool = False,
     ) -> None:
-        """`layer_name` is the key of its cache in the forward context; `top_k` tokens are selected."""
+        """`layer_name` is the key of its cache in the forward context; `top_k` tokens are selected. `interleaved`:
+        whether rotated dimensions are adjacent pairs, not halves.
+        """
         super().__init__()
+        self.interleaved = interleaved
         self.layer_name = layer_name
         self.num_heads, self.head_dim, self.top_k = num_heads, head_dim, top_k
         self.cache_spec = VectorCacheSpec(layer_name, head_dim)
@@ -46,19 +57,29 @@ class LightningIndexer(nn.Module):
     ) -> torch.Tensor | None:
         """Positions each token attends to, -1 for none; None: all before it. See `AttentionBackend.index_top_k`.
 
-        The score of a key is the sum over heads of `weight * relu(query . key)`. Dimensions are rotated as halves
-        even where the attention's are interleaved.
+        The score of a key is the sum over heads of `weight * relu(query . key)`. In DeepSeek-V3.2 dimensions are
+        rotated as halves even where the attention's are interleaved.
 
         # [tokens, hidden_size], [tokens, q_lora_rank], 2 x [tokens, 1, rotary_dim] -> [tokens, selected] int64
         """
-        q = rotate(self.wq_b(q_latent).view(len(hidden), self.num_heads, self.head_dim), cos, sin)
-        k = rotate(self.k_norm(self.wk(hidden))[:, None], cos, sin)[:, 0]
+        q = self.wq_b(q_latent).view(len(hidden), self.num_heads, self.head_dim)
+        k = self.k_norm(self.wk(hidden))[:, None]
+        if self.interleaved:
+            # Queries and keys in another order have the same products.
+            q, k = _in_halves(q, cos.shape[-1]), _in_halves(k, cos.shape[-1])
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)[:, 0]
         weights = self.weights_proj(hidden).float()
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, VectorCache)
         scale = (self.num_heads * self.head_dim) ** -0.5
         return metadata.backend.index_top_k(q, weights * scale, k, cache, metadata, self.top_k)
+
+
+def _in_halves(x: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """The first dimensions of adjacent pairs before the second ones. # [tokens, heads, head_dim] -> the same"""
+    pairs = x[..., :rotary_dim].reshape(*x.shape[:-1], rotary_dim // 2, 2).transpose(-1, -2).flatten(-2)
+    return torch.cat((pairs, x[..., rotary_dim:]), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +113,11 @@ class MLAAttention(nn.Module):
         shape: MLAShape,
         *,
         indexer: LightningIndexer | None = None,
+        shares_selection: bool = False,
         parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
         """`layer_name` is the key of the layer's cache in the forward context. `indexer` selects the tokens attended
-        to.
+        to; with `shares_selection` they are those of the latest layer that has one.
         """
         super().__init__()
         self.shape = shape
@@ -119,11 +141,12 @@ class MLAAttention(nn.Module):
         mark_read_directly(self.kv_b_proj.weight)  # Split by head.
         self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
         self.indexer = indexer
+        self.shares_selection = shares_selection
         self.packed_heads: PackedHeads | None = None
 
     def pack_heads(self) -> None:
         """Copy the loaded weights for the CPU operators, which attend unless an indexer selects tokens."""
-        if self.indexer is None:
+        if self.indexer is None and not self.shares_selection:
             kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
             self.packed_heads = PackedHeads(kv_b, self.shape.qk_nope_head_dim)
 
@@ -139,11 +162,13 @@ class MLAAttention(nn.Module):
         else:
             q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
             q = self.q_b_proj(q_latent)
+        selected: torch.Tensor | None = None
+        if self.indexer is not None:
+            selected = get_forward_context().selected = self.indexer(hidden, q_latent, cos, sin)
+        elif self.shares_selection:
+            selected = get_forward_context().selected
         attended = self._attend(
-            q.view(num_tokens, self.num_heads, -1),
-            self.kv_a_proj_with_mqa(hidden),
-            (cos, sin),
-            None if self.indexer is None else self.indexer(hidden, q_latent, cos, sin),
+            q.view(num_tokens, self.num_heads, -1), self.kv_a_proj_with_mqa(hidden), (cos, sin), selected
         )
         return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.layers.parameter import empty_parameter, load_whole
+from models.layers.parameter import WeightPart, empty_parameter, load_whole, require_shape
 from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
@@ -15,6 +15,7 @@ from models.ops.cpu import runtime
 from models.ops.norm import rms_norm
 from models.ops.torch_ops import torch_rms_norm
 from models.ops.types import NormWeight
+from models.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from models.ops.self_test import Case
@@ -88,6 +89,34 @@ class RMSNorm(nn.Module):
         for mode in ("PLAIN", *sorted(self._sums)):
             modes = (getattr(elementwise, mode),)
             yield NormCase(*self.shape, self.eps, self.offset, dtype, self.weight.dtype, modes)
+
+
+class HeadsRMSNorm(RMSNorm):
+    """An `RMSNorm` over all heads of a token together, those of other ranks included (OLMo 2, 2025)."""
+
+    def __init__(
+        self, head_dim: int, first: int, local: int, whole: int, eps: float, parallel: TensorParallel
+    ) -> None:
+        """`first`, `local` and `whole`: this rank's first head, its number of heads, and that of all ranks."""
+        super().__init__(local * head_dim, eps)
+        self.rows, self.whole, self.parallel = slice(first * head_dim, (first + local) * head_dim), whole, parallel
+        self.num_features = whole * head_dim
+        self.weight = empty_parameter(local * head_dim, weight_loader=self._load)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """# [tokens, the rank's heads * head_dim] -> the same"""
+        if self.parallel.size == 1:
+            return super().forward(x)
+        exact = x.float()
+        # Where ranks hold the same head, each head counts equally often.
+        sums = torch.cat((exact.square().sum(-1, keepdim=True), exact.new_full((len(x), 1), x.shape[1])), dim=1)
+        sums = self.parallel.all_reduce(sums)
+        mean = sums[:, :1] / sums[:, 1:]
+        return (exact * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
+
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
+        require_shape(loaded, (self.num_features,))
+        parameter.data.copy_(loaded[self.rows])
 
 
 class LayerNorm(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 from models.config.fields import Fields
 from models.layers.linear import float_logits, logits
-from models.layers.parameter import empty_parameter, load_whole
+from models.layers.parameter import WeightPart, empty_parameter, load_whole
 from models.ops import triton
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime, structures
@@ -99,16 +99,25 @@ class GroupedRouter(nn.Module):
         renormalize: bool,
         scoring: Scoring = "sigmoid",
         has_correction_bias: bool = True,
+        correction_name: str | None = None,
         num_groups: int = 1,
         top_groups: int = 1,
         scaling_factor: float = 1.0,
     ) -> None:
+        """`correction_name`: of the correction bias in checkpoints, after the name of the layer that the router is of;
+        None: it is the router's own.
+        """
         super().__init__()
         self.top_k, self.renormalize, self.scaling_factor = top_k, renormalize, scaling_factor
         self.scoring, self.num_groups, self.top_groups = scoring, num_groups, top_groups
         self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, dtype=torch.float32)
         self.e_score_correction_bias = (
-            empty_parameter(num_experts, weight_loader=load_whole, dtype=torch.float32)
+            empty_parameter(
+                num_experts,
+                weight_loader=_load_correction,
+                dtype=torch.float32,
+                sources=() if correction_name is None else ({correction_name: None},),
+            )
             if has_correction_bias
             else None
         )
@@ -166,6 +175,11 @@ class GroupedRouter(nn.Module):
             self.top_groups,
             self.scaling_factor,
         )
+
+
+def _load_correction(parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
+    """Load a bias of [experts], or of [1, experts]."""
+    load_whole(parameter, loaded[0] if loaded.dim() == 2 and len(loaded) == 1 else loaded, part)
 
 
 class SoftmaxRouter(nn.Module):

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from models.architectures.config import DTYPES, CheckpointConfig, ModelConfig
 from models.architectures.encoder_config import EncoderConfig
 from models.architectures.pooling import PoolingConfig
-from models.architectures.registry import ARCHITECTURES, ENCODERS, INDEXED_LAYERS
+from models.architectures.registry import ARCHITECTURES, ENCODERS, INDEXED_LAYERS, TEXT_PARTS
 from models.config.fields import Fields, read_config, read_generation_config
 from models.errors import CheckpointError, first_line
 from models.quantization.methods import parse_quantization
@@ -170,7 +170,7 @@ def read_checkpoint_config(
         if model_impl == "kaon" or (model_impl == "auto" and is_ours):
             return ModelConfig.from_checkpoint(path, pooling.body, is_bidirectional=pooling.is_encoder)
     names = config.values.get("architectures")
-    is_ours = isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
+    is_ours = isinstance(names, list) and len(names) == 1 and (names[0] in ARCHITECTURES or names[0] in TEXT_PARTS)
     if model_impl == "kaon" or (model_impl == "auto" and is_ours):
         return ModelConfig.from_checkpoint(path)
     return TransformersConfig.from_checkpoint(path, config, read_generation_config(path))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from models.architectures.config import CheckpointConfig, ModelConfig
+from models.architectures.config import CheckpointConfig, ModelConfig, text_name
 from models.architectures.encoder_config import EncoderConfig
 from models.architectures.registry import ARCHITECTURES, ENCODERS
 from models.errors import CheckpointError, first_line
@@ -117,11 +117,20 @@ def load_model(
         return model
 
     ignored = _mtp_prefixes(config)
+    is_text_part = isinstance(config, ModelConfig) and config.is_text_part
+    if is_text_part:
+        _log.info("%s: the text part of the checkpoint is loaded; images and sounds are not served", path)
+
+    def is_ignored(name: str) -> bool:
+        own = text_name(name) if is_text_part else name
+        return own is None or own.startswith(ignored)
+
     model = _load(
         path,
         config,
         make,
-        lambda name: name.startswith(ignored),
+        is_ignored,
+        (lambda name: text_name(name) or name) if is_text_part else (lambda name: name),
         dtype=dtype,
         device=device,
         progress=progress,

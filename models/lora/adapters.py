@@ -20,7 +20,7 @@ from models.attention.context import LoRATokens
 from models.errors import CheckpointError
 from models.layers.base import CausalLM
 from models.layers.linear import ParallelLinear
-from models.layers.lora import LinearLoRA, OutputPart
+from models.layers.lora import LinearLoRA, OutputPart, Span
 from models.layers.mla import MLAAttention
 from models.layers.parameter import WeightShapeError, packed_parts
 from models.lora.config import LoRAConfig
@@ -111,7 +111,8 @@ class HookedLoRA:
         present: LinearLoRA | None = getattr(self._layer, "lora", None)
         if present is not None:
             return present
-        lora = LinearLoRA(inputs, slice(0, inputs), {None: OutputPart(outputs, outputs, 0, 0)}, dtype)
+        whole = OutputPart(outputs, (Span(0, outputs, 0),))
+        lora = LinearLoRA(inputs, slice(0, inputs), {None: whole}, dtype)
 
         def add(_layer: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
             # [1, tokens, features]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj"),
-    *("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    *("in_proj_qkvz", "in_proj_ba", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
 Weights = dict[str, torch.Tensor]
 

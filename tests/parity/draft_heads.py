@@ -51,6 +51,10 @@ class Reference(Protocol):
 # Checkpoints
 
 
+NAMED_MTP = {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+"""Architectures whose layer of multi-token prediction has names of its own, `mtp.*`."""
+
+
 class MTPPair:
     """A target with an MTP layer as published, and the same layers as one deeper model, for the reference."""
 
@@ -59,7 +63,7 @@ class MTPPair:
         self.whole, self.path = directory / "whole", directory / "published"
         overrides = dict(variant.overrides)
         num_layers = overrides.pop("num_hidden_layers", variant.family.defaults.get("num_hidden_layers", 2))
-        if variant.architecture == "Qwen3NextForCausalLM":
+        if variant.architecture in NAMED_MTP:
             overrides["layer_types"] = [*["linear_attention", "full_attention"] * (num_layers // 2), "full_attention"]
         make_checkpoint(self.whole, variant.family, seed=seed, num_hidden_layers=num_layers + 1, **overrides)
         shutil.copytree(self.whole, self.path)
@@ -67,7 +71,7 @@ class MTPPair:
         size = json.loads((self.whole / CONFIG).read_text())["hidden_size"]
         draw = _Weights(seed + 1, norm_mean=variant.family.norm_mean)
         prefix = f"model.layers.{num_layers}."
-        if variant.architecture == "Qwen3NextForCausalLM":
+        if variant.architecture in NAMED_MTP:
             layer = [name for name in tensors if name.startswith(prefix)]
             tensors |= {name.replace(prefix, "mtp.layers.0."): tensors.pop(name) for name in layer}
             self.own = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from models.architectures.registry import ARCHITECTURES
+from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
 from tests.parity.foreign_models import REFUSED, SERVED
 from tests.parity.variants import PARTLY_TORCH, all_variants
 
@@ -31,6 +31,15 @@ def architectures_table() -> str:
     return _table(("Architecture", "Model file", "A step on the CPU", "Proven with"), rows)
 
 
+def text_parts_table() -> str:
+    """Architectures that read more than text, and the one that computes the text part."""
+    rows = [
+        (f"`{whole}`", ", ".join(f"`{text}`" for text in sorted(set(kinds.values()))))
+        for whole, kinds in sorted(TEXT_PARTS.items())
+    ]
+    return _table(("Architecture", "Its text part runs as"), rows)
+
+
 def general_route_table() -> str:
     """The models that prove the general route, and those that prove what it refuses."""
     served = ", ".join(f"`{foreign.architecture}`" for foreign in SERVED)
@@ -39,7 +48,7 @@ def general_route_table() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {"architectures": architectures_table, "general route": general_route_table}
+    {"architectures": architectures_table, "text parts": text_parts_table, "general route": general_route_table}
 )
 """By the name in their markers."""
 

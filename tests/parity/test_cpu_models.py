@@ -39,6 +39,15 @@ _SIZES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 32},
     "DeepseekV3ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64},
     "Qwen3NextForCausalLM": {"head_dim": 32, "moe_intermediate_size": 48},
+    "SeedOssForCausalLM": {"head_dim": 32},
+    "SmolLM3ForCausalLM": {"head_dim": 32},
+    "Olmo2ForCausalLM": {"head_dim": 32},
+    "Olmo3ForCausalLM": {"head_dim": 32},
+    "Ernie4_5ForCausalLM": {"head_dim": 32},
+    "Ernie4_5_MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
+    "MiniMaxM2ForCausalLM": {"head_dim": 32, "intermediate_size": 64},
+    "Qwen3_5ForCausalLM": {"head_dim": 32},
+    "Qwen3_5MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 48},
 }
 # One token of these goes to another expert, nearly as good a choice, than in float32, and those after it attend to it.
 TURNS_TO_ANOTHER_EXPERT = {("torch", "Qwen3MoeForCausalLM")}

@@ -19,6 +19,7 @@ from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.draft_heads import (
     CONFIG,
+    NAMED_MTP,
     WEIGHTS,
     EagleReference,
     MTPPair,
@@ -34,13 +35,15 @@ from tests.parity.quantized_checkpoints import FP8_BLOCK_CONFIG, fp8_block
 from tests.parity.test_model_drafters import Steps, endless
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.thread_ranks import at_once, thread_ranks
-from tests.parity.variants import Variant, deepseek, gpt_oss, moe, qwen3_next
+from tests.parity.variants import Variant, deepseek, gpt_oss, moe, qwen3_5, qwen3_next
 
 LENGTH, CHUNK, DRAFTS = 37, 23, 3
 SIZES: dict[str, dict[str, int]] = {
     "DeepseekV3ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64},
     "Glm4MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "Qwen3NextForCausalLM": {"head_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "Qwen3_5ForCausalLM": {"head_dim": 32},
+    "Qwen3_5MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
 }
 """Sizes that the compiled operators take, by architecture."""
 
@@ -92,6 +95,8 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "DeepSeek-V3.2": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "DeepseekV32ForCausalLM")),
     "GLM-4.5, own head": lambda path: mtp_case(path, variant_of(moe.VARIANTS, "Glm4MoeForCausalLM"), has_own=True),
     "Qwen3-Next": lambda path: mtp_case(path, qwen3_next.VARIANTS[0]),
+    "Qwen3.5": lambda path: mtp_case(path, variant_of(qwen3_5.VARIANTS, "Qwen3_5ForCausalLM")),
+    "Qwen3.5, experts": lambda path: mtp_case(path, variant_of(qwen3_5.VARIANTS, "Qwen3_5MoeForCausalLM")),
     "EAGLE": eagle_case,
     "EAGLE, two layers, all of its own": partial(
         eagle_case, num_layers=2, has_own_embedding=True, has_own_head=True, has_bias=True
@@ -317,7 +322,7 @@ def test_drafts_of_a_head_change_no_answer(case: Case) -> None:
     if case.path is not None:
         drafting["speculative_model"] = str(case.path)
     fields: dict[str, Any] = {"max_model_len": 128, "num_kvcache_blocks": 64, "max_num_seqs": 8}
-    if json.loads((case.target / CONFIG).read_text())["model_type"] == "qwen3_next":
+    if json.loads((case.target / CONFIG).read_text())["architectures"][0] in NAMED_MTP:
         pytest.skip("recurrent states cannot take back a rejected draft")
     expected = Steps(runner_for(case.target, **fields)).run(endless(3, 9))
     steps = Steps(runner_for(case.target, **fields, speculative_config=drafting))

@@ -98,7 +98,7 @@ def test_products_of_query_key_and_value_follow_their_heads(size: int, num_kv_he
         assert found[[0, 3, 4, 5]].abs().max() == 0.0
         counts = [layer.num_heads * dim, layer.num_kv_heads * dim, layer.num_kv_heads * dim]
         for part, (shard, (a, b)) in zip(found[1:3].split(counts, -1), halves.items(), strict=True):
-            first = layer.parts[shard].first
+            first = layer.parts[shard].spans[0].first
             torch.testing.assert_close(part, (x[1:3] @ a.T @ b.T * 0.5)[:, first : first + part.shape[-1]])
 
 

@@ -17,7 +17,7 @@ from models.loading.transformers_attention import PagedAttention
 from models.loading.transformers_model import TransformersModel
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import edit_json, make_checkpoint
-from tests.parity.foreign_models import GEMMA2, GLM_MOE_DSA, GPT2, OLMO2, REFUSED, SERVED, Foreign
+from tests.parity.foreign_models import GEMMA2, GLM_MOE_DSA, GPT2, GRANITE, REFUSED, SERVED, Foreign
 from tests.parity.paged_model import CPU, PagedModel, Reference, assert_computes, prompt
 from tests.parity.test_architectures import GREEDY_TOKENS, generate
 from tests.parity.test_worker_model_runner import runner_for
@@ -25,6 +25,8 @@ from tests.parity.variants import Variant, all_variants
 
 ONLY_OURS = {
     "Qwen3NextForCausalLM": "layers of linear_attention",
+    "Qwen3_5ForCausalLM": "layers of linear_attention",
+    "Qwen3_5MoeForCausalLM": "layers of linear_attention",
 }
 """Architectures that only our own code serves, with the reason."""
 
@@ -37,21 +39,19 @@ SHORT = {
     "Phi3ForCausalLM",
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "Qwen3NextForCausalLM",
 }
 """Architectures that have a class here, one of each kind of layer."""
 SHORT_FOREIGN = {
     "Cohere2",
     "Gemma2",
-    "GlmMoeDsa",
     "GPT2",
     "GPTBigCode",
     "JetMoe",
-    "Olmo2",
     "OPT",
     "Phimoe",
     "Qwen2Moe",
-    "SmolLM3",
     "Starcoder2",
 }
 """Those of which each does something that the others do not: positions, masks, windows, caps, experts, layouts."""
@@ -115,7 +115,7 @@ def test_a_rope_that_depends_on_the_longest_sequence_fits_the_longest_that_is_se
 
 
 def test_indexed_attention_keeps_a_latent_and_an_index_key_a_token(tmp_path: Path) -> None:
-    model = PagedModel(GLM_MOE_DSA.checkpoint(tmp_path)).model
+    model = PagedModel(GLM_MOE_DSA.checkpoint(tmp_path), model_impl="transformers").model
     assert isinstance(model, TransformersModel)
     latents = [VectorCacheSpec(f"attention.{layer}", 40) for layer in range(3)]
     # The second layer attends to what the first has chosen.
@@ -123,7 +123,7 @@ def test_indexed_attention_keeps_a_latent_and_an_index_key_a_token(tmp_path: Pat
 
 
 def test_an_adapter_of_what_expands_latents_finds_no_layer_where_tokens_are_chosen(tmp_path: Path) -> None:
-    model = PagedModel(GLM_MOE_DSA.checkpoint(tmp_path)).model
+    model = PagedModel(GLM_MOE_DSA.checkpoint(tmp_path), model_impl="transformers").model
     assert isinstance(model, TransformersModel)
     layers = model.linear_layers()
     assert "model.layers.0.self_attn.q_b_proj" in layers
@@ -171,7 +171,7 @@ def test_a_config_that_is_not_of_a_decoder_is_refused_in_a_sentence(
 
 
 def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -> None:
-    path = OLMO2.checkpoint(tmp_path)
+    path = GRANITE.checkpoint(tmp_path)
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -180,14 +180,14 @@ def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -
 
 
 def test_a_format_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    path = OLMO2.checkpoint(tmp_path)
+    path = GRANITE.checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config={"quant_method": "unheard-of"})
     with pytest.raises(CheckpointError, match=r'quant_method of .* is "unheard-of"; it must be one of'):
         PagedModel(path)
 
 
 def test_ranks_that_would_each_run_the_whole_model_are_refused(tmp_path: Path) -> None:
-    path = OLMO2.checkpoint(tmp_path)
+    path = GRANITE.checkpoint(tmp_path)
     parallel = TensorParallel(0, 2, cast(Any, object()))
     with pytest.raises(CheckpointError, match="tensor_parallel_size is 2"):
         load_model(
@@ -198,10 +198,12 @@ def test_ranks_that_would_each_run_the_whole_model_are_refused(tmp_path: Path) -
 def test_a_state_between_tokens_that_no_config_names_is_found_by_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = OLMO2.checkpoint(tmp_path)
-    own = transformers.models.olmo2.modeling_olmo2.Olmo2MLP.forward
+    path = GRANITE.checkpoint(tmp_path)
+    own = transformers.models.granite.modeling_granite.GraniteMLP.forward
     monkeypatch.setattr(
-        transformers.models.olmo2.modeling_olmo2.Olmo2MLP, "forward", lambda self, x: own(self, x) + x.roll(1, dims=1)
+        transformers.models.granite.modeling_granite.GraniteMLP,
+        "forward",
+        lambda self, x: own(self, x) + x.roll(1, dims=1),
     )
     with pytest.raises(CheckpointError, match="gives other logits in a batch than alone"):
         PagedModel(path)
@@ -224,7 +226,7 @@ def test_the_context_is_as_long_as_the_table_of_positions(tmp_path: Path) -> Non
 
 def test_our_code_runs_what_it_has_unless_told_otherwise(tmp_path: Path) -> None:
     native = make_checkpoint(tmp_path / "native")
-    foreign = OLMO2.checkpoint(tmp_path / "foreign")
+    foreign = GRANITE.checkpoint(tmp_path / "foreign")
     assert isinstance(read_checkpoint_config(native), ModelConfig)
     assert isinstance(read_checkpoint_config(native, "transformers"), TransformersConfig)
     assert isinstance(read_checkpoint_config(foreign), TransformersConfig)

@@ -10,23 +10,23 @@ import transformers
 from models.errors import CheckpointError
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family, edit_json
-from tests.parity.foreign_models import GPT2, OLMO2
+from tests.parity.foreign_models import GPT2, GRANITE
 from tests.parity.paged_model import PagedModel, assert_computes, prompt
 from tests.parity.test_quantization import FORMATS
 from tests.parity.variants.gpt_oss import VARIANTS
 
-OLMO = Family(transformers.Olmo2Config, transformers.Olmo2ForCausalLM)
+GRANITE_FAMILY = Family(transformers.GraniteConfig, transformers.GraniteForCausalLM)
 OLMOE = Family(transformers.OlmoeConfig, transformers.OlmoeForCausalLM)
 WIDE: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 8}
 EXPERTS: dict[str, Any] = {**WIDE, "head_dim": 20, "intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-@pytest.mark.parametrize("family", [OLMO, OLMOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("family", [GRANITE_FAMILY, OLMOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors int4 groups", "awq", "gptq"])
 def test_a_quantised_checkpoint_computes_what_its_dense_twin_computes(
     tmp_path: Path, name: str, family: Family
 ) -> None:
-    fields = WIDE if family is OLMO else EXPERTS
+    fields = WIDE if family is GRANITE_FAMILY else EXPERTS
     pair = q.write_pair(tmp_path, *FORMATS[name], family=family, **fields)
     q.scatter(pair.quantised)
     tokens = prompt(40)
@@ -47,7 +47,7 @@ def test_a_quantised_checkpoint_computes_what_its_dense_twin_computes(
     ],
 )
 def test_a_damaged_one_is_refused_in_a_sentence(tmp_path: Path, damage: Any, reason: str) -> None:
-    path = q.write_pair(tmp_path, *FORMATS["awq"], family=OLMO, **WIDE).quantised
+    path = q.write_pair(tmp_path, *FORMATS["awq"], family=GRANITE_FAMILY, **WIDE).quantised
     q.change(path, damage)
     with pytest.raises(CheckpointError, match=reason) as refusal:
         PagedModel(path)
@@ -79,7 +79,7 @@ def test_gpt_oss_as_it_is_published_computes_the_same_by_both_routes(tmp_path: P
 
 
 def test_experts_as_gpt_oss_has_them_are_refused_for_another_model(tmp_path: Path) -> None:
-    path = OLMO2.checkpoint(tmp_path)
+    path = GRANITE.checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(CheckpointError, match=r"quant_method mxfp4 .* Olmo2ForCausalLM has others"):
+    with pytest.raises(CheckpointError, match=r"quant_method mxfp4 .* GraniteForCausalLM has others"):
         PagedModel(path)

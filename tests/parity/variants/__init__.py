@@ -22,7 +22,7 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
-PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM"})
+PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Ministral3ForCausalLM"})
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
 
 

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+)
 from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from tests.parity.checkpoints import Family
@@ -41,6 +48,19 @@ _V32 = Family(
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     {**_MLA, "index_n_heads": 16, "index_head_dim": 24, "index_topk": 16},
+)
+_GLM5 = Family(
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    {
+        **_MLA,
+        "index_n_heads": 16,
+        "index_head_dim": 24,
+        "index_topk": 16,
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
 )
 
 VARIANTS = [
@@ -119,5 +139,25 @@ VARIANTS = [
         "every token selected, experts in one layer",
         _V32,
         {"index_topk": 2048, "mlp_layer_types": ["sparse", "dense"]},
+    ),
+    Variant("GlmMoeDsaForCausalLM", "sixteen tokens selected, one layer shares the selection", _GLM5, {}),
+    Variant(
+        "GlmMoeDsaForCausalLM",
+        "every layer selects five, biases, keys all rotated",
+        _GLM5,
+        {
+            "index_topk": 5,
+            "index_head_dim": 8,
+            "attention_bias": True,
+            "indexer_types": ["full"] * 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        },
+    ),
+    Variant(
+        "GlmMoeDsaForCausalLM",
+        "more selected than a prompt, two layers share, groups of experts",
+        _GLM5,
+        {"index_topk": 64, "indexer_types": ["full", "shared", "shared"], "n_group": 2, "topk_group": 1},
     ),
 ]

@@ -1,0 +1,69 @@
+"""Ernie 4.5: Llama whose heads are rotated as adjacent pairs; dense, or of experts."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.registry import ConfigFacts, architecture
+from models.config.fields import Fields
+from models.layers.moe import FusedMoE, SparseMoE
+from models.layers.routing import GroupedRouter
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+
+class Ernie4_5Attention(LlamaAttention):
+    """Grouped-query attention whose heads are rotated as adjacent pairs."""
+
+    rotates_pairs: ClassVar[bool] = True
+
+
+_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True}
+
+
+@architecture("Ernie4_5ForCausalLM", ConfigFacts(defaults={**_DEFAULTS, "head_dim": 128}, biases_field="use_bias"))
+class Ernie4_5ForCausalLM(LlamaForCausalLM):
+    """Ernie 4.5 with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = Ernie4_5Attention
+
+
+@architecture("Ernie4_5_MoeForCausalLM", ConfigFacts(defaults=_DEFAULTS))
+class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
+    """Ernie 4.5 of experts with its language-model head."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
+        if config.fields.boolean("use_bias", False):
+            raise config.fields.invalid("use_bias", "false: a bias of the language-model head is not implemented")
+        super().__init__(config, parallel)
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """Routed and shared experts, or in some layers one dense network."""
+        fields = config.fields
+        if not _is_sparse(fields, layer, config.num_hidden_layers):
+            return LlamaMLP(config, parallel)
+        num_experts, size = fields.integer("moe_num_experts"), fields.integer("moe_intermediate_size")
+        top_k = fields.integer("moe_k")
+        if top_k > num_experts:
+            raise fields.invalid("moe_k", f"at most moe_num_experts, {num_experts}")
+        gate = GroupedRouter(
+            config.hidden_size,
+            num_experts,
+            top_k,
+            renormalize=True,
+            scoring="softmax",
+            correction_name="moe_statics.e_score_correction_bias",
+        )
+        num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
+        shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared) if num_shared else None
+        return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, parallel=parallel), shared)
+
+
+def _is_sparse(fields: Fields, layer: int, num_layers: int) -> bool:
+    """Every `moe_layer_interval`-th layer from the start to the end index, -1 being the last layer."""
+    last = fields.integer("moe_layer_end_index", -1, minimum=-1)
+    first = fields.integer("moe_layer_start_index", 1, minimum=0)
+    is_due = (layer + 1) % fields.integer("moe_layer_interval", 1) == 0
+    return is_due and first <= layer <= (num_layers - 1 if last < 0 else last)

@@ -1,0 +1,25 @@
+"""Seed-OSS of ByteDance: Llama with biases on queries, keys and values, and a field for that of the output."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaAttention, LlamaForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
+
+
+class SeedOssAttention(LlamaAttention):
+    """Grouped-query attention whose output projection has a bias of its own."""
+
+    @classmethod
+    def output_bias(cls, config: ModelConfig) -> bool:
+        """Whether the output projection has a bias."""
+        return config.fields.boolean("attention_out_bias", False)
+
+
+@architecture("SeedOssForCausalLM", ConfigFacts(defaults={"attention_bias": True, "head_dim": 128}, has_mlp_bias=True))
+class SeedOssForCausalLM(LlamaForCausalLM):
+    """Seed-OSS with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = SeedOssAttention
