@@ -146,7 +146,21 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
     number: int
 
 
-Inbound: TypeAlias = AddRequest | AbortRequests | Shutdown | LoadAdapter | UnloadAdapter
+class ReleaseCache(msgspec.Struct, tag="release_cache", frozen=True):
+    """Forget all cached prefixes, give the KV cache's memory on the host back to the system until a step needs it, and
+    answer `CacheReleased`.
+
+    No sequence may be live but those whose aborts were sent before.
+    """
+
+
+class SetLogLevel(msgspec.Struct, tag="log_level", frozen=True):
+    """Log from this level on."""
+
+    level: str
+
+
+Inbound: TypeAlias = AddRequest | AbortRequests | Shutdown | LoadAdapter | UnloadAdapter | ReleaseCache | SetLogLevel
 
 _TABLES = ("logit_bias", "stop_token_ids", "stop_token_sequences", "allowed_token_ids", "bad_words", "grammar")
 """Sampling parameters that may have thousands of entries, and that all choices of a request have in common."""
@@ -274,8 +288,12 @@ class AdapterChanged(msgspec.Struct, tag="adapter", frozen=True):
     """Why it could not be done, as a sentence; nothing has changed then."""
 
 
+class CacheReleased(msgspec.Struct, tag="cache_released", frozen=True):
+    """The answer to `ReleaseCache`."""
+
+
 class Stopped(msgspec.Struct, tag="stopped"):
     """The core has aborted all sequences and exits."""
 
 
-Outbound: TypeAlias = Ready | Failed | StepOutputs | AdapterChanged | Stopped
+Outbound: TypeAlias = Ready | Failed | StepOutputs | AdapterChanged | CacheReleased | Stopped

@@ -205,6 +205,11 @@ class BlockManager:
             if block_id != RELEASED:
                 self.pool.unpublish(self.pool.blocks[block_id])
 
+    def forget_all(self) -> None:
+        """Unpublish all blocks, so that no prefix is found, and take those that are free in ascending order."""
+        self.forget_blocks(list(self.pool.hash_to_block_id.values()))
+        self.pool.free_block_ids.start_over()
+
     def check_integrity(self, sequences: Iterable[BlockOwner]) -> None:
         """Raise `AssertionError` unless the blocks' state agrees with the tables of all sequences with blocks."""
         held: Counter[int] = Counter()

@@ -54,6 +54,12 @@ class FreeBlocks:
             # Taken first again: on a host, its memory is committed and may still be in the processor's cache.
             self._vacant.appendleft(block_id)
 
+    def start_over(self) -> None:
+        """Take the free blocks, which cache nothing any more, in ascending order, as if none had been used."""
+        self._vacant = deque(sorted((*self._vacant, *self._cached)))
+        self._cached.clear()
+        self._num_open = 0
+
     def __len__(self) -> int:
         return len(self._vacant) + len(self._cached)
 

@@ -30,16 +30,18 @@ def create_app(
     on_ready: Callable[[tuple[str, ...]], object] = lambda names: None,
     keys: ApiKeys | None = None,
     tracing: Tracing | None = None,
+    read_config: Callable[[], Config] | None = None,
 ) -> FastAPI:
     """The application. It answers 503 until the core is ready; then it calls `on_ready` with the served names.
 
     The caller owns `core` and ends it. `keys`: default: those that `config` names. `tracing` is closed with the
     application.
     """
-    frontend = Frontend(config, core)
+    frontend = Frontend(config, core, read_config=read_config)
     service = ResponsesService(config.server_config, frontend.accounts)
     settings = config.server_config
     keys = ApiKeys.of(settings) if keys is None else keys
+    frontend.reloader.also_reload(keys.reload)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

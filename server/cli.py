@@ -46,7 +46,7 @@ def _serve(arguments: list[str], command: str) -> int:
         return _complain(f"kaon serve: {error}", _BAD_USAGE)
     from server.process import run
 
-    return run(config)
+    return run(config, lambda: load_config(arguments))
 
 
 def _chat(arguments: list[str], command: str) -> int:

@@ -88,6 +88,7 @@ class EndpointFamily:
         request: type[RequestModel] | None = None,
         example: Mapping[str, Any] | None = None,
         streams: bool = False,
+        parameters: Sequence[Mapping[str, Any]] = (),
         scope: Scope | None = "inference",
     ) -> Callable[[Handler], Handler]:
         """An endpoint that reads `request` as its body. `streams`: whether it also answers with server-sent events."""
@@ -97,6 +98,8 @@ class EndpointFamily:
             keywords["responses"][200]["content"]["text/event-stream"] = {"schema": _EVENT}
         if request is not None:
             keywords["openapi_extra"] = {"requestBody": {"required": True, "content": _json(request)}}
+        if parameters:
+            keywords["openapi_extra"] = {"parameters": list(parameters)}
         return self._add("POST", path, keywords)
 
     def delete(self, path: str, answer: Answer) -> Callable[[Handler], Handler]:
@@ -153,6 +156,7 @@ ENDPOINTS: Registry[EndpointFamily] = Registry(
         "tokenize": "server.routes.tokenize",
         "limits": "server.routes.limits",
         "lora": "server.routes.lora",
+        "operations": "server.routes.operations",
         "health": "server.routes.health",
         "docs": "server.routes.docs",
     },

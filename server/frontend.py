@@ -36,6 +36,7 @@ from server.limits.owners import Owner
 from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.registry import NONE
+from server.reload import Reloader
 from server.sealing import Seal
 from server.streaming.hub import Hub
 from server.streaming.resumable import ResumableStreams
@@ -73,8 +74,17 @@ class LoadedModel(NamedTuple):
 class Frontend:
     """The core, the live sequences, admission, the metrics and, once it is loaded, the model's text side."""
 
-    def __init__(self, config: Config, core: CoreManager, ids: Iterator[int] | None = None) -> None:
-        """`ids`: where others use the core too, the source of the ids of sequences that they share."""
+    def __init__(
+        self,
+        config: Config,
+        core: CoreManager,
+        ids: Iterator[int] | None = None,
+        *,
+        read_config: Callable[[], Config] | None = None,
+    ) -> None:
+        """`ids`: where others use the core too, the source of the ids of sequences that they share. `read_config`
+        reads the configuration again; None: it cannot be.
+        """
         self.config = config
         self.version = release()
         self.fingerprint = f"kaon-{self.version}"
@@ -93,6 +103,10 @@ class Frontend:
         self.jobs = Jobs(self.accounts)
         self.admission = Admission.of(config, self.metrics, self.accounts)
         self.hub = Hub(core, self.metrics, self.admission, self.adapters.model_name, ids)
+        self.reloader = Reloader(config, read_config)
+        """Puts changed settings in force. What it cannot change stays as in `config`."""
+        self.reloader.add(self.admission.limit)
+        self.reloader.add(lambda settings: core.set_log_level(settings.log_level))
         settings = config.server_config
         self.streams = ResumableStreams(
             settings.resumable_stream_bytes,
@@ -107,6 +121,7 @@ class Frontend:
         self._core = core
         self._loaded: LoadedModel | None = None
         self._is_closing = False
+        self._sleeping = asyncio.Lock()
 
     @classmethod
     def of(cls, app: FastAPI) -> Self:
@@ -205,7 +220,30 @@ class Frontend:
             raise NotReady(f"the server cannot serve: {self.why_ended}")
         if self._loaded is None:
             raise NotReady("the model is still loading; try again in a moment")
+        if self._core.is_asleep:
+            raise NotReady("the server sleeps; an operator wakes it with POST /wake_up")
         return self._loaded
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine's memory is given back, and requests are held or refused."""
+        return self._core.is_asleep
+
+    async def sleep(self, level: int) -> None:
+        """Give memory back: live requests are held where they are, and new ones refused. Raises an `ApiError`."""
+        async with self._sleeping:
+            if not self._core.is_asleep:
+                self.check_ready()
+                await asyncio.shield(self._core.sleep(level))
+
+    async def wake_up(self) -> None:
+        """Continue live requests and accept new ones. Raises `NotReady` where the engine cannot be started again."""
+        async with self._sleeping:
+            if self._core.is_asleep:
+                try:
+                    await asyncio.shield(self._core.wake_up())
+                except EngineDeadError as error:
+                    raise NotReady(f"the server cannot serve: {error}") from error
 
     def check_loaded(self) -> None:
         """Raise `NotReady` unless requests are taken; they may have to wait while the engine restarts."""

@@ -9,8 +9,8 @@ side.
 import asyncio
 import logging
 import math
+import signal
 import socket
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -35,6 +35,7 @@ from server.frontend import Frontend
 from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections, num_free_descriptors
 from server.limits.keys import ApiKeys
 from server.service_manager import ServiceManager
+from server.tls import Tls
 from server.tracing import Tracing
 
 _log = logging.getLogger(__name__)
@@ -302,15 +303,16 @@ def serve(
     listener: socket.socket,
     on_ready: Callable[[tuple[str, ...]], object],
     keys: ApiKeys,
-    tls: ssl.SSLContext | None,
+    tls: Tls | None,
     manager: ServiceManager,
     tracing: Tracing | None = None,
+    read_config: Callable[[], Config] | None = None,
 ) -> str | None:
     """Serve on `listener`; why that ended, as a sentence, or None after a signal. May raise `KeyboardInterrupt`.
 
-    `manager` is notified of the first signal, and that the event loop runs.
+    `manager` is notified of the first signal, and that the event loop runs. `read_config` as in `server.process.run`.
     """
-    app = create_app(config, core, on_ready, keys, tracing)
+    app = create_app(config, core, on_ready, keys, tracing, read_config)
     frontend: Frontend = app.state.frontend
     # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
@@ -339,7 +341,7 @@ class _Server(uvicorn.Server):
         frontend: Frontend,
         batches: BatchRunner,
         listener: socket.socket,
-        tls: ssl.SSLContext | None,
+        tls: Tls | None,
         manager: ServiceManager,
     ) -> None:
         super().__init__(settings)
@@ -375,10 +377,16 @@ class _Server(uvicorn.Server):
                 probes=probes,
             )
 
-        self._acceptor = Acceptor(self._listener, connections, new_protocol, self._tls)
+        tls = self._tls
+        context = None if tls is None else lambda: tls.context
+        self._acceptor = Acceptor(self._listener, connections, new_protocol, context)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._frontend.reloader.reload_and_log)
 
     async def on_tick(self, counter: int) -> bool:
         self._manager.beat()
+        if self._tls is not None:
+            self._tls.look()
         if self._captured_signals and self._drain_until == math.inf:
             self._drain_until = time.monotonic() + self._drain_timeout
             self._manager.stopping()

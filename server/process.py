@@ -15,13 +15,11 @@ import os
 import resource
 import signal
 import socket
-import ssl
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
@@ -33,6 +31,7 @@ from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
 from server.sealing import Seal
 from server.service_manager import ServiceManager
+from server.tls import Tls
 from server.tracing import Tracing
 
 _log = logging.getLogger(__name__)
@@ -50,18 +49,24 @@ addresses follow."""
 _KEY_VARIABLE = "KAON_API_KEY"
 
 
-def run(config: Config) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code is 0 then, and 1 after a failure, which is reported on stderr."""
+def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code is 0 then, and 1 after a failure, which is reported on stderr.
+
+    `read_config` reads the configuration again after SIGHUP, or raises `ValueError`; None: nothing is read again.
+    """
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if not sys.stdin or not sys.stdin.isatty():
+        # Until the settings can be read again; on a terminal, its end ends the server.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     manager = ServiceManager.take_environment()
     try:
-        return _run(config, started, manager)
+        return _run(config, started, manager, read_config)
     except KeyboardInterrupt:
         return 0
 
 
-def _run(config: Config, started: float, manager: ServiceManager) -> int:
+def _run(config: Config, started: float, manager: ServiceManager, read_config: Callable[[], Config] | None) -> int:
     if config.parallel_config.node_rank:
         # It needs no keys, but the same command may set them.
         return _run_node(_without_keys(config), manager)
@@ -78,7 +83,7 @@ def _run(config: Config, started: float, manager: ServiceManager) -> int:
         config = _without_keys(config)
         if keys:
             forbid_inspection()
-        tls = tls_context(config.server_config)
+        tls = Tls.of(config.server_config)
         tracing = Tracing.of_environment(release())
         listener = _listen(config.server_config, _is_keyless(config.server_config, keys))
         with _recorded_signals() as signals:
@@ -94,7 +99,7 @@ def _run(config: Config, started: float, manager: ServiceManager) -> int:
         announce = functools.partial(
             _announce, url=url, started=started, is_open=tls is None and not keys, manager=manager
         )
-        ended = serve(config, core, listener, announce, keys, tls, manager, tracing)
+        ended = serve(config, core, listener, announce, keys, tls, manager, tracing, read_config)
         if ended is None:
             return 0
         _ignore_signals()
@@ -218,49 +223,6 @@ def _mask(region: int, secrets: Iterable[str]) -> None:
 
 
 # -- listening --------------------------------------------------------------------------------------------------
-
-
-def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS with the files that `config` names; None for plain HTTP. Raises `ValueError` if the files cannot be used."""
-    if config.ssl_certfile is None:
-        for field in ("ssl_keyfile", "ssl_ca_certs"):
-            if getattr(config, field) is not None:
-                raise ValueError(f"{field} is set, but ssl_certfile is not; set it too, or leave {field} out")
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    key_file = config.ssl_keyfile or config.ssl_certfile
-    for field, file in (("ssl_certfile", config.ssl_certfile), ("ssl_keyfile", key_file)):
-        _check_readable(field, file)
-    try:
-        context.load_cert_chain(config.ssl_certfile, key_file, _refuse_encrypted_key)
-    except ssl.SSLError as error:
-        raise ValueError(
-            f"ssl_certfile is {config.ssl_certfile} and its key is {key_file}, which are not a PEM "
-            f"certificate and its key: {error.reason or error}"
-        ) from error
-    if config.ssl_ca_certs is not None:
-        _check_readable("ssl_ca_certs", config.ssl_ca_certs)
-        try:
-            context.load_verify_locations(config.ssl_ca_certs)
-        except ssl.SSLError as error:
-            raise ValueError(
-                f"ssl_ca_certs is {config.ssl_ca_certs}, which holds no PEM certificate: {error.reason or error}"
-            ) from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _check_readable(field: str, file: str) -> None:
-    """Raise an error that names the field and the file: the library's own error names neither."""
-    try:
-        open(file, "rb").close()
-    except OSError as error:
-        raise ValueError(f"{field} is {file}, which cannot be read: {error.strerror}") from error
-
-
-def _refuse_encrypted_key() -> NoReturn:
-    """Raise in place of OpenSSL's prompt for a passphrase on the terminal."""
-    raise ValueError("ssl_keyfile is encrypted; give a private key without passphrase")
 
 
 def _is_keyless(config: ServerConfig, keys: ApiKeys) -> bool:

@@ -29,8 +29,8 @@ from engine.messages import AddRequest, Failed, LoadAdapter, Ready, StepOutputs,
 if TYPE_CHECKING:
     from engine.distributed.core_hosts import CoreHosts
 
-_ADAPTER_POLL_SECONDS = 0.05
-"""Between two looks at whether a live request still uses an adapter that is to be unloaded."""
+_POLL_SECONDS = 0.05
+"""Between two looks at what an operator waits for: the last request of an adapter, the end or start of a core."""
 
 
 class EngineDeadError(RuntimeError):
@@ -58,6 +58,8 @@ class CoreManager:
         """What holds for all cores, since all have been ready to serve; None before."""
         self.failure: Failed | None = None
         """Why a replica has no core, and gets none; None otherwise."""
+        self.is_asleep = False
+        """Whether requests are held until `wake_up`."""
         self._config = config
         self._inbox: deque[StepOutputs] = deque()
         self._on_outputs: Callable[[StepOutputs], object] = self._inbox.append
@@ -223,6 +225,42 @@ class CoreManager:
         for replica in self._replicas:
             replica.resume(request_ids)
 
+    def set_log_level(self, level: str) -> None:
+        """Have the cores, and those that take their places, log from this level on."""
+        for replica in self._replicas:
+            replica.set_log_level(level)
+
+    # -- sleep --------------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int) -> None:
+        """Give memory back until `wake_up`, for an attached event loop: requests are held where they are.
+
+        Level 1 frees the KV cache and keeps the weights on the host, level 2 ends the cores. On a GPU, and where a
+        model is divided among ranks, level 1 ends them too: what keeps their weights is the system's cache of files.
+        Returns when that is done.
+        """
+        assert self.ready is not None
+        on_host = self.ready.model.device == "cpu" and self._config.parallel_config.tensor_parallel_size == 1
+        ends_core = level > 1 or not on_host
+        self.is_asleep = True
+        for replica in self._replicas:
+            replica.sleep(ends_core=ends_core)
+        while not all(replica.is_at_rest for replica in self._replicas):
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def wake_up(self) -> None:
+        """Continue all requests where they were; returns when all cores serve.
+
+        Raises `EngineDeadError` where one cannot be started again.
+        """
+        self.is_asleep = False
+        for replica in self._replicas:
+            replica.wake_up()
+        while len(self.serving) < len(self._replicas):
+            if self.failure is not None:
+                raise EngineDeadError(self.failure.error, self.failure.usage)
+            await asyncio.sleep(_POLL_SECONDS)
+
     # -- LoRA adapters ------------------------------------------------------------------------------------------
 
     async def load_adapter(self, number: int, name: str, path: str) -> None:
@@ -245,7 +283,7 @@ class CoreManager:
     async def unload_adapter(self, number: int) -> None:
         """Remove a LoRA adapter from all cores once no live request uses it. No new request may use it meanwhile."""
         while any(entry.request.adapter == number for replica in self._replicas for entry in replica.journal):
-            await asyncio.sleep(_ADAPTER_POLL_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         self._adapters.remove(number)
         for replica in self._replicas:
             replica.send_command(UnloadAdapter(number))

@@ -27,7 +27,9 @@ from engine.messages import (
     Failed,
     Inbound,
     Ready,
+    ReleaseCache,
     RequestOutput,
+    SetLogLevel,
     Shutdown,
     StepOutputs,
     terminal_output,
@@ -220,6 +222,13 @@ class Journal:
                 recalled.append(entry.request.request_id)
         return recalled
 
+    def recall_all(self) -> list[int]:
+        """Recall every request, without pausing any; the ids of those that the core must abort."""
+        recalled = [entry for entry in self if entry.location is RequestLocation.CORE and not entry.aborted]
+        for entry in recalled:
+            entry.location = RequestLocation.RECALLED
+        return [entry.request.request_id for entry in recalled]
+
     def resume(self, entries: Iterable[JournalEntry]) -> list[JournalEntry]:
         """End the pause of requests; those that can be sent at once."""
         resumed = list(entries)
@@ -348,6 +357,12 @@ class Replica:
         """While one of these has work, all must show progress."""
         self._events = events
         self._adapters = adapters
+        self._log_level: str | None = None
+        """Set since the start; None: as configured."""
+        self._is_asleep = False
+        """Whether requests wait for `wake_up`."""
+        self._awaits_release = False
+        """Whether the core has not yet freed its cache."""
         self._share = share
         # This process avoids the CPUs that the core reserves; the next core must be able to use them again.
         self._cpus = os.sched_getaffinity(0)
@@ -394,6 +409,39 @@ class Replica:
         """Have the core continue paused requests."""
         self._send(self.journal.resume(self.journal.entries(request_ids)))
 
+    def sleep(self, *, ends_core: bool) -> None:
+        """Recall all requests, and hold them and later ones until `wake_up`; then end the core or free its cache."""
+        self._is_asleep, self._awaits_release = True, not ends_core and self.is_serving
+        recalled = self.journal.recall_all()
+        if recalled:
+            self.supervisor.send([AbortRequests(recalled)])
+        if ends_core:
+            self.supervisor.suspend()
+        else:
+            self.supervisor.send([ReleaseCache()])
+
+    def on_cache_released(self) -> None:
+        """The core has freed its cache."""
+        self._awaits_release = False
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether what `sleep` asked for has been done, or there is no core any more to do it."""
+        if self.supervisor.is_suspended:
+            return not self.supervisor.has_core
+        return not self.is_serving or not (self._awaits_release or self.journal.has_work)
+
+    def wake_up(self) -> None:
+        """Start a core, if it was ended, and continue all requests where they were."""
+        self._is_asleep = False
+        self.supervisor.resume()
+        self._send(list(self.journal))
+
+    def set_log_level(self, level: str) -> None:
+        """Have the core, and those after it, log from this level on."""
+        self._log_level = level
+        self.supervisor.send([SetLogLevel(level)])
+
     def send_command(self, message: Inbound) -> None:
         """Send the core a message that concerns no request. It is lost where no core serves."""
         self.supervisor.send([message])
@@ -407,7 +455,7 @@ class Replica:
 
     def _send(self, entries: Sequence[JournalEntry]) -> None:
         """Send requests to the core, if it serves; otherwise they wait for it."""
-        if self.is_serving and entries:
+        if self.is_serving and entries and not self._is_asleep:
             if not self.has_work:
                 for replica in self._lockstep:
                     replica.supervisor.note_work()
@@ -466,6 +514,8 @@ class Replica:
             name = self.supervisor.name
             logger.warning("%s serves again; %d requests continue, %d others begin", name, resumed, others)
         self._events.on_ready(self, again, resumed)
+        if self._log_level is not None:
+            self.supervisor.send([SetLogLevel(self._log_level)])
         self.supervisor.send(self._adapters.missing_messages())
         self._send(list(self.journal))
 

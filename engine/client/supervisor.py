@@ -20,7 +20,18 @@ import zmq
 
 from engine.config.config import Config
 from engine.distributed.core_process import CoreHandle, CoreTransport
-from engine.messages import AdapterChanged, Failed, Inbound, Outbound, Ready, StepOutputs, Stopped, share_tables
+from engine.messages import (
+    AdapterChanged,
+    CacheReleased,
+    Failed,
+    Inbound,
+    Outbound,
+    Ready,
+    Shutdown,
+    StepOutputs,
+    Stopped,
+    share_tables,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +120,7 @@ class CoreLink:
                 self.reported_failure = self._named(message)
             case Stopped():
                 self.reported_failure = Failed(f"{self._name} has stopped")
-            case AdapterChanged():
+            case AdapterChanged() | CacheReleased():
                 pass
             case _:
                 self.completed_steps = True
@@ -283,6 +294,9 @@ class Keeper(Protocol):
     def on_adapter_changed(self, answer: AdapterChanged, /) -> None:
         """The core has attached or removed a LoRA adapter, or could not."""
 
+    def on_cache_released(self) -> None:
+        """The core has given its KV cache's memory back."""
+
     def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
         """A core serves; `again` for all but the first."""
 
@@ -327,6 +341,8 @@ class Supervisor:
         self._stalled: str | None = None
         self._start_at: float | None = None
         self._closing = False
+        self.is_suspended = False
+        """Whether there is to be no core until `resume`."""
 
         context = zmq.Context()
         links: list[CoreLink] = []
@@ -367,6 +383,22 @@ class Supervisor:
     def note_work(self) -> None:
         """Note that the core, which was idle, gets work: from now on it must show progress."""
         self._watchdog.note_progress()
+
+    @property
+    def has_core(self) -> bool:
+        """Whether there is a core, from its start until it is gone."""
+        return bool(self._links)
+
+    def suspend(self) -> None:
+        """Have the core end, which has no requests any more; the next starts after `resume`."""
+        self.is_suspended = True
+        self.send([Shutdown()])
+
+    def resume(self) -> None:
+        """Start a core, unless there is one. A core that does not start is started again as after a crash."""
+        self.is_suspended = False
+        if not self._links and self._start_at is None:
+            self._start_again()
 
     def begin_shutdown(self, messages: Sequence[Inbound]) -> None:
         """Send the core, if it serves, these last messages, after which it ends; no other is started."""
@@ -437,6 +469,8 @@ class Supervisor:
                 self._keeper.on_step(message)
             case AdapterChanged():
                 self._keeper.on_adapter_changed(message)
+            case CacheReleased():
+                self._keeper.on_cache_released()
             case Ready():
                 self._note_serving(True)
                 self._watchdog.note_progress()
@@ -550,6 +584,8 @@ class Supervisor:
         """Start another core, now or later, or none."""
         if not self._served or self._closing:
             self._end(failure)
+            return
+        if self.is_suspended:
             return
         self._start_at = self._restarts.next_start(futile=futile)
         if self._start_at is None:

@@ -21,8 +21,10 @@ from engine.core.step_pipeline import ModelRunnerInterface, OnRead, StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import (
     AbortRequests,
+    CacheReleased,
     LoadAdapter,
     PoolingParams,
+    ReleaseCache,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -159,6 +161,7 @@ class EngineCore:
     def _take_in(self, messages: Iterable[Incoming]) -> None:
         """Aborts come last and together, because the scheduler goes through all live sequences for any number."""
         aborted: list[int] = []
+        releases_cache = False
         for message in messages:
             match message:
                 case Sequence():
@@ -169,10 +172,17 @@ class EngineCore:
                     # Adapters change between steps only.
                     self._drain()
                     self.adapters.change(message)
+                case ReleaseCache():
+                    releases_cache = True
                 case Shutdown():
                     self._stopping = True
         if aborted:
             self._outputs += self.scheduler.abort(aborted)
+        if releases_cache:
+            self._drain()
+            self.scheduler.block_manager.forget_all()
+            self.runner.release_cache()
+            self.output_queue.put(CacheReleased())
 
     def _take_in_sequence(self, seq: Sequence) -> None:
         # Should taking it in end this process, the record names it.

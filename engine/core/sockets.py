@@ -22,6 +22,8 @@ from engine.messages import (
     Inbound,
     LoadAdapter,
     Outbound,
+    ReleaseCache,
+    SetLogLevel,
     Shutdown,
     StepOutputs,
     UnloadAdapter,
@@ -56,7 +58,9 @@ class AdapterRead(NamedTuple):
     error: str | None = None
 
 
-Incoming: TypeAlias = Sequence | AbortRequests | Shutdown | Wake | LoadAdapter | UnloadAdapter | AdapterRead
+Incoming: TypeAlias = (
+    Sequence | AbortRequests | Shutdown | Wake | LoadAdapter | UnloadAdapter | AdapterRead | ReleaseCache
+)
 InputQueue: TypeAlias = SimpleQueue[Incoming]
 
 
@@ -190,6 +194,9 @@ class CoreSockets:
                 self.output_queue.put(StepOutputs(outputs))
                 # Their ids may be used again as soon as they are answered, before the loop reads this message.
                 message = AbortRequests([id for id in message.request_ids if id not in set(taken_back)])
+        if isinstance(message, SetLogLevel):
+            logging.getLogger().setLevel(message.level.upper())
+            return
         self.input_queue.put(message)
 
     def _refuse_sequence(self, seq: Sequence, error: str, bad_request: bool) -> None:

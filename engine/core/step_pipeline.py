@@ -54,6 +54,9 @@ class ModelRunnerInterface(Protocol):
     def dummy_prefill(self) -> None:
         """Compute a pass over one padding token."""
 
+    def release_cache(self) -> None:
+        """Give the KV cache's memory on the host back to the system until a step needs it; what it held is lost."""
+
     def read_adapter(self, path: str, /) -> Any:
         """Read a LoRA adapter's files, in any thread. Raises `ValueError`, a sentence."""
 

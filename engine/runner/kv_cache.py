@@ -10,6 +10,7 @@ has yet to find them, the step that opens a new block for many sequences would t
 import ctypes
 import logging
 import math
+import mmap
 import os
 import time
 from collections import defaultdict
@@ -210,6 +211,7 @@ class PageCommitter:
         self._used = 0
         self._next = 0
         self._credit = 0.0
+        self._is_released = False
         # They may run on this thread's CPUs only, which may be one.
         self._num_threads = min(num_threads, _MOST_THREADS, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="commit")
@@ -222,6 +224,7 @@ class PageCommitter:
         Blocks are first given out in ascending order. When written to first, pages would be committed one by one,
         with the other threads waiting.
         """
+        self._is_released = False
         while self._used < len(self._pages) and self._pages[self._used][0] < highest_block + 1:
             self._used += 1
         self._commit(self._used - self._next)
@@ -249,7 +252,16 @@ class PageCommitter:
         return self._missing(_UNDER_LOAD) > 0
 
     def _missing(self, reserve: int) -> int:
+        if self._is_released:
+            return 0
         return min(self._used + reserve // HUGE_PAGE, len(self._pages)) - self._next
+
+    def release(self) -> None:
+        """Give all pages back to the system, with what they hold. None is committed again before a step uses one."""
+        for _, address, size in self._pages:
+            self._madvise(address, size, mmap.MADV_DONTNEED)
+        self._used = self._next = 0
+        self._is_released = True
 
     def _commit_some(self, reserve: int) -> bool:
         """Commit the next pages, one a thread, while other threads run; whether more is missing."""

@@ -344,6 +344,10 @@ class ModelRunner:
         self._count_step()
         return step
 
+    def release_cache(self) -> None:
+        """See `PageCommitter.release`. Without effect on a GPU, whose cache is not made of pages of the system."""
+        self.page_committer.release()
+
     # LoRA adapters that come and go
 
     def read_adapter(self, path: str) -> Adapter:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 from starlette.requests import ClientDisconnect
 
-from engine.config.config import Config
+from engine.config.config import Config, ServerConfig
 from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import ApiError, NotReady, Overloaded, ShuttingDown
@@ -209,6 +209,10 @@ class Admission:
     ) -> None:
         """`accounts` and `quotas`: default: of its own, without quotas."""
         self._limits = limits
+        self._most_running = limits.sequences
+        """The bound of queued sequences where no setting gives one."""
+        self._capacity: int | None = None
+        """That of their tokens, once the model is loaded."""
         self._metrics = metrics
         self.accounts = Accounts() if accounts is None else accounts
         self.quotas = QuotaMeter(self.accounts) if quotas is None else quotas
@@ -222,17 +226,26 @@ class Admission:
         """With the bounds of `config`. Until `open`, a token bound that depends on the cache is not known."""
         settings = config.server_config
         running = config.max_num_seqs * config.parallel_config.data_parallel_size
-        sequences = running if settings.max_queued_requests is None else settings.max_queued_requests
         accounts = Accounts() if accounts is None else accounts
-        quotas = QuotaMeter(accounts, QuotaMeter.defaults_of(settings))
-        limits = Limits(sequences, settings.max_queued_tokens, settings.max_requests_per_key)
-        return cls(limits, metrics, accounts, quotas)
+        admission = cls(Limits(running), metrics, accounts, QuotaMeter(accounts))
+        admission.limit(settings)
+        return admission
+
+    def limit(self, settings: ServerConfig) -> None:
+        """From now on, admit requests within these bounds and quotas. What is admitted already stays so."""
+        sequences, tokens = settings.max_queued_requests, settings.max_queued_tokens
+        self._limits = Limits(
+            self._most_running if sequences is None else sequences,
+            self._capacity if tokens is None else tokens,
+            settings.max_requests_per_key,
+        )
+        self.quotas.defaults = QuotaMeter.defaults_of(settings)
 
     def open(self, model: ModelInfo, num_replicas: int = 1) -> None:
         """Set the token bound, unless a flag does, to the prompt tokens that the loaded model's KV caches hold."""
+        self._capacity = model.block_size * model.num_kvcache_blocks * num_replicas
         if self._limits.tokens is None:
-            capacity = model.block_size * model.num_kvcache_blocks * num_replicas
-            self._limits = self._limits._replace(tokens=capacity)
+            self._limits = self._limits._replace(tokens=self._capacity)
 
     @property
     def num_queued(self) -> int:

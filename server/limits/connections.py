@@ -675,9 +675,11 @@ class Acceptor:
         listener: socket.socket,
         connections: Connections,
         new_protocol: Callable[[Connection], asyncio.Protocol],
-        tls: ssl.SSLContext | None,
+        tls: Callable[[], ssl.SSLContext] | None,
     ) -> None:
-        """Accept from now on, in the running event loop, until `close`. The caller owns `listener`."""
+        """`tls` returns what the next connection uses; None: plain HTTP.
+
+        Accept from now on, in the running event loop, until `close`. The caller owns `listener`."""
         self._listener = listener
         self._connections = connections
         self._new_protocol = new_protocol
@@ -779,7 +781,10 @@ class Acceptor:
         timeout = None if self._tls is None else self._connections.limits.head_seconds
         try:
             await self._loop.connect_accepted_socket(
-                lambda: self._new_protocol(connection), sock, ssl=self._tls, ssl_handshake_timeout=timeout
+                lambda: self._new_protocol(connection),
+                sock,
+                ssl=None if self._tls is None else self._tls(),
+                ssl_handshake_timeout=timeout,
             )
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, nobody else is concerned
             is_usual = isinstance(error, (OSError, asyncio.CancelledError))

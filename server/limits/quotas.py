@@ -87,9 +87,9 @@ class QuotaMeter:
     def __init__(
         self, accounts: Accounts, defaults: Quotas = NO_QUOTAS, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`defaults` are those of owners whose keys have none of their own."""
         self._accounts = accounts
-        self._defaults = defaults
+        self.defaults = defaults
+        """Of owners whose keys have none of their own."""
         self._clock = clock
         self._kept: dict[tuple[str, str], _Bucket] = {}
         """Buckets by party and kind; one that is full need not be kept."""
@@ -101,7 +101,7 @@ class QuotaMeter:
 
     def quotas_of(self, owner: Owner) -> Quotas:
         """Each quota of the owner's key or, where the key has none, the server's."""
-        pairs = zip(owner.quotas, self._defaults, strict=True)
+        pairs = zip(owner.quotas, self.defaults, strict=True)
         return Quotas(*(default if own is None else own for own, default in pairs))
 
     def check(self, owner: Owner, prompt_tokens: int) -> None:

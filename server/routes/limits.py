@@ -16,7 +16,7 @@ _MOST_LISTED = 1000
 async def limits(http: Request) -> Response:
     """What the caller uses now, has used, and may use."""
     frontend, owner = Frontend.of(http.app), owner_of(http.scope)
-    accounts, quotas, settings = frontend.accounts, frontend.admission.quotas, frontend.config.server_config
+    accounts, quotas, settings = frontend.accounts, frontend.admission.quotas, frontend.reloader.settings
     return as_json(
         OwnerLimits(
             name=owner.name,

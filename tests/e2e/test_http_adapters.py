@@ -31,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> dict[str, list[int]]:
     """Greedy tokens after the prompt: transformers', of the base and of each adapter merged."""
-    checkpoint = make_checkpoint(directory / "base")
+    checkpoint = make_checkpoint(directory / "base", max_position_embeddings=4096)
     base = read_weights(checkpoint)
     paths = [checkpoint]
     for name, rank in (("wide", 8), ("narrow", 2)):
@@ -164,13 +164,13 @@ def test_a_stream_ends_with_the_adapter_that_is_unloaded_or_replaced_meanwhile(
     served: KaonServer, expected: dict[str, list[int]], load: Callable[..., httpx.Response]
 ) -> None:
     assert load("mine", "wide").status_code == 200
-    alone = Stream(served, "mine", 300).join()
-    replaced = Stream(served, "mine", 300)
+    alone = Stream(served, "mine", 1500).join()
+    replaced = Stream(served, "mine", 1500)
     eventually(replaced.has_begun)
     assert load("mine", "narrow", load_inplace=True).status_code == 200
     assert not replaced.is_over()
     assert tokens_of(complete(served, "mine")) == expected["narrow"]
-    unloaded = Stream(served, "mine", 300)
+    unloaded = Stream(served, "mine", 1500)
     eventually(unloaded.has_begun)
     answer: list[httpx.Response] = []
     waiting = threading.Thread(target=lambda: answer.append(unload(served, "mine")))
@@ -269,8 +269,8 @@ def test_a_core_that_is_killed_comes_back_with_the_adapters_that_were_loaded(
     assert load("gone", "narrow").status_code == 200
     assert load("mine", "wide").status_code == 200
     assert unload(served, "gone").status_code == 200
-    alone = Stream(served, "mine", 200).join()
-    stream = Stream(served, "mine", 200)
+    alone = Stream(served, "mine", 1500).join()
+    stream = Stream(served, "mine", 1500)
     eventually(lambda: len(stream.token_ids) > TOKENS)
     served.core.kill()
     assert stream.join() == alone
@@ -282,7 +282,7 @@ def test_a_core_that_is_killed_while_it_loads_loses_nothing(
     served: KaonServer, expected: dict[str, list[int]], load: Callable[..., httpx.Response]
 ) -> None:
     assert load("mine", "wide").status_code == 200
-    stream = Stream(served, "mine", 200)
+    stream = Stream(served, "mine", 1500)
     eventually(stream.has_begun)
     os.kill(served.core.pid, signal.SIGSTOP)
     busy = len(connections(served))
@@ -305,7 +305,7 @@ def test_every_rank_loads_its_part(directory: Path, expected: dict[str, list[int
     running = serve(directory, "log-ranks", parallel_config={"tensor_parallel_size": 2})
     try:
         body = {"lora_name": "mine", "lora_path": str(directory / "allowed" / "wide")}
-        stream = Stream(running, "base", 200)
+        stream = Stream(running, "base", 1500)
         eventually(stream.has_begun)
         assert running.post("/v1/load_lora_adapter", body).status_code == 200
         assert tokens_of(complete(running, "mine")) == expected["wide"]

@@ -401,3 +401,24 @@ def test_the_order_in_which_a_growing_caches_blocks_are_listed_is_that_in_which_
         manager.allocate(seq)
     assert [seq.block_table[0] for seq in seqs] == listed
     assert listed[4:] == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_cache_that_is_forgotten_is_used_from_its_first_block_on_again() -> None:
+    manager = make_manager()
+    manager.record_changes()
+    for start in (0, 100):
+        seq = make_seq(list(range(start, start + 9)))
+        manager.allocate(seq)
+        manager.publish(seq, 9)
+        manager.deallocate(seq)
+    assert manager.count_cached_tokens(make_seq(list(range(9)))) == 8
+    digests = set(manager.hash_to_block_id)
+    manager.take_changes()
+    manager.forget_all()
+    assert set(manager.take_changes()) == digests
+    assert list(manager.free_block_ids) == list(range(8))
+    again = make_seq(list(range(9)))
+    assert manager.count_cached_tokens(again) == 0
+    manager.allocate(again)
+    assert again.block_table == [0, 1, 2]
+    manager.check_integrity([again])

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -56,8 +57,10 @@ def test_serve_runs_the_server_with_the_configuration_and_passes_its_exit_code_o
 ) -> None:
     served: list[Config] = []
 
-    def run(config: Config) -> int:
+    def run(config: Config, read_config: Callable[[], Config]) -> int:
         served.append(config)
+        # After SIGHUP the same command is read again.
+        assert read_config() == config
         return 7
 
     monkeypatch.setattr(server.process, "run", run)
@@ -105,7 +108,7 @@ def test_a_bad_flag_of_chat_is_one_sentence_and_exit_code_2(
 
 
 def test_an_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(config: Config) -> int:
+    def interrupted(config: Config, read_config: Callable[[], Config]) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(server.process, "run", interrupted)

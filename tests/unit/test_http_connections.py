@@ -121,7 +121,7 @@ async def serving(limits: ConnectionLimits = LIMITS, tls: ssl.SSLContext | None 
         )
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        acceptor = Acceptor(listener, connections, new_protocol, tls)
+        acceptor = Acceptor(listener, connections, new_protocol, None if tls is None else lambda: tls)
         try:
             yield Edge(listener.getsockname()[1], application, connections, clock, state)
         finally:

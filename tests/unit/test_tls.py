@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.config.config import ServerConfig
-from server.process import tls_context
+from server import tls
+from server.tls import tls_context
 
 
 def make_certificate(directory: Path, name: str = "server", passphrase: str | None = None) -> tuple[str, str]:
@@ -59,3 +60,22 @@ def test_files_that_do_not_work_are_named(tmp_path: Path) -> None:
     assert "without passphrase" in said(ssl_certfile=certificate, ssl_keyfile=locked)
     assert "holds no PEM certificate" in said(ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=other)
     assert "ssl_certfile is not" in said(ssl_keyfile=key)
+
+
+def test_files_that_change_are_read_again_and_broken_ones_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_LOOK_SECONDS", 0.0)
+    certificate, key = make_certificate(tmp_path)
+    files = tls.Tls.of(ServerConfig(ssl_certfile=certificate, ssl_keyfile=key))
+    assert files is not None
+    first = files.context
+    files.look()
+    assert files.context is first
+    renewed, its_key = make_certificate(tmp_path, "renewed")
+    Path(certificate).write_text(Path(renewed).read_text())
+    files.look()
+    assert files.context is first
+    Path(key).write_text(Path(its_key).read_text())
+    files.look()
+    assert files.context is not first

@@ -1,0 +1,103 @@
+"""`Reloader`: puts changed settings in force, by SIGHUP or by a call, without a restart."""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.config.config import Config, ServerConfig
+
+_log = logging.getLogger(__name__)
+
+RELOADED = (
+    "log_level",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_requests_per_key",
+    "requests_per_minute",
+    "prompt_tokens_per_minute",
+    "output_tokens_per_minute",
+)
+"""Settings of the server that may change while it runs. API keys and certificates are files, which are read again."""
+_SECRET = ("api_key",)
+"""Left out: they are no longer in the environment and the command line after the start."""
+
+
+class Reloaded(NamedTuple):
+    """Names of settings that differ from those in force."""
+
+    changed: list[str]
+    """Those that are in force now."""
+    need_restart: list[str]
+    """Those that a restart would put in force."""
+
+
+class Reloader:
+    """All calls come from the event loop."""
+
+    def __init__(self, config: Config, read: Callable[[], Config] | None) -> None:
+        """`config` is in force; `read` reads it again, and raises `ValueError`, a sentence, where it is wrong."""
+        self._config = config
+        self._read = read
+        self._apply: list[Callable[[ServerConfig], object]] = [_set_log_level]
+        self._more: list[Callable[[], object]] = []
+
+    @property
+    def settings(self) -> ServerConfig:
+        """Those that are in force."""
+        return self._config.server_config
+
+    def add(self, apply: Callable[[ServerConfig], object]) -> None:
+        """Call `apply` with the settings whenever one of `RELOADED` has changed."""
+        self._apply.append(apply)
+
+    def also_reload(self, reload: Callable[[], object]) -> None:
+        """Call `reload` with every reload."""
+        self._more.append(reload)
+
+    def reload(self) -> Reloaded:
+        """Read the configuration again and put what may change in force.
+
+        Raises `ValueError`, a sentence, for a configuration that is wrong: then no setting has changed.
+        """
+        if self._read is None:
+            raise ValueError("this server was not started by kaon serve, and has no configuration to read again")
+        new = self._read()
+        for each in self._more:
+            each()
+        old, differing = self._config, _differing(self._config, new)
+        changed = [name for name in differing if name in RELOADED]
+        if changed:
+            update = {name: getattr(new.server_config, name) for name in changed}
+            settings = old.server_config.model_copy(update=update)
+            self._config = old.model_copy(update={"server_config": settings})
+            for apply in self._apply:
+                apply(settings)
+        return Reloaded(changed, [name for name in differing if name not in RELOADED])
+
+    def reload_and_log(self) -> None:
+        """As `reload`, after a signal: the log says what has changed, or why nothing has."""
+        try:
+            reloaded = self.reload()
+        except ValueError as error:
+            _log.error("the settings stay as they are: %s", error)
+            return
+        _log.warning("the settings were read again; changed: %s", ", ".join(reloaded.changed) or "none")
+        if reloaded.need_restart:
+            _log.warning("a restart is needed to change %s", ", ".join(reloaded.need_restart))
+
+
+def _differing(old: Config, new: Config) -> list[str]:
+    """Names of the fields, of sections too, in which two configurations differ."""
+    names: list[str] = []
+    for field in type(old).model_fields:
+        before, after = getattr(old, field), getattr(new, field)
+        if field == "server_config":
+            fields = type(old.server_config).model_fields
+            names += [name for name in fields if getattr(before, name) != getattr(after, name) and name not in _SECRET]
+        elif before != after:
+            names.append(field)
+    return names
+
+
+def _set_log_level(settings: ServerConfig) -> None:
+    logging.getLogger().setLevel(settings.log_level.upper())

@@ -1,0 +1,63 @@
+"""`/sleep`, `/wake_up` and `/is_sleeping`, as vLLM has them, and `/kaon/reload`: for keys of the scope admin."""
+
+from fastapi import Request, Response
+from fastapi.responses import PlainTextResponse
+
+from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
+from server.errors import BadRequest
+from server.frontend import Frontend
+from server.schemas.body import as_json
+from server.schemas.operations import ReloadResult, SleepState
+
+endpoints = ENDPOINTS.register("operations")(EndpointFamily())
+
+_LEVEL = query_parameter(
+    "level",
+    "1 frees the KV cache and keeps the weights in the host's memory, 2 frees both.",
+    type="integer",
+    enum=[1, 2],
+    default=1,
+)
+
+
+@endpoints.post("/sleep", "text/plain", parameters=[_LEVEL], scope="admin")
+async def sleep(http: Request) -> Response:
+    """Give the engine's memory back until `/wake_up`. Live requests are held where they are, new ones get a 503. Needs
+    a key of the scope admin."""
+    _refuse_others(http, "level")
+    await Frontend.of(http.app).sleep(query_integer(http, "level", 1, low=1, high=2))
+    return PlainTextResponse("")
+
+
+@endpoints.post("/wake_up", "text/plain", scope="admin")
+async def wake_up(http: Request) -> Response:
+    """Continue the requests that are held, and accept new ones. Needs a key of the scope admin."""
+    _refuse_others(http)
+    await Frontend.of(http.app).wake_up()
+    return PlainTextResponse("")
+
+
+@endpoints.get("/is_sleeping", SleepState, scope="admin")
+async def is_sleeping(http: Request) -> Response:
+    """Whether the server sleeps. Needs a key of the scope admin."""
+    return as_json(SleepState(Frontend.of(http.app).is_asleep))
+
+
+@endpoints.post("/kaon/reload", ReloadResult, scope="admin")
+async def reload(http: Request) -> Response:
+    """Read the settings again, as SIGHUP does, and put those in force that may change meanwhile. Needs a key of the
+    scope admin."""
+    _refuse_others(http)
+    try:
+        reloaded = Frontend.of(http.app).reloader.reload()
+    except ValueError as error:
+        raise BadRequest(f"the settings stay as they are: {error}") from error
+    return as_json(ReloadResult(changed=reloaded.changed, need_restart=reloaded.need_restart))
+
+
+def _refuse_others(http: Request, *known: str) -> None:
+    """Raise `BadRequest` for a parameter of the query that would change what the call does elsewhere."""
+    for name in http.query_params:
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no parameters"
+            raise BadRequest(f"{name[:60]} is no parameter of {http.url.path}; {takes}", param=name[:60])

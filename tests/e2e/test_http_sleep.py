@@ -1,0 +1,133 @@
+"""A server that sleeps gives memory back, refuses requests in words, and continues every stream where it was."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.kaon_server import KaonServer, eventually, free_port
+from tests.e2e.test_http_adapters import Stream, complete, tokens_of
+from tests.parity.checkpoints import make_checkpoint
+
+LENGTH = 3000
+"""Tokens of a stream, which takes seconds."""
+
+
+@pytest.fixture(autouse=True)
+def _awake(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves no server asleep for the next."""
+    yield
+    if "served" in request.fixturenames:
+        assert call(request.getfixturevalue("served"), "/wake_up").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
+    directory = tmp_path_factory.mktemp("sleep")
+    running = KaonServer(
+        directory / "log",
+        free_port(),
+        model=str(make_checkpoint(directory / "base", max_position_embeddings=4096)),
+        server_config={"served_model_name": ["base"]},
+    ).ready()
+    yield running
+    assert running.stop() == 0
+    assert "Traceback" not in running.stderr
+
+
+def sleeps(server: KaonServer) -> bool:
+    return bool(server.get("/is_sleeping").json()["is_sleeping"])
+
+
+def call(server: KaonServer, path: str) -> httpx.Response:
+    return httpx.post(server.url + path, timeout=120)
+
+
+def cache_bytes(server: KaonServer) -> int:
+    """Memory of the core that is its own, and not of a file."""
+    return int(psutil.Process(server.core.pid).memory_full_info().uss)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_streams_are_held_and_go_on_where_they_were(served: KaonServer, level: int) -> None:
+    alone = Stream(served, "base", LENGTH).join()
+    stream = Stream(served, "base", LENGTH)
+    eventually(lambda: len(stream.token_ids) > 20)
+    core = served.core
+    assert call(served, f"/sleep?level={level}").status_code == 200
+    assert sleeps(served)
+    assert not stream.is_over()
+    assert core.is_running() == (level == 1)
+    refused = complete(served, "base")
+    assert refused.status_code == 503
+    assert "the server sleeps; an operator wakes it with POST /wake_up" in refused.json()["error"]["message"]
+    assert served.get("/readyz").status_code == 503
+    assert served.get("/livez").status_code == 200
+    # A second call changes nothing.
+    assert call(served, f"/sleep?level={level}").status_code == 200
+    held = len(stream.token_ids)
+    assert served.get("/v1/models").status_code == 200
+    assert len(stream.token_ids) == held
+    assert call(served, "/wake_up").status_code == 200
+    assert not sleeps(served)
+    assert stream.join() == alone
+    assert tokens_of(complete(served, "base")) == alone[:10]
+    assert call(served, "/wake_up").status_code == 200
+
+
+def test_level_1_gives_the_pages_of_the_kv_cache_back(served: KaonServer) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"model": "base", "prompt": [9 + number % 200] * 480, "max_tokens": 8} for number in range(4)
+    ]
+    for body in bodies:
+        assert served.post("/v1/completions", body).status_code == 200
+    before = cache_bytes(served)
+    assert call(served, "/sleep").status_code == 200
+    asleep = cache_bytes(served)
+    # 32 MiB and more are committed under load, of 256.
+    assert before - asleep > 16 * 2**20
+    assert call(served, "/wake_up").status_code == 200
+    assert served.post("/v1/completions", bodies[0]).json()["usage"]["prompt_tokens_details"] in (
+        None,
+        {"cached_tokens": 0},
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_core_that_is_killed_in_its_sleep_costs_no_stream(served: KaonServer, level: int) -> None:
+    alone = Stream(served, "base", LENGTH).join()
+    stream = Stream(served, "base", LENGTH)
+    eventually(lambda: len(stream.token_ids) > 20)
+    assert call(served, f"/sleep?level={level}").status_code == 200
+    if level == 1:
+        core = served.core
+        core.send_signal(signal.SIGKILL)
+        eventually(lambda: not core.is_running())
+    assert sleeps(served)
+    assert call(served, "/wake_up").status_code == 200
+    assert stream.join() == alone
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/sleep?level=3", "level is '3'; it must be an integer between 1 and 2"),
+        ("/sleep?mode=abort", "mode is no parameter of /sleep; it takes level"),
+        ("/wake_up?tags=weights", "tags is no parameter of /wake_up; it takes no parameters"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(served: KaonServer, path: str, words: str) -> None:
+    answer = call(served, path)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == words
+    assert not sleeps(served)
+
+
+def test_a_sleeping_server_ends_in_order(tmp_path: Path) -> None:
+    running = KaonServer(tmp_path / "log", free_port(), model=str(make_checkpoint(tmp_path / "base"))).ready()
+    assert call(running, "/sleep?level=2").status_code == 200
+    assert running.stop() == 0

@@ -1,0 +1,124 @@
+"""What changes without a restart: limits and the log level by SIGHUP or a call, keys and certificates as files."""
+
+import signal
+import ssl
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from server.limits.key_file import KeyFile
+from tests.e2e.kaon_server import START_SECONDS, eventually, free_port
+from tests.e2e.processes import LoggedProcess
+from tests.unit.test_tls import make_certificate
+
+
+class Server(LoggedProcess):
+    """`kaon serve --config FILE` with TLS and keys."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, port = directory, free_port()
+        self.certificate, self.key = make_certificate(directory)
+        keys = KeyFile(1, [])
+        self.user = keys.create("user")
+        self.admin = keys.create("root", scopes=["inference", "admin", "metrics"])
+        self.keys = directory / "keys.json"
+        keys.save(self.keys)
+        self.settings: dict[str, Any] = {
+            "port": port,
+            "dtype": "float32",
+            "cpu_kvcache_gib": 0.25,
+            "api_key_file": str(self.keys),
+            "ssl_certfile": self.certificate,
+            "ssl_keyfile": self.key,
+            "log_level": "info",
+        }
+        self.url = f"https://127.0.0.1:{port}"
+        self.write()
+        command = [sys.executable, "-m", "server", "serve", "--config", str(directory / "kaon.yaml")]
+        super().__init__(command, directory / "log", KAON_REQUESTS_PER_MINUTE="50")
+        assert self.process.stdout.readline()
+
+    def write(self, **settings: Any) -> None:
+        self.settings |= settings
+        (self.directory / "kaon.yaml").write_text(yaml.safe_dump(self.settings))
+
+    def ask(self, method: str, path: str, key: str) -> httpx.Response:
+        context = ssl.create_default_context(cafile=self.certificate)
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.request(method, self.url + path, headers=headers, verify=context, timeout=START_SECONDS)
+
+    def most_requests(self) -> Any:
+        return self.ask("GET", "/kaon/limits", self.user).json()["most"]["requests"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(tmp_path_factory.mktemp("reload"))
+    yield running
+    assert running.end_by(signal.SIGINT) == 0
+    assert "Traceback" not in running.stderr
+
+
+def test_limits_and_the_log_level_change_by_a_call(served: Server) -> None:
+    assert served.most_requests() is None
+    served.write(max_requests_per_key=7, log_level="warning", max_num_seqs=9)
+    assert served.ask("POST", "/kaon/reload", served.user).status_code == 403
+    answer = served.ask("POST", "/kaon/reload", served.admin)
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "object": "kaon.reload",
+        "changed": ["max_requests_per_key", "log_level"],
+        "need_restart": ["max_num_seqs"],
+    }
+    assert served.most_requests() == 7
+    # What the environment sets goes on to hold.
+    assert served.ask("GET", "/kaon/limits", served.user).json()["quotas"]["requests"]["limit"] == 50
+
+
+def test_limits_change_by_sighup_and_wrong_ones_change_nothing(served: Server) -> None:
+    served.write(max_requests_per_key=0)
+    served.process.send_signal(signal.SIGHUP)
+    eventually(lambda: "the settings stay as they are" in served.stderr)
+    assert "max_requests_per_key" in served.stderr
+    answer = served.ask("POST", "/kaon/reload", served.admin)
+    assert answer.status_code == 400
+    assert "the settings stay as they are" in answer.json()["error"]["message"]
+    served.write(max_requests_per_key=11)
+    served.process.send_signal(signal.SIGHUP)
+    eventually(lambda: served.most_requests() == 11)
+    assert "the settings were read again; changed: " in served.stderr
+
+
+def test_keys_are_read_again(served: Server) -> None:
+    keys = KeyFile.load(served.keys)
+    key = keys.create("later")
+    keys.save(served.keys)
+    served.ask("POST", "/kaon/reload", served.admin)
+    assert served.ask("GET", "/v1/models", key).status_code == 200
+
+
+def test_new_connections_get_a_certificate_that_replaces_the_last(served: Server) -> None:
+    context = ssl.create_default_context(cafile=served.certificate)
+    headers = {"Authorization": f"Bearer {served.user}"}
+    with httpx.Client(base_url=served.url, headers=headers, verify=context, timeout=START_SECONDS) as old:
+        assert old.get("/v1/models").status_code == 200
+        certificate, key = make_certificate(served.directory, "renewed")
+        # A certificate without its key is not used.
+        Path(served.certificate).write_text(Path(certificate).read_text())
+        eventually(lambda: "the certificate that was read before stays in use" in served.stderr)
+        Path(served.key).write_text(Path(key).read_text())
+
+        def is_renewed() -> bool:
+            try:
+                return served.ask("GET", "/v1/models", served.user).status_code == 200
+            except httpx.ConnectError:
+                return False
+
+        eventually(is_renewed)
+        # The connection that had begun goes on.
+        assert old.get("/v1/models").status_code == 200
