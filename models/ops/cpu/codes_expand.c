@@ -15,50 +15,53 @@ struct factors {
     vector zeros[2][2], by[2][2]; /* [tile][half of a line] */
 };
 
-static float float_of_half(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    union {
-        uint32_t bits;
-        float value;
-    } as = {rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112u << 23)};
-    if (rest < 0x400) as.value = (float)rest * 0x1p-24f;
-    as.bits |= sign;
-    return as.value;
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
+
+INLINE vector numbers_of_halves(bits half) {
+    bits rest = half & 0x7fff;
+    vector tiny = __builtin_convertvector((integers)rest, vector) * 0x1p-24f;
+    bits whole = (rest << 13) + (112u << 23), large = rest << 13 | 0x7f800000;
+    vector numbers = choose((integers)(rest < 0x400), tiny,
+                            choose((integers)(rest >= 0x7c00), (vector)large, (vector)whole));
+    return (vector)((bits)numbers | (half & 0x8000) << 16);
 }
 
-static float float_of_exponent(uint8_t exponent) {
-    union {
-        uint32_t bits;
-        float value;
-    } as = {exponent == 255 ? 0x7fc00000 : exponent == 0 ? 0x400000 : (uint32_t)exponent << 23};
-    return as.value;
+INLINE vector powers_of_two(bits exponents) {
+    bits powers = exponents << 23, none = (bits){0};
+    vector numbers = choose((integers)(exponents == 0), (vector)(none + 0x400000), (vector)powers);
+    return choose((integers)(exponents == 255), (vector)(none + 0x7fc00000), numbers);
 }
 
-static float scale_at(const char *scales, int64_t kind, int64_t i) {
-    float value;
-    uint16_t half;
-    if (kind == SCALES_E8M0) return float_of_exponent((uint8_t)scales[i]);
-    if (kind == SCALES_FLOAT32) {
-        memcpy(&value, scales + i * sizeof value, sizeof value);
-        return value;
+/* Of 16 outputs. */
+INLINE vector load_scales(const char *from, int64_t kind) {
+    bytes exponents;
+    halves scales;
+    if (kind == SCALES_FLOAT32) return load((const float *)(const void *)from);
+    if (kind == SCALES_E8M0) {
+        memcpy(&exponents, from, sizeof exponents);
+        return powers_of_two(__builtin_convertvector(exponents, bits));
     }
-    memcpy(&half, scales + i * sizeof half, sizeof half);
-    return kind == SCALES_BFLOAT16 ? widen(half) : float_of_half(half);
+    memcpy(&scales, from, sizeof scales);
+    bits wide = __builtin_convertvector(scales, bits);
+    return kind == SCALES_BFLOAT16 ? (vector)(wide << 16) : numbers_of_halves(wide);
 }
 
 /* `unit`: by which the numbers that codes are made of are too small. */
-static struct factors factors_of(const struct codes *codes, const char *group, float unit) {
-    const int8_t *zeros = (const int8_t *)group + PANEL * bytes_of_scale(codes->scales);
-    ALIGNED float by[2 * PANEL], less[2 * PANEL];
-    struct factors factors;
-    for (int i = 0; i < PANEL; i++) {
-        float scale = scale_at(group, codes->scales, i);
-        by[2 * i] = by[2 * i + 1] = scale * unit;
-        less[2 * i] = less[2 * i + 1] = has_zeros(codes->code_kind) ? zeros[i] : 0;
+CLONES static void find_factors(const struct codes *codes, const char *group, float unit, struct factors *factors) {
+    const integers low = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, high = low + 8;
+    int64_t size = bytes_of_scale(codes->scales);
+    for (int tile = 0; tile < 2; tile++) {
+        vector by = load_scales(group + tile * LANES * size, codes->scales) * unit, zeros = {0};
+        if (has_zeros(codes->code_kind)) {
+            signed_bytes stored;
+            memcpy(&stored, group + PANEL * size + tile * LANES, sizeof stored);
+            zeros = __builtin_convertvector(stored, vector);
+        }
+        factors->by[tile][0] = __builtin_shuffle(by, low), factors->by[tile][1] = __builtin_shuffle(by, high);
+        factors->zeros[tile][0] = __builtin_shuffle(zeros, low);
+        factors->zeros[tile][1] = __builtin_shuffle(zeros, high);
     }
-    memcpy(factors.by, by, sizeof by);
-    memcpy(factors.zeros, less, sizeof less);
-    return factors;
 }
 
 /* ---- any processor ---- */
@@ -79,8 +82,6 @@ INLINE vector numbers_of_fp8(bits codes) {
 }
 
 INLINE vector numbers_of_bytes(const char *from, int kind) {
-    typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
     bytes v;
     memcpy(&v, from, sizeof v);
     if (kind == FP8) return numbers_of_fp8(__builtin_convertvector(v, bits));
@@ -162,17 +163,25 @@ AVX512_BF16 static void pairs_fp4(const struct factors *f, const char *from, int
             _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6));
 }
 
-AVX512_BF16 static void pairs_int8(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
+AVX512_BF16 INLINE void expand8(const struct factors *f, const char *from, int64_t steps, bf16 *to, int has_zeros) {
     for (int64_t tile = 0; tile < 2 * steps; tile++) {
         const vector *by = f->by[tile % 2], *zeros = f->zeros[tile % 2];
         for (int line = 0; line < LANES; line++, from += 2 * LANES, to += 2 * LANES) {
             if (line % 2 == 0) _mm_prefetch(from + AHEAD, _MM_HINT_T0);
-            __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from));
-            __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(from + LANES)));
-            put_line(to, (__m512)(((vector)_mm512_cvtepi32_ps(low) - zeros[0]) * by[0]),
-                     (__m512)(((vector)_mm512_cvtepi32_ps(high) - zeros[1]) * by[1]));
+            vector low = (vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+            vector high =
+                (vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(from + LANES))));
+            if (has_zeros) low -= zeros[0], high -= zeros[1];
+            put_line(to, (__m512)(low * by[0]), (__m512)(high * by[1]));
         }
     }
+}
+
+AVX512_BF16 static void pairs_int8(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
+    integers is_zero = (f->zeros[0][0] == 0.0f) & (f->zeros[0][1] == 0.0f) & (f->zeros[1][0] == 0.0f) &
+                       (f->zeros[1][1] == 0.0f);
+    if (_mm512_movepi32_mask((__m512i)is_zero) == 0xffff) expand8(f, from, steps, to, 0);
+    else expand8(f, from, steps, to, 1);
 }
 
 /* As float16, which has as many bits of exponent and more, a code is 2^-8 times its number. */
@@ -205,7 +214,8 @@ void expand_steps(enum isa isa, const struct codes *codes, const char *panel, in
     for (int64_t past = first + steps; first < past;) {
         const char *group = panel + first / in_group * bytes_of_group(codes);
         int64_t some = min64(past - first, in_group - first % in_group);
-        const struct factors factors = factors_of(codes, group, unit);
+        struct factors factors;
+        find_factors(codes, group, unit, &factors);
         expand(&factors, group + bytes_of_header(codes) + first % in_group * bytes, some, to);
         to += some * STEP, first += some;
     }
