@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
 from tests.parity.foreign_models import REFUSED, SERVED
 from tests.parity.variants import PARTLY_TORCH, all_variants
@@ -47,8 +49,29 @@ def general_route_table() -> str:
     return _table(("Proven to", "Architectures"), [("run", served), ("be refused", refused)])
 
 
+_RUN_BY = ("Kaon's own model", "the general route", "the general route, not proven", "none: refused")
+
+
+def causal_models_table() -> str:
+    """Every causal model of the transformers that is installed, by the code that runs it."""
+    served = {foreign.architecture for foreign in SERVED}
+    refused = {foreign.architecture for foreign, _ in REFUSED}
+    own, general, unproven, none = _RUN_BY
+    kinds: dict[str, list[str]] = {kind: [] for kind in _RUN_BY}
+    for name in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
+        has_own = name in ARCHITECTURES or name in TEXT_PARTS
+        kind = own if has_own else general if name in served else none if name in refused else unproven
+        kinds[kind].append(f"`{name}`")
+    return _table(("Run by", "Architectures"), [(kind, ", ".join(names)) for kind, names in kinds.items()])
+
+
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {"architectures": architectures_table, "text parts": text_parts_table, "general route": general_route_table}
+    {
+        "architectures": architectures_table,
+        "text parts": text_parts_table,
+        "causal models": causal_models_table,
+        "general route": general_route_table,
+    }
 )
 """By the name in their markers."""
 

@@ -13,13 +13,15 @@ from models.architectures.registry import ARCHITECTURES
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import Variant, all_variants, first_of_each
+from tests.parity.variants import Variant, all_variants, first_of_each, short_form
 
 VARIANTS = all_variants()
 GREEDY_TOKENS = 40
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"{variant.architecture}, {variant.name}")
+@pytest.fixture(
+    scope="module", params=short_form(VARIANTS), ids=lambda variant: f"{variant.architecture}, {variant.name}"
+)
 def variant(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]
 

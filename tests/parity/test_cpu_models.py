@@ -19,7 +19,7 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_architectures import errors_by_token, generate
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import PARTLY_TORCH, Variant, all_variants, first_of_each
+from tests.parity.variants import DERIVED, PARTLY_TORCH, Variant, all_variants, first_of_each, short_form
 
 needs_operators = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
@@ -67,7 +67,11 @@ def _fields(variant: Variant) -> dict[str, Any]:
     return fields
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"{variant.architecture}: {variant.name}")
+@pytest.fixture(
+    scope="module",
+    params=short_form(VARIANTS, without=DERIVED),
+    ids=lambda variant: f"{variant.architecture}: {variant.name}",
+)
 def variant(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]
 
@@ -82,7 +86,7 @@ def runner(checkpoint: Path, **fields: object) -> ModelRunner:
     return runner_for(checkpoint, torch.bfloat16, num_kvcache_blocks=64, **fields)
 
 
-@first_of_each(VARIANTS)
+@first_of_each(VARIANTS, without=DERIVED)
 @pytest.mark.parametrize("by", [pytest.param("operators", marks=needs_operators), "torch"])
 def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, by: str) -> None:
     exact = Reference(checkpoint)
@@ -95,7 +99,7 @@ def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, 
         assert ours.quantile(0.9) < 1.5 * theirs.quantile(0.9)
 
 
-@first_of_each(VARIANTS)
+@first_of_each(VARIANTS, without=DERIVED)
 def test_without_operators_tokens_are_the_same_in_float32_in_any_company(variant: Variant, checkpoint: Path) -> None:
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7)]
@@ -111,7 +115,7 @@ def test_without_operators_tokens_are_the_same_in_float32_in_any_company(variant
     assert found == alone
 
 
-@first_of_each(VARIANTS)
+@first_of_each(VARIANTS, without=DERIVED)
 def test_without_operators_each_products_weight_is_stored_once_as_onednn_reads_it(checkpoint: Path) -> None:
     made = runner(checkpoint, cpu_operators=False)
     assert made.program is None

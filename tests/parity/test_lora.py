@@ -22,7 +22,7 @@ from tests.parity.adapters import PROJECTIONS, make_adapter, merge, read_weights
 from tests.parity.checkpoints import Family, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Reference, Row, assert_computes, prompt
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import Variant, all_variants
+from tests.parity.variants import DERIVED, Variant, all_variants, short_form
 
 GREEDY_TOKENS = 24
 SHORT = {"LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"}
@@ -48,7 +48,9 @@ def first_variants() -> list[Variant]:
     return [firsts[architecture] for architecture in ARCHITECTURES]
 
 
-@pytest.fixture(scope="module", params=first_variants(), ids=lambda variant: variant.architecture)
+@pytest.fixture(
+    scope="module", params=short_form(first_variants(), without=DERIVED), ids=lambda variant: variant.architecture
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory = tmp_path_factory.mktemp("lora")
     variant: Variant = request.param

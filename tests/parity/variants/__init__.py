@@ -25,10 +25,32 @@ class Variant(NamedTuple):
 PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Ministral3ForCausalLM"})
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
 
+DERIVED = frozenset(
+    {
+        *("Ernie4_5_MoeForCausalLM", "GlmMoeDsaForCausalLM", "Ministral3ForCausalLM", "MiniMaxM2ForCausalLM"),
+        *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
+    }
+)
+"""Architectures made of others' layers: their short form is prompts and greedy tokens of the first variant."""
 
-def first_of_each(variants: Sequence[Variant]) -> pytest.MarkDecorator:
-    """Parametrizes `variant`, a fixture; in the short form, by the first variant of each architecture."""
+
+def short_form(variants: Sequence[Variant], *, without: frozenset[str] = frozenset()) -> list[Any]:
+    """All variants, of which the long form alone has those of `without`, and all but the first of each `DERIVED`."""
     seen: set[str] = set()
+    cases = []
+    for each in variants:
+        is_long = each.architecture in without or (each.architecture in DERIVED and each.architecture in seen)
+        cases.append(pytest.param(each, marks=[pytest.mark.slow] if is_long else []))
+        seen.add(each.architecture)
+    return cases
+
+
+def first_of_each(variants: Sequence[Variant], *, without: frozenset[str] = frozenset()) -> pytest.MarkDecorator:
+    """Parametrizes `variant`, a fixture; in the short form, by the first variant of each architecture.
+
+    `without`: architectures that only the long form has.
+    """
+    seen: set[str] = set(without)
     cases = []
     for each in variants:
         marks = [pytest.mark.slow] if each.architecture in seen else []
