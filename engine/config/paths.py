@@ -12,21 +12,22 @@ HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tikt
 """Files of a hub repository that serving needs: weights, configuration, tokenizer and chat templates."""
 
 
-def resolve_checkpoint(model: str | None, revision: str | None = None) -> Path:
+def resolve_checkpoint(model: str | None, revision: str | None = None, *, setting: str = "model") -> Path:
     """The directory of `model`: None is the embedded one, a path itself, anything else a hub id, downloaded or cached.
 
-    Raises `CheckpointError` when there is no such directory, it holds no config.json, or the hub does not give it.
+    `setting` is the one that has this value, for sentences. Raises `CheckpointError` when there is no such directory,
+    it holds no config.json, or the hub does not give it.
     """
     if model is None:
         return _checked(CHECKPOINT_DIR, "the embedded model's directory")
     path = Path(model).expanduser()
     if path.is_dir():
-        return _checked(path, "model")
+        return _checked(path, setting)
     if path.exists():
-        raise CheckpointError(f"model is {model}, which is a file; give the directory that holds its config.json")
+        raise CheckpointError(f"{setting} is {model}, which is a file; give the directory that holds its config.json")
     if not _is_hub_id(model):
-        raise CheckpointError(f"model is {model}, but there is no such directory; check the path")
-    return _checked(_download(model, revision), f"hub repository {model}, cached at")
+        raise CheckpointError(f"{setting} is {model}, but there is no such directory; check the path")
+    return _checked(_download(model, revision, setting), f"hub repository {model}, cached at")
 
 
 def _checked(path: Path, what: str) -> Path:
@@ -46,7 +47,7 @@ def _is_hub_id(model: str) -> bool:
     return True
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, setting: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -67,7 +68,7 @@ def _download(model: str, revision: str | None) -> Path:
         )
     except (HfHubHTTPError, OSError) as error:
         reason = f"the download failed ({first_line(error)}); try again, or give a directory"
-    raise CheckpointError(f"model is {model}: no such directory, and as a hub id {reason}")
+    raise CheckpointError(f"{setting} is {model}: no such directory, and as a hub id {reason}")
 
 
 # Errors of files that a setting names.

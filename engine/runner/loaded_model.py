@@ -256,7 +256,7 @@ def _load_drafter(
                 weight_bits=ROUNDINGS.get(config.quantization_config.quantization, 16),
                 progress=progress,
             ),
-            None if name is None else resolve_checkpoint(name),
+            None if name is None else resolve_checkpoint(name, setting="speculative_model"),
         )
     body = getattr(loaded.model, "model", None)
     if any(layer >= 0 for layer in drafter.hidden_layers) and not (

@@ -54,6 +54,12 @@ def test_a_path_that_is_no_hub_id_never_reaches_the_hub(hub: dict[str, object], 
     assert not hub
 
 
+@pytest.mark.parametrize("name", ["/no/such/dir", ""])
+def test_a_sentence_names_the_setting(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^speculative_model "):
+        resolve_checkpoint(name or str(tmp_path), setting="speculative_model")
+
+
 def test_a_hub_id_is_downloaded_without_other_weight_formats(hub: dict[str, object], checkpoint: Path) -> None:
     assert resolve_checkpoint("owner/name", revision="v2") == checkpoint
     assert (hub["repo_id"], hub["revision"]) == ("owner/name", "v2")
