@@ -124,7 +124,11 @@ class Adapters:
                 f"lora_path is {path[:200]!r}, which is not beneath a directory of lora_directories; move the adapter",
                 param="lora_path",
             )
-        if not resolved.is_dir():
+        try:
+            is_directory = resolved.is_dir()
+        except OSError:  # a name that is too long, or a directory above that may not be searched
+            is_directory = False
+        if not is_directory:
             raise AdapterNotLoaded(f"lora_path is {path[:200]!r}, which is not a directory", param="lora_path")
         return resolved
 

@@ -249,7 +249,8 @@ def test_what_may_not_be_loaded_is_refused_in_words(
         status, param, message = refusal(load("mine", path))
         assert (status, param) == (403, "lora_path")
         assert "not beneath a directory of lora_directories" in message
-    assert refusal(load("mine", "nothing"))[:2] == (404, "lora_path")
+    for path in ("nothing", "x" * 300):  # A component of a path has 255 bytes at most.
+        assert refusal(load("mine", path))[:2] == (404, "lora_path")
     assert refusal(load("base", "wide"))[:2] == (400, "lora_name")
     assert refusal(unload(served, "mine"))[:2] == (404, "lora_name")
     assert served.post("/v1/load_lora_adapter", {"lora_name": "mine"}).status_code == 400
