@@ -8,17 +8,15 @@ computes a dummy; when none has any, all sleep, and a replica that gets work wak
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import NoReturn, Protocol
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol
 
 from engine.batch import ScheduledBatch
 from engine.config.config import Config
 from engine.core.engine_core import EngineCore
 from engine.core.isolation import FailedStep
-from engine.core.kv_events import KVEventPublisher
 from engine.core.sockets import Incoming, InputQueue, OutputQueue, Wake
 from engine.core.step_pipeline import ModelRunnerInterface, OnRead
-from engine.distributed.flight_record import FlightRecord
 from engine.distributed.lockstep import PEER_END_SECONDS, PeerLostError, ReplicaLinks
 from engine.messages import RequestOutput
 from engine.sequence import Sequence
@@ -103,31 +101,10 @@ class DPEngineCoreProc(EngineCore):
         input_queue: InputQueue,
         output_queue: OutputQueue,
         lockstep: Lockstep,
-        *,
-        window: int | None = None,
-        blocks_at_first: int | None = None,
-        splits_prompts: bool = True,
-        generates: bool = True,
-        default_step_seconds: float = 0.0,
-        prepare_ahead: Callable[[], bool] | None = None,
-        record: FlightRecord | None = None,
-        kv_events: KVEventPublisher | None = None,
+        **options: Any,
     ) -> None:
-        """As in `EngineCore`; `lockstep` joins it to the other replicas."""
-        super().__init__(
-            config,
-            runner,
-            input_queue,
-            output_queue,
-            window=window,
-            blocks_at_first=blocks_at_first,
-            splits_prompts=splits_prompts,
-            generates=generates,
-            default_step_seconds=default_step_seconds,
-            prepare_ahead=prepare_ahead,
-            record=record,
-            kv_events=kv_events,
-        )
+        """As in `EngineCore`, with its `options`; `lockstep` joins it to the other replicas."""
+        super().__init__(config, runner, input_queue, output_queue, **options)
         self._lockstep = lockstep
         self._is_woken = False
         self._last_sent = 0.0

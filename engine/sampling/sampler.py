@@ -70,6 +70,10 @@ class LaunchedTokens:
         """The tokens and their logits as tensors."""
         if self.on_device is not None:
             return self.on_device
+        assert self.on_host is not None
+        if not self.on_host.shape[1]:
+            # torch refuses to view NumPy's strides of no columns as another type.
+            return Candidates.empty(0, torch.device("cpu"))
         words = torch.from_numpy(self.on_host)
         return Candidates(words, words[0], words[1].view(torch.float32)[: words.shape[1]])
 

@@ -13,8 +13,13 @@ import pytest
 from tests.e2e.kaon_server import MODEL, KaonServer, free_port
 
 MOST_FILES = 18
-LEAVES = ("kvcache/block_manager.py", "engine/sampling/parameters.py", "engine/core/waiting_queue.py")
-"""They read a sequence's token ids and a batch's parameters for their caller, and keep sequences in order for it."""
+LEAVES = (
+    "kvcache/block_manager.py",
+    "engine/sampling/parameters.py",
+    "engine/core/waiting_queue.py",
+    "engine/speculative/drafts.py",
+)
+"""They read token ids and parameters for their caller, keep sequences in order, and limit their drafts."""
 
 PROFILER = '''
 """Imported by each Python process at its start: appends to a file the product files that get the request."""

@@ -83,7 +83,7 @@ def test_what_an_image_runs_by_default_opens_no_keyless_port(command: str) -> No
 
 
 def test_a_host_that_serves_no_http_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_run_node", lambda config: 0)
+    monkeypatch.setattr(serve, "_run_node", lambda config, manager: 0)
     monkeypatch.setattr(serve, "_listen", lambda *arguments: pytest.fail("it listens"))
     parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=1)
     assert serve.run(Config(server_config=ServerConfig(host="0.0.0.0"), parallel_config=parallel)) == 0

@@ -53,7 +53,7 @@ def test_a_server_with_keys_and_no_other_is_closed_to_inspection(
     monkeypatch.setattr(serve, "forbid_inspection", lambda: closed.append(True))
     # The start ends here, in a sentence.
     server = ServerConfig(api_key=tuple(map(SecretStr, keys)), port=0, ssl_certfile="missing.pem")
-    assert serve._run(Config(server_config=server), 0.0, ServiceManager(None)) == 1
+    assert serve._run(Config(server_config=server), 0.0, ServiceManager(None), None) == 1
     assert closed == [True] * len(keys)
 
 
@@ -114,7 +114,7 @@ def test_a_host_that_serves_no_http_hides_the_keys_of_the_command_it_shares(monk
     monkeypatch.setattr(serve, "_run_node", lambda config, manager: seen.append(config) or 0)
     parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=1)
     server = ServerConfig(api_key=(SecretStr("sk-one"),))
-    assert serve._run(Config(parallel_config=parallel, server_config=server), 0.0, ServiceManager(None)) == 0
+    assert serve._run(Config(parallel_config=parallel, server_config=server), 0.0, ServiceManager(None), None) == 0
     assert hidden == ["sk-one"]
     assert seen == [Config(parallel_config=parallel)]
     assert "KAON_API_KEY" not in serve.os.environ

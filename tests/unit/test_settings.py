@@ -62,8 +62,13 @@ def test_every_default_can_be_given_in_all_three_places(
         "max_request_bytes": "2048",
         "max_connections": "4",
         "allowed_origins": "*",
+        "kv_events_endpoint": "tcp://127.0.0.1:5557",
+        "kv_events_replay_endpoint": "tcp://127.0.0.1:5558",
     }
     value = others.get(name) or setting.default or "1"
+    if name == "kv_events_replay_endpoint":
+        # It is refused where no events are published.
+        monkeypatch.setenv("KAON_KV_EVENTS_ENDPOINT", others["kv_events_endpoint"])
     by_flag = [flag] if value == "true" else ["--no-" + flag[2:]] if value == "false" else [flag, value]
     from_flag = load_config([value] if flag == "MODEL" else by_flag)
     yaml_file.write_text(f"{name}: '{value}'\n")
