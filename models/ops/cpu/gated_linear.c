@@ -56,27 +56,38 @@ static void get_bias(const struct linear *op, int64_t panel, float *bias) {
     for (int64_t i = 0; i < PANEL; i++) bias[i] = op->bias ? widen(op->bias[panel * PANEL + i]) : 0;
 }
 
-/* A product of all staged rows, GROUP at most, and a panel of the weight, rounded. */
-static void multiply(const struct gating_room *room, int64_t count, int64_t panel, bf16 *out, int64_t out_stride) {
+/* The product of all staged rows, GROUP at most, and the first of some panels of the weight. Returns of how many. */
+static int64_t multiply(const struct gating_room *room, int64_t count, int64_t panel, int64_t panels) {
     const struct linear *op = &room->op->linear;
+    return multiply_first(room->products, room->staged.rows, count, panel_at(op, panel), panels,
+                          parts(op->in_features, DEPTH), look_ahead(count), room->sums);
+}
+
+/* The sums of the `made`th of those, rounded. */
+static void round_made(const struct gating_room *room, int64_t count, int64_t panel, int64_t made, bf16 *out,
+                       int64_t out_stride) {
     ALIGNED float bias[PANEL];
-    get_bias(op, panel, bias);
-    room->products->multiply(room->staged.rows, count, panel_at(op, panel), parts(op->in_features, DEPTH),
-                             look_ahead(count), room->sums);
-    room->products->round(room->sums, bias, count, 0, out, out_stride);
+    get_bias(&room->op->linear, panel, bias);
+    room->products->round(room->sums + made * count * PANEL, bias, count, 0, out, out_stride);
 }
 
 /* Up to MOST_HELD panels of gates. */
 static void gate_few(const struct gating_room *room, const struct share *share, int64_t panel, int64_t panels) {
     const struct linear *op = &room->op->linear;
     int64_t half = op->out_features / PANEL / 2, stride = MOST_HELD * PANEL, rows = share->count;
-    for (int64_t i = 0; i < panels; i++) multiply(room, rows, panel + i, room->gates + i * PANEL, stride);
-    for (int64_t i = 0; i < panels; i++) {
-        bf16 *out = (bf16 *)op->out + share->first * op->out_stride + (panel + i) * PANEL;
-        multiply(room, rows, half + panel + i, room->ups, PANEL);
-        gate_panel(&room->op->by, room->gates + i * PANEL, stride, room->ups, rows, room->gated);
-        for (int64_t row = 0; row < rows; row++)
-            memcpy(out + row * op->out_stride, room->gated + row * PANEL, PANEL * sizeof(bf16));
+    for (int64_t i = 0; i < panels;) {
+        int64_t made = multiply(room, rows, panel + i, panels - i);
+        for (int64_t j = 0; j < made; j++, i++) round_made(room, rows, panel + i, j, room->gates + i * PANEL, stride);
+    }
+    for (int64_t i = 0; i < panels;) {
+        int64_t made = multiply(room, rows, half + panel + i, panels - i);
+        for (int64_t j = 0; j < made; j++, i++) {
+            bf16 *out = (bf16 *)op->out + share->first * op->out_stride + (panel + i) * PANEL;
+            round_made(room, rows, half + panel + i, j, room->ups, PANEL);
+            gate_panel(&room->op->by, room->gates + i * PANEL, stride, room->ups, rows, room->gated);
+            for (int64_t row = 0; row < rows; row++)
+                memcpy(out + row * op->out_stride, room->gated + row * PANEL, PANEL * sizeof(bf16));
+        }
     }
 }
 

@@ -50,15 +50,19 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
         int64_t first = task / shares * block, panel = task % shares * share, past = min64(panels, panel + share);
         int64_t count = min64(block, rows - first);
         stage(&staged, op->x, op->x_stride, NULL, first, count, op->in_features);
-        for (; panel < past; panel++) {
-            int64_t width = min64(PANEL, op->out_features - panel * PANEL);
+        for (int64_t made = 1; panel < past; panel += made) {
             const bf16 *weight = op->weight + panel * steps * STEP;
             for (int64_t row = 0, some; row < count; row += some) {
                 some = rows_of_group(count - row, count);
-                products->multiply(staged.rows + row * steps * DEPTH * staged.bytes, some, weight, steps, look_ahead(count), logits);
-                if (op->bias) add_bias(logits, some, op->bias + panel * PANEL, width);
+                made = multiply_first(products, staged.rows + row * steps * DEPTH * staged.bytes, some, weight,
+                                      past - panel, steps, look_ahead(count), logits);
                 struct best_tokens here = {best.peaks + first + row, best.tokens + first + row};
-                remember(logits, some, panel * PANEL, width, here);
+                for (int64_t i = 0, token = panel * PANEL; i < made; i++, token += PANEL) {
+                    int64_t width = min64(PANEL, op->out_features - token);
+                    float *of_panel = logits + i * some * PANEL;
+                    if (op->bias) add_bias(of_panel, some, op->bias + token, width);
+                    remember(of_panel, some, token, width, here);
+                }
             }
         }
     }

@@ -99,17 +99,31 @@ void finish_panel(const struct linear *op, const struct panel_products *products
 /* With more than one group, the others find a panel near, and the processor sees which comes next. */
 int64_t look_ahead(int64_t rows) { return rows <= FEWEST_ROWS ? AHEAD_OF_FEW : rows <= GROUP ? AHEAD : 0; }
 
+int64_t multiply_first(const struct panel_products *products, const char *staged, int64_t count, const bf16 *weight,
+                       int64_t panels, int64_t steps, int64_t ahead, float *sums) {
+    int64_t made = 0;
+    if (ahead && count <= SIDE_ROWS && products->multiply_side)
+        made = products->multiply_side(staged, count, weight, panels, steps, sums);
+    if (made) return made;
+    products->multiply(staged, count, weight, steps, ahead, sums);
+    return 1;
+}
+
 /* `rows` staged rows, `at` the first of them, by `panels` panels, which each group meets one after the other. */
 static void multiply_rows(struct meeting at, const struct bench *bench, int64_t rows, int64_t panels) {
     int64_t steps = parts(at.op->in_features, DEPTH), first_row = at.row, first_output = at.output;
     const bf16 *weight = at.op->weight + first_output / PANEL * steps * STEP;
     for (int64_t done = 0; done < rows; done += at.count) {
         at.row = first_row + done, at.count = rows_of_group(rows - done, rows);
-        for (int64_t panel = 0; panel < panels; panel++) {
-            at.output = first_output + panel * PANEL;
-            bench->products->multiply(bench->staged.rows + done * steps * DEPTH * bench->staged.bytes, at.count,
-                                      weight + panel * steps * STEP, steps, look_ahead(rows), bench->sums);
-            finish_panel(at.op, bench->products, bench->sums, at.row, at.count, at.output, bench->is_large);
+        const char *staged = bench->staged.rows + done * steps * DEPTH * bench->staged.bytes;
+        for (int64_t panel = 0; panel < panels;) {
+            int64_t made = multiply_first(bench->products, staged, at.count, weight + panel * steps * STEP,
+                                          panels - panel, steps, look_ahead(rows), bench->sums);
+            for (int64_t i = 0; i < made; i++, panel++) {
+                at.output = first_output + panel * PANEL;
+                finish_panel(at.op, bench->products, bench->sums + i * at.count * PANEL, at.row, at.count,
+                             at.output, bench->is_large);
+            }
         }
     }
 }
@@ -119,7 +133,8 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
                             int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
     stage(&bench->staged, op->x, op->x_stride, bench->tokens, first, count, op->in_features);
-    int64_t together = count > GROUP ? max64(1, TOGETHER / (int64_t)(steps * STEP * sizeof(bf16))) : 1;
+    int64_t together = count > GROUP ? max64(1, TOGETHER / (int64_t)(steps * STEP * sizeof(bf16)))
+                                     : past - panel;
     for (; panel < past; panel += together) {
         struct meeting at = {.op = op, .row = first, .output = panel * PANEL};
         multiply_rows(at, bench, count, min64(together, past - panel));
@@ -128,7 +143,7 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
 
 /* Enough to be read in one go, and several tasks a thread, in case one is held up. */
 int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads) {
-    int64_t share = max64(1, min64((128 << 10) / bytes, panels / (4 * threads)));
+    int64_t share = max64(1, min64(max64(4, (512 << 10) / bytes), panels / (4 * threads)));
     return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
 }
 

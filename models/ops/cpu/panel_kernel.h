@@ -128,6 +128,75 @@ static void NAME(add)(const char *staged, int64_t count, int64_t all, const bf16
             sums + row * PANEL, &nothing);
 }
 
+/* `rows` rows by `panels` panels side by side, both constants. Each panel is fetched a few steps ahead, and after its
+ * last ones the panel that is read in its place next. */
+TARGET INLINE void NAME(add_side)(const char *x, const bf16 *weight, int64_t steps, float *sums, int rows,
+                                    int panels) {
+    NAME(floats) s[SIDE_ROWS][SIDE_PANELS][VECTORS];
+    int64_t apart = steps * STEP;
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++)
+            for (int v = 0; v < VECTORS; v++) s[r][p][v] = (NAME(floats)){0};
+    for (; steps > 0; steps--, weight += STEP, x += TILE * STAGED_BYTES(PAIRS)) {
+        const bf16 *soon = weight + SIDE_AHEAD * STEP + (steps > SIDE_AHEAD ? 0 : (panels - 1) * apart);
+#pragma GCC unroll 16
+        for (int pair = 0; pair < DEPTH / 2; pair++) {
+            const bf16 *line = weight + pair * LANES * 2;
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++)
+                for (int tile = 0; tile < 2; tile++)
+                    __builtin_prefetch(soon + p * apart + tile * TILE + pair * LANES * 2);
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2 - PAIRS; odd++)
+#pragma GCC unroll 4
+                for (int p = 0; p < panels; p++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECTORS; v++) {
+                        NAME(words) w;
+                        memcpy(&w, line + p * apart + v * WIDTH / LANES * TILE + v * WIDTH % LANES * 2, sizeof w);
+#if !PAIRS
+                        w = odd ? w & 0xffff0000u : w << 16;
+#endif
+#pragma GCC unroll 4
+                        for (int r = 0; r < rows; r++) {
+#if PAIRS
+                            uint32_t both;
+                            memcpy(&both, x + (r * DEPTH + 2 * pair) * sizeof(bf16), sizeof both);
+                            s[r][p][v] = NAME(dot_pairs)(s[r][p][v], both, w);
+#else
+                            s[r][p][v] += ((const float *)x)[r * DEPTH + 2 * pair + odd] * (NAME(floats))w;
+#endif
+                        }
+                    }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++)
+            for (int v = 0; v < VECTORS; v++)
+                memcpy(sums + (p * rows + r) * PANEL + v * WIDTH, &s[r][p][v], sizeof s[r][p][v]);
+}
+
+/* As many panels as registers hold the sums of. A function for each number of rows. */
+#define PANELS_AT_ONCE(rows) (SUMS / VECTORS / (rows) > SIDE_PANELS ? SIDE_PANELS : SUMS / VECTORS / (rows))
+#define ADD_SIDE(rows)                                                                                        \
+    TARGET static void NAME(add_side##rows)(const char *x, const bf16 *weight, int64_t steps, float *sums) {  \
+        NAME(add_side)(x, weight, steps, sums, rows, PANELS_AT_ONCE(rows) > 1 ? PANELS_AT_ONCE(rows) : 1);                    \
+    }
+ADD_SIDE(1)
+ADD_SIDE(2)
+ADD_SIDE(3)
+ADD_SIDE(4)
+
+static int64_t NAME(multiply_side)(const char *staged, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
+                                   float *sums) {
+    static void (*const adders[SIDE_ROWS])(const char *, const bf16 *, int64_t, float *) = {
+        NAME(add_side1), NAME(add_side2), NAME(add_side3), NAME(add_side4)};
+    int64_t at_once = PANELS_AT_ONCE(count);
+    if (at_once < 2 || at_once > panels) return 0;
+    adders[count - 1](staged, weight, steps, sums);
+    return at_once;
+}
+
 static void NAME(multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
                                   const struct beside *beside) {
     NAME(multiply)(staged, count, weight, steps, 0, sums);
@@ -188,9 +257,12 @@ TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
 }
 
 static const struct panel_products NAME(products) = {STAGED_BYTES(PAIRS), NAME(multiply), NAME(add),
-                                                     NAME(multiply_beside), NAME(round), NAME(put), NAME(spin)};
+                                                     NAME(multiply_beside), NAME(round), NAME(put), NAME(spin),
+                                                     NAME(multiply_side)};
 
 #undef ADD_ROWS
+#undef ADD_SIDE
+#undef PANELS_AT_ONCE
 #undef VECTORS_AT_ONCE
 #undef VECTORS
 #undef NAME

@@ -9,6 +9,8 @@
 #endif
 
 #define STEP_LINES (STEP * (int)sizeof(bf16) / LINE)
+#define SIDE_PANELS 4 /* at most, that few rows meet side by side */
+#define SIDE_AHEAD 2  /* steps by which these are fetched ahead */
 #define NEAR_STEPS 4 /* 8 KiB of a weight, which the first cache keeps beside the rows that meet them */
 #define STAGED_BYTES(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float))
 
@@ -260,7 +262,7 @@ AMX static int64_t spin_amx(int64_t rounds, float *sums) {
 }
 
 static const struct panel_products amx = {sizeof(bf16), multiply_amx,        add_amx,
-                                          multiply_beside_amx, pairs_round, pairs_put, spin_amx};
+                                          multiply_beside_amx, pairs_round, pairs_put, spin_amx, NULL};
 
 /* Eight tiles of 16 rows of a line. A constant: to gcc 12 the intrinsic reads but the first bytes, so that it would
  * leave out the stores to the rest of a variable. */

@@ -41,6 +41,10 @@ struct panel_products {
     /* A plain loop of products in registers, so many rounds, and how many multiplications and additions it made.
      * `sums`: [1536], what the loop adds up. */
     int64_t (*spin)(int64_t rounds, float *sums);
+    /* Of up to SIDE_ROWS rows, by as many of the `panels`, which come from memory, as are best read side by side: sums
+     * [panel][count][32]. Returns how many those are, 0 where it made none. NULL where rows are padded to a tile. */
+    int64_t (*multiply_side)(const char *staged, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
+                             float *sums);
 };
 
 const struct panel_products *panel_products(enum isa isa);
@@ -55,6 +59,13 @@ void settle_rounded(void);
 
 /* Before a thread's first product of an operator. */
 void prepare_tiles(enum isa isa);
+
+#define SIDE_ROWS 4
+
+/* The product of up to 48 staged rows and the first of `panels` panels, or several where rows are few. Returns how many,
+ * whose sums are [panel][count][32]. */
+int64_t multiply_first(const struct panel_products *products, const char *staged, int64_t count, const bf16 *weight,
+                       int64_t panels, int64_t steps, int64_t ahead, float *sums);
 
 #define TOGETHER (128 << 10) /* bytes of panels that each of several groups of rows is multiplied by in turn */
 #define FEW_ROWS 64 /* up to here reading the weight is what takes a product's time */
