@@ -57,8 +57,8 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/oldest-sequence-is-preempted",
-        "                return victim\n        return self.running[-1]",
-        "                return victim\n        return self.running[0]",
+        "if len(self._owners()) == 1:\n            return self.running[-1]",
+        "if len(self._owners()) == 1:\n            return self.running[0]",
         _SCHEDULER,
     ),
     Mutation(
@@ -75,8 +75,8 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/decode-needs-a-block-unnoticed",
-        "if (length + k) % size <= 2 * k + 1]",
-        "if (length + k) % size < 2 * k + 1]",
+        "if length % size <= 1]",
+        "if length % size < 1]",
         (*_SCHEDULER, *_RANDOM_STEPS),
     ),
     Mutation(
@@ -382,8 +382,8 @@ _KERNELS = (
     ),
     Mutation(
         "kernels/c-linear-bias-of-the-first-panel",
-        "bias[i] = widen(op->bias[at->output + i]);",
-        "bias[i] = widen(op->bias[i]);",
+        "widen(op->bias[output + i]);\n    if (!op->is_float",
+        "widen(op->bias[i]);\n    if (!op->is_float",
         ("parity/test_cpu_operators.py::test_equals_the_reference",),
     ),
     Mutation(
@@ -664,8 +664,8 @@ _HTTP = (
     ),
     Mutation(
         "http/only-keys-of-the-file-open",
-        "accepted = self._given.get(digest) or self._filed.get(digest)",
-        "accepted = self._filed.get(digest)",
+        "return self._given.get(digest) or self._filed.get(digest)",
+        "return self._filed.get(digest)",
         ("unit/test_secrets.py", "unit/test_face.py"),
     ),
     Mutation(
@@ -736,8 +736,8 @@ _HTTP = (
     ),
     Mutation(
         "http/error-overtakes-the-text-before-it",
-        "            self._arrived.set()\n            if not taken:\n",
-        "            self._arrived.set()\n            if taken is not None:\n",
+        "if self._error is not None and not taken:",
+        "if self._error is not None:",
         ("unit/test_streams.py", *_GENERATION),
     ),
     Mutation(
@@ -1098,8 +1098,8 @@ _AGENTS = (
     ),
     Mutation(
         "agents/grammar-may-run-over-the-marker",
-        'elif kind == "regex" and (_MANY_LINES.search(text) or "s" in text.rpartition("/")[2]):',
-        'elif kind == "regex" and False:',
+        "return not crosses and not self.imports & _LINE_BREAKS",
+        "return not self.imports & _LINE_BREAKS",
         ("unit/answers/test_free_texts.py",),
     ),
     Mutation(

@@ -62,18 +62,21 @@ class ApiKeys:
     def owner(self, key: bytes) -> Owner | None:
         """The holder of `key`; None if the key is not accepted. Raises `InvalidApiKey` for one that has expired."""
         digest = hashlib.sha256(key).hexdigest()
-        accepted = self._given.get(digest) or self._filed.get(digest)
+        accepted = self._accepted(digest)
         if accepted is None or not hmac.compare_digest(accepted.owner.party, digest):
             return None
         if accepted.has_expired:
             raise InvalidApiKey("the API key has expired; ask the operator of this server for a new one")
         return accepted.owner
 
+    def _accepted(self, digest: str) -> AcceptedKey | None:
+        return self._given.get(digest) or self._filed.get(digest)
+
     def holder(self, digest: str) -> Owner | None:
         """The holder of the key with this digest, for work that goes on without its client; None if the key has been
         revoked or has expired. Subjects of tokens are taken for what they were.
         """
-        accepted = self._given.get(digest) or self._filed.get(digest)
+        accepted = self._accepted(digest)
         if accepted is None:
             return Owner.of_key(digest) if self._tokens is not None or not self else None
         return None if accepted.has_expired else accepted.owner
