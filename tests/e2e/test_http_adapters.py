@@ -302,6 +302,7 @@ def test_a_core_that_is_killed_while_it_loads_loses_nothing(
     assert tokens_of(complete(served, "other")) == expected["narrow"]
 
 
+@pytest.mark.slow
 def test_every_rank_loads_its_part(directory: Path, expected: dict[str, list[int]]) -> None:
     running = serve(directory, "log-ranks", parallel_config={"tensor_parallel_size": 2})
     try:

@@ -52,7 +52,7 @@ def cache_bytes(server: KaonServer) -> int:
     return int(psutil.Process(server.core.pid).memory_full_info().uss)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_streams_are_held_and_go_on_where_they_were(served: KaonServer, level: int) -> None:
     alone = Stream(served, "base", LENGTH).join()
     stream = Stream(served, "base", LENGTH)
@@ -97,7 +97,7 @@ def test_level_1_gives_the_pages_of_the_kv_cache_back(served: KaonServer) -> Non
     )
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_core_that_is_killed_in_its_sleep_costs_no_stream(served: KaonServer, level: int) -> None:
     alone = Stream(served, "base", LENGTH).join()
     stream = Stream(served, "base", LENGTH)

@@ -28,13 +28,26 @@ from tests.parity.test_quantization import FORMATS
 from tests.parity.test_triton_quantized_models import write_experts
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, llama, moe, phi3, qwen3_next
+from tests.parity.variants import (
+    DERIVED,
+    Variant,
+    attention_only,
+    deepseek,
+    gemma3,
+    gpt_oss,
+    llama,
+    moe,
+    phi3,
+    qwen3_5,
+    qwen3_next,
+)
 
 __all__ = ["triton_kernels"]
 
 pytestmark = requires_interpreter
 
 SIZE = 4
+SLOW = pytest.mark.slow
 INDEXED = next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64)
 ARCHITECTURES = [
     pytest.param(None, id="qwen3"),
@@ -49,6 +62,15 @@ ARCHITECTURES = [
     pytest.param(deepseek.VARIANTS[1], id="deepseek_v2"),
     pytest.param(INDEXED, id="deepseek_v32"),
     pytest.param(qwen3_next.VARIANTS[0], id="qwen3_next"),
+    *(
+        pytest.param(
+            next(each for each in variants if each.architecture == name),
+            id=name,
+            marks=SLOW if name in DERIVED else (),
+        )
+        for variants in (qwen3_5.VARIANTS, attention_only.VARIANTS)
+        for name in sorted({each.architecture for each in variants})
+    ),
 ]
 
 
