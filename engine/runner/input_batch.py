@@ -307,9 +307,10 @@ class InputBatch:
         """Count the token that each sequence samples in a launched step; `store_tokens` brings its value."""
         self._num_tokens[inputs.sampled_slots] += 1
 
-    def store_tokens(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
-        """Store the tokens that a step sampled. # [S]"""
+    def store_tokens(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Store the tokens that a step sampled; `accepted_positions`, or None where it verified no drafts. # [S]"""
         slots, positions = inputs.sampled_slots, inputs.sampled_positions
+        accepted = None
         if inputs.has_drafts:
             accepted = accepted_positions(inputs.sampled_rows, inputs.last_tokens, inputs.input_ids, token_ids)
             slots, positions, token_ids = slots[accepted], positions[accepted], token_ids[accepted]
@@ -322,6 +323,7 @@ class InputBatch:
             self._num_tokens[slots] = self._num_read[slots]
         else:
             self._num_tokens[slots] = np.maximum(self._num_tokens[slots], positions + 1)
+        return accepted
 
     # What a drafter needs of the rows, after a step's tokens were stored.
 

@@ -542,14 +542,14 @@ class ModelRunner:
         drafts: list[list[int]] = []
         start = time.perf_counter()
         if self.drafter is None:
-            self.input_batch.store_tokens(inputs, sampled.token_ids)
+            accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
         else:
-            drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
+            accepted, drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
         if self._ranks is not None:
             # Where a model drafts, the other ranks have the tokens already.
             self._ranks.end(sampled.token_ids.tolist() if self.drafter is None else [])
         seconds = time.perf_counter() - start
-        output = output_of(batch, inputs, sampled, self.dtype)
+        output = output_of(batch, inputs, sampled, accepted, self.dtype)
         if any(drafts):
             output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
             assert self.drafter is not None
@@ -564,16 +564,19 @@ class ModelRunner:
         inputs: StepInputs,
         token_ids: npt.NDArray[np.int64],
         drafted_from: torch.Tensor | None,
-    ) -> list[list[int]]:
-        """Store what a step sampled, on all ranks, and draft for each of its rows. # token_ids [S] on rank 0"""
+    ) -> tuple[npt.NDArray[np.int64] | None, list[list[int]]]:
+        """Store what a step sampled, on all ranks, and draft for each of its rows. # token_ids [S] on rank 0
+
+        Returns what `store_tokens` does, and the drafts.
+        """
         if self.parallel.rank:
             token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
         token_ids = drafter.share(token_ids)
-        self.input_batch.store_tokens(inputs, token_ids)
+        accepted = self.input_batch.store_tokens(inputs, token_ids)
         is_idle = batch.total_seqs_num_decode == len(inputs.slots) and not any(batch.num_next_drafts)
         if is_idle and drafter.wait(inputs, drafted_from):
-            return []
-        return drafter.draft(
+            return accepted, []
+        drafts = drafter.draft(
             inputs,
             drafted_from,
             np.array(batch.num_next_drafts, dtype=np.int64),
@@ -581,6 +584,7 @@ class ModelRunner:
             np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64),
             is_greedy=self.parallel.size == 1 and self.input_batch.are_greedy(inputs.slots),
         )
+        return accepted, drafts
 
     def add_vectors(
         self, output: ScheduledBatchOutput, batch: ScheduledBatch, pooled: PooledVectors, values: torch.Tensor

@@ -1,12 +1,14 @@
 """What a step sampled, as messages by sequence."""
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
 from engine.runner.input_batch import StepInputs
 from engine.sampling.sampler import SampledTokens
-from engine.sampling.verification import NO_TOKEN, accepted_positions, is_verifying
+from engine.sampling.verification import NO_TOKEN, is_verifying
 
 
 def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:
@@ -22,18 +24,21 @@ def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:
 
 
 def output_of(
-    batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens, dtype: torch.dtype
+    batch: ScheduledBatch,
+    inputs: StepInputs,
+    sampled: SampledTokens,
+    accepted: npt.NDArray[np.int64] | None,
+    dtype: torch.dtype,
 ) -> ScheduledBatchOutput:
-    """What a step of a model in `dtype` sampled, by sequence: only accepted positions, where drafts are verified."""
+    """What a step of a model in `dtype` sampled, by sequence: only `accepted` positions, where drafts are verified."""
     ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
     token_ids: dict[int, tuple[int, ...]]
     logprobs: dict[int, list[TokenLogprobs]]
-    if not inputs.has_drafts:
+    if accepted is None:
         token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
         logprobs = {ids[index]: [of_token] for index, of_token in sampled.logprobs.items()}
     else:
         token_ids, logprobs = {}, {}
-        accepted = accepted_positions(inputs.sampled_rows, inputs.last_tokens, inputs.input_ids, sampled.token_ids)
         for index in accepted.tolist():
             token_ids[ids[index]] = (*token_ids.get(ids[index], ()), int(sampled.token_ids[index]))
             if index in sampled.logprobs:
