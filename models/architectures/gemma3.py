@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
+from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP, TwoRopesBody
 from models.architectures.qwen3 import Qwen3Attention
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
@@ -62,7 +62,7 @@ class Gemma3DecoderLayer(nn.Module):
         return self.post_feedforward_layernorm.norm_add(fed_forward, hidden)
 
 
-class Gemma3Model(DecoderBody):
+class Gemma3Model(TwoRopesBody):
     """Scaled embedding, decoder layers and final norm."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
@@ -78,15 +78,6 @@ class Gemma3Model(DecoderBody):
             Gemma3DecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
         )
         self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
-        everywhere = self.rotary_emb(positions)
-        nearby = self.local_rotary_emb(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, *(nearby if layer.is_local else everywhere))
-        return self.norm(hidden)  # type: ignore[no-any-return]
 
 
 _FACTS = ConfigFacts(

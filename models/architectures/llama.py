@@ -173,6 +173,23 @@ class DecoderBody(nn.Module):
     """Whether it keeps the residual streams that the forward context asks for."""
 
 
+class TwoRopesBody(DecoderBody):
+    """A body whose windowed layers, those with `is_local`, have a rope of their own."""
+
+    rotary_emb: RotaryEmbedding
+    local_rotary_emb: RotaryEmbedding
+    layers: nn.ModuleList
+    norm: RMSNorm
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        everywhere, nearby = self.rotary_emb(positions), self.local_rotary_emb(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, *(nearby if layer.is_local else everywhere))
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+
 class LlamaModel(DecoderBody):
     """Embedding, decoder layers and final norm."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaMLP, TwoRopesBody
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.config.rope import RopeConfig, parse_rope
@@ -61,7 +61,7 @@ class OlmoDecoderLayer(nn.Module):
         return self.post_feedforward_layernorm.norm_add(self.mlp(hidden), hidden)
 
 
-class OlmoModel(DecoderBody):
+class OlmoModel(TwoRopesBody):
     """Embedding, decoder layers and final norm. Stretched ropes are of the layers without a window alone."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
@@ -73,14 +73,6 @@ class OlmoModel(DecoderBody):
             OlmoDecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
-        everywhere, nearby = self.rotary_emb(positions), self.local_rotary_emb(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, *(nearby if layer.is_local else everywhere))
-        return self.norm(hidden)  # type: ignore[no-any-return]
 
 
 _OLMO2 = ConfigFacts(defaults={"rms_norm_eps": 1e-5})
