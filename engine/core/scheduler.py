@@ -588,7 +588,7 @@ class Scheduler:
 
     def _victim(self) -> Sequence:
         """The sequence to preempt where a decode needs a block: the one that started last of the owner that holds most
-        blocks for its share, so that nobody below its share loses one to another's growth."""
+        blocks for its share, so that no owner below its share loses one to another's growth."""
         if len(self._owners()) == 1:
             return self.running[-1]
         holdings = self._holdings()

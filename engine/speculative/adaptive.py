@@ -247,7 +247,8 @@ def _useful(rate: float, least: float, depth: int) -> int:
 
 
 def _fitting(chosen: list[int], records: Rows[_Record], room: int) -> list[int]:
-    """The drafts of each row, fewer where there is not room for all: then each has as many, or the likeliest one."""
+    """The drafts of each row, fewer where there is not room for all: then each has as many, or where there is not room
+    for one each, those with the highest rates of acceptance have one."""
     if sum(chosen) <= room:
         return chosen
     most = room // len(chosen)
