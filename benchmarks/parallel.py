@@ -162,7 +162,7 @@ def control_seconds(way: Callable[[int], AbstractContextManager[StepTransport]],
                 new_seqs=[] if step else list(seqs.values()),
             )
             start = time.perf_counter()
-            steps.write(encode_step(batch, step, [5] * num_rows, is_greedy=True))
+            steps.write(encode_step(batch, step, [(step - 1, [5] * num_rows)], is_greedy=True))
             told = time.perf_counter()
             input_batch.apply(batch)
             inputs = input_batch.step_inputs(batch)

@@ -2,7 +2,8 @@
 
 For mixtures of experts whose experts are spread over replicas: their layers exchange tokens, so a pass of one replica
 is a pass of all. Before each pass the replicas agree on how many tokens each computes. A replica that has none
-computes a dummy; when none has any, all sleep, and a replica that gets work wakes the others.
+computes a dummy; when none has any, all sleep, and a replica that gets work wakes the others. The replicas agree on
+the host and need no token for it, so each may be a step ahead of what it has read.
 """
 
 import contextlib
@@ -117,7 +118,7 @@ class DPEngineCoreProc(EngineCore):
             if self._stopping:
                 self._lockstep.leave(is_woken=self._is_woken)
                 return
-            if self.scheduler.has_requests():
+            if self._steps or self.scheduler.has_requests():
                 return
             self._send_rest()
             if self._may_sleep:
@@ -150,24 +151,38 @@ class DPEngineCoreProc(EngineCore):
         """As in `EngineCore`; where there is nothing to compute now, compute a dummy."""
         before = self._lockstep.round
         super()._process_engine_step()
-        if self._lockstep.round == before and not self.scheduler.running:
+        if self._lockstep.round == before and not self.scheduler.running and not self._steps:
             self.dummy_prefill_execution()
 
     def _advance(self) -> FailedStep | None:
         scheduled = self.scheduler.schedule()
-        return None if scheduled is None else self._compute(*scheduled)
+        if scheduled is None:
+            # What has run already is read without the other replicas.
+            failed = self._steps.drain(self._send)
+        else:
+            batch, seqs = scheduled
+            self._meet(batch.total_tokens_num)
+            failed = self._steps.submit(batch, seqs, self._send)
+        self._end_with(failed)
+        return None
 
     def _compute(
         self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead | None = None
     ) -> FailedStep | None:
         """As in `EngineCore`. A step that raises ends this core, because the other replicas are still in it."""
         self._meet(batch.total_tokens_num)
-        failed = super()._compute(batch, seqs, on_read)
+        self._end_with(super()._compute(batch, seqs, on_read))
+        return None
+
+    def _drain(self) -> None:
+        self._end_with(self._steps.drain(self._send))
+
+    def _end_with(self, failed: FailedStep | None) -> None:
+        """End this core if a step raised."""
         if failed is not None:
             # The supervisor needs to know which sequences this core broke on.
             self._record.begin([seq.id for seq in failed.seqs])
             self._raise_broken(failed.error)
-        return None
 
     def _take_in(self, messages: Iterable[Incoming]) -> None:
         super()._take_in(message for message in messages if not self._is_wake(message))

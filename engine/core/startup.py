@@ -166,19 +166,6 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
 
 
 def _refuse_unsupported(config: Config) -> None:
-    parallel = config.parallel_config
-    if config.async_scheduling == "on" and parallel.tensor_parallel_size > 1:
-        raise ValueError(
-            f"async_scheduling is on, but tensor_parallel_size is {parallel.tensor_parallel_size}, whose ranks get "
-            "each token from the host; leave it at auto"
-        )
-    if config.async_scheduling == "on" and parallel.in_lockstep:
-        raise ValueError(
-            "async_scheduling is on, but with enable_expert_parallel the "
-            f"{parallel.data_parallel_size} replicas take each step together, so that none can be ahead; leave it at "
-            "auto"
-        )
-
     if config.async_scheduling == "on" and config.drafts_by_model:
         raise ValueError(
             "async_scheduling is on, but speculative_method names a model, which drafts when a step is read; "
@@ -228,9 +215,7 @@ def _with_async_scheduling(config: Config, device_type: str) -> Config:
     """
     if config.async_scheduling != "auto":
         return config
-    parallel = config.parallel_config
-    pays = device_type != "cpu" and parallel.tensor_parallel_size == 1 and not parallel.in_lockstep
-    pays = pays and not config.drafts_by_model
+    pays = device_type != "cpu" and not config.drafts_by_model
     return config.model_copy(update={"async_scheduling": "on" if pays else "off"})
 
 

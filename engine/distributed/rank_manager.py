@@ -249,7 +249,7 @@ class AsyncIOProcManager:
 
     def _is_stuck(self, step: int | None) -> bool:
         """Whether this process still waits for a rank that failed in that step; None: at the start."""
-        return step is None or (self._steps is not None and self._steps.number == step)
+        return step is None or (self._steps is not None and self._steps.is_open(step))
 
 
 class _Due(NamedTuple):

@@ -1,9 +1,11 @@
 """Steps of several ranks: `RankSteps` sends each as a `StepMessage`, which the other ranks compute as a `RankBatch`.
 
-Rank 0 takes their reports at the end of each step. A rank that raises in a step has all others leave it.
+Rank 0 takes their reports when it reads a step, which may be after it has begun the next one. A rank that raises in a
+step has all others leave it.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -40,8 +42,8 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True, tag=0):
 
     number: int
     """Ranks that left one step early join each other again in the next by its number."""
-    sampled: list[int]
-    """Tokens that were sampled in the last step, in the order of its rows; none where it failed, or there was none."""
+    sampled: list[tuple[int, list[int]]]
+    """The number of each step that was read since the last message, and its tokens in the order of its rows."""
     slots: list[int]
     num_scheduled_tokens: list[int]
     context_lens: list[int]
@@ -58,6 +60,8 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """Draft tokens of all rows, in order."""
     num_next_drafts: list[int]
     """Drafts to make of each row for its next step."""
+    is_deferred: bool
+    """Whether rank 0 broadcasts the tokens on the device, so that the next step can follow before they are read."""
 
 
 class AdapterMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):
@@ -92,10 +96,11 @@ _message_decoder = msgspec.msgpack.Decoder(StepMessage | AdapterMessage)
 def encode_step(
     batch: ScheduledBatch,
     number: int,
-    sampled: list[int],
+    sampled: list[tuple[int, list[int]]],
     *,
     is_greedy: bool,
     tokens_across_dp: tuple[int, ...] = (),
+    is_deferred: bool = False,
 ) -> bytes:
     """Encode the message of a step."""
     return _encoder.encode(
@@ -115,6 +120,7 @@ def encode_step(
             tokens_across_dp=tokens_across_dp,
             draft_tokens=batch.draft_tokens,
             num_next_drafts=batch.num_next_drafts,
+            is_deferred=is_deferred,
         )
     )
 
@@ -168,8 +174,8 @@ class RankGroup(Protocol):
     def begin_step(self, number: int) -> None:
         """The collectives from here on belong to this step."""
 
-    def abort(self) -> None:
-        """Have every rank leave the step."""
+    def abort(self) -> bool:
+        """Have every rank leave the step; False where ranks cannot leave collectives that they have begun."""
 
     def close(self) -> None:
         """Leave the other ranks, before this process ends."""
@@ -180,25 +186,49 @@ class RankStepError(RuntimeError):
 
 
 class RankSteps:
-    """Rank 0's control of the other ranks while steps run: sends them each step, and takes their reports."""
+    """Rank 0's control of the other ranks while steps run: sends them each step, and takes their reports.
+
+    Several steps may be open, which were begun and not ended. They end in order; only the newest can be abandoned.
+    """
 
     def __init__(self, transport: StepTransport, size: int, group: RankGroup, fail: Callable[[str], object]) -> None:
         """`fail` ends this process with a sentence."""
         self._transport, self._others, self._group, self._fail = transport, range(1, size), group, fail
         self._number = 0
-        self._sampled: list[int] = []
-        self._is_open = False
+        self._open: deque[int] = deque()
+        self._early: deque[list[str]] = deque()
+        """Reports of the oldest open steps, taken while a newer one was abandoned."""
+        self._sampled: list[tuple[int, list[int]]] = []
 
     @property
     def number(self) -> int:
-        """Number of the step that runs; 0 between steps."""
-        return self._number if self._is_open else 0
+        """Number of the step that was begun last."""
+        return self._number
 
-    def begin(self, batch: ScheduledBatch, *, is_greedy: bool, tokens_across_dp: tuple[int, ...] = ()) -> None:
-        """Have the other ranks compute a step too. Ends this process where it cannot be sent to one of them."""
+    def is_open(self, number: int) -> bool:
+        """Whether that step was begun and has not ended. Called by any thread."""
+        return number in tuple(self._open)
+
+    def begin(
+        self,
+        batch: ScheduledBatch,
+        *,
+        is_greedy: bool,
+        tokens_across_dp: tuple[int, ...] = (),
+        is_deferred: bool = False,
+    ) -> None:
+        """Have the other ranks compute a step too. Ends this process where it cannot be sent to one of them.
+
+        `is_deferred`: this rank will broadcast the step's tokens.
+        """
         self._number += 1
         message = encode_step(
-            batch, self._number, self._sampled, is_greedy=is_greedy, tokens_across_dp=tokens_across_dp
+            batch,
+            self._number,
+            self._sampled,
+            is_greedy=is_greedy,
+            tokens_across_dp=tokens_across_dp,
+            is_deferred=is_deferred,
         )
         self._sampled = []
         try:
@@ -206,42 +236,71 @@ class RankSteps:
         except ConnectionError as error:
             self._fail(str(error))
             raise
-        self._is_open = True
+        self._open.append(self._number)
         self._group.begin_step(self._number)
 
     def change_adapter(self, number: int, path: str | None) -> None:
         """Have the other ranks attach or remove an adapter, between steps. Raises `RankStepError` where one cannot."""
+        assert not self._open, "adapters change while no step is open"
         try:
             self._transport.write(_encoder.encode(AdapterMessage(number, path)))
         except ConnectionError as error:
             self._fail(str(error))
             raise
-        self._raise_first([self._transport.take(rank) for rank in self._others])
+        self._raise_first(self._take())
 
     def end(self, sampled: list[int]) -> None:
-        """This rank has computed the step and sampled these tokens. Raises `RankStepError` where another has not."""
-        self._is_open = False
-        failures = [self._transport.take(rank) for rank in self._others]
-        self._raise_first(failures)
-        self._sampled = sampled
+        """This rank has computed the oldest open step and sampled these tokens.
 
-    def abandon(self, error: BaseException) -> None:
-        """Leave a step that raised here, with all others. Raises `RankStepError` where one of them raised first."""
-        if not self._is_open:
+        Raises `RankStepError` where another rank has not computed it.
+        """
+        number = self._open[0]
+        self._raise_first(self._close_oldest())
+        if sampled:
+            self._sampled.append((number, sampled))
+
+    def discard(self, number: int) -> None:
+        """Take the reports of a step whose tokens nothing reads; nothing if it has ended."""
+        while self.is_open(number):
+            self._close_oldest()
+
+    def abandon(self, number: int, error: BaseException, *, is_computed: bool = False) -> None:
+        """Leave the newest step, which raised here, with all others; nothing if it has ended.
+
+        `is_computed`: this rank has come to the end of the step's collectives. Raises `RankStepError` where another
+        rank raised first. Ends this process where a rank stays in a collective that this one has left.
+        """
+        if not self.is_open(number):
             return
-        self._is_open = False
-        self._group.abort()
-        failures: list[str] = []
-        for rank in self._others:
-            failure = self._transport.take_within(rank, _LEAVE_SECONDS)
-            if failure is None:
-                self._fail(
-                    f"a step failed on tensor-parallel rank 0 ({str(error) or type(error).__name__}), and rank "
-                    f"{rank} did not leave it within {_LEAVE_SECONDS:g} s"
-                )
-                return
-            failures.append(failure)
+        assert self._open[-1] == number, "only the newest step can be abandoned"
+        can_leave = self._group.abort()
+        taken: list[list[str]] = []
+        for _ in range(len(self._open) - len(self._early)):
+            taken.append([])
+            for rank in self._others:
+                failure = self._transport.take_within(rank, _LEAVE_SECONDS)
+                if failure is None:
+                    self._fail(f"{_raised(error)}, and rank {rank} did not leave it within {_LEAVE_SECONDS:g} s")
+                    return
+                taken[-1].append(failure)
+        self._early += taken
+        self._open.pop()
+        failures = self._early.pop()
+        if not can_leave and not is_computed and "" in failures:
+            # Its report says that its part is enqueued, where it waits for this rank's.
+            rank = self._others[failures.index("")]
+            self._fail(f"{_raised(error)}, and rank {rank} cannot leave the step's collectives")
+            return
         self._raise_first(failures)
+
+    def _close_oldest(self) -> list[str]:
+        """The reports of the oldest open step, which ends."""
+        failures = self._early.popleft() if self._early else self._take()
+        self._open.popleft()
+        return failures
+
+    def _take(self) -> list[str]:
+        return [self._transport.take(rank) for rank in self._others]
 
     def _raise_first(self, failures: list[str]) -> None:
         """Raise the failure of the first rank that did not only leave the step because another had."""
@@ -251,3 +310,7 @@ class RankSteps:
                 if trace:
                     logger.error("tensor-parallel rank %d raised in a step:\n%s", rank, trace)
                 raise RankStepError(f"tensor-parallel rank {rank}: {sentence}") from None
+
+
+def _raised(error: BaseException) -> str:
+    return f"a step failed on tensor-parallel rank 0 ({str(error) or type(error).__name__})"

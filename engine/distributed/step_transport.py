@@ -6,7 +6,7 @@
     TcpSteps.write            -- TCP, CURVE -------> TcpStepSource.read          ranks on several hosts
     TcpSteps.take             <-- TCP, CURVE ------- TcpStepSource.report
 
-Rank 0 takes the reports of all ranks before it begins the next step. No torch here.
+Rank 0 takes the reports of all ranks in the order of steps, at most `REPORTS` steps late. No torch here.
 """
 
 import ctypes
@@ -142,7 +142,10 @@ _SLOT = Semaphore.BYTES + SLOT_BYTES
 _LENGTH = struct.Struct("q")
 _FAILURE_BYTES = (16 << 10) - Semaphore.BYTES - _LENGTH.size
 """Bytes of a failure: a sentence and the end of its traceback."""
-_REPORT = Semaphore.BYTES + _LENGTH.size + _FAILURE_BYTES
+_REPORT = _LENGTH.size + _FAILURE_BYTES
+REPORTS = 4
+"""Reports of a rank that may wait to be taken: more than the steps that rank 0 has begun and not read."""
+_RANK_REPORTS = Semaphore.BYTES + REPORTS * _REPORT
 
 
 class SharedMemorySteps:
@@ -153,7 +156,7 @@ class SharedMemorySteps:
         n semaphores     of each rank: slots that it may read
         n semaphores     of each rank: slots that it has read, which rank 0 may fill again
         SLOTS slots      a header in a cache line of its own, then SLOT_BYTES of a message
-        n reports        of each rank: a semaphore, the length of its failure, the failure
+        n reports        of each rank: a semaphore, and REPORTS times the length of a failure, and the failure
 
     A rank without work sleeps. Nothing is left of the file when its processes are gone.
     """
@@ -171,8 +174,9 @@ class SharedMemorySteps:
         self._filled, self._free = semaphores[:others], semaphores[others:]
         self._slots = len(semaphores) * Semaphore.BYTES
         self._reports = self._slots + SLOTS * _SLOT
-        self._reported = [Semaphore(address + self._reports + index * _REPORT) for index in range(others)]
+        self._reported = [Semaphore(address + self._reports + index * _RANK_REPORTS) for index in range(others)]
         self._next_slot = 0
+        self._next_report = [0] * others
 
     @classmethod
     def create(cls, size: int) -> Self:
@@ -230,7 +234,7 @@ class SharedMemorySteps:
         os.close(self._descriptor)
 
     def _failure(self, rank: int) -> str:
-        begin = self._reports + (rank - 1) * _REPORT + Semaphore.BYTES
+        begin = self._take_report(rank - 1)
         (length,) = _LENGTH.unpack_from(self._view, begin)
         if length == 0:
             return ""
@@ -254,10 +258,16 @@ class SharedMemorySteps:
     def report(self, failure: str = "") -> None:
         """See `StepSource`."""
         text = _shortened(failure.encode(), _FAILURE_BYTES)
-        begin = self._reports + self._index * _REPORT + Semaphore.BYTES
+        begin = self._take_report(self._index)
         _LENGTH.pack_into(self._view, begin, len(text))
         self._view[begin + _LENGTH.size : begin + _LENGTH.size + len(text)] = text
         self._reported[self._index].post()
+
+    def _take_report(self, index: int) -> int:
+        """Where the next report of a rank is."""
+        number = self._next_report[index]
+        self._next_report[index] = (number + 1) % REPORTS
+        return self._reports + index * _RANK_REPORTS + Semaphore.BYTES + number * _REPORT
 
     def _take_slot(self) -> int:
         offset = self._slots + self._next_slot * _SLOT
@@ -267,7 +277,7 @@ class SharedMemorySteps:
 
 def _num_bytes(size: int) -> int:
     others = size - 1
-    return 2 * others * Semaphore.BYTES + SLOTS * _SLOT + others * _REPORT
+    return 2 * others * Semaphore.BYTES + SLOTS * _SLOT + others * _RANK_REPORTS
 
 
 def _shortened(text: bytes, limit: int) -> bytes:

@@ -438,13 +438,11 @@ class ModelDrafter:
         return token_ids, is_valid & (token_ids >= 0) & (token_ids < self._vocab_size)
 
     def share(self, token_ids: _Ints) -> _Ints:
-        """Rank 0's tokens, on all ranks. Token ids are exact in float32. # [rows]"""
+        """Rank 0's tokens, on all ranks. # [rows]"""
         parallel = self._loaded.parallel
         if parallel.size == 1 or not len(token_ids):
             return token_ids
-        mine = token_ids if parallel.rank == 0 else np.zeros_like(token_ids)
-        shared = parallel.all_reduce(torch.from_numpy(mine.astype(np.float32)).to(self._loaded.device))
-        return shared.cpu().numpy().astype(np.int64)
+        return parallel.broadcast(torch.tensor(token_ids, device=self._loaded.device)).cpu().numpy()
 
     # Hidden states of the target
 

@@ -10,6 +10,8 @@ run by each rank by itself, in the same order.
 import dataclasses
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -96,11 +98,16 @@ class LaunchedStep:
         self._vectors = None if result.pooled is None else runner.device_batch.downloads.begin(_words(result.pooled))
         self._tokens: LaunchedTokens | None = None
         self._downloads: list[Download] = []
+        self._number = runner.ranks.number if runner.ranks is not None else 0
 
     def sample(self) -> None:
         """Launch the sampler, if it was not yet: the steps before have been read."""
         if self._tokens is None:
-            self.launch_sampler(self._runner.input_batch.sampling_rows(self._inputs))
+            try:
+                self.launch_sampler(self._runner.input_batch.sampling_rows(self._inputs))
+            except BaseException as error:
+                self._abandon(error)
+                raise
 
     def launch_sampler(self, rows: SamplingRows) -> None:
         """Have the device sample, keep the tokens for the next step, and copy them to the host."""
@@ -108,10 +115,7 @@ class LaunchedStep:
         assert self._logits is not None
         with torch.inference_mode(), oom_in_step():
             self._tokens = tokens = self._runner.launch_sampler(self._logits, self._inputs, rows)
-            # A step that verifies drafts is read before the next is launched, which finds its tokens on the host.
-            if not self._inputs.has_drafts:
-                last_tokens = device_batch.last_tokens
-                last_tokens.index_copy_(0, self._slots, tokens.token_ids.to(last_tokens.device))
+            self._runner.keep_tokens(self._inputs, self._slots, tokens.token_ids)
             words = (tokens.candidates.words, tokens.logprobs)
             self._downloads = [device_batch.downloads.begin(each) for each in words if each is not None]
         # They may be most of the memory that a step takes.
@@ -120,7 +124,11 @@ class LaunchedStep:
     def result(self) -> ScheduledBatchOutput:
         """Wait for the step's tokens. Raises what the step raised."""
         assert self._tokens is not None
-        sampled = self._tokens.read(*(download.wait() for download in self._downloads))
+        try:
+            sampled = self._tokens.read(*(download.wait() for download in self._downloads))
+        except BaseException:
+            self._discard()
+            raise
         for download in self._downloads:
             self._runner.device_batch.downloads.give_back(download)
         with torch.inference_mode():
@@ -135,7 +143,20 @@ class LaunchedStep:
 
     def wait(self) -> None:
         """Wait until the device has come to the end of what is enqueued. Raises what it failed with."""
+        if self._tokens is None:
+            # The other ranks wait for its tokens.
+            self._abandon(RuntimeError("an earlier step failed"))
+        else:
+            self._discard()
         self._runner.device_batch.device.record().synchronize()
+
+    def _abandon(self, error: BaseException) -> None:
+        if self._runner.ranks is not None:
+            self._runner.ranks.abandon(self._number, error)
+
+    def _discard(self) -> None:
+        if self._runner.ranks is not None:
+            self._runner.ranks.discard(self._number)
 
 
 def _words(pooled: PooledVectors) -> torch.Tensor:
@@ -159,10 +180,10 @@ class ModelRunner:
         self.backend = loaded.backend
         self.tokens_across_dp: tuple[int, ...] = ()
         """The number of tokens that each replica computes in the next step, where they do so in lockstep."""
-        self._ranks: RankSteps | None = None
+        self.ranks: RankSteps | None = None
         """On rank 0, sends each step to the other ranks, once they have started."""
-        self._followed: StepInputs | None = None
-        """On other ranks, the last step, unless it failed here."""
+        self._followed: dict[int, StepInputs] = {}
+        """On other ranks, steps by number whose tokens rank 0 has not sent yet."""
         self._chooses_by_shard = False
         """Whether the ranks choose among their argmax tokens in the running step."""
         self._last_step_seconds = 0.0
@@ -332,9 +353,9 @@ class ModelRunner:
         """
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
-        with oom_in_step():
+        with oom_in_step(), self._all_leave_a_failure():
             with torch.inference_mode():
-                inputs, on_device = self.prepare_model(batch)
+                inputs, on_device = self.prepare_model(batch, is_deferred=True)
                 result = self.run_model(inputs, on_device, batch.prompt_spans)
             self.input_batch.reserve_token(inputs)
             step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, result)
@@ -372,8 +393,8 @@ class ModelRunner:
             obstacle = None if self.graphs is None else capture_obstacle(self.model)
             if obstacle is not None:
                 raise ValueError(f"{obstacle}, and graphs are being captured; start the server with --enforce-eager")
-            if self._ranks is not None:
-                self._ranks.change_adapter(number, path)
+            if self.ranks is not None:
+                self.ranks.change_adapter(number, path)
         except BaseException as error:
             self.unload_adapter(number)
             if isinstance(error, RankStepError | StepOutOfMemory):
@@ -385,30 +406,48 @@ class ModelRunner:
         """Remove an adapter that no row uses any more, on all ranks, between two steps."""
         detach(self.model, number)
         self._graphs_take_adapters = False
-        if self._ranks is not None:
-            self._ranks.change_adapter(number, None)
+        if self.ranks is not None:
+            self.ranks.change_adapter(number, None)
 
     def lead(self, ranks: RankSteps) -> None:
         """From now on, send each step to the other ranks, which have started."""
-        self._ranks = ranks
+        self.ranks = ranks
 
     def follow(self, message: StepMessage) -> None:
         """Compute this rank's part of a step that rank 0 sent."""
         self.page_committer.commit_after_step(self._last_step_seconds)
-        if message.sampled and self._followed is not None:
-            self.input_batch.store_tokens(self._followed, np.array(message.sampled, dtype=np.int64))
-        self._followed = None
+        for number, tokens in message.sampled:
+            # Steps before it that failed are never sent.
+            self._followed = {each: inputs for each, inputs in self._followed.items() if each >= number}
+            inputs = self._followed.pop(number, None)
+            if inputs is not None:
+                self.input_batch.store_tokens(inputs, np.array(tokens, dtype=np.int64))
         batch = rank_batch(message, self.config.kv_cache_block_size)
         self._chooses_by_shard = message.is_greedy
         self.tokens_across_dp = message.tokens_across_dp
         with torch.inference_mode():
             inputs, on_device = self.prepare_model(batch)
-            # What a step that fails here samples on rank 0 is never sent.
-            self._followed = inputs
             result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.drafter is not None:
-                self._followed = None
                 self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
+                return
+            self._followed[message.number] = inputs
+            if message.is_deferred:
+                self.input_batch.reserve_token(inputs)
+                self.keep_tokens(inputs, on_device.sampled_slots)
+
+    def keep_tokens(self, inputs: StepInputs, slots: torch.Tensor, token_ids: torch.Tensor | None = None) -> None:
+        """Have every rank keep what rank 0 sampled by slot on its device, where the next step reads it.
+
+        # [S], [S] int64; `token_ids`: on rank 0
+
+        A step that verifies drafts is read before the next is launched, which finds its tokens on the host.
+        """
+        if inputs.has_drafts or not len(slots):
+            return
+        last_tokens = self.device_batch.last_tokens
+        token_ids = torch.empty_like(slots) if token_ids is None else token_ids.to(last_tokens.device)
+        last_tokens.index_copy_(0, slots, self.parallel.broadcast(token_ids))
 
     def prepare_ahead(self) -> bool:
         """While idle, do a little of what makes later steps quicker; whether there is more of it."""
@@ -428,36 +467,51 @@ class ModelRunner:
             self.graphs.count_step()
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        with torch.inference_mode(), self._all_leave_a_failure():
+            inputs, on_device = self.prepare_model(batch)
+            result = self.run_model(inputs, on_device, batch.prompt_spans)
+            if self.parallel.rank:
+                if self.drafter is not None:
+                    self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
+                return ScheduledBatchOutput({})
+            output = self.postprocess(batch, inputs, result.logits, result.drafted_from)
+            output.prompt_logprobs = result.prompt_logprobs
+            if result.pooled is not None:
+                self.add_vectors(output, batch, result.pooled, result.pooled.values.cpu())
+            return output
+
+    @contextmanager
+    def _all_leave_a_failure(self) -> Iterator[None]:
+        """Have the other ranks leave a step that raises inside. Raises `RankStepError` where one of them raised."""
+        if self.ranks is None:
+            yield
+            return
+        last = self.ranks.number
         try:
-            with torch.inference_mode():
-                inputs, on_device = self.prepare_model(batch)
-                result = self.run_model(inputs, on_device, batch.prompt_spans)
-                if self.parallel.rank:
-                    if self.drafter is not None:
-                        self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
-                    return ScheduledBatchOutput({})
-                output = self.postprocess(batch, inputs, result.logits, result.drafted_from)
-                output.prompt_logprobs = result.prompt_logprobs
-                if result.pooled is not None:
-                    self.add_vectors(output, batch, result.pooled, result.pooled.values.cpu())
-                return output
+            yield
         except BaseException as error:
-            if self._ranks is not None:
-                self._ranks.abandon(error)
+            if self.ranks.number > last:
+                self.ranks.abandon(self.ranks.number, error)
             raise
 
     # The three phases of a step
 
-    def prepare_model(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
+    def prepare_model(self, batch: StepRows, *, is_deferred: bool = False) -> tuple[StepInputs, DeviceInputs]:
         """Bring the rows up to date, and build the step's arrays, here and on the device.
 
-        Rank 0 sends the step to the others as soon as the rows are known.
+        Rank 0 sends the step to the others as soon as the rows are known. `is_deferred`: the next step may be launched
+        before this one's tokens are read.
         """
         self.input_batch.apply(batch)
         is_dummy = isinstance(batch, ScheduledBatch) and batch.is_dummy_run
-        if self._ranks is not None and isinstance(batch, ScheduledBatch):
+        if self.ranks is not None and isinstance(batch, ScheduledBatch):
             self._chooses_by_shard = self.input_batch.are_greedy(batch.slots)
-            self._ranks.begin(batch, is_greedy=self._chooses_by_shard, tokens_across_dp=self.tokens_across_dp)
+            self.ranks.begin(
+                batch,
+                is_greedy=self._chooses_by_shard,
+                tokens_across_dp=self.tokens_across_dp,
+                is_deferred=is_deferred,
+            )
         if self.graphs is not None and self.parallel.size > 1 and not is_dummy:
             # All ranks count each step that rank 0 sends, whatever becomes of it, and so capture at the same time.
             self.graphs.count_step()
@@ -545,9 +599,9 @@ class ModelRunner:
             accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
         else:
             accepted, drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
-        if self._ranks is not None:
+        if self.ranks is not None:
             # Where a model drafts, the other ranks have the tokens already.
-            self._ranks.end(sampled.token_ids.tolist() if self.drafter is None else [])
+            self.ranks.end(sampled.token_ids.tolist() if self.drafter is None else [])
         seconds = time.perf_counter() - start
         output = output_of(batch, inputs, sampled, accepted, self.dtype)
         if any(drafts):

@@ -232,7 +232,9 @@ def argmax_over_ranks(peaks: torch.Tensor, token_ids: torch.Tensor, parallel: Te
     gathered = parallel.gather(mine)  # [S, 2 * size]
     if parallel.rank:
         return LaunchedTokens.of_host(np.zeros(0, dtype=np.int64), np.zeros(0))
-    pairs = gathered.view(len(mine), parallel.size, 2).cpu().numpy()
-    best = pairs[:, :, 0].argmax(1)
-    rows = np.arange(len(mine))
-    return LaunchedTokens.of_host(pairs[rows, best, 1].astype(np.int64), pairs[rows, best, 0])
+    pairs = gathered.view(len(mine), parallel.size, 2)
+    best = argmax(pairs[:, :, 0])
+    candidates = Candidates.empty(len(mine), pairs.device)
+    candidates.peaks.copy_(pairs[:, :, 0].gather(1, best[:, None])[:, 0])
+    candidates.tokens.copy_(pairs[:, :, 1].gather(1, best[:, None])[:, 0])
+    return LaunchedTokens(_NO_ROWS, candidates)

@@ -208,8 +208,9 @@ class ProcessGroupCollectives:
     def begin_step(self, number: int) -> None:
         """Nothing: a step that fails on one rank ends the group."""
 
-    def abort(self) -> None:
-        """Nothing, as above."""
+    def abort(self) -> bool:
+        """See `RankGroup`: what was begun cannot be left."""
+        return False
 
     @property
     def are_captured(self) -> bool:
@@ -234,6 +235,11 @@ class ProcessGroupCollectives:
         parts = [torch.empty_like(x) for _ in range(self._size)]
         dist.gather(x, parts, group=self._group, group_dst=0)
         return torch.cat(parts, -1)
+
+    def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`."""
+        dist.broadcast(token_ids, group=self._group, group_src=0)
+        return token_ids
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -24,6 +24,9 @@ class Collectives(Protocol):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 all ranks' `x` concatenated along the last dimension, in rank order; on other ranks `x` itself."""
 
+    def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rank 0's token ids, on every rank; may overwrite `token_ids`. # [n] int64, of one length on all ranks"""
+
     def capturing(self) -> AbstractContextManager[None]:
         """A context for the capture of a graph, in which nothing runs. An exception is raised on all ranks or on
         none.
@@ -111,6 +114,10 @@ class TensorParallel:
             # Copies, because the parts of the other ranks take memory too.
             return x if self.rank else torch.cat([x.clone() for _ in range(self.size)], -1)
         return self.collectives.gather(x)
+
+    def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`."""
+        return token_ids if self.collectives is None else self.collectives.broadcast(token_ids)
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:

@@ -151,6 +151,9 @@ class Twins:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, x), -1)
 
+    def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return token_ids
+
     @contextmanager
     def capturing(self) -> Iterator[None]:
         self.is_capturing = True
@@ -193,13 +196,14 @@ def test_ranks_capture_by_counted_steps_and_give_up_together(
         assert runner.graphs.captured_sizes == [], "an idle rank captures nothing by itself"
     scheduler = Scheduler(ranks[0].config)
     scheduler.extend(sequences())
-    sampled: list[int] = []
+    number, sampled = 0, list[tuple[int, list[int]]]()
     seen = []
     while (scheduled := scheduler.schedule()) is not None:
         batch, in_step = scheduled
         output = ranks[0].forward(batch)
-        ranks[1].follow(decode_step(encode_step(batch, 1, sampled, is_greedy=False)))
-        sampled = [token for tokens in output.token_ids.values() for token in tokens]
+        number += 1
+        ranks[1].follow(decode_step(encode_step(batch, number, sampled, is_greedy=False)))
+        sampled = [(number, [token for tokens in output.token_ids.values() for token in tokens])]
         scheduler.postprocess(list(in_step.values()), output)
         assert graphs[0].captured_sizes == graphs[1].captured_sizes
         seen.append(graphs[0].captured_sizes)

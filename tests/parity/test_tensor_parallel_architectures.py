@@ -74,6 +74,7 @@ def test_ranks_give_the_tokens_of_transformers(variant: Variant, size: int, tmp_
         scheduling_policy="mixed",
         max_num_batched_tokens=32,
         generation_config="none",
+        async_scheduling="on",
     ) as engine:
         found = engine.generate(PROMPTS, params, use_tqdm=False)
     assert [result["token_ids"] for result in found] == expected

@@ -18,6 +18,18 @@ _turn = threading.Lock()
 """Of the one that computes, as the operators want it, while the others wait in a collective."""
 
 
+def without_turn(wait: Callable[[], Result]) -> Result:
+    """What `wait` gives, while another thread may compute."""
+    # The step is a global of the process, and each thread is in one of its own.
+    step, cache = forward_context._current, forward_context._kv_cache_data
+    _turn.release()
+    try:
+        return wait()
+    finally:
+        _turn.acquire()
+        forward_context._current, forward_context._kv_cache_data = step, cache
+
+
 class Meeting:
     """Where so many threads wait for each other, and learn what each brings."""
 
@@ -38,14 +50,7 @@ class Meeting:
         return list(brought)
 
     def _wait(self) -> None:
-        # The step is a global of the process, and each thread is in one of its own.
-        step, cache = forward_context._current, forward_context._kv_cache_data
-        _turn.release()
-        try:
-            self._barrier.wait()
-        finally:
-            _turn.acquire()
-            forward_context._current, forward_context._kv_cache_data = step, cache
+        without_turn(self._barrier.wait)
 
 
 class ThreadCollectives:
@@ -66,6 +71,9 @@ class ThreadCollectives:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.bring(self._rank, x)
         return torch.cat(parts, -1) if self._rank == 0 else x
+
+    def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._meeting.bring(self._rank, token_ids)[0].clone()  # type: ignore[no-any-return]
 
     def capturing(self) -> AbstractContextManager[None]:
         """See `Collectives`."""

@@ -17,10 +17,11 @@ LOCKSTEP = {"data_parallel_size": 3, "enable_expert_parallel": True}
         ({}, "cpu", "off"),
         ({}, "cuda", "on"),
         ({"data_parallel_size": 2}, "cuda", "on"),
-        (RANKS, "cuda", "off"),
-        (LOCKSTEP, "cuda", "off"),
+        (RANKS, "cuda", "on"),
+        (RANKS, "cpu", "off"),
+        (LOCKSTEP, "cuda", "on"),
     ],
-    ids=["cpu", "one_rank", "replicas", "ranks", "lockstep"],
+    ids=["cpu", "one_rank", "replicas", "ranks", "ranks_on_cpu", "lockstep"],
 )
 def test_auto_is_on_where_it_pays_and_works(parallel: dict[str, Any], device_type: str, expected: str) -> None:
     config = Config.model_validate({"parallel_config": parallel})
@@ -33,15 +34,8 @@ def test_what_was_chosen_stays(chosen: str) -> None:
     assert _with_async_scheduling(config, "cpu").async_scheduling == chosen
 
 
-@pytest.mark.parametrize(
-    ("parallel", "sentence"),
-    [
-        (RANKS, "async_scheduling is on, but tensor_parallel_size is 2, "),
-        (LOCKSTEP, "async_scheduling is on, but with enable_expert_parallel the 3 replicas "),
-    ],
-    ids=["ranks", "lockstep"],
-)
-def test_on_is_refused_where_a_step_is_not_one_process_s(parallel: dict[str, Any], sentence: str) -> None:
-    config = Config.model_validate({"async_scheduling": "on", "parallel_config": parallel})
-    with pytest.raises(ValueError, match=f"^{sentence}.*; leave it at auto$"):
+def test_on_is_refused_where_a_model_drafts() -> None:
+    drafts = {"speculative_method": "mtp"}
+    config = Config.model_validate({"async_scheduling": "on", "speculative_config": drafts})
+    with pytest.raises(ValueError, match=r"^async_scheduling is on, but speculative_method names a model, .*at auto$"):
         load_model(config, PhaseClock(0.0))

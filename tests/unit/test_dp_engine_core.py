@@ -80,14 +80,21 @@ class Runner(StubRunner):
 class Replicas:
     """Two engine cores, their loops in threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, async_scheduling: str = "off") -> None:
         self._said = [0, 0]
         self._barrier = threading.Barrier(2, timeout=WAIT_SECONDS)
         self.left: list[int] = []
         self.parted: list[int] = []
         self.rings: list[tuple[int, int]] = []
         self.runners = [Runner(), Runner()]
-        config = Config(num_kvcache_blocks=NUM_BLOCKS, max_num_seqs=8, eos_token_id=2)
+        config = Config.model_validate(
+            {
+                "num_kvcache_blocks": NUM_BLOCKS,
+                "max_num_seqs": 8,
+                "eos_token_id": 2,
+                "async_scheduling": async_scheduling,
+            }
+        )
         self.locksteps = [Lockstep(self.World(self, replica), self.Peers(self, replica)) for replica in range(2)]
         self.inboxes = [Inbox(), Inbox()]
         self.cores = [
@@ -172,9 +179,9 @@ class Replicas:
         return all(inbox.is_waited_at for inbox in self.inboxes) and sent == [inbox.sent for inbox in self.inboxes]
 
 
-@pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    made = Replicas()
+@pytest.fixture(params=["off", "on"], ids=["waiting", "ahead"])
+def replicas(request: pytest.FixtureRequest) -> Iterator[Replicas]:
+    made = Replicas(request.param)
     yield made
     made._barrier.abort()
     for core in made.cores:

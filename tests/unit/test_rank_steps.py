@@ -26,12 +26,14 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.failures: list[str] = []
+        self.can_leave = True
 
     def begin_step(self, number: int) -> None:
         self.calls.append(number)
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         self.calls.append("abort")
+        return self.can_leave
 
 
 class Ranks:
@@ -66,7 +68,7 @@ def test_a_rank_receives_new_rows_whole_and_the_tokens_of_the_previous_step() ->
     for rank in (ranks.first, ranks.second):
         rank.report()
     ranks.steps.end([42])
-    assert [message.sampled for message in ranks.begin()] == [[42], [42]]
+    assert [message.sampled for message in ranks.begin()] == [[(1, [42])], [(1, [42])]]
     assert ranks.recorded.calls == [1, 2]
 
 
@@ -90,7 +92,7 @@ def test_a_rank_that_only_followed_is_not_blamed() -> None:
     ranks.first.report(ABORTED)
     ranks.second.report("damaged\ntrace")
     with pytest.raises(RankStepError, match="rank 2: damaged"):
-        ranks.steps.abandon(RuntimeError("another rank has left this step"))
+        ranks.steps.abandon(1, RuntimeError("another rank has left this step"))
 
 
 def test_where_rank_0_raises_all_leave_and_its_own_error_stays() -> None:
@@ -98,10 +100,10 @@ def test_where_rank_0_raises_all_leave_and_its_own_error_stays() -> None:
     ranks.begin()
     ranks.first.report(ABORTED)
     ranks.second.report()
-    ranks.steps.abandon(ValueError("mine"))
+    ranks.steps.abandon(1, ValueError("mine"))
     assert ranks.recorded.calls == [1, "abort"]
     # Once only, and between steps there is nothing to leave.
-    ranks.steps.abandon(ValueError("mine"))
+    ranks.steps.abandon(1, ValueError("mine"))
     assert ranks.recorded.calls == [1, "abort"]
     assert ranks.recorded.failures == []
 
@@ -111,10 +113,61 @@ def test_a_rank_that_does_not_leave_ends_the_process_in_a_sentence(monkeypatch: 
     ranks = Ranks()
     ranks.begin()
     ranks.first.report()
-    ranks.steps.abandon(ValueError("mine"))
+    ranks.steps.abandon(1, ValueError("mine"))
     [sentence] = ranks.recorded.failures
     assert "rank 0 (mine)" in sentence
     assert "rank 2 did not leave" in sentence
+
+
+def test_a_rank_that_waits_in_collectives_which_cannot_be_left_ends_the_process() -> None:
+    ranks = Ranks()
+    ranks.recorded.can_leave = False
+    ranks.begin()
+    ranks.first.report("out of memory")
+    ranks.second.report()
+    ranks.steps.abandon(1, ValueError("mine"))
+    [sentence] = ranks.recorded.failures
+    assert "rank 0 (mine)" in sentence
+    assert "rank 2 cannot leave the step's collectives" in sentence
+
+
+def test_steps_end_in_order_while_the_next_one_runs() -> None:
+    ranks = Ranks()
+    ranks.begin()
+    assert [message.sampled for message in ranks.begin()] == [[], []]
+    for rank in (ranks.first, ranks.second):
+        rank.report()
+    ranks.steps.end([42])
+    assert (ranks.steps.is_open(1), ranks.steps.is_open(2)) == (False, True)
+    ranks.first.report()
+    ranks.second.report("damaged\ntrace")
+    with pytest.raises(RankStepError, match="rank 2: damaged"):
+        ranks.steps.end([43])
+    assert [message.sampled for message in ranks.begin()] == [[(1, [42])], [(1, [42])]]
+
+
+def test_the_newest_step_is_abandoned_and_the_one_before_it_is_still_read() -> None:
+    ranks = Ranks()
+    ranks.begin()
+    ranks.begin()
+    for failure in ("", ABORTED):
+        for rank in (ranks.first, ranks.second):
+            rank.report(failure)
+    ranks.steps.abandon(2, ValueError("mine"))
+    assert (ranks.steps.is_open(1), ranks.steps.is_open(2)) == (True, False)
+    ranks.steps.end([42])
+    assert ranks.begin()[0].sampled == [(1, [42])]
+    assert ranks.recorded.calls == [1, 2, "abort", 3]
+
+
+def test_a_step_that_is_discarded_sends_no_tokens() -> None:
+    ranks = Ranks()
+    ranks.begin()
+    for rank in (ranks.first, ranks.second):
+        rank.report("damaged")
+    ranks.steps.discard(1)
+    ranks.steps.discard(1)
+    assert ranks.begin()[0].sampled == []
 
 
 @pytest.mark.parametrize("change", [lambda seq: None, lambda seq: seq.token_ids.extend(range(100_000))])
@@ -122,8 +175,8 @@ def test_the_message_holds_what_the_batch_does(change: Callable[[Sequence], None
     one = batch()
     [seq] = one.new_seqs
     change(seq)
-    message = decode_step(encode_step(one, 7, [1, 2], is_greedy=False))
-    assert (message.number, message.sampled, message.is_greedy) == (7, [1, 2], False)
+    message = decode_step(encode_step(one, 7, [(6, [1, 2])], is_greedy=False))
+    assert (message.number, message.sampled, message.is_greedy) == (7, [(6, [1, 2])], False)
     assert message.new_rows[0].token_ids == seq.token_ids
     assert message.slots == one.slots.tolist()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.distributed.step_transport import SLOT_BYTES, SLOTS, SharedMemorySteps
+from engine.distributed.step_transport import REPORTS, SLOT_BYTES, SLOTS, SharedMemorySteps
 
 ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 60
@@ -106,6 +106,15 @@ def test_ranks_report_once_a_step_with_their_failures() -> None:
     assert steps.take_within(2, 0.01) is None
     second.report()
     assert steps.take(2) == ""
+
+
+def test_reports_of_successive_steps_wait_in_their_order() -> None:
+    steps, [rank] = steps_of(1)
+    for first in range(3):
+        failures = [f"step {first + number}" for number in range(REPORTS)]
+        for failure in failures:
+            rank.report(failure)
+        assert [steps.take(1) for _ in failures] == failures
 
 
 def test_a_failure_that_is_too_long_keeps_its_sentence_and_its_last_line() -> None:

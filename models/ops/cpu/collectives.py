@@ -43,9 +43,10 @@ class SharedMemoryCollectives:
         """The collectives from here on belong to this step."""
         self._functions.begin(self._address, number)
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """Have every rank leave the step: what waits, or will, raises `CollectiveAborted`."""
         self._functions.leave(self._address)
+        return True
 
     def check(self) -> None:
         """Raise `CollectiveAborted` where a recorded collective could not be finished."""
@@ -84,6 +85,11 @@ class SharedMemoryCollectives:
         ):
             self.check()
         return x if whole is None else whole
+
+    def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`. Token ids are exact in float32."""
+        mine = torch.zeros_like(token_ids) if self._group.rank else token_ids
+        return self.all_reduce(mine.float()).long()
 
     def capturing(self) -> AbstractContextManager[None]:
         """See `Collectives`: no graph has them."""

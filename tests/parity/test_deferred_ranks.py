@@ -1,0 +1,48 @@
+"""Deferred output over two ranks: rank 1 begins each step with tokens that its device received, not its host."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.ahead import Ahead, answers, waiting
+from tests.parity.rank_threads import RankThreads
+from tests.parity.test_deferred_output import EOS, matchers, sequences
+from tests.parity.test_worker_model_runner import checkpoint, prompts
+
+__all__ = ["checkpoint", "matchers", "prompts"]
+
+FIELDS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 64, "num_kvcache_blocks": 200, "eos_token_id": EOS}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scheduling_policy": "mixed", "max_num_batched_tokens": 40},
+        {"max_num_batched_tokens": 24, "num_kvcache_blocks": 16},
+        {"speculative_config": {"num_speculative_tokens": 3}},
+    ],
+    ids=["mixed", "preempted", "drafts"],
+)
+@pytest.mark.parametrize("structured", [False, True])
+def test_one_step_ahead_on_two_ranks_gives_what_waiting_gives(
+    checkpoint: Path, prompts: list[list[int]], matchers: Any, fields: dict[str, Any], structured: bool
+) -> None:
+    by = matchers if structured else None
+    fields = {**FIELDS, **fields}
+    expected = RankThreads(checkpoint, **fields).run(
+        lambda runner: answers(waiting(runner, sequences(prompts[:12], by)))
+    )
+    ahead = RankThreads(checkpoint, **fields)
+    found = ahead.run(lambda runner: answers(Ahead(runner).run(sequences(prompts[:12], by))))
+    assert found == expected
+    assert len(found) == 12
+    assert all(message.is_deferred for message in ahead.messages)
+    if "speculative_config" not in fields:
+        # Of most decodes the last tokens were on the device alone when the step arrived.
+        unsent = [
+            message
+            for message in ahead.messages
+            if message.num_decodes and message.number - 1 not in dict(message.sampled)
+        ]
+        assert len(unsent) > len(ahead.messages) // 2
