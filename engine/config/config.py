@@ -467,6 +467,10 @@ class CompilationConfig(Section):
     enforce_eager: bool = False
     """Run all decode steps on a GPU eagerly, without captured graphs."""
 
+    capture: Literal["start", "behind"] = "start"
+    """When graphs of decode steps are captured on a GPU: `start`: before the server is ready; `behind`: between steps
+    and while idle, the smallest first."""
+
     cudagraph_capture_sizes: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = ()
     """Batch sizes for which graphs are captured; default: 1, 2, 4, 8 and multiples of 16, up to `max_num_seqs` or
     512."""

@@ -78,9 +78,12 @@ class DeviceMemory:
         """The most that was in use at a time since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
-    def reset_peak(self) -> None:
-        """Forget the peak so far, and give back what is kept for reuse."""
+    def give_back(self) -> None:
+        """Give back what is kept for reuse: the next steps take it again, which takes time."""
         torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
@@ -163,6 +166,7 @@ class GPUDevice:
         self.torch_device = device
         self.memory: DeviceMemory | None = DeviceMemory(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """See `Device`."""
@@ -181,17 +185,20 @@ class GPUDevice:
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream(self.torch_device)
-        try:
+        torch.cuda.synchronize(self.torch_device)
+        # Not by `torch.cuda.graph`, which gives back all memory that is kept for steps.
+        with torch.cuda.stream(self._capture_stream):
             # Other threads may query their events meanwhile, as the watchdog of collectives does.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
                 run()
-        except BaseException:
-            self._leave_pool()
-            raise
-        finally:
-            # torch leaves its capture stream only where the capture succeeded.
-            torch.cuda.set_stream(stream)
+                graph.capture_end()
+            except BaseException:
+                # What failed may have ended the capture already.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                self._leave_pool()
+                raise
         return graph
 
     def _leave_pool(self) -> None:

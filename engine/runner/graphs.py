@@ -1,15 +1,17 @@
 """Captured graphs of decode steps: `make_graphs` decides on them, `DecodeGraphs` chooses and replays one for a step.
 
-A graph is captured over fixed buffers for each of some batch sizes, largest first, and a batch is padded to the next
-size. There is a `GraphRunner` for plain decodes, and one for rows that verify drafts. Serving starts eagerly, and
-sizes are captured one at a time between steps. `GraphMemory` decides whether one more graph leaves steps the memory
-they need: all graphs share one pool, which the largest fills with what its pass takes; a smaller one adds little.
+A graph is captured over fixed buffers for each of some batch sizes, and a batch is padded to the next size. There is a
+`GraphRunner` for plain decodes, and one for rows that verify drafts. All sizes are captured before the server is
+ready, largest first; or one at a time between steps, smallest first, so that few sequences need not wait for the sizes
+of many. `GraphMemory` decides whether one more graph leaves steps the memory they need: all graphs share one pool,
+which the largest fills with what its pass takes; a smaller one adds little.
 """
 
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -57,11 +59,14 @@ class GraphMemory:
         """`memory`: of the device; None where graphs take no memory."""
         self._memory = memory
         self._of_steps: int | None = None
-        self._at_rest = self._free = self._in_use = 0
-        """Bytes in use between steps; free and in use before the pass that is measured."""
-        self._num_graphs = self._free_before_last = 0
-        """Graphs captured, and bytes that were free before the last one."""
+        self._at_rest = self._in_use = 0
+        """Bytes in use between steps, and before the pass that is measured."""
+        self._of_pass = self._largest_pass = 0
+        """Bytes of the pass that was measured, and of the largest one that was captured."""
+        self._num_graphs = self._of_graphs = self._of_last = 0
+        """Graphs captured; bytes that all of them, and the last one, took from what was free."""
         if memory is not None:
+            memory.give_back()
             memory.reset_peak()
             self._at_rest = memory.in_use()
 
@@ -73,27 +78,38 @@ class GraphMemory:
         if self._of_steps is None:
             self._of_steps = memory.peak() - self._at_rest
         memory.reset_peak()
-        self._free, self._in_use = memory.free(), memory.in_use()
+        self._in_use = memory.in_use()
 
     def shortage(self) -> str | None:
         """Why there is no memory for a graph of the pass that was run, in words; None: there is."""
         memory = self._memory
         if memory is None or self._of_steps is None:
             return None
+        self._of_pass = memory.peak() - self._in_use
         needed = 0
-        if self._num_graphs == 0:
-            needed = memory.peak() - self._in_use
+        if self._of_pass > self._largest_pass:
+            needed = self._of_pass
         elif self._num_graphs > 1:
-            needed = max(0, self._free_before_last - self._free)
-        kept = self._of_steps + _MARGIN
-        if needed + kept <= self._free:
+            needed = self._of_last
+        kept, free = self._of_steps + _MARGIN, memory.free()
+        # Steps may use again what torch keeps, a graph may not.
+        reusable = max(0, memory.held() - memory.in_use() - self._of_graphs)
+        if needed + kept <= free + reusable and needed + _MARGIN <= free:
             return None
-        return f"it may take {gib(needed)}, and steps need {gib(kept)} of the {gib(self._free)} that are free"
+        return f"it may take {gib(needed)}, and steps need {gib(kept)} of the {gib(free + reusable)} that are free"
 
-    def note_graph(self) -> None:
-        """The graph was captured."""
+    def capturing(self) -> AbstractContextManager[None]:
+        """A context for the capture of the graph, whose memory it measures."""
+        return nullcontext() if self._memory is None else self._measured(self._memory)
+
+    @contextmanager
+    def _measured(self, memory: DeviceMemory) -> Iterator[None]:
+        before = memory.free()
+        yield
         self._num_graphs += 1
-        self._free_before_last = self._free
+        self._largest_pass = max(self._largest_pass, self._of_pass)
+        self._of_last = max(0, before - memory.free())
+        self._of_graphs += self._of_last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,16 +150,19 @@ class GraphRunner:
         shape: GraphShape,
         parallel: TensorParallel = SINGLE_RANK,
         memory: GraphMemory | None = None,
+        *,
+        largest_first: bool = True,
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
         `sizes`: numbers of rows. `parallel`: the ranks that replay graphs together. `memory`: shared with the device's
-        other graphs; None: there are no others.
+        other graphs; None: there are no others. `largest_first`: the order in which sizes are captured.
         """
         self._device, self._backend, self._forward = device, backend, forward
         self._shape, self._parallel = shape, parallel
         self._sizes = sorted(set(sizes))
-        self._pending = list(self._sizes)
+        self._pending = sorted(self._sizes, reverse=not largest_first)
+        """Sizes to capture, the next one last."""
         self._captured: dict[int, Graph] = {}
         self._steps_left = 0
         most = self._sizes[-1] * shape.query_len
@@ -243,7 +262,7 @@ class GraphRunner:
                 self.capture_next()
 
     def capture_next(self) -> bool:
-        """Capture the largest size that is left; whether there are more. Where that fails, steps stay eager.
+        """Capture the next size that is left; whether there are more. Where that fails, steps stay eager.
 
         Ranks that compute together capture at the same time, and all of them have a graph or none: each first shows
         alone that it can. Raises what the pass raises after that.
@@ -265,7 +284,6 @@ class GraphRunner:
                 graph = None
         if graph is not None:
             self._captured[size] = graph
-            self._memory.note_graph()
             _log.debug("a graph of %d rows was captured in %.2f s", size, time.perf_counter() - start)
         if not self._pending and self._captured:
             what = "Decodes" if self.query_len == 1 else f"Decodes of {self.query_len} tokens, drafts among them,"
@@ -315,7 +333,7 @@ class GraphRunner:
             run()
         graph: Graph | None = None
         try:
-            with self._parallel.capturing():
+            with self._memory.capturing(), self._parallel.capturing():
                 graph = self._captured_by_all(run)
         except RuntimeError as error:
             self._log_failure(size, error)
@@ -499,6 +517,13 @@ class DecodeGraphs:
             for runner in self._runners.values():
                 runner.give_up()
 
+    def capture_all(self) -> None:
+        """Capture all sizes, which ranks that compute together do in one order."""
+        start = time.perf_counter()
+        while self._unfinished.has_pending:
+            self.capture_next()
+        _log.info("Graphs were captured in %.1f s", time.perf_counter() - start)
+
     @property
     def _unfinished(self) -> GraphRunner:
         """The first that has sizes to capture, or the last."""
@@ -540,7 +565,8 @@ def make_graphs(
     )
     sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
     memory = GraphMemory(device.memory)
-    plain = GraphRunner(device, backend, model, sizes, shape, parallel, memory)
+    largest_first = config.compilation_config.capture == "start"
+    plain = GraphRunner(device, backend, model, sizes, shape, parallel, memory, largest_first=largest_first)
     if not config.num_drafts:
         return DecodeGraphs(plain)
     of_drafts = []
@@ -548,5 +574,7 @@ def make_graphs(
         most = max_verified_rows(config.max_num_seqs, num_drafts)
         of_length = dataclasses.replace(shape, query_len=1 + num_drafts)
         fitting = sorted({min(size, most) for size in sizes})
-        of_drafts.append(GraphRunner(device, backend, model, fitting, of_length, parallel, memory))
+        of_drafts.append(
+            GraphRunner(device, backend, model, fitting, of_length, parallel, memory, largest_first=largest_first)
+        )
     return DecodeGraphs(plain, of_drafts, config.max_num_batched_tokens)

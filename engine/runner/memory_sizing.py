@@ -112,6 +112,7 @@ def gpu_budget(
     over their states and one block, which count as part of the cache; the weights are loaded by then. `agree`:
     whether a condition holds on all ranks, which run that step together.
     """
+    memory.give_back()
     memory.reset_peak()
     num_seqs = _seqs_with_states(config.max_num_seqs, memory.free() // 2, slot_bytes, agree)
     worst_case_step(num_seqs)

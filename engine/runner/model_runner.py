@@ -315,6 +315,11 @@ class ModelRunner:
         self.sampler.warm_up(self.model_config.vocab_size, self.device)
         self.page_committer.commit_initial()
 
+    def capture_at_start(self) -> None:
+        """Capture all graphs, unless they are to be captured between steps. All ranks call it after `warm_up`."""
+        if self.graphs is not None and self.config.compilation_config.capture == "start":
+            self.graphs.capture_all()
+
     def run_dummy_step(self, step: WarmUpStep) -> None:
         """Compute dummy sequences. All write to one block: the first, which a real sequence overwrites before use, or
         the spare one."""

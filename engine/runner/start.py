@@ -1,7 +1,8 @@
 """The start of a rank's runner, in one order for all ranks: rank 0 in the engine core, and the rank processes.
 
 load weights (`build`) -> meet the other ranks and replicas -> check the kernels -> measure the KV cache, and agree on
-its size -> construct the runner -> warm up. Rank 0 then begins to send steps, and the others follow them.
+its size -> construct the runner -> warm up -> capture graphs. Rank 0 then begins to send steps, and the others follow
+them.
 """
 
 from collections.abc import Callable
@@ -36,6 +37,7 @@ def start_runner(
     runner = ModelRunner(loaded, num_blocks, num_slots)
     on_phase("kv-cache")
     runner.warm_up()
+    runner.capture_at_start()
     return runner
 
 

@@ -1,15 +1,16 @@
 """Model runners of several ranks as threads of one process: rank 0 sends steps, and the others follow them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from engine.config.config import Config
 from engine.distributed.rank_steps import RankSteps, StepMessage, decode_step
-from engine.runner.device_batch import DeviceBatch
+from engine.runner.device import Device
 from engine.runner.model_runner import ModelRunner
+from engine.runner.start import start_runner
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.delayed_device import DelayedDevice
 from tests.parity.runners import load
@@ -53,23 +54,30 @@ class _Transport:
 class RankThreads:
     """Two ranks of a checkpoint. `messages` are those that rank 1 has followed."""
 
-    def __init__(self, checkpoint: Path, **fields: Any) -> None:
-        self._config = Config(**fields)
+    def __init__(
+        self,
+        checkpoint: Path,
+        devices: Sequence[Device] | None = None,
+        capture: str = "behind",
+        sizes: tuple[int, ...] = (),
+        **fields: Any,
+    ) -> None:
+        """`devices`: of the ranks; by default late ones without graphs. `capture`, `sizes`: of their graphs."""
+        self._config = Config(compilation_config={"cudagraph_capture_sizes": sizes, "capture": capture}, **fields)  # type: ignore[arg-type]
         [self._ranks] = thread_ranks(2)
+        self._devices = devices or [DelayedDevice(), DelayedDevice()]
         self._checkpoint, self._transport = checkpoint, _Transport()
         self.messages: list[StepMessage] = []
 
     def run(self, lead: Callable[[ModelRunner], Result]) -> Result:
         """What `lead` returns, called with the runner of rank 0 while rank 1 follows."""
         led, _ = at_once([partial(self._lead, lead), self._follow])
-        assert led is not None
-        return led
+        return cast(Result, led)
 
     def _runner(self, parallel: TensorParallel) -> ModelRunner:
-        assert self._config.num_kvcache_blocks is not None
-        runner = ModelRunner(load(self._checkpoint, self._config, parallel=parallel), self._config.num_kvcache_blocks)
-        runner.device_batch = DeviceBatch(DelayedDevice(), self._config.max_num_seqs)
-        return runner
+        """Started as an engine starts it."""
+        loaded = load(self._checkpoint, self._config, parallel=parallel, seam=self._devices[parallel.rank])
+        return start_runner(loaded, meet=lambda: None, agree=lambda size: (size.num_blocks, size.num_slots))
 
     def _lead(self, lead: Callable[[ModelRunner], Result]) -> Result:
         def fail(sentence: str) -> None:

@@ -33,6 +33,7 @@ class FakeMemory:
 
     def __init__(self) -> None:
         self.used, self.top, self.graphs = 600 * MIB, 900 * MIB, 0
+        self.times_given_back = 0
 
     def run(self, num_bytes: int) -> None:
         """Something takes so much for a while."""
@@ -52,6 +53,9 @@ class FakeMemory:
 
     def peak(self) -> int:
         return self.top
+
+    def give_back(self) -> None:
+        self.times_given_back += 1
 
     def reset_peak(self) -> None:
         self.top = self.used
@@ -80,9 +84,26 @@ def test_a_graph_is_captured_where_it_leaves_steps_their_memory(
         shortage = room.shortage()
         found.append(shortage is None)
         if shortage is None:
-            memory.graphs += taken * MIB
-            room.note_graph()
+            with room.capturing():
+                memory.graphs += taken * MIB
     assert found == told
+    # Of the steps that run between captures nothing is taken.
+    assert memory.times_given_back == 1
+
+
+def test_a_larger_graph_than_all_before_is_judged_by_its_own_pass() -> None:
+    memory = FakeMemory()
+    room = GraphMemory(memory)
+    memory.run(100 * MIB)
+    for of_pass, shortage in ((10, None), (20, None), (69, "it may take 0.07 GiB"), (15, None)):
+        room.begin()
+        memory.run(of_pass * MIB)
+        found = room.shortage()
+        assert (found is None) == (shortage is None)
+        assert (found or "").startswith(shortage or "")
+        if found is None:
+            with room.capturing():
+                pass
 
 
 def test_a_shortage_is_told_with_its_figures() -> None:

@@ -14,12 +14,14 @@ from engine.runner.device_batch import DeviceBatch
 from engine.runner.graphs import capture_sizes
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 from models.attention.backend import AttentionMetaData
 from models.attention.context import get_forward_context
 from models.parallel.tensor_parallel import ExpertParallel, TensorParallel
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.delayed_device import DelayedDevice
+from tests.parity.rank_threads import RankThreads
 from tests.parity.runners import rebuilt
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, prompts, runner_for
@@ -27,6 +29,7 @@ from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, prompt
 __all__ = ["checkpoint", "prompts"]
 
 SIZES = (1, 2, 4, 8)
+FIELDS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 64, "num_kvcache_blocks": NUM_BLOCKS}
 
 
 class GraphDevice(DelayedDevice):
@@ -57,9 +60,12 @@ def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1)
 
 
-def graphed(checkpoint: Path, sizes: tuple[int, ...] = SIZES, **fields: Any) -> tuple[ModelRunner, GraphDevice]:
-    """A runner on a device with graphs."""
-    runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": sizes}, **fields)
+def graphed(
+    checkpoint: Path, sizes: tuple[int, ...] = SIZES, capture: str = "behind", **fields: Any
+) -> tuple[ModelRunner, GraphDevice]:
+    """A runner on a device with graphs, which has captured none yet."""
+    how = {"cudagraph_capture_sizes": sizes, "capture": capture}
+    runner = runner_for(checkpoint, compilation_config=how, **fields)
     device = GraphDevice()
     runner = rebuilt(runner, device, NUM_BLOCKS)
     return runner, device
@@ -83,15 +89,46 @@ def test_graphs_are_captured_behind_traffic_and_give_the_tokens_of_eager_steps(
     assert device.num_captured == len(SIZES)
 
 
-def test_the_largest_size_is_captured_first_also_while_idle(checkpoint: Path) -> None:
-    runner, _ = graphed(checkpoint)
+@pytest.mark.parametrize(("capture", "order"), [("start", [8, 4, 2, 1]), ("behind", [1, 2, 4, 8])])
+def test_sizes_are_captured_largest_first_at_the_start_and_smallest_first_behind_it(
+    checkpoint: Path, capture: str, order: list[int]
+) -> None:
+    runner, _ = graphed(checkpoint, capture=capture)
     assert runner.graphs is not None
-    captured = []
+    captured: list[int] = []
     for _ in SIZES:
         runner.prepare_ahead()
-        captured.append(runner.graphs.captured_sizes[0])
-    assert captured == [8, 4, 2, 1]
-    assert runner.graphs.captured_sizes == list(SIZES)
+        captured += set(runner.graphs.captured_sizes) - set(captured)
+    assert captured == order
+
+
+def test_the_first_decode_after_the_start_replays_a_graph_on_every_rank(
+    checkpoint: Path, prompts: list[list[int]]
+) -> None:
+    devices = [GraphDevice(), GraphDevice()]
+    ranks = RankThreads(checkpoint, devices=devices, capture="start", sizes=SIZES, **FIELDS)
+    replayed = []
+
+    def lead(runner: ModelRunner) -> None:
+        assert runner.graphs is not None
+        assert [device.num_captured for device in devices] == [len(SIZES)] * 2
+        before = devices[0].num_replayed
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        waiting(runner, [Sequence(prompt, 16, params, id=index) for index, prompt in enumerate(prompts[:3])])
+        replayed.append(devices[0].num_replayed - before)
+
+    ranks.run(lead)
+    # The prompts' step, and three decodes; of rank 1 what tried its graphs is the same.
+    assert replayed == [3]
+    assert devices[0].num_replayed == devices[1].num_replayed
+    assert [device.num_captured for device in devices] == [len(SIZES)] * 2
+
+
+def test_without_captures_at_the_start_none_is_made_before_the_first_step(checkpoint: Path) -> None:
+    devices = [GraphDevice(), GraphDevice()]
+    ranks = RankThreads(checkpoint, devices=devices, capture="behind", sizes=SIZES, **FIELDS)
+    ranks.run(lambda runner: None)
+    assert [device.num_captured for device in devices] == [0, 0]
 
 
 def test_a_replay_reads_fixed_memory_and_rows_that_pad_it_write_to_a_block_of_nobodys(
@@ -166,7 +203,7 @@ def test_a_backend_without_graphs_is_asked_once(checkpoint: Path, monkeypatch: p
     assert runner.graphs is not None
     assert not runner.graphs.capture_next()
     assert not runner.graphs.capture_next()
-    assert asked == [8]
+    assert asked == [1]
 
 
 def test_enforce_eager_and_models_that_cannot_be_replayed_have_no_graphs(checkpoint: Path) -> None:

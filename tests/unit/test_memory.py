@@ -191,9 +191,13 @@ class FakeGpu:
     def peak(self) -> int:
         return self.most
 
+    def give_back(self) -> None:
+        self.calls.append("give_back")
+        self.reserved = self.in_use
+
     def reset_peak(self) -> None:
         self.calls.append("reset_peak")
-        self.most = self.reserved = self.in_use
+        self.most = self.in_use
 
     def step(self, num_seqs: int) -> None:
         self.calls.append(f"step of {num_seqs}")
@@ -205,7 +209,7 @@ def test_a_gpu_gives_what_utilization_leaves_beside_the_peak_and_what_others_hol
     gpu = FakeGpu()
     config = Config(gpu_memory_utilization=0.5, max_num_seqs=64)
     budget = gpu_budget(config, gpu, gpu.step, block_bytes=GIB, slot_bytes=0)
-    assert gpu.calls == ["reset_peak", "step of 64"]
+    assert gpu.calls == ["give_back", "reset_peak", "step of 64"]
     # The block that the step wrote to is one of the cache's.
     assert budget.num_bytes == (40 - 25 - 4) * GIB
     assert budget.field == "gpu_memory_utilization"
@@ -218,7 +222,7 @@ def test_states_of_the_worst_case_step_are_the_caches_own(slot_bytes: int, num_s
     gpu = FakeGpu(slot_bytes)
     gpu.reserved += 20 * GIB  # Kept for reuse, which is given back first.
     budget = gpu_budget(Config(max_num_seqs=64), gpu, gpu.step, block_bytes=0, slot_bytes=slot_bytes)
-    assert gpu.calls == ["reset_peak", f"step of {num_seqs}"]
+    assert gpu.calls == ["give_back", "reset_peak", f"step of {num_seqs}"]
     assert budget.num_bytes == (72 - 26 - 4) * GIB
     size = kv_cache_size(
         Config(max_num_seqs=64), block_bytes=1, slot_bytes=1, max_model_len=100, budget=lambda: budget
@@ -239,7 +243,7 @@ def test_ranks_with_other_room_measure_a_step_of_as_many_sequences() -> None:
             slot_bytes=GIB,
             agree=lambda is_so, answers=answers: next(answers) and is_so,
         )
-    assert roomy.calls == full.calls == ["reset_peak", "step of 16"]
+    assert roomy.calls == full.calls == ["give_back", "reset_peak", "step of 16"]
 
 
 def test_a_cache_without_room_for_a_block_says_how_much_is_missing() -> None:
