@@ -62,8 +62,6 @@ class AttentionTarget(NamedTuple):
     backend: AttentionBackend
     tables: DeviceBlockTables | None
     """None where the backend reads tables on the host."""
-    have_states: bool
-    """Whether layers keep states by slot."""
     graphs_take_adapters: bool
     """Whether captured graphs read the LoRA adapter of each token."""
 
@@ -155,7 +153,9 @@ def _metadata(
         block_tables=block_tables,
         slot_mapping=inputs.slot_mapping,
         num_decodes=inputs.num_decodes,
-        slots=inputs.slots if target.have_states else None,
+        slots=inputs.states,
+        slots_after=inputs.states_after,
+        num_by_token=inputs.num_by_token,
         query_len=inputs.query_len,
         send=send,
     )

@@ -27,9 +27,8 @@ from engine.runner.input_batch import StepInputs, UniformRows
 from engine.runner.kv_cache import LayerCaches
 from engine.runner.memory_sizing import gib
 from engine.speculative.drafts import max_verified_rows
-from models.attention.backend import AttentionBackend, AttentionMetaData
+from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
 from models.attention.context import Context, LoRARows, forward_context
-from models.attention.gpu import NO_SLOT
 from models.layers.base import CausalLM
 from models.lora.adapters import capture_obstacle
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
@@ -127,15 +126,13 @@ class GraphShape:
     """Tokens of a row: one, and the drafts that are verified with it."""
     has_adapters: bool = False
     """Whether rows may use LoRA adapters."""
-    have_states: bool = False
-    """Whether layers keep states by slot."""
+    states_per_slot: int = 0
+    """States that a layer keeps for each slot; 0: none does."""
 
-    def __post_init__(self) -> None:
-        if self.have_states and self.query_len > 1:
-            raise ValueError(
-                f"a row is to verify {self.query_len - 1} drafts, but the model's recurrent states cannot take back a "
-                "draft that is rejected"
-            )
+    @property
+    def padding_state(self) -> int:
+        """The padding rows' index in the layers' states."""
+        return self.padding_slot * self.states_per_slot
 
 
 class GraphRunner:
@@ -234,6 +231,11 @@ class GraphRunner:
             block_tables=tables,
             num_decodes=size,
             slots=_extended(inputs.slots, missing, shape.padding_slot),
+            states=None if inputs.states is None else _extended(inputs.states, missing, shape.padding_state),
+            states_after=None
+            if inputs.states_after is None
+            else _extended(inputs.states_after, missing * length, shape.padding_state),
+            num_by_token=size if inputs.num_by_token else 0,
             pending_rows=pending_rows,
             pending_tokens=pending_tokens,
             adapters=None if inputs.adapters is None else _extended(inputs.adapters, missing, 0),
@@ -366,7 +368,7 @@ class GraphRunner:
 
         Layers' states change with each pass: models that keep some are not compared.
         """
-        if self._shape.have_states:
+        if self._shape.states_per_slot:
             return True
         assert self._hidden is not None
         hidden = self._hidden[: size * self._shape.query_len]
@@ -435,13 +437,18 @@ class GraphRunner:
         # The padding block stands for all blocks of the context: positions beyond it are stored nowhere.
         slots = np.where(positions < shape.block_size, self.padding_slot + positions, NO_SLOT)
         num_blocks = -(-seq_len // shape.block_size)
+        states_after = None
+        if shape.states_per_slot and shape.query_len > 1:
+            states_after = np.full(size * shape.query_len, shape.padding_state)
         metadata = self._backend.build_metadata(
             query_lens=np.full(size, shape.query_len, dtype=np.int64),
             seq_lens=np.full(size, seq_len, dtype=np.int64),
             block_tables=np.full((size, num_blocks), shape.padding_block, dtype=np.int32),
             slot_mapping=np.tile(slots, size),
             num_decodes=size,
-            slots=np.full(size, shape.padding_slot) if shape.have_states else None,
+            slots=np.full(size, shape.padding_state) if shape.states_per_slot else None,
+            slots_after=states_after,
+            num_by_token=size if states_after is not None else 0,
             query_len=shape.query_len,
         )
         for tokens in self._tokens:
@@ -561,7 +568,7 @@ def make_graphs(
         padding_block=padding_block,
         padding_slot=padding_slot,
         has_adapters=bool(config.lora),
-        have_states=caches.have_states,
+        states_per_slot=caches.states_per_slot if caches.have_states else 0,
     )
     sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
     memory = GraphMemory(device.memory)

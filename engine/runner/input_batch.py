@@ -17,6 +17,7 @@ from engine.messages import PoolingParams
 from engine.sampling.parameters import SamplingColumns, SamplingRows
 from engine.sampling.verification import accepted_positions
 from engine.sequence import Sequence
+from models.attention.backend import NO_SLOT
 
 
 class StepRows(Protocol):
@@ -87,6 +88,10 @@ class StepInputs:
     sampling: SamplingRows | None
     """None where sampling a row needs its last token, which the host has not read yet."""
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
+    states: npt.NDArray[np.int64] | None = None  # [B], see `AttentionMetaData.slots`; None where layers keep none
+    states_after: npt.NDArray[np.int64] | None = None  # [T], see `AttentionMetaData.slots_after`
+    num_by_token: int = 0
+    """Leading rows that decode, in a step that verifies drafts of a model with states."""
     query_len: int = 1
     """Tokens of a decode: one, and the drafts that are verified with it."""
     has_drafts: bool = False
@@ -160,9 +165,15 @@ class InputBatch:
         vocab_size: int,
         seed: int,
         device_has_tables: bool = False,
+        states_per_slot: int = 0,
     ) -> None:
-        """`device_has_tables`: steps have no block tables; `table_changes` has what the device's copy lacks."""
+        """`device_has_tables`: steps have no block tables; `table_changes` has what the device's copy lacks.
+
+        `states_per_slot`: states of a sequence that each recurrent layer keeps: one, and one for each draft that a
+        step verifies, so that the one after the accepted drafts can be chosen; 0 where layers keep no states.
+        """
         self.block_size = block_size
+        self._states_per_slot = states_per_slot
         self._device_has_tables = device_has_tables
         try:
             # One more: a token is sampled after a prompt that fills the context as well, and then dropped.
@@ -178,6 +189,8 @@ class InputBatch:
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
         """Tokens of each slot that the host knows: the last one may have been sampled and not read yet."""
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._valid_state = np.zeros(max_num_seqs, dtype=np.int64)
+        """Of each slot's states, the one after all tokens that were computed and accepted."""
         self._adapters: npt.NDArray[np.int32] | None = None
         self._pooling: dict[int, PoolingParams] = {}
         """Parameters by slot, of sequences that pool their prompts."""
@@ -211,7 +224,9 @@ class InputBatch:
         # Prompt spans refer to tokens of the step by index, so rows cannot grow.
         is_movable = not batch.prompt_spans
         if drafts and uniform_rows and is_movable:
-            query_lens = _of_one_length(scheduled, seq_lens, num_decodes, uniform_rows)
+            # Tokens that change no state give no keys and values that others of their step could read.
+            num_before = int(self._states_per_slot > 0)
+            query_lens = _of_one_length(scheduled, seq_lens - num_before, num_decodes, uniform_rows)
         ends = np.cumsum(query_lens)
         num_tokens_in_step = int(ends[-1])
         if num_tokens_in_step == len(slots):
@@ -239,6 +254,11 @@ class InputBatch:
             # To the attention backend rows of one length are decodes; others are spans like those of a prompt.
             shortest, longest = query_lens[:num_decodes].min(), query_lens[:num_decodes].max()
             num_decodes, query_len = (num_decodes, int(longest)) if shortest == longest else (0, 1)
+        states = states_after = None
+        if self._states_per_slot:
+            states = slots * self._states_per_slot + self._valid_state[slots]
+        if drafts and states is not None:
+            states_after = self._states_after(slots, states, scheduled, query_lens, batch.total_seqs_num_decode)
         sampled_slots, sampled_positions = slots[sampled], positions[last_tokens] + 1
         # Of a row's tokens, drafts aside, the host may only lack the last.
         num_read = self._num_read[slots]
@@ -254,6 +274,9 @@ class InputBatch:
             num_blocks=num_blocks,
             num_decodes=num_decodes,
             slots=slots,
+            states=states,
+            states_after=states_after,
+            num_by_token=0 if states_after is None else batch.total_seqs_num_decode,
             sampled_rows=sampled,
             sampled_slots=sampled_slots,
             last_tokens=last_tokens,
@@ -267,6 +290,28 @@ class InputBatch:
             has_drafts=bool(drafts),
             pooled=pooled,
         )
+
+    def _states_after(
+        self,
+        slots: npt.NDArray[np.int64],
+        states: npt.NDArray[np.int64],
+        scheduled: npt.NDArray[np.int64],
+        computed: npt.NDArray[np.int64],
+        num_decodes: int,
+    ) -> npt.NDArray[np.int64]:
+        """The index that the state after each token of a step gets. # 4 x [B] -> [T]
+
+        `scheduled`: tokens of each row, of `computed` ones the last. The first of a decode replaces the state that it
+        begins with, and each draft has the next of the slot's states, which are used in turn.
+        """
+        after = np.repeat(states, computed)
+        is_decode = np.repeat(np.arange(len(slots)) < num_decodes, computed)
+        index = np.arange(len(after)) - np.repeat(np.cumsum(computed) - scheduled, computed)
+        count = self._states_per_slot
+        base = np.repeat(slots * count, computed)
+        after[is_decode] = (base + (after - base + index) % count)[is_decode]
+        after[index < 0] = NO_SLOT
+        return after
 
     def _pooled_spans(
         self,
@@ -319,6 +364,11 @@ class InputBatch:
         self._num_read[slots] = positions + 1
         if inputs.has_drafts:
             # No step was launched after this one, and of some rows no position may be accepted.
+            if inputs.states_after is not None:
+                num_accepted = np.bincount(inputs.sampled_rows[accepted], minlength=len(inputs.slots))
+                further = np.maximum(num_accepted - 1, 0)
+                valid = self._valid_state[inputs.slots] + further
+                self._valid_state[inputs.slots] = valid % self._states_per_slot
             slots = inputs.sampled_slots
             self._num_tokens[slots] = self._num_read[slots]
         else:
@@ -393,6 +443,7 @@ class InputBatch:
         slot = seq.slot
         self._tokens[slot, : len(seq.token_ids)] = seq.token_ids
         self._num_tokens[slot] = self._num_read[slot] = len(seq.token_ids)
+        self._valid_state[slot] = 0
         self._block_table[slot, : len(seq.block_table)] = seq.block_table
         self._num_blocks[slot] = len(seq.block_table)
         if self._device_has_tables:

@@ -91,8 +91,14 @@ class LayerCaches:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        states_per_slot: int = 1,
     ) -> None:
-        """`dtype` is the model's, which states have; `kv_dtype` that of all paged caches, None: the same."""
+        """`dtype` is the model's, which states have; `kv_dtype` that of all paged caches, None: the same.
+
+        `states_per_slot`: states of a sequence in each layer that keeps some: one, and one more for each draft that a
+        step verifies.
+        """
+        self.states_per_slot = states_per_slot
         self._kv_dtype = kv_dtype or dtype
         self._specs = specs
         self._backend = backend
@@ -127,7 +133,7 @@ class LayerCaches:
     def slot_bytes(self) -> int:
         """Bytes of one sequence's states in all layers."""
         states = [spec for spec in self._specs if isinstance(spec, StateCacheSpec)]
-        return sum(spec.bytes_per_sequence(self._dtype) for spec in states)
+        return self.states_per_slot * sum(spec.bytes_per_sequence(self._dtype) for spec in states)
 
     def allocate(self, num_blocks: int, num_slots: int | None = None) -> dict[str, LayerCache]:
         """Zeros, by layer name; states for fewer sequences than declared where `num_slots` says so."""
@@ -164,7 +170,12 @@ class LayerCaches:
             case StateCacheSpec():
                 return StateCache(
                     tuple(
-                        zeros((num_slots, *shape), dtype or self._dtype, self._device, lower="max_num_seqs")
+                        zeros(
+                            (num_slots * self.states_per_slot, *shape),
+                            dtype or self._dtype,
+                            self._device,
+                            lower="max_num_seqs",
+                        )
                         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
                     )
                 )

@@ -118,6 +118,7 @@ class LoadedModel:
             dtype=self.dtype,
             device=self.device,
             kv_dtype=KV_CACHE_DTYPES[self.config.quantization_config.kv_cache_dtype],
+            states_per_slot=1 + self.config.num_drafts,
         )
 
     def dp_metadata(self, num_tokens: int, tokens_across_dp: tuple[int, ...] = ()) -> DPMetadata | None:
@@ -215,11 +216,6 @@ def load_model(
         loaded = _for_pooling(loaded, pooling)
     if not loaded.layer_caches().have_states:
         return loaded
-    if config.num_drafts:
-        raise ValueError(
-            f"num_speculative_tokens is {config.num_drafts}, but {model_config.architecture} "
-            "keeps recurrent states, which cannot take back a draft that is rejected; leave it out"
-        )
     # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
 

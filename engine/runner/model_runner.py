@@ -212,6 +212,7 @@ class ModelRunner:
             vocab_size=self.model_config.vocab_size,
             seed=config.seed,
             device_has_tables=self.backend.reads_tables_on_device,
+            states_per_slot=self.caches.states_per_slot if self.caches.have_states else 0,
         )
         self.device_batch = DeviceBatch(loaded.seam, config.max_num_seqs)
         self.tables: DeviceBlockTables | None = None
@@ -529,7 +530,7 @@ class ModelRunner:
         if self.graphs is not None and not batch.prompt_spans and is_captured:
             size = self.graphs.size_for(inputs)
         padded = inputs if self.graphs is None else self.graphs.pad(inputs, size)
-        target = AttentionTarget(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
+        target = AttentionTarget(self.backend, self.tables, bool(self.config.lora))
         return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, target, size)
 
     def run_model(self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]) -> StepResult:

@@ -22,6 +22,9 @@ from models.registry import Registry
 
 _log = logging.getLogger(__name__)
 
+NO_SLOT = -1
+"""The slot of tokens that are not stored, of rows without a state, and of tokens that change none."""
+
 
 @dataclass(slots=True, kw_only=True)
 class AttentionMetaData:
@@ -36,7 +39,13 @@ class AttentionMetaData:
     """Leading rows of `query_len` tokens each."""
     query_len: int = 1
     """One token, plus the drafts that are verified with it."""
-    slots: torch.Tensor | None = None  # [B] int64, each row's index in the layers' `StateCache`
+    slots: torch.Tensor | None = None  # [B] int64
+    """Index in the layers' `StateCache` of the state that each row begins with."""
+    slots_after: torch.Tensor | None = None  # [T] int64
+    """Index that the state after each token gets; `NO_SLOT`: the token was computed before, and changes none. None:
+    each row's state is updated in place."""
+    num_by_token: int = 0
+    """Leading rows of which `slots_after` has more than one index, because they verify drafts."""
     step: Step | None = None
     """The same step as the CPU operators read it, where they run."""
 
@@ -78,6 +87,8 @@ class AttentionBackend(ABC):
         slot_mapping: npt.NDArray[np.int64],
         num_decodes: int,
         slots: npt.NDArray[np.int64] | None = None,
+        slots_after: npt.NDArray[np.int64] | None = None,
+        num_by_token: int = 0,
         query_len: int = 1,
         send: Send | None = None,
     ) -> AttentionMetaData:
@@ -85,7 +96,7 @@ class AttentionBackend(ABC):
 
         `query_lens` [B]: tokens computed. `seq_lens` [B]: tokens attended to, those included. `block_tables`
         [B, max_blocks]: entries past a row's length are ignored. `slot_mapping` [T]: block * block_size + offset.
-        `slots` [B]: each row's index in the layers' states, where they keep any. `send` copies the arrays to the
+        `slots` [B], `slots_after` [T] and `num_by_token` as in `AttentionMetaData`. `send` copies the arrays to the
         device; without it each call copies them itself. No work that reads them is enqueued.
         """
 

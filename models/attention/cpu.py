@@ -390,6 +390,8 @@ class CPUAttentionBackend(AttentionBackend):
         slot_mapping: npt.NDArray[np.int64],
         num_decodes: int,
         slots: npt.NDArray[np.int64] | None = None,
+        slots_after: npt.NDArray[np.int64] | None = None,
+        num_by_token: int = 0,
         query_len: int = 1,
         send: Send | None = None,
     ) -> CPUAttentionMetaData:
@@ -406,6 +408,8 @@ class CPUAttentionBackend(AttentionBackend):
             num_decodes=num_decodes if query_len == 1 else 0,
             query_len=query_len,
             slots=None if slots is None else torch.from_numpy(slots),
+            slots_after=None if slots_after is None else torch.from_numpy(slots_after),
+            num_by_token=num_by_token,
             query_lens=queries,
             context_lens=contexts,
             host_block_tables=block_tables,

@@ -28,6 +28,7 @@ class NativeMetaData(CPUAttentionMetaData):
             seq_lens=self.seq_lens,
             block_tables=self.block_tables,
             state_slots=self.slots,
+            states_after=self.slots_after,
         )
 
 

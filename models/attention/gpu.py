@@ -10,13 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.backend import AttentionBackend, AttentionMetaData
+from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
 from models.ops.memory import Send, upload
 from models.ops.triton.grids import MAX_PIECES, PIECE, AttentionPlan, list_pieces, list_tiles, num_pieces
 
 Lengths = npt.NDArray[np.int64]
-NO_SLOT = -1
-"""The slot of tokens that are not stored, and of rows without a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +90,7 @@ class CaptureBuffers:
         self._block_tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
         self._slot_mapping = torch.full((max_batch_size * query_len,), NO_SLOT, dtype=torch.int64, device=device)
         self._slots = torch.full((max_batch_size,), NO_SLOT, dtype=torch.int64, device=device)
+        self._slots_after = torch.full_like(self._slot_mapping, NO_SLOT)
         self._items = torch.zeros(max_batch_size * MAX_PIECES, dtype=torch.int32, device=device)
         self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -110,6 +109,8 @@ class CaptureBuffers:
             num_decodes=batch_size,
             query_len=self._query_len,
             slots=self._slots[:batch_size],
+            slots_after=self._slots_after[: batch_size * self._query_len] if self._query_len > 1 else None,
+            num_by_token=batch_size if self._query_len > 1 else 0,
             items=self._items[: batch_size * MAX_PIECES],
             num_items=self._num_items,
             lengths=None,
@@ -126,6 +127,7 @@ class CaptureBuffers:
             self._seq_lens[rows:batch_size] = 0
             self._slot_mapping[rows * self._query_len : batch_size * self._query_len] = NO_SLOT
             self._slots[rows:batch_size] = NO_SLOT
+            self._slots_after[rows * self._query_len : batch_size * self._query_len] = NO_SLOT
         # One launch for all contiguous tensors of one dtype.
         torch._foreach_copy_(
             [self._seq_lens[:rows], self._items[: len(step.items)], self._num_items],
@@ -135,6 +137,9 @@ class CaptureBuffers:
         if step.slots is not None:
             wide.append(self._slots[:rows])
             filled.append(step.slots)
+        if step.slots_after is not None:
+            wide.append(self._slots_after[: rows * self._query_len])
+            filled.append(step.slots_after)
         torch._foreach_copy_(wide, filled)
         if step.block_tables.data_ptr() != self._block_tables.data_ptr():
             self._block_tables[:rows, :width].copy_(step.block_tables)
@@ -159,6 +164,8 @@ class GPUAttentionBackend(AttentionBackend):
         slot_mapping: npt.NDArray[np.int64],
         num_decodes: int,
         slots: npt.NDArray[np.int64] | None = None,
+        slots_after: npt.NDArray[np.int64] | None = None,
+        num_by_token: int = 0,
         query_len: int = 1,
         send: Send | None = None,
     ) -> TritonMetaData:
@@ -174,8 +181,7 @@ class GPUAttentionBackend(AttentionBackend):
             items,
             np.array([len(items)], dtype=np.int32),
         ]
-        if slots is not None:
-            arrays.append(slots)
+        arrays += [each for each in (slots, slots_after) if each is not None]
         if isinstance(block_tables, np.ndarray):
             arrays.append(block_tables)
         query_starts, contexts, mapping, pieces, num_items, *rest = (send or partial(upload, device=self._device))(
@@ -190,7 +196,9 @@ class GPUAttentionBackend(AttentionBackend):
             slot_mapping=mapping,
             num_decodes=num_decodes,
             query_len=query_len,
-            slots=rest[0] if rest else None,
+            slots=rest.pop(0) if slots is not None else None,
+            slots_after=rest.pop(0) if slots_after is not None else None,
+            num_by_token=num_by_token,
             items=pieces,
             num_items=num_items,
             lengths=lengths,

@@ -178,15 +178,14 @@ class GatedDeltaNet(nn.Module):
         """Each row's tokens through its convolution and its state; decodes together, then prefills one by one."""
         assert metadata.slots is not None
         conv_states, states = cache.tensors
-        read = decay.new_empty(*decay.shape, self.value_dim)
-        if count := metadata.num_decodes:
-            slots = metadata.slots[:count]
-            window = torch.cat((conv_states[slots], mixed[:count, :, None]), dim=-1)
-            conv_states[slots] = window[..., 1:]
+        read = decay.new_zeros(*decay.shape, self.value_dim)
+        for tokens, before, after in _single_tokens(metadata):
+            window = torch.cat((conv_states[before], mixed[tokens, :, None]), dim=-1)
+            conv_states[after] = window[..., 1:]
             q, k, v = self._heads(self.conv1d(window)[..., 0])
-            state = states[slots]
-            read[:count] = delta_rule_step(q, k, v, decay[:count], beta[:count], state)
-            states[slots] = state
+            state = states[before]
+            read[tokens] = delta_rule_step(q, k, v, decay[tokens], beta[tokens], state)
+            states[after] = state
         for slot, tokens, is_first in _spans(metadata):
             if is_first:
                 conv_states[slot], states[slot] = 0, 0
@@ -250,11 +249,15 @@ def _plan_of(metadata: TritonMetaData) -> "DeltaPlan":
     import models.ops.triton.gated_delta as kernels
 
     assert metadata.slots is not None
+    by_token = None
+    if metadata.slots_after is not None:
+        by_token = kernels.ByToken(metadata.cu_seqlens_q, metadata.slots_after)
     if metadata.lengths is None:
-        return kernels.DeltaPlan(metadata.num_decodes, metadata.slots)
+        return kernels.DeltaPlan(metadata.num_decodes, metadata.slots, by_token=by_token)
     if "delta" not in metadata.plans:
         queries, contexts = metadata.lengths.queries.tolist(), metadata.lengths.contexts.tolist()
-        metadata.plans["delta"] = kernels.make_plan(queries, contexts, metadata.slots, metadata.num_decodes)
+        num_decodes = metadata.num_decodes if by_token is None else metadata.num_by_token
+        metadata.plans["delta"] = kernels.make_plan(queries, contexts, metadata.slots, num_decodes, by_token)
     plan: DeltaPlan = metadata.plans["delta"]
     return plan
 
@@ -285,12 +288,42 @@ class _Convolution(nn.Module):
         return F.silu(F.conv1d(x, self.weight, groups=len(self.weight)))
 
 
+def _single_tokens(metadata: AttentionMetaData) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The decodes' tokens, one of each row at a time: their indexes, and those of the states before and after them."""
+    assert metadata.slots is not None
+    slots, after = metadata.slots, metadata.slots_after
+    if after is None:
+        if count := metadata.num_decodes:
+            yield slice(0, count), slots[:count], slots[:count]
+        return
+    count = metadata.num_by_token
+    if metadata.query_len > 1:
+        # A captured graph must not read from the device. A token that changes no state writes into the last one, which
+        # is of padding rows.
+        length = metadata.query_len
+        before = slots[:count]
+        for index in range(length):
+            tokens = slice(index, count * length, length)
+            yield tokens, before, after[tokens]
+            before = torch.where(after[tokens] < 0, before, after[tokens])
+        return
+    starts = metadata.cu_seqlens_q.long()
+    counts = starts[1 : count + 1] - starts[:count]
+    before = slots[:count]
+    for index in range(int(counts.max())):
+        rows = torch.nonzero(counts > index)[:, 0]
+        of_rows = starts[rows] + index
+        yield of_rows, before[rows], after[of_rows]
+        before = before.index_copy(0, rows, after[of_rows])
+
+
 def _spans(metadata: AttentionMetaData) -> list[tuple[int, slice, bool]]:
     """Slot and tokens of each row after the decodes, and whether it starts its sequence."""
     assert metadata.slots is not None
-    if metadata.num_decodes == len(metadata.slots):
+    num_decodes = metadata.num_decodes if metadata.slots_after is None else metadata.num_by_token
+    if num_decodes == len(metadata.slots):
         return []  # A captured graph must not read from the device.
     ends = metadata.cu_seqlens_q.tolist()
-    rows = range(metadata.num_decodes, len(metadata.slots))
+    rows = range(num_decodes, len(metadata.slots))
     slots, lengths = metadata.slots.tolist(), metadata.seq_lens.tolist()
     return [(slots[row], slice(ends[row], ends[row + 1]), lengths[row] == ends[row + 1] - ends[row]) for row in rows]

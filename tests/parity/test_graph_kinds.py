@@ -269,18 +269,6 @@ def test_rows_of_a_token_and_its_drafts_are_replayed(
     assert device.num_replayed == 2
 
 
-def test_drafts_on_recurrent_states_are_refused(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, QWEN3_NEXT[0].family, **QWEN3_NEXT[0].overrides)
-    with pytest.raises(
-        ValueError, match=r"num_speculative_tokens is 3, but Qwen3Next\w+ keeps recurrent states, which"
-    ):
-        runner_for(path, speculative_config={"num_speculative_tokens": 3})
-    shape = {"block_size": 16, "max_blocks": 4, "padding_block": 9, "padding_slot": 9}
-    assert GraphShape(**shape, have_states=True).query_len == 1
-    with pytest.raises(ValueError, match=r"to verify 2 drafts, but the model's recurrent states cannot take back"):
-        GraphShape(**shape, have_states=True, query_len=3)
-
-
 @pytest.mark.parametrize("kind", [HostDevice, DelayedDevice])
 def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: type[HostDevice]) -> None:
     """Rows of three tokens, of which the first is on the device in two rows, and known in one."""
@@ -306,7 +294,7 @@ def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: t
     assert inputs.query_len == inputs.num_decodes == 3
     on_device = DeviceBatch(device, 4)
     on_device.last_tokens[:] = torch.tensor([70, 71, 72, 73, 0])
-    place = AttentionTarget(CapturedTorchBackend(), None, have_states=False, graphs_take_adapters=False)
+    place = AttentionTarget(CapturedTorchBackend(), None, graphs_take_adapters=False)
     shape = GraphShape(block_size=16, max_blocks=4, padding_block=9, padding_slot=4, query_len=3)
     padded = GraphRunner(device, CapturingBackend(), torch.add, (4,), shape).pad(inputs, 4)
     known = seqs[1].token_ids[-1]
@@ -345,5 +333,5 @@ def drafts(runner: ModelRunner, slots: np.ndarray[Any, np.dtype[np.int64]], leng
 
 
 def assembled(runner: ModelRunner, inputs: StepInputs, size: int) -> DeviceInputs:
-    place = AttentionTarget(runner.backend, runner.tables, have_states=False, graphs_take_adapters=False)
+    place = AttentionTarget(runner.backend, runner.tables, graphs_take_adapters=False)
     return runner.device_batch.assemble(inputs, runner.input_batch.table_changes, place, size)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.messages import RequestOutput
 from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
 from engine.runner.device_batch import DeviceBatch
@@ -20,6 +21,7 @@ from engine.sequence import Sequence
 from engine.speculative.drafts import Drafts
 from models.attention.backend import AttentionBackend
 from models.attention.triton import TritonAttentionBackend
+from models.ops.cpu.runtime import load_library
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
@@ -29,7 +31,7 @@ from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, moe
+from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, moe, qwen3_5, qwen3_next
 
 __all__ = ["checkpoint", "triton_kernels"]
 
@@ -97,7 +99,14 @@ ARCHITECTURES = [
     pytest.param(gpt_oss.VARIANTS[0], id="gpt_oss"),
     pytest.param(deepseek.VARIANTS[1], id="deepseek_v2"),
     pytest.param(next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64), id="v32"),
+    pytest.param(qwen3_next.VARIANTS[2], id="qwen3_next"),
+    pytest.param(qwen3_5.VARIANTS[0], id="qwen3_5"),
 ]
+RECURRENT = qwen3_next.VARIANTS[0]
+_SIZES_OF_OPERATORS = {"head_dim": 32, "moe_intermediate_size": 48, "vocab_size": 160}
+TWO_LAYERS = RECURRENT._replace(
+    overrides={"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -121,9 +130,20 @@ def test_drafts_change_nothing_that_is_answered(
     assert {0, 1, K} <= set(known.lengths)
 
 
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with recurrent states."""
+    path = tmp_path_factory.mktemp("recurrent")
+    return make_checkpoint(path, RECURRENT.family, **{**RECURRENT.overrides, "vocab_size": 160})
+
+
+@pytest.mark.parametrize("keeps_states", [False, True])
 @pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
-def test_drafts_beside_chunks_of_prompts_and_in_few_blocks(checkpoint: Path, policy: str, oracle: Install) -> None:
+def test_drafts_beside_chunks_of_prompts_and_in_few_blocks(
+    checkpoint: Path, recurrent: Path, policy: str, keeps_states: bool, oracle: Install
+) -> None:
     """Rows are preempted, and go on with drafts."""
+    checkpoint = recurrent if keeps_states else checkpoint
     expected = answers(waiting(runner_for(checkpoint), sequences()))
     oracle(expected)
     fields: dict[str, Any] = {"scheduling_policy": policy, "max_num_batched_tokens": 20, **SPECULATIVE}
@@ -133,16 +153,45 @@ def test_drafts_beside_chunks_of_prompts_and_in_few_blocks(checkpoint: Path, pol
     assert answers(Ahead(runner).run(sequences())) == expected
 
 
+@pytest.mark.skipif(load_library() is None, reason="only the compiled operators give a token the same result alone")
+def test_the_compiled_operators_choose_the_state_after_the_accepted_drafts(tmp_path: Path, oracle: Install) -> None:
+    """Whatever is accepted, among chunks of prompts, no bit of a log probability changes."""
+    path = make_checkpoint(tmp_path, RECURRENT.family, **_SIZES_OF_OPERATORS, dtype=torch.bfloat16)
+    fields: dict[str, Any] = {"scheduling_policy": "mixed", "max_num_batched_tokens": 20}
+    plain = waiting(runner_for(path, torch.bfloat16, **fields), sequences())
+    known = oracle(answers(plain))
+    runner = runner_for(path, torch.bfloat16, **fields, **SPECULATIVE)
+    assert runner.program is not None
+    verified = waiting(runner, sequences())
+    assert answers(verified) == answers(plain)
+    assert exact_logprobs(verified) == exact_logprobs(plain)
+    assert {0, 1, K} <= set(known.lengths)
+
+
+def exact_logprobs(outputs: list[RequestOutput]) -> dict[int, list[float]]:
+    """Log probabilities of each sequence's tokens, to be compared bit by bit."""
+    found: dict[int, list[float]] = {}
+    for output in outputs:
+        found.setdefault(output.request_id, []).extend(each.logprob for each in output.logprobs or ())
+    return found
+
+
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("backend", [CapturingBackend, CapturedTorchBackend])
+@pytest.mark.parametrize(
+    ("backend", "keeps_states"),
+    [(CapturingBackend, False), (CapturedTorchBackend, False), (CapturingBackend, True)],
+)
 def test_rows_that_verify_drafts_are_replayed(
     checkpoint: Path,
+    recurrent: Path,
     backend: type[AttentionBackend],
+    keeps_states: bool,
     ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
     oracle: Install,
 ) -> None:
-    """Rows of fewer drafts are filled up with tokens that were computed before."""
+    """Rows of fewer drafts are filled up with tokens that were computed before, which leave states as they are."""
+    checkpoint = recurrent if keeps_states else checkpoint
     expected = answers(waiting(runner_for(checkpoint), sequences()))
     oracle(expected)
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: backend())
@@ -214,7 +263,11 @@ def told_lengths(runner: ModelRunner) -> list[tuple[int, list[int]]]:
 @requires_interpreter
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(None, id="qwen3"), pytest.param(deepseek.VARIANTS[1], id="deepseek_v2", marks=pytest.mark.slow)],
+    [
+        pytest.param(None, id="qwen3"),
+        pytest.param(deepseek.VARIANTS[1], id="deepseek_v2", marks=pytest.mark.slow),
+        pytest.param(TWO_LAYERS, id="qwen3_next"),
+    ],
 )
 def test_tritons_kernels_verify_drafts(
     variant: Variant | None,

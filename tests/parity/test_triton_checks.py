@@ -106,6 +106,7 @@ BROKEN = {
     "fp8_gemm_kernel": "a weight in fp8",
     "four_bit_gemm_kernel": "a weight in int4",
     "delta_conv_kernel": "delta net in fp16",
+    "delta_conv_step_kernel": "delta net in fp16",
     "gated_delta_step_kernel": "delta net in fp16",
     "delta_inverse_kernel": "delta net in fp16",
     "gated_delta_span_kernel": "delta net in fp16",

@@ -3,6 +3,7 @@
 from models.ops.triton.configs import TARGETS, config_of
 from models.ops.triton.gated_delta import (
     delta_conv_kernel,
+    delta_conv_step_kernel,
     delta_inverse_kernel,
     dot_precision,
     gated_delta_span_kernel,
@@ -14,8 +15,8 @@ from tools.kernels.compilation import Compilation
 
 _SIGNATURE = {
     **dict.fromkeys(("projected", "weight", "inputs", "out"), "*bf16"),
-    "slots": "*i64",
-    "spans": "*i32",
+    **dict.fromkeys(("slots", "after"), "*i64"),
+    **dict.fromkeys(("spans", "starts"), "*i32"),
     "token_rows": "*i32",
     **dict.fromkeys(("first_token", "stride", "slot_stride", "num_key_heads", "num_channels"), "i32"),
 }
@@ -38,8 +39,9 @@ _DELTA_CONV_COMPILATIONS = tuple(
     )
     for target in TARGETS.values()
     for kernel, variant, more in (
-        (delta_conv_kernel, "decode 512x4", {"IS_DECODE": True}),
-        (delta_conv_kernel, "spans 512x4", {"IS_DECODE": False}),
+        (delta_conv_step_kernel, "decode 512x4", {"HAS_STARTS": False}),
+        (delta_conv_step_kernel, "drafts 512x4", {"HAS_STARTS": True}),
+        (delta_conv_kernel, "spans 512x4", {}),
         (keep_inputs_kernel, "512x4", {}),
     )
 )
@@ -52,18 +54,21 @@ _GATED_DELTA_COMPILATIONS = tuple(
     compilation
     for target in TARGETS.values()
     for compilation in (
-        Compilation(
-            kernel=gated_delta_step_kernel,
-            variant="bf16 128x128",
-            target=target,
-            config=config_of("gated_delta_step", target),
-            signature={**_STEP, "states": "*fp32", "slots": "*i64"}
-            | dict.fromkeys(("ba_stride", "num_heads", "num_channels"), "i32"),
-            constexprs={"KEY": 128, "VALUE": 128, "GROUP": 2, "KEY_TILE": 128},
-            divisible=frozenset({"num_channels"}),
-            large=frozenset({"states"}),
-            # Two gates and, of the token's channels, what one thread has.
-            narrow_loads=24,
+        *(
+            Compilation(
+                kernel=gated_delta_step_kernel,
+                variant=f"{variant} bf16 128x128",
+                target=target,
+                config=config_of("gated_delta_step", target),
+                signature={**_STEP, "states": "*fp32", "slots": "*i64", "starts": "*i32", "after": "*i64"}
+                | dict.fromkeys(("ba_stride", "num_heads", "num_channels"), "i32"),
+                constexprs={"KEY": 128, "VALUE": 128, "GROUP": 2, "KEY_TILE": 128, "HAS_STARTS": variant == "drafts"},
+                divisible=frozenset({"num_channels"}),
+                large=frozenset({"states"}),
+                # Two gates and, of the token's channels, what one thread has.
+                narrow_loads=24,
+            )
+            for variant in ("decode", "drafts")
         ),
         Compilation(
             kernel=gated_norm_kernel,

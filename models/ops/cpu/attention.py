@@ -113,10 +113,11 @@ def make_step(
     input_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     state_slots: torch.Tensor | None = None,
+    states_after: torch.Tensor | None = None,
 ) -> Step:
     """A step of these arrays, which it keeps.
 
-    # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64, [B] int64
+    # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64, [B] int64, [T] int64
     """
     assert block_tables.is_contiguous()
     step = Step(
@@ -130,6 +131,7 @@ def make_step(
         block_tables.data_ptr(),
         block_tables.shape[1],
         pointer(state_slots),
+        pointer(states_after),
     )
-    step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions, state_slots
+    step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions, state_slots, states_after
     return step

@@ -86,14 +86,14 @@ CLONES static void scale_to(float *x, int64_t size, float wanted) {
     for (int64_t i = 0; i < size; i++) x[i] *= scale;
 }
 
-INLINE void recur_columns(float *state, const float *q, const float *k, const float *v, float decay, float beta,
-                          int64_t key_dim, int64_t value_dim, int count, float *read) {
+INLINE void recur_columns(const float *before, float *state, const float *q, const float *k, const float *v,
+                          float decay, float beta, int64_t key_dim, int64_t value_dim, int count, float *read) {
     vector held[AT_ONCE] = {{0}}, sums[AT_ONCE] = {{0}};
     for (int64_t key = 0; key < key_dim; key++)
         for (int i = 0; i < count; i++) {
-            float *at = state + key * value_dim + i * LANES;
-            vector now = load(at) * decay;
-            store(at, now);
+            int64_t at = key * value_dim + i * LANES;
+            vector now = load(before + at) * decay;
+            store(state + at, now);
             held[i] += k[key] * now;
         }
     for (int i = 0; i < count; i++) held[i] = (load(v + i * LANES) - held[i]) * beta;
@@ -107,14 +107,15 @@ INLINE void recur_columns(float *state, const float *q, const float *k, const fl
     for (int i = 0; i < count; i++) store(read + i * LANES, sums[i]);
 }
 
-/* The state fades, then moves what it holds under the key towards the value; the query reads it afterwards. */
-CLONES static void recur(float *state, const float *q, const float *k, const float *v, float decay, float beta,
-                         int64_t key_dim, int64_t value_dim, float *read) {
+/* The state before fades into the state after, which may be the same memory, and moves what it holds under the key
+ * towards the value; the query reads it afterwards. */
+CLONES static void recur(const float *before, float *state, const float *q, const float *k, const float *v,
+                         float decay, float beta, int64_t key_dim, int64_t value_dim, float *read) {
     int64_t i = 0;
     for (; i + AT_ONCE * LANES <= value_dim; i += AT_ONCE * LANES)
-        recur_columns(state + i, q, k, v + i, decay, beta, key_dim, value_dim, AT_ONCE, read + i);
+        recur_columns(before + i, state + i, q, k, v + i, decay, beta, key_dim, value_dim, AT_ONCE, read + i);
     for (; i < value_dim; i += LANES)
-        recur_columns(state + i, q, k, v + i, decay, beta, key_dim, value_dim, 1, read + i);
+        recur_columns(before + i, state + i, q, k, v + i, decay, beta, key_dim, value_dim, 1, read + i);
 }
 
 /* The norm of what was read, behind its gate. */
@@ -134,7 +135,7 @@ static float decay_of(const struct delta_net *op, int64_t head, float a) {
 }
 
 /* One token, by each of the value heads that share the part's key. */
-static void read_token(const struct part *part, int64_t token, float *states) {
+static void read_token(const struct part *part, int64_t token, const float *before, float *states) {
     const struct delta_net *op = part->op;
     int64_t keys = op->key_dim, values = op->value_dim, wide = op->group * values;
     const bf16 *gates = op->x + token * op->x_stride + part->head * 2 * (keys + wide) + 2 * keys + wide;
@@ -145,10 +146,15 @@ static void read_token(const struct part *part, int64_t token, float *states) {
     for (int64_t i = 0; i < op->group; i++) {
         int64_t head = part->head * op->group + i;
         float beta = 1 / (1 + expf(-widen(b[i])));
-        recur(states + i * keys * values, q, k, k + keys + i * values, decay_of(op, head, widen(a[i])), beta, keys,
-              values, part->read);
+        recur(before + i * keys * values, states + i * keys * values, q, k, k + keys + i * values,
+              decay_of(op, head, widen(a[i])), beta, keys, values, part->read);
         write_gated(op, part->read, gates + i * values, op->out + token * op->out_stride + head * values);
     }
+}
+
+/* Where a token's state goes. */
+static int64_t slot_after(const struct step *step, int64_t row, int64_t token) {
+    return step->states_after ? step->states_after[token] : step->state_slots[row];
 }
 
 static void read_row(const struct part *part, const struct step *step, int64_t row) {
@@ -156,15 +162,24 @@ static void read_row(const struct part *part, const struct step *step, int64_t r
     int64_t first = step->query_starts[row], past = step->query_starts[row + 1], slot = step->state_slots[row];
     if (first == past) return;
     int64_t wide = op->group * op->value_dim, state = op->key_dim * wide, position = op->kernel - 1;
-    bf16 *inputs = op->inputs + slot * op->key_heads * (2 * op->key_dim + wide) * (op->kernel - 1);
-    float *states = op->states + (slot * op->key_heads + part->head) * state;
-    if (step->seq_lens[row] == past - first) memset(states, 0, state * sizeof(float)); /* the sequence begins */
-    else remember(part, inputs);
-    for (int64_t token = first; token < past; token++, position++) {
-        convolve(part, op->x + token * op->x_stride + part->head * 2 * (op->key_dim + wide), position);
-        read_token(part, token, states);
+    int64_t of_slot = op->key_heads * (2 * op->key_dim + wide) * (op->kernel - 1);
+    float *before = op->states + (slot * op->key_heads + part->head) * state;
+    int begins = step->seq_lens[row] == past - first && slot_after(step, row, first) >= 0;
+    if (begins) memset(before, 0, state * sizeof(float));
+    else remember(part, op->inputs + slot * of_slot);
+    for (int64_t token = first; token < past; token++) {
+        int64_t after = slot_after(step, row, token);
+        if (after < 0) {
+            memset(op->out + token * op->out_stride + part->head * wide, 0, wide * sizeof(bf16));
+            continue;
+        }
+        float *states = op->states + (after * op->key_heads + part->head) * state;
+        convolve(part, op->x + token * op->x_stride + part->head * 2 * (op->key_dim + wide), position++);
+        read_token(part, token, before, states);
+        before = states;
+        if (token + 1 == past || slot_after(step, row, token + 1) != after)
+            keep(part, position, op->inputs + after * of_slot);
     }
-    keep(part, position, inputs);
 }
 
 /* Tasks: key heads of rows. */

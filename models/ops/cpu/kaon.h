@@ -57,7 +57,9 @@ struct step {
     const int32_t *seq_lens;       /* [B] */
     const int32_t *block_tables;   /* [B, max_blocks] */
     int64_t max_blocks;
-    const int64_t *state_slots; /* [B] each row's place in the layers' states, or NULL */
+    const int64_t *state_slots; /* [B] index of the state that each row begins with in every layer, or NULL */
+    const int64_t *states_after; /* [T] index that the state after each token gets, -1: the token changes none; NULL:
+                                  * the row's own */
     int64_t is_dummy; /* whether its tokens are padding, which no replica's experts compute */
 };
 

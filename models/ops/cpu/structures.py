@@ -39,7 +39,7 @@ class Step(ctypes.Structure):
 
     _fields_: ClassVar = _declared(
         "num_tokens num_rows *input_ids *positions *slots *query_starts *seq_lens *block_tables max_blocks "
-        "*state_slots is_dummy"
+        "*state_slots *states_after is_dummy"
     )
     kept: tuple[object, ...] = ()
     """What the pointers point to."""

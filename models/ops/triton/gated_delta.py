@@ -5,6 +5,7 @@ the delta rule for one token of each sequence and the norm after it, and the del
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,17 +31,24 @@ def _channels(head, columns, num_key_heads, KEY: tl.constexpr, VALUES: tl.conste
     return tl.where(columns < 2 * KEY, of_keys, 2 * num_key_heads * KEY + head * VALUES + columns - 2 * KEY)
 
 
-# What differs from step to step; the slots of spans may begin anywhere among those of a step.
-@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots"])
-def delta_conv_kernel(
+@triton.jit
+def _token_range(starts, row, HAS_STARTS: tl.constexpr):
+    """The tokens of a row that goes token by token: one, or those between its starts. # first, past"""
+    first, past = row, row + 1
+    if HAS_STARTS:
+        first, past = tl.load(starts + row), tl.load(starts + row + 1)
+    return first, past
+
+
+@triton.jit
+def delta_conv_step_kernel(
     projected,  # [T, num_key_heads * (2 * KEY + 2 * VALUES)]
     weight,  # [channels, 1, TAPS]
-    inputs,  # [slots, channels, TAPS - 1], what came before
+    inputs,  # [slots, channels, TAPS - 1]
     slots,  # [rows] int64, -1 for a row that is none
-    spans,  # [rows, 4] int32: first token, tokens, first chunk, whether it begins its sequence
-    token_rows,  # [T - first_token] int32; this and spans any pointers where IS_DECODE
+    starts,  # [rows + 1] int32, first token of each row
+    after,  # [T] int64, slot of the inputs after each token, -1: it is left out
     out,  # [T, channels]
-    first_token,  # Of the rows; decodes begin at 0
     stride,  # Of projected
     slot_stride,  # Of inputs
     num_key_heads,
@@ -49,18 +57,72 @@ def delta_conv_kernel(
     VALUES: tl.constexpr,  # A key head's value heads' dimensions together
     COLUMNS: tl.constexpr,  # 2 * KEY + VALUES, filled up to a power of two
     TAPS: tl.constexpr,
-    IS_DECODE: tl.constexpr,  # Every row has one token: its slot is brought up to date as well
+    HAS_STARTS: tl.constexpr,  # Whether rows verify drafts. If not, each has one token, and `after` is `slots`
+):
+    """The channels of one key head for a row's tokens, one by one. Grid: (rows, key heads)."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    columns = tl.arange(0, COLUMNS)
+    exists = columns < 2 * KEY + VALUES
+    channels = _channels(head, columns, num_key_heads, KEY, VALUES)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    first, past = _token_range(starts, row, HAS_STARTS)
+    for index in range(past - first):
+        token = first + index
+        to = tl.load(after + token)
+        if to >= 0:
+            before = inputs + slot * slot_stride + channels * (TAPS - 1)
+            kept = inputs + to * slot_stride + channels * (TAPS - 1)
+            at = projected + token.to(tl.int64) * stride + head * (2 * KEY + 2 * VALUES) + columns
+            summed = tl.zeros([COLUMNS], tl.float32)
+            for tap in tl.static_range(TAPS):
+                if tap < TAPS - 1:
+                    x = tl.load(before + tap, mask=exists, other=0.0).to(projected.dtype.element_ty)
+                else:
+                    x = tl.load(at, mask=exists, other=0.0)
+                if tap > 0:
+                    tl.debug_barrier()  # A thread may hold the same channel as another, which still reads it.
+                    tl.store(kept + tap - 1, x.to(inputs.dtype.element_ty), mask=exists)
+                share = tl.load(weight + channels * TAPS + tap, mask=exists, other=0.0)
+                summed += x.to(tl.float32) * share.to(tl.float32)
+            summed = summed * tl.sigmoid(summed)
+            tl.store(out + token.to(tl.int64) * num_channels + channels, summed.to(out.dtype.element_ty), mask=exists)
+            slot = to
+            tl.debug_barrier()  # The row's next token reads what other threads have stored.
+        else:
+            tl.store(
+                out + token.to(tl.int64) * num_channels + channels, tl.zeros([COLUMNS], out.dtype.element_ty), exists
+            )
+
+
+# What differs from step to step; the slots of spans may begin anywhere among those of a step.
+@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots"])
+def delta_conv_kernel(
+    projected,  # [T, num_key_heads * (2 * KEY + 2 * VALUES)]
+    weight,  # [channels, 1, TAPS]
+    inputs,  # [slots, channels, TAPS - 1], what came before
+    slots,  # [rows] int64, -1 for a row that is none
+    spans,  # [rows, 4] int32: first token, tokens, first chunk, whether it begins its sequence
+    token_rows,  # [T - first_token] int32
+    out,  # [T, channels]
+    first_token,  # Of the rows
+    stride,  # Of projected
+    slot_stride,  # Of inputs
+    num_key_heads,
+    num_channels,
+    KEY: tl.constexpr,
+    VALUES: tl.constexpr,  # A key head's value heads' dimensions together
+    COLUMNS: tl.constexpr,  # 2 * KEY + VALUES, filled up to a power of two
+    TAPS: tl.constexpr,
 ):
     """The channels of one key head for one token. Grid: (tokens of the rows, key heads)."""
     token, head = first_token + tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, COLUMNS)
     exists = columns < 2 * KEY + VALUES
     channels = _channels(head, columns, num_key_heads, KEY, VALUES)
-    row = token
-    start, is_new = token, 0
-    if not IS_DECODE:
-        row = tl.load(token_rows + tl.program_id(0))
-        start, is_new = tl.load(spans + row * 4), tl.load(spans + row * 4 + 3)
+    row = tl.load(token_rows + tl.program_id(0))
+    start, is_new = tl.load(spans + row * 4), tl.load(spans + row * 4 + 3)
     slot = tl.load(slots + row)
     if slot < 0:
         return
@@ -75,9 +137,6 @@ def delta_conv_kernel(
         if tap < TAPS - 1:
             was = exists & (is_here == 0) & (is_new == 0)
             x = tl.where(is_here, x, tl.load(before + place + tap, mask=was, other=0.0).to(x.dtype))
-        if IS_DECODE and tap > 0:
-            tl.debug_barrier()  # A thread may hold the same channel as another, which still reads it.
-            tl.store(before + tap - 1, x.to(inputs.dtype.element_ty), mask=exists)
         share = tl.load(weight + channels * TAPS + tap, mask=exists, other=0.0)
         summed += x.to(tl.float32) * share.to(tl.float32)
     summed = summed * tl.sigmoid(summed)
@@ -126,6 +185,7 @@ def delta_conv(
     key_dim: int,
     key_heads: int,
     first_token: int = 0,
+    by_token: "ByToken | None" = None,
 ) -> None:
     """`silu` of the convolution of some rows' tokens, to their rows of `out`; `inputs` are brought up to date.
 
@@ -133,7 +193,7 @@ def delta_conv(
     # inputs [slots, channels, taps - 1], slots [rows] int64
 
     `spans`: the rows as `gated_delta_span.delta_spans` has them, and [T - first_token] int32, the row of each token
-    from `first_token` on. None: each of the first tokens is a row of its own.
+    from `first_token` on. None: the rows go token by token, as `by_token` says, or have one token each.
     """
     num_channels = out.shape[1]
     values = num_channels // key_heads - 2 * key_dim
@@ -144,7 +204,26 @@ def delta_conv(
         "COLUMNS": next_power_of_2(2 * key_dim + values),
         "TAPS": weight.shape[-1],
     }
-    table, token_rows = (slots, slots) if spans is None else spans
+    if spans is None:
+        starts, after = (slots, slots) if by_token is None else by_token
+        delta_conv_step_kernel[(len(slots), key_heads)](
+            projected,
+            weight,
+            inputs,
+            slots,
+            starts,
+            after,
+            out,
+            projected.stride(0),
+            inputs.stride(0),
+            key_heads,
+            num_channels,
+            **shape,
+            HAS_STARTS=by_token is not None,
+            **launch.keywords,
+        )
+        return
+    table, token_rows = spans
     delta_conv_kernel[(len(token_rows), key_heads)](
         projected,
         weight,
@@ -159,21 +238,19 @@ def delta_conv(
         key_heads,
         num_channels,
         **shape,
-        IS_DECODE=spans is None,
         **launch.keywords,
     )
-    if spans is not None:
-        keep_inputs_kernel[(len(slots), key_heads)](
-            projected,
-            inputs,
-            slots,
-            table,
-            projected.stride(0),
-            inputs.stride(0),
-            key_heads,
-            **shape,
-            **launch.keywords,
-        )
+    keep_inputs_kernel[(len(slots), key_heads)](
+        projected,
+        inputs,
+        slots,
+        table,
+        projected.stride(0),
+        inputs.stride(0),
+        key_heads,
+        **shape,
+        **launch.keywords,
+    )
 
 
 # The gated delta rule (Yang, Kautz and Hatamizadeh, 2025) for one token of each sequence, and the norm after it.
@@ -212,6 +289,8 @@ def gated_delta_step_kernel(
     dt_bias,  # [value heads]
     states,  # [slots, value heads, KEY, VALUE] float32
     slots,  # [B] int64, -1 for a row that is none
+    starts,  # [B + 1] int32, first token of each row
+    after,  # [T] int64, slot of the state after each token, -1: it is left out
     out,  # [T, value heads, VALUE]
     ba_stride,
     num_heads,
@@ -221,30 +300,39 @@ def gated_delta_step_kernel(
     GROUP: tl.constexpr,  # Value heads of a key head
     KEY_TILE: tl.constexpr,  # KEY filled up to a power of two
     VALUES: tl.constexpr,  # Of one program
+    HAS_STARTS: tl.constexpr,  # Whether rows verify drafts. If not, each has one token, and `after` is `slots`
 ):
-    """One token of one value head: a tile [KEY, VALUES] of its state. Grid: (tiles of values, value heads, B)."""
-    token, head = tl.program_id(2), tl.program_id(1)
-    slot = tl.load(slots + token)
+    """A row's tokens, one by one, by a tile [KEY, VALUES] of a value head's state. Grid: (tiles, value heads, B)."""
+    program, head = tl.program_id(2), tl.program_id(1)
+    slot = tl.load(slots + program)
     if slot < 0:
         return
     keys, values = tl.arange(0, KEY_TILE), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     has_key, has_value = keys < KEY, values < VALUE
-    row = convolved + token.to(tl.int64) * num_channels
     key_head, key_channels = head // GROUP, num_heads // GROUP * KEY
-    q = unit_rows(row + key_head * KEY + keys, has_key, KEY**-0.5)
-    k = unit_rows(row + key_channels + key_head * KEY + keys, has_key, 1.0)
-    v = tl.load(row + 2 * key_channels + head * VALUE + values, mask=has_value, other=0.0).to(tl.float32)
-    decay, share = gates(ba, ba_stride, a_log, dt_bias, token, head, True, GROUP)
-
-    at = states + (slot * num_heads + head) * (KEY * VALUE) + keys[:, None] * VALUE + values[None, :]
     mask = has_key[:, None] & has_value[None, :]
-    state = tl.load(at, mask=mask, other=0.0) * tl.exp(decay)
-    held = tl.sum(state * k[:, None], 0)
-    state += k[:, None] * ((v - held) * share)[None, :]
-    tl.store(at, state, mask=mask)
-    read = tl.sum(state * q[:, None], 0)
-    place = (token.to(tl.int64) * num_heads + head) * VALUE
-    tl.store(out + place + values, read.to(out.dtype.element_ty), mask=has_value)
+    at = head * (KEY * VALUE) + keys[:, None] * VALUE + values[None, :]
+    state = tl.load(states + slot * num_heads * (KEY * VALUE) + at, mask=mask, other=0.0)
+    first, past = _token_range(starts, program, HAS_STARTS)
+    for index in range(past - first):
+        token = first + index
+        to = tl.load(after + token)
+        if to >= 0:
+            row = convolved + token.to(tl.int64) * num_channels
+            q = unit_rows(row + key_head * KEY + keys, has_key, KEY**-0.5)
+            k = unit_rows(row + key_channels + key_head * KEY + keys, has_key, 1.0)
+            v = tl.load(row + 2 * key_channels + head * VALUE + values, mask=has_value, other=0.0).to(tl.float32)
+            decay, share = gates(ba, ba_stride, a_log, dt_bias, token, head, True, GROUP)
+            state = state * tl.exp(decay)
+            held = tl.sum(state * k[:, None], 0)
+            state += k[:, None] * ((v - held) * share)[None, :]
+            tl.store(states + to * num_heads * (KEY * VALUE) + at, state, mask=mask)
+            read = tl.sum(state * q[:, None], 0)
+            place = (token.to(tl.int64) * num_heads + head) * VALUE
+            tl.store(out + place + values, read.to(out.dtype.element_ty), mask=has_value)
+        else:
+            place = (token.to(tl.int64) * num_heads + head) * VALUE
+            tl.store(out + place + values, tl.zeros([VALUES], out.dtype.element_ty), mask=has_value)
 
 
 @triton.jit
@@ -284,22 +372,28 @@ def delta_step(
     states: torch.Tensor,
     slots: torch.Tensor,
     out: torch.Tensor,
+    by_token: "ByToken | None" = None,
 ) -> None:
-    """One token of each of B sequences through its state, which is brought up to date; what queries read to `out`.
+    """Tokens of B sequences through their states, which are brought up to date; what queries read to `out`.
 
-    # convolved [B, channels], ba [B, key heads * 2 * group], a_log and dt_bias [value heads],
+    # convolved [T, channels], ba [T, key heads * 2 * group], a_log and dt_bias [value heads],
     # states [slots, value heads, key_dim, value_dim] float32, slots [B] int64, -1 for a row that is none,
-    # out [B, value heads, value_dim]
+    # out [T, value heads, value_dim]
+
+    `by_token`: None where each sequence has one token.
     """
     _, heads, key_dim, value_dim = states.shape
     launch = launch_of("gated_delta_step", convolved.device)
-    gated_delta_step_kernel[(cdiv(value_dim, launch.blocks["VALUES"]), heads, len(out))](
+    starts, after = (slots, slots) if by_token is None else by_token
+    gated_delta_step_kernel[(cdiv(value_dim, launch.blocks["VALUES"]), heads, len(slots))](
         convolved,
         ba,
         a_log,
         dt_bias,
         states,
         slots,
+        starts,
+        after,
         out,
         ba.stride(0),
         heads,
@@ -308,6 +402,7 @@ def delta_step(
         VALUE=value_dim,
         GROUP=heads // key_heads_of(convolved, states),
         KEY_TILE=max(16, next_power_of_2(key_dim)),
+        HAS_STARTS=by_token is not None,
         **launch.keywords,
     )
 
@@ -571,32 +666,53 @@ def dot_precision(target: Target) -> str:
     return "tf32" if target.backend == "cuda" else "ieee"
 
 
+class ByToken(NamedTuple):
+    """Where the states after the tokens of rows that verify drafts go."""
+
+    starts: torch.Tensor  # [rows + 1 or more] int32, first token of each row
+    after: torch.Tensor  # [T] int64, slot of the state after each token, -1: the token is left out
+
+
 class DeltaPlan(NamedTuple):
     """A step's rows as the kernels read them; the same for all layers."""
 
     num_decodes: int
+    """Leading rows of one token, or that go token by token."""
     slots: torch.Tensor  # [B] int64
     spans: torch.Tensor | None = None
     """[rows, 4] int32: first token, tokens, first chunk, whether it begins its sequence; None where all decode"""
-    token_rows: torch.Tensor | None = None  # [T - num_decodes] int32
+    token_rows: torch.Tensor | None = None  # [T - first_token] int32
     chunks: torch.Tensor | None = None  # [chunks, 2] int32: first token and tokens
+    first_token: int = 0
+    """Of the spans."""
+    by_token: ByToken | None = None
 
 
-def make_plan(query_lens: Sequence[int], seq_lens: Sequence[int], slots: torch.Tensor, num_decodes: int) -> DeltaPlan:
-    """Of a step whose first `num_decodes` rows have one token each. `slots` [B] int64 lies on the device."""
+def make_plan(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    slots: torch.Tensor,
+    num_decodes: int,
+    by_token: ByToken | None = None,
+) -> DeltaPlan:
+    """Of a step whose first `num_decodes` rows have one token each, unless `by_token` says more of them.
+
+    `slots` [B] int64 lies on the device.
+    """
     if num_decodes == len(query_lens):
-        return DeltaPlan(num_decodes, slots)
+        return DeltaPlan(num_decodes, slots, by_token=by_token)
     size = chunk_size(slots.device)
     spans: list[tuple[int, int, int, bool]] = []
     chunks: list[tuple[int, int]] = []
-    first = num_decodes
+    first = first_token = sum(query_lens[:num_decodes])
     for count, length in zip(query_lens[num_decodes:], seq_lens[num_decodes:], strict=True):
         spans.append((first, count, len(chunks), count == length))
         chunks += [(first + start, min(size, count - start)) for start in range(0, count, size)]
         first += count
     token_rows = np.repeat(np.arange(len(spans)), [count for _, count, _, _ in spans])
     tables = [np.array(table, np.int32) for table in (spans, token_rows, chunks)]
-    return DeltaPlan(num_decodes, slots, *upload(tables, slots.device))
+    rows, rows_of_tokens, pieces = upload(tables, slots.device)
+    return DeltaPlan(num_decodes, slots, rows, rows_of_tokens, pieces, first_token, by_token)
 
 
 def remember(
@@ -620,19 +736,18 @@ def remember(
     convolved = projected.new_empty(num_tokens, conv.shape[0])
     read = projected.new_empty(num_tokens, heads, value_dim)
     decodes, gates = plan.num_decodes, (ba, a_log, dt_bias)
-    shape = {"key_dim": key_dim, "key_heads": key_heads}
+    convolve = partial(delta_conv, projected, conv, inputs, key_dim=key_dim, key_heads=key_heads, out=convolved)
     if decodes:
-        slots, of_decodes = plan.slots, read
+        slots = plan.slots
         if plan.spans is not None:
-            slots, of_decodes = slots[:decodes], read[:decodes]
-        delta_conv(projected, conv, inputs, slots, convolved, None, **shape)
-        delta_step(convolved, *gates, states, slots, of_decodes)
+            slots = slots[:decodes]
+        convolve(slots, spans=None, by_token=plan.by_token)
+        delta_step(convolved, *gates, states, slots, read, plan.by_token)
     if plan.spans is not None:
         assert plan.token_rows is not None
         assert plan.chunks is not None
         slots = plan.slots[decodes:]
-        spans = plan.spans, plan.token_rows
-        delta_conv(projected, conv, inputs, slots, convolved, spans, first_token=decodes, **shape)
+        convolve(slots, spans=(plan.spans, plan.token_rows), first_token=plan.first_token)
         delta_spans(convolved, *gates, states, slots, plan.spans, plan.chunks, read)
     return convolved, read
 

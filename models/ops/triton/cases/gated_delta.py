@@ -1,5 +1,6 @@
 """Torch reference and self-test case of gated delta nets."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from models.ops.gated_delta_rule import delta_rule_step
 from models.ops.self_test import FLOAT32, Case, Exact, Finding, Problems, exact_match, relative_error, rounding_bound
-from models.ops.triton.gated_delta import DeltaPlan, gated_norm, make_plan, remember
+from models.ops.triton.gated_delta import ByToken, DeltaPlan, gated_norm, make_plan, remember
 
 
 class Span(NamedTuple):
@@ -21,16 +22,24 @@ class Span(NamedTuple):
     num_tokens: int
     is_new: bool
     """Whether they are the first of the sequence, whose state is then zero."""
+    after: int
+    """The slot of the state after them."""
 
 
 def spans_of(plan: DeltaPlan) -> list[Span]:
-    """The rows of a step: decodes, then spans."""
-    rows = [(row, 1, False) for row in range(plan.num_decodes)]
-    rows += [
-        (first, count, bool(is_new))
-        for first, count, _, is_new in (plan.spans.tolist() if plan.spans is not None else ())
-    ]
-    return [Span(slot, *row) for slot, row in zip(plan.slots.tolist(), rows, strict=True)]
+    """The rows of a step: decodes, token by token where they verify drafts, then spans."""
+    slots, spans = plan.slots.tolist(), []
+    for row, slot in enumerate(slots[: plan.num_decodes]):
+        if plan.by_token is None:
+            spans.append(Span(slot, row, 1, False, slot))
+            continue
+        first, past = plan.by_token.starts[row : row + 2].tolist()
+        for token, after in zip(range(first, past), plan.by_token.after[first:past].tolist(), strict=True):
+            if after >= 0:
+                spans.append(Span(slot, token, 1, False, after))
+                slot = after
+    rows = () if plan.spans is None else zip(slots[plan.num_decodes :], plan.spans.tolist(), strict=True)
+    return spans + [Span(slot, first, count, bool(is_new), slot) for slot, (first, count, _, is_new) in rows]
 
 
 def reference_convolution(mixed: torch.Tensor, conv: torch.Tensor, inputs: torch.Tensor, spans: list[Span]) -> Exact:
@@ -38,13 +47,13 @@ def reference_convolution(mixed: torch.Tensor, conv: torch.Tensor, inputs: torch
 
     # [T, channels], [channels, 1, taps], [slots, channels, taps - 1] -> [T, channels]
     """
-    value = mixed.new_empty(mixed.shape, dtype=torch.float32)
-    magnitude = torch.empty_like(value)
-    for slot, first, count, is_new in spans:
+    value = mixed.new_zeros(mixed.shape, dtype=torch.float32)
+    magnitude = torch.zeros_like(value)
+    for slot, first, count, is_new, after in spans:
         if is_new:
             inputs[slot] = 0
         window = torch.cat((inputs[slot], mixed[first : first + count].T), -1)
-        inputs[slot] = window[:, count:]
+        inputs[after] = window[:, count:]
         terms = window.float().unfold(-1, conv.shape[-1], 1) * conv.float()  # [channels, count, taps]
         value[first : first + count] = F.silu(terms.sum(-1)).T
         magnitude[first : first + count] = terms.abs().sum(-1).T
@@ -73,11 +82,10 @@ def reference_delta_rule(
     q, v = q * key_dim**-0.5, v.view(len(v), heads, -1)
     b, a = (x.flatten(1) for x in ba.float().view(len(ba), key_heads, 2, group).unbind(2))
     decay, beta = -a_log.float().exp() * F.softplus(a + dt_bias.float()), b.sigmoid()
-    value, magnitude = torch.empty_like(v), torch.empty_like(v)
-    for slot, first, count, is_new in spans:
-        state = states[slot, None]
-        if is_new:
-            state.zero_()
+    value, magnitude = torch.zeros_like(v), torch.zeros_like(v)
+    for slot, first, count, is_new, after in spans:
+        state = states[after, None]
+        state.copy_(torch.zeros_like(state) if is_new else states[slot, None])
         for token in range(first, first + count):
             at = slice(token, token + 1)
             value[at] = delta_rule_step(q[at], k[at], v[at], decay[at], beta[at], state)
@@ -129,6 +137,8 @@ _ROUNDED = 2.0**-6
 _ROWS = ((1, 9), (1, 30), (7, 7), (75, 90), (1, 1))
 """Tokens, and the tokens of their sequences so far: two decodes, then spans, one of more than a chunk."""
 _DECODES = 2
+_DRAFTS = ((3, 9), (4, 30), (1, 8), (5, 20))
+"""The same with two decodes that verify drafts, the second of which computes its first token again."""
 _STEEPEST = 1.1
 """The largest slope of SiLU."""
 
@@ -149,9 +159,19 @@ class DeltaCase(Case):
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: each part is computed from what the kernels of the part before gave."""
+        for name, rows, num_decodes in (("", _ROWS, _DECODES), (" that verifies drafts", _DRAFTS, 3)):
+            yield from self._of_rows(problems, rows, num_decodes, name)
+
+    def _of_rows(
+        self, problems: Problems, rows: tuple[tuple[int, int], ...], num_decodes: int, suffix: str
+    ) -> Iterator[Finding]:
         heads, share = self.key_heads * self.group, rounding_bound(self.dtype)
         channels = self.key_heads * (2 * self.key_dim + self.group * self.value_dim)
-        tokens, slots = sum(count for count, _ in _ROWS), len(_ROWS) + 1
+        by_token = suffix != ""
+        counts = [count for count, _ in rows]
+        # States after drafts have slots of their own.
+        tokens = sum(counts)
+        slots = len(rows) + 1 + by_token * tokens
         projected = problems.normal(tokens, channels + heads * self.value_dim, dtype=self.dtype)
         ba = problems.normal(tokens, 2 * heads, dtype=self.dtype)
         conv = problems.normal(channels, 1, self.taps, dtype=self.weight_dtype, scale=self.taps**-0.5)
@@ -159,13 +179,20 @@ class DeltaCase(Case):
         weight = problems.near_one(self.value_dim, dtype=self.weight_dtype)
         inputs = problems.normal(slots, channels, self.taps - 1, dtype=self.dtype)
         states = problems.normal(slots, heads, self.key_dim, self.value_dim, scale=0.3)
-        own = problems.permutation(slots)[: len(_ROWS)].to(problems.device)
-        plan = make_plan([count for count, _ in _ROWS], [length for _, length in _ROWS], own, _DECODES)
+        shuffled = problems.permutation(slots).to(problems.device)
+        own = shuffled[: len(rows)]
+        where = None
+        if by_token:
+            after = shuffled[len(rows) + 1 :].clone()
+            after[0], after[counts[0]], after[counts[0] + 1] = own[0], -1, own[1]
+            starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=problems.device)
+            where = ByToken(starts, after)
+        plan = make_plan(counts, [length for _, length in rows], own, num_decodes, where)
         new_inputs, new_states = inputs.clone(), states.clone()
         convolved, read = remember(
             projected, ba, conv, a_log, dt_bias, new_inputs, new_states, plan, key_heads=self.key_heads
         )
-        name, spans = f"a delta net of {heads} heads of {self.key_dim}x{self.value_dim}", spans_of(plan)
+        name, spans = f"a delta net of {heads} heads of {self.key_dim}x{self.value_dim}{suffix}", spans_of(plan)
 
         mixed, z = split_projection(projected, states, key_heads=self.key_heads)
         exact, terms = reference_convolution(mixed, conv, inputs, spans)
@@ -174,7 +201,8 @@ class DeltaCase(Case):
         yield Finding(f"the inputs kept by {name}", exact_match(torch.equal(new_inputs, inputs)))
         exact, terms = reference_delta_rule(convolved, ba, a_log, dt_bias, states, spans, key_heads=self.key_heads)
         bound = share * exact.abs() + _ROUNDED * terms
-        for what, some in (("decodes", slice(0, _DECODES)), ("prompts", slice(_DECODES, None))):
+        first = sum(counts[:num_decodes])
+        for what, some in (("decodes", slice(0, first)), ("prompts", slice(first, None))):
             yield Finding(f"{what} of {name}", relative_error(read[some], exact[some], bound[some]))
         largest = states.abs().amax((-2, -1), keepdim=True).expand(states.shape)
         yield Finding(f"states of {name}", relative_error(new_states, states, _ROUNDED * largest))
