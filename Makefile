@@ -21,10 +21,10 @@ chat: $(VENV)/.installed ## Chat in the terminal
 	@exec $(VENV)/bin/kaon chat $(ARGS)
 
 test: $(VENV)/.installed-test ## Run the tests
-	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not ops" $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow and not ops" $(ARGS)
 
 test-long: $(VENV)/.installed-fuzz ## Run the tests, with the long form of those that have one, on examples drawn anew
-	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal --hypothesis-profile=anew -m "not ops" $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n auto --dist worksteal --hypothesis-profile=anew -m "not ops" $(ARGS)
 
 test-paths: $(VENV)/.installed-test ## Run the parity tests with each set of instructions that the processor has
 	@exec $(VENV)/bin/python -m tests.paths $(ARGS)

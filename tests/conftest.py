@@ -8,6 +8,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Two spinning OpenMP teams on two cores, one a test worker, slow torch down a hundredfold: idle threads shall sleep.
@@ -32,6 +33,12 @@ settings.load_profile("ci")
 
 # Other people's clients, each in an environment of its own: `make conformance`.
 collect_ignore = ["conformance"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors, since tests wait for the processes that they start a fifth of their time."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 def pytest_collection_finish() -> None:

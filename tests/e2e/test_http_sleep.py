@@ -13,8 +13,8 @@ from tests.e2e.kaon_server import KaonServer, eventually, free_port
 from tests.e2e.test_http_adapters import Stream, complete, tokens_of
 from tests.parity.checkpoints import make_checkpoint
 
-LENGTH = 3000
-"""Tokens of a stream, which takes seconds."""
+LENGTH = 1500
+"""Tokens of a stream, which takes a second or more."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
     assert "Traceback" not in running.stderr
 
 
+@pytest.fixture(scope="module")
+def alone(served: KaonServer) -> list[int]:
+    """The stream's tokens when nothing happens meanwhile."""
+    return Stream(served, "base", LENGTH).join()
+
+
 def sleeps(server: KaonServer) -> bool:
     return bool(server.get("/is_sleeping").json()["is_sleeping"])
 
@@ -53,8 +59,7 @@ def cache_bytes(server: KaonServer) -> int:
 
 
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_streams_are_held_and_go_on_where_they_were(served: KaonServer, level: int) -> None:
-    alone = Stream(served, "base", LENGTH).join()
+def test_streams_are_held_and_go_on_where_they_were(served: KaonServer, alone: list[int], level: int) -> None:
     stream = Stream(served, "base", LENGTH)
     eventually(lambda: len(stream.token_ids) > 20)
     core = served.core
@@ -98,8 +103,7 @@ def test_level_1_gives_the_pages_of_the_kv_cache_back(served: KaonServer) -> Non
 
 
 @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_core_that_is_killed_in_its_sleep_costs_no_stream(served: KaonServer, level: int) -> None:
-    alone = Stream(served, "base", LENGTH).join()
+def test_a_core_that_is_killed_in_its_sleep_costs_no_stream(served: KaonServer, alone: list[int], level: int) -> None:
     stream = Stream(served, "base", LENGTH)
     eventually(lambda: len(stream.token_ids) > 20)
     assert call(served, f"/sleep?level={level}").status_code == 200
