@@ -10,6 +10,7 @@ Kaon, an OpenAI-compatible LLM inference server
 usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; without MODEL the embedded model
        kaon chat [MODEL | URL]      chat in the terminal with a running server, or with one of its own
        kaon run-batch IN OUT [...]  answer the requests of a batch's file, without a server
+       kaon quantize MODEL OUT      write a checkpoint with its weights rounded to 8 or 4 bits
        kaon pull ID [REVISION]      download what serving needs of a hub repository
        kaon list                    checkpoints in the hub's cache
        kaon rm ID [ID ...]          delete checkpoints from the hub's cache
@@ -64,6 +65,12 @@ def _checkpoints(arguments: list[str], command: str) -> int:
     return run(arguments, command)
 
 
+def _quantize(arguments: list[str], command: str) -> int:
+    from server.quantize_command import run
+
+    return run(arguments)
+
+
 def _run_batch(arguments: list[str], command: str) -> int:
     from server.run_batch import run
 
@@ -78,13 +85,14 @@ def _completion(arguments: list[str], command: str) -> int:
 
     from engine.config.settings import serve_parser
     from server.chat_client import chat_parser
+    from server.quantize_command import quantize_parser
 
     shells = shtab.SUPPORTED_SHELLS
     if len(arguments) != 1 or arguments[0] not in shells:
         return _complain(f"usage: kaon completion {{{','.join(shells)}}}", _BAD_USAGE)
     parser = argparse.ArgumentParser("kaon")
     commands = parser.add_subparsers()
-    parsers = {"serve": serve_parser(), "chat": chat_parser()}
+    parsers = {"serve": serve_parser(), "chat": chat_parser(), "quantize": quantize_parser()}
     for name in _COMMANDS:
         if not name.startswith("-"):
             commands.add_parser(name, parents=[parsers[name]] if name in parsers else [], add_help=False, help=name)
@@ -135,6 +143,7 @@ _COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "serve": _serve,
     "chat": _chat,
     "run-batch": _run_batch,
+    "quantize": _quantize,
     "pull": _checkpoints,
     "list": _checkpoints,
     "rm": _checkpoints,

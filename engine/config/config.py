@@ -551,8 +551,8 @@ class PrecisionConfig(Section):
     """How weights and the KV cache are stored."""
 
     quantization: Quantization = "auto"
-    """`auto`: as the checkpoint stores them; `int8`, `int4`: rounded while loading, on a CPU; any other value: the
-    method that the checkpoint must have."""
+    """`auto`: as the checkpoint stores them; `int8`, `int4`, `mxfp4`: rounded while loading, on a CPU; any other
+    value, and `mxfp4` where the checkpoint is quantised: the method that it must have."""
 
     kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"
     """Type of cached keys, values and latents: `auto` is the model's; `fp8` takes half of bfloat16's memory and is

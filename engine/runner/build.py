@@ -276,7 +276,7 @@ def _bind_memory(node: int, path: Path, config: Config, replicas: int) -> None:
 
 def _require_quantization(wanted: str, path: Path, model_config: CheckpointConfig) -> None:
     """Raise `ValueError` where the checkpoint is not quantised as the user says."""
-    if wanted in ("auto", *ROUNDINGS):
+    if wanted == "auto" or _is_rounding(wanted, model_config):
         return
     found = "none" if model_config.quantization is None else model_config.quantization.quant_method
     if wanted != found:
@@ -285,9 +285,14 @@ def _require_quantization(wanted: str, path: Path, model_config: CheckpointConfi
         )
 
 
+def _is_rounding(wanted: str, model_config: CheckpointConfig) -> bool:
+    """Whether the weights are to be rounded as they are read. MXFP4 is also the name of a checkpoint's method."""
+    return wanted in ROUNDINGS and (wanted != "mxfp4" or model_config.quantization is None)
+
+
 def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raise `ValueError` where weights cannot be rounded as they are read."""
-    if wanted not in ROUNDINGS:
+    if not _is_rounding(wanted, model_config):
         return
     type_name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":

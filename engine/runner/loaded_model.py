@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -30,7 +31,7 @@ from models.lora.adapters import load_adapters
 from models.ops.cpu import runtime
 from models.ops.cpu.runtime import Library
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
-from models.quantization.config import ROUNDINGS
+from models.quantization.config import ROUNDINGS, Rounding
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ def load_model(
             progress=progress,
             parallel=parallel,
             available_bytes=available if device.type == "cpu" else None,
-            weight_bits=ROUNDINGS.get(config.quantization_config.quantization, 16),
+            rounding=_rounding(config, model_config, operators),
             generates=generates,
         )
     load_adapters(model, config.lora_paths, dtype=dtype, device=device)
@@ -220,6 +221,17 @@ def load_model(
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
 
 
+def _rounding(config: Config, model_config: CheckpointConfig, operators: Library | None) -> Rounding | None:
+    """How the loader rounds weights: as the settings ask for, or as `kaon quantize` has written the checkpoint."""
+    wanted, stored = config.quantization_config.quantization, model_config.quantization
+    if wanted == "auto":
+        return stored.rounding if stored is not None and operators is not None else None
+    # MXFP4 is also the name of a checkpoint's method.
+    if wanted not in ROUNDINGS or (wanted == "mxfp4" and stored is not None):
+        return None
+    return cast(Rounding, wanted)
+
+
 def _load_drafter(
     loaded: LoadedModel, path: Path, served: CheckpointConfig, available: int, *, progress: bool
 ) -> DraftLM:
@@ -245,12 +257,14 @@ def _load_drafter(
                 model=loaded.model,
                 config=served,
                 path=path,
-                dtype=loaded.dtype,
-                device=device,
-                parallel=loaded.parallel,
-                available_bytes=max(0, available - weights) if device.type == "cpu" else None,
-                weight_bits=ROUNDINGS.get(config.quantization_config.quantization, 16),
-                progress=progress,
+                options=loader.LoadOptions(
+                    dtype=loaded.dtype,
+                    device=device,
+                    progress=progress,
+                    parallel=loaded.parallel,
+                    available_bytes=max(0, available - weights) if device.type == "cpu" else None,
+                    rounding=_rounding(config, served, loaded.operators),
+                ),
             ),
             None if name is None else resolve_checkpoint(name, setting="speculative_model"),
         )

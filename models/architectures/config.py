@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
 from models.config.fields import Fields, read_config, read_generation_config
 from models.config.rope import RopeConfig, parse_rope
-from models.quantization.config import QuantizationConfig
+from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -120,7 +120,15 @@ class ModelConfig(CheckpointConfig):
         )
 
 
-_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+_OF_THE_WHOLE = (
+    "tie_word_embeddings",
+    "quantization_config",
+    ROUNDING_FIELD,
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+)
 """Fields that a checkpoint of several parts may have outside `text_config`."""
 _TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 """How the names of the text part's modules begin in checkpoints of several parts, and in those of text alone."""

@@ -71,16 +71,18 @@ class GptOssRouter(nn.Module):
 class GptOssExperts(FusedMoE):
     """Experts whose checkpoint holds them stacked, input features before output features, gate and up interleaved."""
 
+    is_stacked_alike = False
+
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
         whole, local = self.intermediate_size, parameter.shape[1] // 2
         require_shape(loaded, (self.num_experts, *parameter.shape[2:], 2 * whole))
         first = self.split.rank * local
-        # Views, so that only the parameter itself takes memory.
-        rows = loaded.movedim(-1, 1)[self.local_experts.start : self.local_experts.stop]  # [experts, 2 * whole, ...]
-        mine = rows[:, 2 * first : 2 * (first + local)]
-        for index, expert in enumerate(mine):
-            fill_rows(parameter, 0, expert[0::2], index)
-            fill_rows(parameter, local, expert[1::2], index)
+        # Views, so that only the parameter itself takes memory. A bias has no input features.
+        rows = loaded.transpose(1, -1)[self.local_experts.start : self.local_experts.stop]  # [experts, 2 * whole, ...]
+        for index in range(len(rows)):
+            mine = rows[index][2 * first : 2 * (first + local)]
+            fill_rows(parameter, 0, mine[0::2], index)
+            fill_rows(parameter, local, mine[1::2], index)
 
     def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         if parameter is not self.w2_bias:

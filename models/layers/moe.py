@@ -6,7 +6,7 @@ The (token, expert) pairs are sorted by expert, so that each active expert multi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -135,6 +135,9 @@ class FusedMoE(nn.Module):
     With expert parallelism a rank has some of them, whole, instead of a part of each. Checkpoints have a tensor per
     expert (`experts.3.gate_proj.weight`) or all experts stacked (`experts.gate_up_proj`).
     """
+
+    is_stacked_alike: ClassVar[bool] = True
+    """Whether a stack holds each expert's tensors one after the other, as they are where experts are not stacked."""
 
     def __init__(
         self,
@@ -377,10 +380,9 @@ class FusedMoE(nn.Module):
         first = self.split.rank * local
         if shard == _STACKED:
             require_shape(loaded, (self.num_experts, 2 * whole, *parameter.shape[2:]))
-            mine = loaded[self.local_experts.start : self.local_experts.stop]
-            for index, expert in enumerate(mine):
-                fill_rows(parameter, 0, expert[first : first + local], index)
-                fill_rows(parameter, local, expert[whole + first : whole + first + local], index)
+            for index, number in enumerate(self.local_experts):
+                fill_rows(parameter, 0, loaded[number][first : first + local], index)
+                fill_rows(parameter, local, loaded[number][whole + first : whole + first + local], index)
             return
         assert isinstance(shard, tuple)
         number, part = shard
@@ -395,8 +397,8 @@ class FusedMoE(nn.Module):
         columns = () if parameter is self.w2_bias else (self.intermediate_size,)
         if shard == _STACKED:
             require_shape(loaded, (self.num_experts, hidden_size, *columns))
-            for index, expert in enumerate(loaded[self.local_experts.start : self.local_experts.stop]):
-                fill_rows(parameter, 0, self._columns(expert, parameter), index)
+            for index, number in enumerate(self.local_experts):
+                fill_rows(parameter, 0, self._columns(loaded[number], parameter), index)
             return
         assert isinstance(shard, tuple)
         number, _ = shard

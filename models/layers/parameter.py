@@ -8,10 +8,11 @@ from typing import TypeAlias, cast
 import torch
 from torch import nn
 
-from models.ops.cpu.dense import PANEL, CodedWeight, PackedWeight, QuantizedWeight, quantized_bytes
+from models.ops.cpu.dense import PANEL, CodedWeight, PackedWeight, QuantizedWeight
 from models.ops.cpu.structures import MAX_IN_FEATURES
 from models.ops.stored_weight import stored_of
-from models.quantization.config import WeightBits
+from models.ops.weight_formats import RUN
+from models.quantization.config import ROUNDINGS, Rounding, WeightBits
 from models.quantization.stored import codes_of, fill_stored
 
 WeightPart: TypeAlias = str | int | tuple[int, str] | None
@@ -129,46 +130,54 @@ def is_product(parameter: nn.Parameter) -> bool:
     return weight is not None and weight.is_product
 
 
-def pack_products(model: nn.Module, weight_bits: WeightBits = 16) -> None:
+def pack_products(model: nn.Module, rounding: Rounding | None = None) -> None:
     """Have an unfilled model keep the weights of products in the form that the CPU operators read.
 
-    They are rounded to `weight_bits` as they are filled, or to a layer's minimum.
+    They are rounded as they are filled, at least to a layer's fewest bits.
     """
     for parameter in model.parameters():
-        if _can_be_packed(parameter):
+        if can_be_packed(parameter):
             # Weights of a stack follow each other.
-            rows, inputs, bits = parameter.shape[:-1].numel(), parameter.shape[-1], _bits_of(parameter, weight_bits)
-            packed = PackedWeight(rows, inputs) if bits == 16 else QuantizedWeight(rows, inputs, bits)
+            rows, inputs, form = parameter.shape[:-1].numel(), parameter.shape[-1], rounding_of(parameter, rounding)
+            if form is None:
+                packed = PackedWeight(rows, inputs)
+            elif form == "mxfp4":
+                packed = CodedWeight(rows, inputs, bits=ROUNDINGS[form], rounds=True)
+            else:
+                packed = QuantizedWeight(rows, inputs, 8 if form == "int8" else 4)
             _own_weight(parameter).packed = packed
             parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
 
 
-def keep_codes(parameter: nn.Parameter, bits: int, *, is_rounded_again: bool = False) -> None:
+def keep_codes(parameter: nn.Parameter, bits: int) -> None:
     """Have an unfilled packed weight, or stack of them, hold a quantised checkpoint's codes as `CodedWeight` does."""
     rows, inputs = parameter.shape[:-1].numel(), parameter.shape[-1]
-    _own_weight(parameter).packed = CodedWeight(rows, inputs, bits=bits, is_rounded_again=is_rounded_again)
+    _own_weight(parameter).packed = CodedWeight(rows, inputs, bits=bits)
 
 
-def weight_bytes(parameter: nn.Parameter, weight_bits: WeightBits = 16) -> int:
-    """The memory of a parameter in a model whose weights are rounded to `weight_bits`."""
+def weight_bytes(parameter: nn.Parameter) -> int:
+    """The memory of a parameter in its form."""
     packed = packed_of(parameter)
-    if isinstance(packed, CodedWeight):
-        return packed.expected_bytes
-    bits = _bits_of(parameter, weight_bits) if _can_be_packed(parameter) else 16
-    if bits == 16:
-        return parameter.nbytes
-    return quantized_bytes(parameter.shape[:-1].numel(), parameter.shape[-1], bits)
+    return parameter.nbytes if packed is None else packed.expected_bytes
 
 
-def _can_be_packed(parameter: nn.Parameter) -> bool:
+def rounding_of(parameter: nn.Parameter, rounding: Rounding | None) -> Rounding | None:
+    """How a weight `can_be_packed` is rounded in a model of that rounding; None: not at all."""
+    fewest = _own_weight(parameter).min_bits
+    if rounding == "mxfp4":
+        # Where 4 bits are too few, MXFP4 checkpoints have bfloat16.
+        return rounding if fewest == ROUNDINGS[rounding] and parameter.shape[-1] % (2 * RUN) == 0 else None
+    if rounding is None or fewest == 16:
+        return None
+    return "int8" if fewest == 8 else rounding
+
+
+def can_be_packed(parameter: nn.Parameter) -> bool:
+    """Whether the CPU operators have a form for the weight."""
     if not is_product(parameter):
         return False
     is_one_weight = parameter.dim() == 2
     return parameter.shape[-1] <= MAX_IN_FEATURES and (is_one_weight or parameter.shape[-2] % PANEL == 0)
-
-
-def _bits_of(parameter: nn.Parameter, weight_bits: WeightBits) -> WeightBits:
-    return max(_own_weight(parameter).min_bits, weight_bits)
 
 
 def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
@@ -194,12 +203,12 @@ def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_in
     if packed is not None:
         first += (expert_index or 0) * parameter.shape[-2]
         codes = codes_of(rows)
-        if isinstance(packed, CodedWeight) and not packed.takes(codes or rows):
-            packed = _own_weight(parameter).packed = packed.dense()
-        if isinstance(packed, CodedWeight) and codes is not None:
+        if codes is not None and packed.takes(codes):
             packed.put_codes(first, codes)
-        else:
-            packed.put(first, rows if codes is None else codes.dense())
+            return
+        if isinstance(packed, CodedWeight) and not packed.rounds:
+            packed = _own_weight(parameter).packed = packed.dense()
+        packed.put(first, rows if codes is None else codes.dense())
     elif not fill_stored(parameter, first, rows, expert_index):
         whole = parameter.data if expert_index is None else parameter.data[expert_index]
         whole[first : first + len(rows)].copy_(rows)

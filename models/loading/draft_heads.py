@@ -4,7 +4,6 @@ A checkpoint may repeat the target's embedding and head. Where its tensors are t
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -54,11 +53,11 @@ def load_mtp(target: DraftedModel, path: Path | None) -> DraftLM:
     own = {_EMBEDDING: f"{prefix}embed_tokens.weight", _HEAD: f"{prefix}shared_head.head.weight"}
     weights = _shared(target, files, own)
     unused = _unused(weights, own)
-    return _load(
-        target,
+    return load_draft_head(
+        target.options,
         path,
         config,
-        lambda: model_class(config, weights, target.parallel),
+        lambda: model_class(config, weights, target.options.parallel),
         lambda name: not name.startswith(prefix) or name in unused,
     )
 
@@ -82,11 +81,11 @@ def load_eagle(target: DraftedModel, path: Path | None) -> DraftLM:
         )
     weights = _shared(target, files, _own_names(files))
     unused = _unused(weights, _own_names(files))
-    return _load(
-        target,
+    return load_draft_head(
+        target.options,
         path,
         config,
-        partial(Eagle, config, weights, target.parallel, has_bias="fc.bias" in names),
+        partial(Eagle, config, weights, target.options.parallel, has_bias="fc.bias" in names),
         unused.__contains__,
         rename,
     )
@@ -114,36 +113,13 @@ def load_eagle3(target: DraftedModel, path: Path | None) -> DraftLM:
         )
     token_map = _token_map(path, files, config, shape.draft_vocab_size)
     unused = {*_unused(weights, own), *(name for name in files if _without_prefix(name) in (_TOKEN_MAP, _IS_DRAFTED))}
-    return _load(
-        target,
+    return load_draft_head(
+        target.options,
         path,
         config,
-        partial(Eagle3, config, weights, shape, token_map, target.parallel),
+        partial(Eagle3, config, weights, shape, token_map, target.options.parallel),
         unused.__contains__,
         _eagle3_name,
-    )
-
-
-def _load(
-    target: DraftedModel,
-    path: Path,
-    config: ModelConfig,
-    make: Callable[[], DraftLM],
-    is_ignored: Callable[[str], bool],
-    rename: Callable[[str], str] = lambda name: name,
-) -> DraftLM:
-    return load_draft_head(
-        path,
-        config,
-        make,
-        is_ignored,
-        rename,
-        dtype=target.dtype,
-        device=target.device,
-        progress=target.progress,
-        parallel=target.parallel,
-        available_bytes=target.available_bytes,
-        weight_bits=target.weight_bits,
     )
 
 

@@ -16,9 +16,7 @@ from models.architectures.registry import DRAFTERS
 from models.errors import CheckpointError
 from models.layers.base import CacheSpec, CausalLM, DraftLM, StateCacheSpec
 from models.loading.checkpoint import read_checkpoint_config
-from models.loading.loader import load_model
-from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
-from models.quantization.config import WeightBits
+from models.loading.loader import LoadOptions, load_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +27,8 @@ class DraftedModel:
     config: ModelConfig
     path: Path
     """Its checkpoint."""
-    dtype: torch.dtype
-    device: torch.device
-    parallel: TensorParallel = SINGLE_RANK
-    available_bytes: int | None = None
-    """Most that the drafter's weights may take; None: what the device grants."""
-    weight_bits: WeightBits = 16
-    progress: bool = False
+    options: LoadOptions
+    """How the drafter is loaded."""
 
 
 def load_drafter(method: str, target: DraftedModel, path: Path | None) -> DraftLM:
@@ -93,14 +86,4 @@ def load_draft_model(target: DraftedModel, path: Path | None) -> DraftLM:
         )
     # Rope types that depend on the context's length depend on the length that is served.
     config = dataclasses.replace(config, max_model_len=target.config.max_model_len)
-    model = load_model(
-        path,
-        config,
-        dtype=target.dtype,
-        device=target.device,
-        progress=target.progress,
-        parallel=target.parallel,
-        available_bytes=target.available_bytes,
-        weight_bits=target.weight_bits,
-    )
-    return DraftModel(model, config.hidden_size)
+    return DraftModel(load_with(target.options, path, config), config.hidden_size)

@@ -12,9 +12,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -48,11 +49,11 @@ from models.loading.checkpoint import TransformersConfig, some, tensors_of_file,
 from models.ops import aiter, triton
 from models.ops.cpu import runtime
 from models.ops.stored_weight import keep_quantized
+from models.ops.weight_formats import RUN
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
-from models.quantization.config import QuantizationConfig, WeightBits
+from models.quantization.config import LayerQuantConfig, QuantizationConfig, Rounding
 from models.quantization.dequantize import Dequantizer, ExpertNames
 from models.quantization.layouts import layout_of
-from models.quantization.stored import can_requantize
 
 _log = logging.getLogger(__name__)
 
@@ -78,36 +79,49 @@ _BAR_AFTER_SECONDS = 1.0
 """A shorter load shows no progress bar."""
 
 
-def load_model(
-    path: Path,
-    config: CheckpointConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: bool,
-    parallel: TensorParallel = SINGLE_RANK,
-    available_bytes: int | None = None,
-    weight_bits: WeightBits = 16,
-    generates: bool = True,
-) -> CausalLM:
-    """The model of the checkpoint directory `path`, this rank's shard of it, converted to `dtype` on `device`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded, of a target and of what drafts for it alike."""
 
-    `progress` shows a bar of files on stderr. `available_bytes`: the most that the weights may take; None: whatever
-    the device grants, and a host grants more than it has. `weight_bits` below 16 rounds weights as they are read,
-    which
-    needs the CPU operators. `generates`: False for a model that only pools prompts, whose language-model head, if it
-    has one, is left out. Raises `CheckpointError` for a checkpoint that is damaged, does not fit, or is not the
-    model that `config` describes.
+    dtype: torch.dtype
+    device: torch.device
+    progress: bool
+    """Whether to show a bar of files on stderr."""
+    parallel: TensorParallel = SINGLE_RANK
+    available_bytes: int | None = None
+    """The most that the weights may take; None: whatever the device grants, and a host grants more than it has."""
+    rounding: Rounding | None = None
+    """How weights are rounded as they are read, which needs the CPU operators."""
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether the CPU's operators compute the model."""
+        return self.dtype is torch.bfloat16 and self.device.type == "cpu" and runtime.active()
+
+
+def load_model(path: Path, config: CheckpointConfig, *, generates: bool = True, **options: Any) -> CausalLM:
+    """The model of the checkpoint directory `path`, this rank's shard of it, with the fields of `LoadOptions`.
+
+    `generates`: False for a model that only pools prompts, whose language-model head, if it has one, is left out.
+    Raises `CheckpointError` for a checkpoint that is damaged, does not fit, or is not the model of `config`.
     """
+    return load_with(LoadOptions(**options), path, config, generates=generates)
+
+
+def load_with(options: LoadOptions, path: Path, config: CheckpointConfig, *, generates: bool = True) -> CausalLM:
+    """As `load_model`."""
+    parallel = options.parallel
     if isinstance(config, TransformersConfig):
         from models.loading.transformers_model import load_transformers_model
 
         _require_one_rank(config, parallel)
-        return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
+        return load_transformers_model(
+            path, config, dtype=options.dtype, device=options.device, progress=options.progress
+        )
     assert isinstance(config, ModelConfig | EncoderConfig)
 
     def make() -> nn.Module:
-        model = _model_class(config)(config, parallel)
+        model = make_model(config, parallel)
         if not generates and hasattr(model, "lm_head"):
             del model.lm_head
         if parallel.experts is not None and not any(isinstance(module, FusedMoE) for module in model.modules()):
@@ -116,111 +130,95 @@ def load_model(
             )
         return model
 
+    if isinstance(config, ModelConfig) and config.is_text_part:
+        _log.info("%s: the text part of the checkpoint is loaded; images and sounds are not served", path)
+    names = checkpoint_names(config)
+    model = _load(options, path, config, make, names.is_ignored, names.rename, is_body=not generates)
+    return cast(CausalLM, model)
+
+
+class CheckpointNames(NamedTuple):
+    """The names of a model's tensors in its checkpoint."""
+
+    is_ignored: Callable[[str], bool]
+    """Whether the model does not read the tensor of that name."""
+    rename: Callable[[str], str]
+    """The model's own name of a tensor."""
+
+
+def checkpoint_names(config: ModelConfig | EncoderConfig) -> CheckpointNames:
+    """The names of a language model's tensors."""
     ignored = _mtp_prefixes(config)
     is_text_part = isinstance(config, ModelConfig) and config.is_text_part
-    if is_text_part:
-        _log.info("%s: the text part of the checkpoint is loaded; images and sounds are not served", path)
 
     def is_ignored(name: str) -> bool:
         own = text_name(name) if is_text_part else name
         return own is None or own.startswith(ignored)
 
-    model = _load(
-        path,
-        config,
-        make,
-        is_ignored,
-        (lambda name: text_name(name) or name) if is_text_part else (lambda name: name),
-        dtype=dtype,
-        device=device,
-        progress=progress,
-        parallel=parallel,
-        available_bytes=available_bytes,
-        weight_bits=weight_bits,
-        is_body=not generates,
-    )
-    return cast(CausalLM, model)
+    return CheckpointNames(is_ignored, (lambda name: text_name(name) or name) if is_text_part else (lambda name: name))
 
 
 def load_draft_head(
+    options: LoadOptions,
     path: Path,
     config: ModelConfig,
     make: Callable[[], DraftLM],
     is_ignored: Callable[[str], bool],
     rename: Callable[[str], str] = lambda name: name,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: bool,
-    parallel: TensorParallel = SINGLE_RANK,
-    available_bytes: int | None = None,
-    weight_bits: WeightBits = 16,
 ) -> DraftLM:
     """A model that `make` builds, filled from the tensors of `path` that are not ignored; else as `load_model`.
 
     `rename`: the model's name of a tensor.
     """
-    model = _load(
-        path,
-        config,
-        make,
-        is_ignored,
-        rename,
-        dtype=dtype,
-        device=device,
-        progress=progress,
-        parallel=parallel,
-        available_bytes=available_bytes,
-        weight_bits=weight_bits,
-    )
-    return cast(DraftLM, model)
+    return cast(DraftLM, _load(options, path, config, make, is_ignored, rename))
 
 
 def _load(
+    options: LoadOptions,
     path: Path,
     config: ModelConfig | EncoderConfig,
     make: Callable[[], nn.Module],
     is_ignored: Callable[[str], bool],
     rename: Callable[[str], str] = lambda name: name,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: bool,
-    parallel: TensorParallel,
-    available_bytes: int | None,
-    weight_bits: WeightBits,
     is_body: bool = False,
 ) -> nn.Module:
     files = weight_files(path)
-    has_operators = dtype is torch.bfloat16 and device.type == "cpu" and runtime.active()
-    assert has_operators or weight_bits == 16, "weights are rounded for the CPU operators only"
+    dtype, device, rounding, parallel = options.dtype, options.device, options.rounding, options.parallel
+    assert options.has_operators or rounding is None, "weights are rounded for the CPU operators only"
     may_keep = config.quantization is not None and triton.takes("linear")
     try:
-        with _default_dtype(dtype), device, products_without_memory() if may_keep else nullcontext():
+        with default_dtype(dtype), device, products_without_memory() if may_keep else nullcontext():
             model = make()
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
-    holds_codes = has_operators and config.quantization is not None and weight_bits == 16
-    if not holds_codes:
-        _require_memory(model, available_bytes, path, weight_bits)
-    if has_operators:
-        pack_products(model, weight_bits)
-    wanted = _wanted_tensors(model)
+    if options.has_operators:
+        pack_products(model, rounding)
+    wanted = wanted_tensors(model)
     kept: frozenset[str] = frozenset()
     if may_keep:
         # Kernels compute the experts of one replica only; torch computes those of several.
         has_exchange = parallel.experts is not None and parallel.experts.exchange is not None
         kept = _keep_quantized(wanted, config.quantization, may_stack=triton.takes("moe") and not has_exchange)
-    elif holds_codes:
-        assert config.quantization is not None
-        kept = _keep_codes(model, wanted, config.quantization)
-        _require_memory(model, available_bytes, path, weight_bits)
+    elif options.has_operators and config.quantization is not None:
+        kept = _keep_codes(model, wanted, config.quantization, rounding)
+    _require_memory(model, options.available_bytes, path)
     take_memory(model.parameters())
     names = frozenset(wanted) if is_body else None
     _read(
-        path, files, model, config, wanted, kept, is_ignored, rename, dtype=dtype, progress=progress, body_names=names
+        path,
+        files,
+        model,
+        config,
+        wanted,
+        kept,
+        is_ignored,
+        rename,
+        dtype=dtype,
+        progress=options.progress,
+        body_names=names,
     )
-    if has_operators:
+    if options.has_operators:
         for module in model.modules():
             if isinstance(module, MLAAttention):
                 module.pack_heads()
@@ -229,6 +227,11 @@ def _load(
     if aiter.takes("moe"):
         _shuffle_experts(model)
     return model.eval()
+
+
+def make_model(config: ModelConfig | EncoderConfig, parallel: TensorParallel = SINGLE_RANK) -> nn.Module:
+    """The model, unfilled, on the default device, in the default dtype."""
+    return _model_class(config)(config, parallel)
 
 
 def _model_class(config: ModelConfig | EncoderConfig) -> type[nn.Module]:
@@ -256,7 +259,7 @@ def _read(
     files: list[Path],
     model: nn.Module,
     config: ModelConfig | EncoderConfig,
-    wanted: dict[str, "_Target"],
+    wanted: dict[str, "Target"],
     kept: frozenset[str],
     is_ignored: Callable[[str], bool],
     rename: Callable[[str], str],
@@ -272,7 +275,7 @@ def _read(
     """
     is_remote = _remote_experts(model)
     dequantizer = Dequantizer(
-        config.quantization, dtype, wanted.__contains__, partial(_expert_names, wanted), kept.__contains__
+        config.quantization, dtype, wanted.__contains__, partial(expert_names, wanted), kept.__contains__
     )
     bar = tqdm(
         files, desc="Loading weights", unit="file", file=sys.stderr, delay=_BAR_AFTER_SECONDS, disable=not progress
@@ -348,9 +351,9 @@ def _shuffle_experts(model: nn.Module) -> None:
         )
 
 
-def _require_memory(model: nn.Module, available: int | None, path: Path, weight_bits: WeightBits) -> None:
+def _require_memory(model: nn.Module, available: int | None, path: Path) -> None:
     """Raise `CheckpointError` for weights that do not fit. A host has not committed memory to unfilled ones."""
-    needed = sum(weight_bytes(parameter, weight_bits) for parameter in model.parameters())
+    needed = sum(weight_bytes(parameter) for parameter in model.parameters())
     if available is not None and needed > available:
         raise CheckpointError(
             f"{path} does not fit the memory: its weights take {needed / 2**30:.2f} GiB, and {available / 2**30:.2f} "
@@ -358,7 +361,7 @@ def _require_memory(model: nn.Module, available: int | None, path: Path, weight_
         )
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """The parameter that a tensor of the checkpoint fills."""
 
     parameter: nn.Parameter
@@ -367,15 +370,15 @@ class _Target(NamedTuple):
     """The parameter's tensors under other namings, of which a checkpoint uses one."""
     is_first_naming: bool = True
 
-    def is_alternative_to(self, missing: Mapping[str, "_Target"]) -> bool:
+    def is_alternative_to(self, missing: Mapping[str, "Target"]) -> bool:
         """Whether the parameter is missing altogether, and an error names its tensors by another naming."""
         return not self.is_first_naming and any(rival in missing for rival in self.rivals)
 
 
-def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
+def wanted_tensors(model: nn.Module) -> dict[str, Target]:
     """Each tensor of the checkpoint that fills a parameter, or a part of a packed one, by name."""
     parts = packed_parts(model)
-    wanted: dict[str, _Target] = {}
+    wanted: dict[str, Target] = {}
     for name, parameter in model.named_parameters():
         module, _, leaf = _checkpoint_name(name, model).rpartition(".")
         parent, _, kind = module.rpartition(".")
@@ -383,14 +386,14 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
             wanted |= _in_any_spelling(parameter, parent, spellings)
         elif kind in parts:
             for source, shard in parts[kind]:
-                wanted[f"{parent}.{source}.{leaf}"] = _Target(parameter, shard)
+                wanted[f"{parent}.{source}.{leaf}"] = Target(parameter, shard)
         else:
-            wanted[f"{module}.{leaf}"] = _Target(parameter, None)
+            wanted[f"{module}.{leaf}"] = Target(parameter, None)
     return wanted
 
 
 def _keep_quantized(
-    wanted: Mapping[str, _Target], quantization: QuantizationConfig | None, *, may_stack: bool
+    wanted: Mapping[str, Target], quantization: QuantizationConfig | None, *, may_stack: bool
 ) -> frozenset[str]:
     """Prepare the parameters whose weights GPU kernels take as they are stored; returns those weights' names.
 
@@ -407,8 +410,9 @@ def _keep_quantized(
         if parameter.dim() == 3:
             # The name of the stack is the last.
             stack = layers.pop()
-            if stack is not None and can_requantize(parameter, stack):
-                keep_quantized(parameter, is_rounded_again=True)
+            if _stays_stacked(parameter, stack):
+                keep_quantized(parameter)
+                staying.append(sources[-1])
                 continue
         if all(layer is not None and layout_of(layer).has_kernel for layer in layers):
             keep_quantized(parameter)
@@ -416,10 +420,13 @@ def _keep_quantized(
     return frozenset(staying)
 
 
-def _keep_codes(model: nn.Module, wanted: Mapping[str, _Target], quantization: QuantizationConfig) -> frozenset[str]:
+def _keep_codes(
+    model: nn.Module, wanted: Mapping[str, Target], quantization: QuantizationConfig, rounding: Rounding | None
+) -> frozenset[str]:
     """Prepare the parameters whose weights the CPU's operators take as they are stored; returns those weights' names.
 
-    Rows of embeddings are read one by one, and heads choose tokens by operators of their own: both stay dense.
+    Rows of embeddings are read one by one, and heads choose tokens by operators of their own: both stay dense. With a
+    `rounding` a weight keeps its form, which may be that of the checkpoint, and otherwise rounds its dense rows.
     """
     read_otherwise = {id(module.weight) for module in model.modules() if isinstance(module, VocabParallelEmbedding)}
     names: dict[nn.Parameter, list[str]] = {}
@@ -431,28 +438,35 @@ def _keep_codes(model: nn.Module, wanted: Mapping[str, _Target], quantization: Q
         layers = [quantization.for_layer(name.removesuffix(".weight")) for name in sources]
         if parameter.dim() == 3:
             # The name of the stack is the last.
-            stack, sources = layers.pop(), sources[:-1]
-            if stack is not None and can_requantize(parameter, stack):
-                keep_codes(parameter, stack.bits, is_rounded_again=True)
+            stack, stack_name, sources = layers.pop(), sources[-1], sources[:-1]
+            if _stays_stacked(parameter, stack) and rounding is None:
+                keep_codes(parameter, 4)
+                staying.append(stack_name)
                 continue
         if all(layer is not None and layout_of(layer).has_codes for layer in layers):
-            keep_codes(parameter, max(layer.bits for layer in layers if layer is not None))
+            if rounding is None:
+                keep_codes(parameter, max(layer.bits for layer in layers if layer is not None))
             staying += sources
     return frozenset(staying)
 
 
-def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[SourceNames, ...]) -> dict[str, _Target]:
+def _stays_stacked(parameter: nn.Parameter, stack: LayerQuantConfig | None) -> bool:
+    """Whether a rank's part of a stack that the checkpoint stores as one MXFP4 tensor can stay as it is."""
+    return stack is not None and stack.storage == "mxfp4-experts" and parameter.shape[2] % (2 * RUN) == 0
+
+
+def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[SourceNames, ...]) -> dict[str, Target]:
     """Each tensor of the checkpoint that may fill a part of the parameter, by name, for all namings."""
     named = [{f"{parent}.{name}": shard for name, shard in spelling.items()} for spelling in spellings]
     targets = {}
     for spelling in named:
         rivals = tuple(name for other in named if other is not spelling for name in other)
         for name, shard in spelling.items():
-            targets[name] = _Target(parameter, shard, rivals, spelling is named[0])
+            targets[name] = Target(parameter, shard, rivals, spelling is named[0])
     return targets
 
 
-def _expert_names(wanted: Mapping[str, _Target], stack: str) -> ExpertNames:
+def expert_names(wanted: Mapping[str, Target], stack: str) -> ExpertNames:
     """The wanted tensors of single experts that a stack of them replaces; empty where `stack` is none."""
     rivals = wanted[stack].rivals if stack in wanted else ()
     return {shard: name for name in rivals if name in wanted and isinstance(shard := wanted[name].shard, tuple)}
@@ -464,7 +478,7 @@ def _checkpoint_name(name: str, model: nn.Module) -> str:
     return ".".join(renamed.get(part, part) for part in name.split("."))
 
 
-def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
+def _fill(target: Target, tensor: torch.Tensor, name: str, file: Path) -> None:
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise CheckpointError(
             f"{name} in {file} is {tensor.dtype}, but config.json names no quantisation of it; use a checkpoint whose "
@@ -493,7 +507,8 @@ def _is_redundant(name: str, config: ModelConfig | EncoderConfig) -> bool:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, tensors are made in `dtype` unless they name their own."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

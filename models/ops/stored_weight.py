@@ -10,13 +10,11 @@ from models.ops import aiter, triton
 from models.ops.aiter import operators as aiter_operators
 from models.ops.types import FP8_GROUP
 from models.ops.weight_formats import (
-    RUN,
     Codes,
     FourBitWeight,
     FP8Weight,
     QuantizedWeight,
     Rows,
-    mxfp4_of,
     pack_nibbles,
     to_flavour,
 )
@@ -25,12 +23,8 @@ from models.ops.weight_formats import (
 class StoredWeight:
     """The memory of one weight, or of a stack of experts', of the kind of its first rows."""
 
-    def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, *, is_rounded_again: bool = False
-    ) -> None:
-        """`is_rounded_again`: dense rows were MXFP4, and are rounded to the same numbers again."""
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._is_rounded_again = is_rounded_again
         self._first: Codes | None = None
         self._codes = self._scales = torch.empty(0)
         self._zeros: torch.Tensor | None = None
@@ -46,6 +40,7 @@ class StoredWeight:
         """Fill rows from `first` on, of a stack those of weight `index`; False if they differ in layout from those
         before. # [count, inputs]
         """
+        rows = rows.unpaired()
         if self._first is None:
             self._begin(rows)
         begun = self._first
@@ -61,13 +56,6 @@ class StoredWeight:
             assert rows.zeros is not None
             self._zeros[at] = rows.zeros.to(self._device)
         return True
-
-    def codes_of(self, dense: torch.Tensor) -> Codes | None:
-        """Dense rows that were MXFP4, as their codes; None unless the weight `is_rounded_again`."""
-        if not self._is_rounded_again:
-            return None
-        codes, exponents = mxfp4_of(dense.to(self._device))
-        return Codes("mxfp4", codes, exponents, None, RUN, lambda: dense)
 
     def _begin(self, rows: Codes) -> None:
         from models.ops.triton.configs import target_of
@@ -154,12 +142,10 @@ def stored_of(parameter: nn.Parameter) -> StoredWeight | None:
     return getattr(parameter, "stored", None)
 
 
-def keep_quantized(parameter: nn.Parameter, *, is_rounded_again: bool = False) -> None:
+def keep_quantized(parameter: nn.Parameter) -> None:
     """Have a weight that is not filled yet, or a stack of them, stay quantized, as `StoredWeight` has it."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
-    parameter.stored = StoredWeight(  # type: ignore[attr-defined]
-        shape, dtype, device, is_rounded_again=is_rounded_again
-    )
+    parameter.stored = StoredWeight(shape, dtype, device)  # type: ignore[attr-defined]
     parameter.data = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
 
 

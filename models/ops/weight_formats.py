@@ -6,6 +6,7 @@ FP8 weights have codes and float32 scales. 4-bit weights are packed two to a byt
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from types import EllipsisType
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +17,9 @@ from models.ops.types import FP8_GROUP
 RUN = 32
 """Consecutive inputs in one nibble of consecutive bytes; a 4-bit weight has an even number of such runs."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_NAN = 255
+_CHUNK_ELEMENTS = 1 << 18
+"""Numbers rounded at a time: intermediate values stay in the processor's cache."""
 
 Rows: TypeAlias = int | slice | EllipsisType | tuple[int | slice, ...]
 """Some rows of a weight, or of a stack of them."""
@@ -129,24 +133,71 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat((runs & 15, runs >> 4), -2).flatten(-3)
 
 
+def nibbles(pairs: torch.Tensor) -> torch.Tensor:
+    """Both codes of each byte, the low one first. # [rows, n] uint8 -> [rows, 2 * n] uint8"""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+
+
 def mxfp4_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and exponents of what was MXFP4 before it was made dense: the same numbers again.
+    """Codes and exponents of the MXFP4 numbers nearest to bfloat16's, the same numbers again of what was MXFP4.
 
-    # [.., in], `in` a multiple of 32 -> [.., in] uint8 below 16, [.., in / 32] uint8
+    # [rows, in], `in` a multiple of 32 -> [rows, in] uint8 below 16, [rows, in / 32] uint8
 
-    The exponent is the one with which a group's largest number is a code of 2 bits of exponent: all numbers of the
-    group that were codes with a larger exponent are codes with this one too, for both steps and range are E2M1's.
+    A group's exponent is the one of two by which its squared error is less: by the first its largest number is 4 to 8
+    times the scale, of which 6 is the most that a code means, by the second half of that. The first is exact for what
+    was MXFP4, since E2M1's steps and range hold all numbers that had a larger exponent. What is not finite makes its
+    group NaN, and groups of numbers below 2^-118 lose bits.
     """
-    groups = dense.float().reshape(*dense.shape[:-1], -1, RUN)
-    _, exponents = torch.frexp(groups.abs().amax(-1))
-    # frexp's mantissa is from 0.5: the largest is 4 or 6 times the scale. A group of zeros has any scale.
-    exponents = (exponents - 3 + 127).clamp(0, 254)
-    magnitudes = groups.abs() / torch.exp2((exponents - 127).float())[..., None]
-    codes = torch.where(
-        magnitudes <= 2, magnitudes * 2, torch.where(magnitudes <= 4, magnitudes + 2, magnitudes / 2 + 4)
-    )
-    codes = codes.round().to(torch.uint8) | (torch.signbit(groups).to(torch.uint8) << 3)
-    return codes.flatten(-2), exponents.to(torch.uint8)
+    num_rows, inputs = dense.shape
+    codes = torch.empty(num_rows, inputs, dtype=torch.uint8)
+    exponents = torch.empty(num_rows, inputs // RUN, dtype=torch.uint8)
+    step = max(1, _CHUNK_ELEMENTS // max(1, inputs))
+    for first in range(0, num_rows, step):
+        some = slice(first, first + step)
+        rows = dense[some].to(torch.bfloat16)
+        codes[some], exponents[some] = _nearest_mxfp4(rows if rows.is_contiguous() else rows.contiguous())
+    return codes, exponents
+
+
+def _nearest_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `mxfp4_of`, by tables over a number's distance in bits from its group's largest. # [rows, in] bfloat16"""
+    nearest, difference = _nearest_codes()
+    bits = rows.view(torch.int16).view(-1, RUN).int()
+    sizes = bits & 0x7FFF
+    found = sizes.amax(-1, keepdim=True) >> _MANTISSA
+    largest = found.clamp(min=8)
+    keys = (sizes - (largest - _DISTANCES + 1 << _MANTISSA)).clamp_(min=0)
+    keys.clamp_(max=difference.numel() - 1)
+    is_second = difference.index_select(0, keys.flatten()).view_as(keys).sum(-1, keepdim=True) < 0
+    codes = nearest.index_select(0, (keys + is_second * difference.numel()).flatten()).view_as(keys)
+    codes |= (bits >> 12 & 8).to(torch.uint8)
+    exponents = torch.where(found == 0xFF, _E8M0_NAN, largest - 2 + is_second)
+    return codes.view(len(rows), -1), exponents.to(torch.uint8).view(len(rows), -1)
+
+
+_MANTISSA = 7
+"""Bits of bfloat16's mantissa, which its exponent follows."""
+_DISTANCES = 6
+"""Powers of two from a group's largest number on in which a number may have a code that is not 0."""
+
+
+@cache
+def _nearest_codes() -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of bfloat16's numbers up to 8, by the first scale, then by the second; the second's squared error less
+    the first's.
+
+    # [2 * n] uint8, [n] float32
+    """
+    mantissas = 1 + torch.arange(1 << _MANTISSA, dtype=torch.float64) / (1 << _MANTISSA)
+    numbers = (torch.exp2(torch.arange(_DISTANCES, dtype=torch.float64) - 3)[:, None] * mantissas).flatten()
+    codes, errors = [], []
+    for scale in (1, 2):
+        scaled = numbers / scale
+        # Codes are linear up to 2, from 2 to 4 and from 4 on. Ties go to the even one.
+        code = torch.where(scaled <= 2, scaled * 2, torch.where(scaled <= 4, scaled + 2, scaled / 2 + 4))
+        codes.append(code.round().clamp(max=7).to(torch.uint8))
+        errors.append((torch.tensor(_E2M1, dtype=torch.float64)[codes[-1].long()] * scale - numbers).square())
+    return torch.cat(codes), (errors[1] - errors[0]).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +206,8 @@ class Codes:
 
     kind: str
     """`fp8`, `int4`, `int8` (on a CPU) or `mxfp4`."""
-    codes: torch.Tensor  # [rows, inputs] float8_e4m3fn, int8, or uint8 below 16
+    codes: torch.Tensor
+    """[rows, inputs] float8_e4m3fn, int8, or uint8 below 16; with `is_paired` [rows, inputs / 2] uint8."""
     scales: torch.Tensor
     """[rows, groups] of neighbouring inputs: floats, or with MXFP4 uint8 exponents of two, biased by 127."""
     zeros: torch.Tensor | None
@@ -166,20 +218,34 @@ class Codes:
     """Computes the same rows and columns dequantized, as the model uses them without kernels."""
     order: torch.Tensor | None = None
     """[inputs] int32, the layer's input that each column multiplies, on a CPU; None: the columns are in its order."""
+    is_paired: bool = False
+    """Whether two codes of 4 bits share a byte, the first in its low half."""
 
-    def part(self, dim: int, first: int, last: int) -> "Codes | None":
+    @property
+    def inputs(self) -> int:
+        """Columns of the weight."""
+        return self.codes.shape[1] * (2 if self.is_paired else 1)
+
+    def unpaired(self) -> "Codes":
+        """The same with a code a byte."""
+        if not self.is_paired:
+            return self
+        return replace(self, codes=nibbles(self.codes), is_paired=False)
+
+    def part(self, dim: int, first: int, last: int, step: int = 1) -> "Codes | None":
         """Some rows or columns; None where a group would be cut, or two runs of 4-bit codes."""
         dense = self.dense
 
         def slice_of_dense() -> torch.Tensor:
-            return dense().narrow(dim, first, last - first)
+            whole = dense()
+            return whole[first:last:step] if dim == 0 else whole[:, first:last:step]
 
         if dim == 0:
-            some = slice(first, last)
+            some = slice(first, last, step)
             zeros = None if self.zeros is None else self.zeros[some]
             return replace(self, codes=self.codes[some], scales=self.scales[some], zeros=zeros, dense=slice_of_dense)
-        inputs = self.codes.shape[1]
-        if self.order is not None and last - first < inputs:
+        inputs = self.inputs
+        if step != 1 or (self.order is not None and last - first < inputs):
             return None
         groups = slice(0, self.scales.shape[1])
         if self.width < inputs:
@@ -189,6 +255,10 @@ class Codes:
                 return None
             groups = slice(first // self.width, -(-last // self.width))
         zeros = None if self.zeros is None else self.zeros[:, groups]
+        per_byte = 2 if self.is_paired else 1
+        if first % per_byte or last % per_byte:
+            return None
+        columns = slice(first // per_byte, last // per_byte)
         return replace(
-            self, codes=self.codes[:, first:last], scales=self.scales[:, groups], zeros=zeros, dense=slice_of_dense
+            self, codes=self.codes[:, columns], scales=self.scales[:, groups], zeros=zeros, dense=slice_of_dense
         )

@@ -20,8 +20,14 @@ MXFP4_GROUP = 32
 
 WeightBits: TypeAlias = Literal[4, 8, 16]
 """Bits of one value of a weight; 16: bfloat16."""
-ROUNDINGS: Mapping[str, WeightBits] = MappingProxyType({"int8": 8, "int4": 4})
-"""Values of the option `quantization` by which the loader rounds dense weights, on a CPU."""
+Rounding: TypeAlias = Literal["int8", "int4", "mxfp4"]
+"""A value of the option `quantization` by which the loader rounds dense weights, on a CPU."""
+ROUNDINGS: Mapping[Rounding, WeightBits] = MappingProxyType({"int8": 8, "int4": 4, "mxfp4": 4})
+"""Bits of the values of linear layers and experts, by rounding."""
+
+
+ROUNDING_FIELD = "kaon_rounding"
+"""Field of config.json, outside of the quantisation that other engines read."""
 
 
 class Granularity(Enum):
@@ -70,6 +76,9 @@ class QuantizationConfig:
     """Exceptions by pattern of module names, of which the first that matches counts. None: dense."""
     exclude_layers: tuple[str, ...] = ()
     """Patterns of module names that are dense."""
+    rounding: Rounding | None = None
+    """The rounding that `kaon quantize` wrote, by which the CPU's operators serve the checkpoint; None: another tool
+    wrote it, or products read it as it is stored."""
     _excluded: "_Patterns" = field(init=False, repr=False, compare=False)
     _named: "_Patterns" = field(init=False, repr=False, compare=False)
 

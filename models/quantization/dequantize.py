@@ -159,8 +159,14 @@ class Dequantizer:
 
     def _weight(self, module: str, gathered: _PartialWeight) -> torch.Tensor:
         """The dense weight, or the stored one where it may stay quantised and kernels take its form."""
-        dense = partial(gathered.layout.dequantize, module, gathered.parts, self._dtype)
-        codes = gathered.layout.codes(gathered.parts, dense) if self._stays(gathered.result) else None
+        layout, parts = gathered.layout, gathered.parts
+        dense = partial(layout.dequantize, module, parts, self._dtype)
+        if not self._stays(gathered.result):
+            return dense()
+        stack = layout.stack(parts, self._dtype)
+        if stack is not None:
+            return stack
+        codes = layout.codes(parts, dense)
         return dense() if codes is None else QuantizedRows.of(codes, self._dtype)
 
     def _end_file(self) -> None:

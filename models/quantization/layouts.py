@@ -7,7 +7,7 @@ besides its result; where the GPU kernels multiply by the stored numbers, it tur
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from models.errors import CheckpointError
 from models.ops.types import FP8_GROUP
-from models.ops.weight_formats import RUN, Codes
+from models.ops.weight_formats import RUN, Codes, nibbles
 from models.quantization.config import MXFP4_GROUP, Granularity, LayerQuantConfig
+from models.quantization.stored import QuantizedStack
 from models.registry import Registry
 
 _CHUNK_ELEMENTS = 1 << 17
@@ -64,6 +65,11 @@ class StorageLayout(ABC):
     def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
         """The weight as it is stored; None where the kernels have no such form. `dense` makes the dense one."""
         del parts, dense
+        return None
+
+    def stack(self, parts: Parts, dtype: torch.dtype) -> QuantizedStack | None:
+        """The weights of all experts as they are stored; None where they are not stored as one stack."""
+        del parts, dtype
         return None
 
     def _misfit(self, module: str, part: str, found: torch.Tensor, wanted: str) -> CheckpointError:
@@ -256,8 +262,7 @@ class MXFP4(StorageLayout):
         pairs, scale = parts["weight"], _exponents(parts["weight_scale"])
         if pairs.ndim != 2 or scale.shape != (len(pairs), pairs.shape[1] // 16) or pairs.shape[1] % MXFP4_GROUP:
             return None
-        codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
-        return Codes("mxfp4", codes, scale, None, MXFP4_GROUP, dense)
+        return _mxfp4_codes(pairs, scale, dense)
 
 
 @STORAGE.register("mxfp4-experts")
@@ -285,9 +290,28 @@ class MXFP4Experts(StorageLayout):
         dense = _mxfp4_rows(blocks.reshape(experts * rows, -1), scales.reshape(experts * rows, -1), dtype)
         return dense.view(experts, rows, groups * 32).transpose(1, 2)
 
+    def stack(self, parts: Parts, dtype: torch.dtype) -> QuantizedStack | None:
+        blocks, scales = parts["blocks"], _exponents(parts["scales"])
+        if blocks.ndim != 4 or scales.shape != blocks.shape[:-1] or blocks.shape[-1] != MXFP4_GROUP // 2:
+            return None
+
+        def expert(index: int) -> Codes:
+            pairs, exponents = blocks[index].flatten(1), scales[index]
+            return _mxfp4_codes(pairs, exponents, lambda: _mxfp4_rows(pairs, exponents, dtype))
+
+        made = [partial(expert, index) for index in range(len(blocks))]
+        _, rows, groups, _ = blocks.shape
+        shape = torch.Size((len(blocks), groups * MXFP4_GROUP, rows))
+        return QuantizedStack.of(made, shape, dtype, has_outputs_first=False)
+
 
 def _exponents(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+
+
+def _mxfp4_codes(pairs: torch.Tensor, exponents: torch.Tensor, dense: Callable[[], torch.Tensor]) -> Codes:
+    """# [rows, I / 2] uint8, [rows, I / 32] uint8"""
+    return Codes("mxfp4", pairs, exponents, None, MXFP4_GROUP, dense, is_paired=True)
 
 
 def _mxfp4_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -307,7 +331,10 @@ class WordLayout(StorageLayout):
 
     @abstractmethod
     def _unsigned_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scales and zero points. # [O, I], 2 x [O, groups]"""
+        """Codes, scales and zero points. # [O, I], or [O, I / 2] of pairs, 2 x [O, groups]"""
+
+    is_paired: ClassVar[bool] = False
+    """Whether 4-bit codes are pairs, as in `Codes`."""
 
     @property
     def has_kernel(self) -> bool:
@@ -319,7 +346,8 @@ class WordLayout(StorageLayout):
 
     def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
         codes, scales, zeros = self._unsigned_codes(parts)
-        rows, inputs = codes.shape
+        is_paired = self.is_paired and self.layer.bits == 4
+        rows, inputs = len(codes), codes.shape[1] * (2 if is_paired else 1)
         width = (self.layer.group_size or inputs) if self.layer.quant_type is Granularity.GROUP else inputs
         groups = inputs // width
         fits = inputs % (2 * RUN) == 0 and width % RUN == 0 and inputs % width == 0
@@ -331,10 +359,14 @@ class WordLayout(StorageLayout):
             if listed.numel() != inputs or not bool((listed.long().bincount(minlength=groups) == width).all()):
                 return None
             order = listed.flatten().argsort(stable=True)
+            if is_paired:
+                codes, is_paired = nibbles(codes), False
             codes, order = codes[:, order], order.to(torch.int32)
         if self.layer.bits == 4:
-            return Codes("int4", codes.to(torch.uint8), scales, zeros.to(torch.uint8), width, dense, order)
-        signed, signed_zeros = (codes - 128).to(torch.int8), (zeros.to(torch.int32) - 128).to(torch.int8)
+            zeros = zeros.to(torch.uint8)
+            return Codes("int4", codes.to(torch.uint8), scales, zeros, width, dense, order, is_paired)
+        # Less 128, which in 8 bits is the highest bit's complement.
+        signed, signed_zeros = ((each.to(torch.uint8) ^ 128).view(torch.int8) for each in (codes, zeros))
         return Codes("int8", signed, scales, signed_zeros, width, dense, order)
 
     def _spread(
@@ -352,6 +384,8 @@ class WordLayout(StorageLayout):
 @STORAGE.register("packed")
 class Packed(WordLayout):
     """Rows of weights packed into words, as compressed-tensors does."""
+
+    is_paired = True
 
     @property
     def required_parts(self) -> frozenset[str]:
@@ -399,7 +433,9 @@ class Packed(WordLayout):
     def _unsigned_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, inputs = (int(size) for size in parts["weight_shape"])
         bits, scales = self.layer.bits, parts["weight_scale"]
-        codes = unpacked(parts["weight_packed"], bits)[:, :inputs]
+        # The lowest codes of a word are its first bytes.
+        codes = parts["weight_packed"].contiguous().view(torch.uint8)
+        codes = codes[:, : inputs // 2 if bits == 4 else inputs]
         if self.layer.quant_type is Granularity.TENSOR:
             scales = scales.reshape(1, 1).expand(rows, 1)
         if self.layer.symmetric:

@@ -3,12 +3,23 @@
 Each method is one parser, registered by the name that checkpoints give as `quant_method`. Imports no torch.
 """
 
+import dataclasses
 import re
 from pathlib import Path
+from typing import cast
 
 from models.config.fields import Fields
 from models.errors import CheckpointError
-from models.quantization.config import METHODS, MXFP4_GROUP, Granularity, LayerQuantConfig, QuantizationConfig
+from models.quantization.config import (
+    METHODS,
+    MXFP4_GROUP,
+    ROUNDING_FIELD,
+    ROUNDINGS,
+    Granularity,
+    LayerQuantConfig,
+    QuantizationConfig,
+    Rounding,
+)
 
 _SECTIONS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
@@ -22,10 +33,20 @@ def parse_quantization(config: Fields, directory: Path | None = None) -> Quantiz
     for name in _SECTIONS:
         section = config.section(name)
         if section is not None:
-            return _parse(section, "compressed-tensors" if name == "compression_config" else "")
+            found = _parse(section, "compressed-tensors" if name == "compression_config" else "")
+            return dataclasses.replace(found, rounding=_rounding(config))
     if directory is not None and (directory / MODELOPT_FILE).is_file():
         return _parse(Fields.from_file(directory / MODELOPT_FILE), "modelopt")
     return None
+
+
+def _rounding(config: Fields) -> Rounding | None:
+    if not config.has(ROUNDING_FIELD):
+        return None
+    name = config.string(ROUNDING_FIELD, "")
+    if name not in ROUNDINGS:
+        raise config.invalid(ROUNDING_FIELD, f"one of {', '.join(ROUNDINGS)}")
+    return cast(Rounding, name)
 
 
 def _parse(section: Fields, default: str) -> QuantizationConfig:

@@ -1,10 +1,10 @@
-"""`QuantizedRows`: a quantised weight on its way from the checkpoint to the model.
+"""`QuantizedRows`: a quantised weight on its way from the checkpoint to the model; `QuantizedStack`: all experts'.
 
 Weight loaders slice tensors by rows and columns, whatever these contain. So a quantised weight is a tensor of the
-dense
-weight's shape and dtype, whose slices are quantised too.
+dense weight's shape and dtype, whose slices are quantised too.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 
 from models.ops.stored_weight import make_dense, stored_of
 from models.ops.weight_formats import Codes
-from models.quantization.config import LayerQuantConfig
+
+_aten = torch.ops.aten
+_ALL = slice(None)
 
 
 class QuantizedRows(torch.Tensor):
@@ -24,27 +26,101 @@ class QuantizedRows(torch.Tensor):
     def of(codes: Codes, dtype: torch.dtype) -> "QuantizedRows":
         """# [rows, inputs]"""
         made: QuantizedRows = torch.Tensor._make_wrapper_subclass(
-            QuantizedRows, codes.codes.shape, dtype=dtype, device=torch.device("cpu")
+            QuantizedRows, (len(codes.codes), codes.inputs), dtype=dtype, device=torch.device("cpu")
         )
         made.codes = codes
         return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Slice the codes; torch's dispatcher, on its first call, imports modules for seconds."""
+        found = None
+        if func is torch.Tensor.__getitem__ and not kwargs:
+            found = args[0]._sliced(args[1])
+        elif func is torch.Tensor.narrow and not kwargs:
+            of, dim, first, length = args
+            some = slice(int(first), int(first) + length)
+            found = of._sliced((some, _ALL) if dim % 2 == 0 else (_ALL, some))
+        if found is not None:
+            return found
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    def _sliced(self, index: Any) -> "QuantizedRows | None":
+        """The rows and columns of an index of slices; None where the codes cannot be cut so."""
+        codes: Codes | None = self.codes
+        for dim, some in enumerate(index if isinstance(index, tuple) else (index,)):
+            if codes is None or not isinstance(some, slice):
+                return None
+            first, last, step = some.indices((len(codes.codes), codes.inputs)[dim])
+            if dim == 0 or some != _ALL:
+                codes = codes.part(dim, first, last, step)
+        return None if codes is None else QuantizedRows.of(codes, self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Slice the codes; give any other operator dense tensors."""
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        if func in (_aten.detach.default, _aten.alias.default):
             return args[0]
-        if func is torch.ops.aten.slice.Tensor:
+        if func is _aten.slice.Tensor:
             of, dim, first, last, step = (*args, *(0, 0, None, 1)[len(args) - 1 :])[:5]
             size = of.shape[dim]
-            first, last = first or 0, size if last is None else min(last, size)
-            codes = of.codes.part(dim, first, last) if step == 1 else None
+            codes = of.codes.part(dim, first or 0, size if last is None else min(last, size), step)
             if codes is not None:
                 return QuantizedRows.of(codes, of.dtype)
         dense = [arg.codes.dense() if isinstance(arg, QuantizedRows) else arg for arg in args]
         return func(*dense, **(kwargs or {}))
+
+
+class QuantizedStack(torch.Tensor):
+    """The weights of a layer's experts as one tensor, whose elements are `QuantizedRows`, made as they are read.
+
+    Some experts can be sliced off, its last dimensions swapped, and its experts iterated over once outputs are rows.
+    """
+
+    experts: Sequence[Callable[[], Codes]]
+    has_outputs_first: bool
+
+    @staticmethod
+    def of(
+        experts: Sequence[Callable[[], Codes]], shape: torch.Size, dtype: torch.dtype, *, has_outputs_first: bool
+    ) -> "QuantizedStack":
+        """`experts`: what makes the codes of each. # [experts, outputs, inputs], or without `has_outputs_first`
+        [experts, inputs, outputs]
+        """
+        made: QuantizedStack = torch.Tensor._make_wrapper_subclass(
+            QuantizedStack, shape, dtype=dtype, device=torch.device("cpu")
+        )
+        made.experts, made.has_outputs_first = experts, has_outputs_first
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See the class."""
+        stack = args[0]
+        if func is torch.Tensor.transpose and {dim % 3 for dim in args[1:]} == {1, 2}:
+            first, second, third = stack.shape
+            shape, is_first = torch.Size((first, third, second)), not stack.has_outputs_first
+            return QuantizedStack.of(stack.experts, shape, stack.dtype, has_outputs_first=is_first)
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
+            some = stack.experts[args[1]]
+            shape = torch.Size((len(some), *stack.shape[1:]))
+            return QuantizedStack.of(some, shape, stack.dtype, has_outputs_first=stack.has_outputs_first)
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], int) and stack.has_outputs_first:
+            return QuantizedRows.of(stack.experts[args[1]](), stack.dtype)
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Raises `NotImplementedError`: nothing else is done with a stack."""
+        raise NotImplementedError(f"{func} of a stack of quantised experts")
 
 
 def codes_of(rows: torch.Tensor) -> Codes | None:
@@ -60,15 +136,8 @@ def fill_stored(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_
     stored = stored_of(parameter)
     if stored is None:
         return False
-    codes = rows.codes if isinstance(rows, QuantizedRows) else stored.codes_of(rows)
+    codes = codes_of(rows)
     if codes is not None and stored.put(first, codes, expert_index):
         return True
     make_dense(parameter)
     return False
-
-
-def can_requantize(stack: nn.Parameter, layer: LayerQuantConfig) -> bool:
-    """Whether a stack that the checkpoint stores as one MXFP4 tensor may be rounded to it again after it is
-    sharded.
-    """
-    return layer.storage == "mxfp4-experts" and stack.shape[2] % 64 == 0

@@ -25,7 +25,7 @@ from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.loading.checkpoint import read_checkpoint_config
 from models.loading.drafters import DraftedModel, load_drafter
-from models.loading.loader import load_model
+from models.loading.loader import LoadOptions, load_model
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import CPU, tensors_of
@@ -356,7 +356,12 @@ def load_head(
     """The drafter of a method, with its target loaded as the runner loads it."""
     config = read_checkpoint_config(target, "kaon")
     model = load_model(target, config, dtype=dtype, device=CPU, progress=False, parallel=parallel)
-    drafted = DraftedModel(model=model, config=config, path=target, dtype=dtype, device=CPU, parallel=parallel)  # type: ignore[arg-type]
+    drafted = DraftedModel(
+        model=model,
+        config=config,
+        path=target,
+        options=LoadOptions(dtype=dtype, device=CPU, progress=False, parallel=parallel),
+    )  # type: ignore[arg-type]
     return load_drafter(method, drafted, path)
 
 

@@ -15,7 +15,7 @@ from models.loading.loader import load_model
 from models.lora.adapters import group_by_adapter
 from models.ops.types import KVCacheTensor, LayerCache, StateCache, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
-from models.quantization.config import WeightBits
+from models.quantization.config import Rounding
 from tests.parity.thread_ranks import ThreadExchange
 from tests.parity.tolerance import assert_within, with_bound
 
@@ -47,7 +47,7 @@ class PagedModel:
         dtype: torch.dtype = torch.float32,
         model_impl: ModelImpl = "auto",
         kv_dtype: torch.dtype | None = None,
-        weight_bits: WeightBits = 16,
+        rounding: Rounding | None = None,
         backend: AttentionBackend | None = None,
         parallel: TensorParallel = SINGLE_RANK,
         device: torch.device = CPU,
@@ -55,7 +55,7 @@ class PagedModel:
         config = read_checkpoint_config(path, model_impl)
         self.config = replace(config, max_model_len=max_model_len or config.max_model_len)
         self.model = load_model(
-            path, self.config, dtype=dtype, device=device, progress=False, parallel=parallel, weight_bits=weight_bits
+            path, self.config, dtype=dtype, device=device, progress=False, parallel=parallel, rounding=rounding
         )
         self.backend = select_backend(device) if backend is None else backend
         self.device = device

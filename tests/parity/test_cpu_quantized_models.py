@@ -1,7 +1,7 @@
 """Models whose weights are rounded to 8 or 4 bits as they are read: near the model, and the same in any company."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from models.lora.adapters import load_adapters
 from models.ops.cpu import runtime
 from models.ops.cpu import runtime as library
 from models.ops.cpu.dense import QuantizedWeight
+from models.quantization.config import Rounding
 from tests.parity import quantized_checkpoints as q
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.checkpoints import make_checkpoint
@@ -29,7 +30,6 @@ from tests.parity.variants import PARTLY_TORCH, all_variants
 needs_operators = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
 )
-Rounding = Literal["int8", "int4"]
 ARCHITECTURES = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"]
 
 
@@ -64,16 +64,16 @@ def test_tokens_are_the_same_alone_and_in_company(architecture: str, rounding: R
 
 
 @needs_operators
-@pytest.mark.parametrize(("bits", "most"), [(8, 0.02), (4, 0.2)])
-def test_scores_are_near_those_of_the_model(bits: Literal[4, 8], most: float) -> None:
+@pytest.mark.parametrize(("asked_for", "most"), [("int8", 0.02), ("int4", 0.2), ("mxfp4", 0.25)])
+def test_scores_are_near_those_of_the_model(asked_for: Rounding, most: float) -> None:
     """Of the embedded model, on what it was taught; by their spread."""
     runtime.start(2)
     config = ModelConfig.from_checkpoint(CHECKPOINT_DIR)
     ids = torch.arange(40, 1400)
     scores = []
-    for weight_bits in (16, bits):
+    for rounded in (None, asked_for):
         model: Any = load_model(
-            CHECKPOINT_DIR, config, dtype=torch.bfloat16, device=CPU, progress=False, weight_bits=weight_bits
+            CHECKPOINT_DIR, config, dtype=torch.bfloat16, device=CPU, progress=False, rounding=rounded
         )
         with torch.inference_mode():
             scores.append(model.compute_logits(model.model.layers[0].mlp(model.model.embed_tokens(ids))))
@@ -85,7 +85,7 @@ def test_each_weight_has_the_bits_that_it_needs(tmp_path: Path) -> None:
     runtime.start(2)
     path = checkpoint_of("Qwen3MoeForCausalLM", tmp_path)
     config = ModelConfig.from_checkpoint(path)
-    model: Any = load_model(path, config, dtype=torch.bfloat16, device=CPU, progress=False, weight_bits=4)
+    model: Any = load_model(path, config, dtype=torch.bfloat16, device=CPU, progress=False, rounding="int4")
     layer = model.model.layers[0]
     bits = {}
     for name, module in (("head", model.lm_head), ("qkv", layer.self_attn.qkv_proj), ("router", layer.mlp.gate)):
@@ -101,9 +101,9 @@ def test_memory_is_asked_for_as_much_as_rounded_weights_take(tmp_path: Path) -> 
     path = make_checkpoint(tmp_path, hidden_size=256, intermediate_size=512, dtype=torch.bfloat16)
     config = ModelConfig.from_checkpoint(path)
     room: dict[str, Any] = {"dtype": torch.bfloat16, "device": CPU, "progress": False, "available_bytes": 1_500_000}
-    load_model(path, config, weight_bits=8, **room)
+    load_model(path, config, rounding="int8", **room)
     with pytest.raises(CheckpointError, match="does not fit the memory"):
-        load_model(path, config, weight_bits=16, **room)
+        load_model(path, config, **room)
 
 
 @needs_operators
@@ -112,8 +112,9 @@ def test_an_adapter_adds_to_rounded_weights_what_it_adds_to_others(tmp_path: Pat
     path = checkpoint_of("Qwen3ForCausalLM", tmp_path / "base")
     make_adapter(tmp_path / "adapter", read_weights(path), rank=8, alpha=16, seed=1)
     found = []
-    for bits in (16, 8):
-        model = PagedModel(path, dtype=torch.bfloat16, weight_bits=bits)
+    roundings: tuple[Rounding | None, ...] = (None, "int8")
+    for rounded in roundings:
+        model = PagedModel(path, dtype=torch.bfloat16, rounding=rounded)
         load_adapters(model.model, {"mine": tmp_path / "adapter"}, dtype=torch.bfloat16, device=CPU)
         rows = [Row(prompt(60, seed=3), slot=adapter, adapter=adapter) for adapter in (0, 1)]
         found.append([model.step([(row, 60)])[0].log_softmax(-1) for row in rows])

@@ -130,21 +130,26 @@ void coded_grouped_linear(const void *arguments, const struct step *step, struct
     clear_past_runs(op, step, worker, run.start);
 }
 
-/* A row's scales, zero points and codes to where they lie. */
+/* A row's scales and zero points of one group to where they lie. */
+static void pack_header(const struct coded_pack *op, int64_t row, int64_t group, char *to, int64_t output) {
+    int64_t size = bytes_of_scale(op->codes.scales), groups = parts(op->in_features, op->codes.group);
+    memcpy(to + output * size, op->row_scales + (row * groups + group) * size, size);
+    if (has_zeros(op->codes.code_kind)) to[PANEL * size + output] = op->row_zeros[row * groups + group];
+}
+
+/* And its codes. */
 static void pack_row(const struct coded_pack *op, int64_t row, char *panel, int64_t output) {
     const struct codes *codes = &op->codes;
-    int64_t size = bytes_of_scale(codes->scales), groups = parts(op->in_features, codes->group);
-    int64_t of_step = bytes_of_codes(codes->code_kind), tile = output / LANES;
-    unsigned of_tile = output % LANES;
-    for (int64_t group = 0; group < groups; group++, panel += bytes_of_group(codes)) {
-        const uint8_t *from = op->rows + row * op->row_stride;
-        memcpy(panel + output * size, op->row_scales + (row * groups + group) * size, size);
-        if (has_zeros(codes->code_kind)) panel[PANEL * size + output] = op->row_zeros[row * groups + group];
+    const uint8_t *from = op->rows + row * op->row_stride;
+    int64_t of_step = bytes_of_codes(codes->code_kind), tile = output / LANES, output_of_tile = output % LANES;
+    for (int64_t group = 0; group < parts(op->in_features, codes->group); group++, panel += bytes_of_group(codes)) {
+        pack_header(op, row, group, panel, output);
         char *steps = panel + bytes_of_header(codes) + tile * of_step / 2;
         int64_t begin = group * codes->group, end = min64(op->in_features, begin + codes->group);
         for (int64_t i = begin; i < end; i += DEPTH, steps += of_step)
-            for (unsigned j = 0; j < min64(DEPTH, end - i); j++) {
-                unsigned line = j / 2, element = of_tile * 2 + j % 2, code = from[i + j];
+            for (int64_t j = 0; j < min64(DEPTH, end - i); j++) {
+                int64_t line = j / 2, element = output_of_tile * 2 + j % 2;
+                unsigned code = op->is_paired ? from[(i + j) / 2] >> (i + j) % 2 * 4 & 15 : from[i + j];
                 if (codes->code_kind >= INT8) {
                     steps[line * 2 * LANES + element] = (char)code;
                     continue;
@@ -155,14 +160,41 @@ static void pack_row(const struct coded_pack *op, int64_t row, char *panel, int6
     }
 }
 
+/* 16 rows of pairs of codes, of which rows 0 and 8, 1 and 9 ... share their bytes. */
+static void pack_pairs(const struct coded_pack *op, int64_t row, char *panel, int64_t output) {
+    const struct codes *codes = &op->codes;
+    int64_t of_step = bytes_of_codes(codes->code_kind);
+    for (int64_t group = 0; group < parts(op->in_features, codes->group); group++, panel += bytes_of_group(codes)) {
+        int64_t begin = group * codes->group, end = min64(op->in_features, begin + codes->group);
+        for (int64_t i = 0; i < LANES; i++) pack_header(op, row + i, group, panel, output + i);
+        for (int64_t low = 0; low < LANES / 2; low++) {
+            const uint8_t *first = op->rows + (row + low) * op->row_stride, *second = first + LANES / 2 * op->row_stride;
+            char *to = panel + bytes_of_header(codes) + output / LANES * of_step / 2 + low * 8;
+            for (int64_t i = begin; i < end; i += DEPTH, to += of_step)
+                for (int64_t line = 0; line < 4; line++) { /* Eight inputs of both rows: the even ones, then the odd. */
+                    uint32_t a, b, both[2];
+                    memcpy(&a, first + i / 2 + line * 4, sizeof a);
+                    memcpy(&b, second + i / 2 + line * 4, sizeof b);
+                    both[0] = (a & 0x0f0f0f0f) | (b & 0x0f0f0f0f) << 4;
+                    both[1] = (a >> 4 & 0x0f0f0f0f) | (b & 0xf0f0f0f0);
+                    memcpy(to + line * LINE, both, sizeof both);
+                }
+        }
+    }
+}
+
 /* Tasks: 16 rows each, as they lie in the packed weight. */
 void coded_pack(const void *arguments, const struct step *step, struct worker *worker) {
     (void)step;
     const struct coded_pack *op = arguments;
     int64_t bytes = bytes_of_panel(&op->codes, op->in_features), last = op->first + op->count;
     for (int64_t task; (task = take_task(worker)) < parts(last, LANES) - op->first / LANES;) {
-        int64_t tile = op->first / LANES + task;
-        for (int64_t row = max64(op->first, tile * LANES); row < min64(last, (tile + 1) * LANES); row++)
+        int64_t tile = op->first / LANES + task, begin = max64(op->first, tile * LANES), end = min64(last, (tile + 1) * LANES);
+        if (op->is_paired && end - begin == LANES && op->in_features % DEPTH == 0) {
+            pack_pairs(op, begin - op->first, op->weight + begin / PANEL * bytes, begin % PANEL);
+            continue;
+        }
+        for (int64_t row = begin; row < end; row++)
             pack_row(op, row - op->first, op->weight + row / PANEL * bytes, row % PANEL);
     }
 }

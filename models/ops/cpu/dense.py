@@ -43,6 +43,8 @@ class PackedWeight:
         self.out_features, self.in_features = out_features, in_features
         if num_bytes is None:
             num_bytes = 2 * dense_elements(out_features, in_features)
+        self.expected_bytes = num_bytes
+        """That it takes once it is filled, or about as many."""
         self.memory = torch.frombuffer(mapped_zeros(num_bytes), dtype=torch.bfloat16)
 
     def put(self, first: int, rows: torch.Tensor) -> None:
@@ -54,6 +56,15 @@ class PackedWeight:
             rows.data_ptr(), rows.stride(0), first, len(rows), self.in_features, self.memory.data_ptr(), *self.options
         )
         current().run(arguments, Step(), (rows, self.memory))
+
+    def takes(self, rows: Codes) -> bool:
+        """Whether `put_codes` may fill in rows of a quantised checkpoint; otherwise they are made dense."""
+        del rows
+        return False
+
+    def put_codes(self, first: int, rows: Codes) -> None:
+        """Fill rows from `first` on, which the weight `takes`, as they are stored. # [count, in_features]"""
+        raise NotImplementedError
 
 
 def dense_elements(out_features: int, in_features: int) -> int:
@@ -264,6 +275,15 @@ def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: 
 
 BLOCK, STEP = 128, 64
 """Inputs that share a scale, at 8 bits and at 4; a weight has a multiple of the first."""
+_TILE = PANEL // 2
+_MIDDLE_NIBBLE = 8
+_MIDDLE = {4: _MIDDLE_NIBBLE, 8: 0}
+"""The code that means 0, by bits of a code."""
+
+
+def group_of(bits: Literal[4, 8]) -> int:
+    """Inputs that share a scale in a weight of so many bits."""
+    return BLOCK if bits == 8 else STEP
 
 
 class QuantizedWeight(PackedWeight):
@@ -278,7 +298,74 @@ class QuantizedWeight(PackedWeight):
 
     def __init__(self, out_features: int, in_features: int, bits: Literal[4, 8]) -> None:
         super().__init__(out_features, in_features, quantized_bytes(out_features, in_features, bits))
+        self.bits: Literal[4, 8] = bits
         self.options = (bits,)
+
+    def takes(self, rows: Codes) -> bool:
+        """See `PackedWeight`: codes and scales of the very form that rows are rounded to."""
+        if rows.kind != f"int{self.bits}" or rows.order is not None or rows.scales.dtype is not torch.bfloat16:
+            return False
+        if rows.width != group_of(self.bits) or self.in_features % rows.width:
+            return False
+        return rows.zeros is None or bool((rows.zeros == _MIDDLE[self.bits]).all())
+
+    def put_codes(self, first: int, rows: Codes) -> None:
+        """See `PackedWeight`."""
+        rows = rows.unpaired()
+        # Panels that the rows fill in part keep what they have of other rows.
+        begin, end = first // PANEL, -(-(first + len(rows.codes)) // PANEL)
+        values, scales = rows.codes.view(torch.int8) - _MIDDLE[self.bits], rows.scales
+        if first % PANEL or len(values) % PANEL or self.in_features % BLOCK:
+            whole, whole_scales = self._read(begin, end)
+            some = slice(first - begin * PANEL, first - begin * PANEL + len(values))
+            whole[some] = 0
+            whole[some, : self.in_features], whole_scales[some, : scales.shape[1]] = values, scales
+            values, scales = whole, whole_scales
+        self._write(begin, end, values, scales)
+
+    def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rounded values and their scales. # [out_features, in_features] int8, [out_features, groups] bfloat16"""
+        values, scales = self._read(0, -(-self.out_features // PANEL))
+        groups = -(-self.in_features // group_of(self.bits))
+        return values[: self.out_features, : self.in_features], scales[: self.out_features, :groups]
+
+    # The layout of quantized.h: [panel][block]([step, at 4 bits][output] scales, [step][tile][four][output][input]).
+
+    def _blocks(self, begin: int, end: int) -> torch.Tensor:
+        """Panels as bytes. # [panels, blocks, bytes]"""
+        blocks = -(-self.in_features // BLOCK)
+        return self.memory.view(torch.uint8).view(-1, blocks, quantized_bytes(PANEL, BLOCK, self.bits))[begin:end]
+
+    def _read(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of whole panels, their last block padded. # [rows, inputs] int8, [rows, groups] bfloat16"""
+        memory = self._blocks(begin, end)
+        panels, blocks, _ = memory.shape
+        groups = BLOCK // group_of(self.bits)
+        num_bytes = groups * PANEL * torch.bfloat16.itemsize
+        scales = memory[..., :num_bytes].contiguous().view(torch.bfloat16).view(panels, blocks, groups, PANEL)
+        values = memory[..., num_bytes:].contiguous()
+        if self.bits == 4:
+            # A byte has an input of one four, and of the next in its upper half.
+            pairs = values.view(panels, blocks, BLOCK // STEP, 2, STEP // 8, _TILE, 4)
+            values = torch.stack((pairs & 15, pairs >> 4), 5).sub_(_MIDDLE_NIBBLE)
+        fours = values.view(torch.int32).view(panels, blocks, BLOCK // STEP, 2, STEP // 4, _TILE)
+        in_rows = fours.permute(0, 3, 5, 1, 2, 4).reshape(panels * PANEL, -1)
+        return in_rows.view(torch.int8), scales.permute(0, 3, 1, 2).reshape(panels * PANEL, -1)
+
+    def _write(self, begin: int, end: int, values: torch.Tensor, scales: torch.Tensor) -> None:
+        """The inverse. # [rows, inputs] int8, [rows, groups] bfloat16; a multiple of a panel's and a block's"""
+        memory = self._blocks(begin, end)
+        panels, blocks, _ = memory.shape
+        groups = BLOCK // group_of(self.bits)
+        num_bytes = groups * PANEL * torch.bfloat16.itemsize
+        by_group = scales.reshape(panels, PANEL, blocks, groups).permute(0, 2, 3, 1).contiguous()
+        memory[..., :num_bytes] = by_group.view(torch.uint8).view(panels, blocks, num_bytes)
+        in_rows = values.contiguous().view(torch.int32).view(panels, 2, _TILE, blocks, BLOCK // STEP, STEP // 4)
+        fours = in_rows.permute(0, 3, 4, 1, 5, 2).contiguous().view(torch.uint8)
+        if self.bits == 4:
+            pairs = fours.view(panels, blocks, BLOCK // STEP, 2, STEP // 8, 2, _TILE, 4) + _MIDDLE_NIBBLE
+            fours = (pairs[..., 0, :, :] & 15) | (pairs[..., 1, :, :] << 4)
+        memory[..., num_bytes:] = fours.reshape(panels, blocks, -1)
 
 
 # Packed weights of a quantised checkpoint, as it stores them.
@@ -302,24 +389,23 @@ class CodedWeight(PackedWeight):
         expand=structures.ExpandCodes,
     )
 
-    def __init__(self, out_features: int, in_features: int, *, bits: int = 8, is_rounded_again: bool = False) -> None:
-        """`bits` of a code. `is_rounded_again`: dense rows were MXFP4, and become the same codes again."""
-        self.expected_bytes = dense_elements(out_features, in_features) * bits // 8 * 9 // 8
-        """About what it will take, scales included."""
+    def __init__(self, out_features: int, in_features: int, *, bits: int = 8, rounds: bool = False) -> None:
+        """`bits` of a code. `rounds`: dense rows are rounded to MXFP4."""
         super().__init__(out_features, in_features, 2)  # The first rows say how large it is.
-        self._is_rounded_again = is_rounded_again
+        self.expected_bytes = dense_elements(out_features, in_features) * bits // 8 * 9 // 8
+        self.rounds = rounds
+        """Whether dense rows can be filled in as well."""
         self._form: tuple[str, int, torch.dtype, int] | None = None
         self._order: torch.Tensor | None = None
 
     def put(self, first: int, rows: torch.Tensor) -> None:
-        """Dense rows, of a weight that `takes` them. # [count, in_features]"""
+        """Dense rows, of a weight that `rounds` them. # [count, in_features]"""
+        assert self.rounds
         codes, exponents = mxfp4_of(rows)
         self.put_codes(first, Codes("mxfp4", codes, exponents, None, RUN, lambda: rows))
 
-    def takes(self, rows: torch.Tensor | Codes) -> bool:
-        """Whether such rows, dense or of codes, can be filled in next to those that are there."""
-        if not isinstance(rows, Codes):
-            return self._is_rounded_again
+    def takes(self, rows: Codes) -> bool:
+        """See `PackedWeight`: whether such rows can be filled in next to those that are there."""
         if rows.scales.dtype not in _SCALES or not self._group_fits(rows):
             return False
         if rows.kind == "fp8" and bool((rows.codes.view(torch.uint8) & _FP8_NAN == _FP8_NAN).any()):
@@ -330,10 +416,12 @@ class CodedWeight(PackedWeight):
         return is_one_order and (rows.order is None) == (self._order is None) and self._form == _form_of(rows)
 
     def put_codes(self, first: int, rows: Codes) -> None:
-        """Fill rows from `first` on, which the weight `takes`. # [count, in_features]"""
+        """See `PackedWeight`."""
         if self._form is None:
             self._begin(rows)
-        codes, scales = rows.codes.view(torch.uint8).contiguous(), rows.scales.contiguous()
+        codes, scales = rows.codes.view(torch.uint8), rows.scales.contiguous()
+        if codes.stride(1) != 1:
+            codes = codes.contiguous()
         zeros = None
         if rows.zeros is not None:
             zeros = rows.zeros.contiguous()
@@ -349,6 +437,7 @@ class CodedWeight(PackedWeight):
             self.in_features,
             self.memory.data_ptr(),
             *self.options,
+            rows.is_paired,
         )
         current().run(arguments, Step(), (codes, scales, zeros, self.memory))
 
@@ -386,4 +475,4 @@ def _form_of(rows: Codes) -> tuple[str, int, torch.dtype, int]:
 def quantized_bytes(out_features: int, in_features: int, bits: Literal[4, 8]) -> int:
     """Bytes of a weight's values and its bfloat16 scales."""
     outputs, inputs = -(-out_features // PANEL) * PANEL, -(-in_features // BLOCK) * BLOCK
-    return outputs * inputs * bits // 8 + outputs * inputs // (BLOCK if bits == 8 else STEP) * 2
+    return outputs * inputs * bits // 8 + outputs * inputs // group_of(bits) * 2

@@ -316,14 +316,15 @@ struct expand_codes {
     struct coded_linear coded;
 };
 struct coded_pack {
-    const uint8_t *rows;   /* [count, in_features] codes */
-    int64_t row_stride;
+    const uint8_t *rows;   /* [count, in_features] codes, or two in a byte, the first in its low half */
+    int64_t row_stride;    /* bytes */
     const char *row_scales; /* [count, groups] */
     const char *row_zeros;  /* [count, groups] int8, or NULL */
     int64_t first, count;   /* indexes of these rows in the whole weight */
     int64_t in_features;
     char *weight;
     struct codes codes;
+    int64_t is_paired;
 };
 struct coded_grouped_linear {
     struct grouped_linear grouped;

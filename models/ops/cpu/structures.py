@@ -277,6 +277,7 @@ class CodedPack(Arguments):
     _fields_: ClassVar = [
         *_declared("*rows row_stride *row_scales *row_zeros first count in_features *weight"),
         *_CODES,
+        *_declared("is_paired"),
     ]
 
 
