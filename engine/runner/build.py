@@ -352,6 +352,7 @@ def sizes_of(config: CheckpointConfig, block: int, ranks: int) -> Sizes:
         heads=max(1, config.num_attention_heads // ranks),
         kv_heads=max(1, config.num_key_value_heads // ranks),
         head_dim=config.head_dim,
+        has_windows=any(window is not None for window in config.sliding_windows),
     )
     experts = _first(config, "num_experts", "n_routed_experts", "num_local_experts")
     if experts is None:

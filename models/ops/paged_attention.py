@@ -53,18 +53,24 @@ def attend(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = query_starts.tolist()
+    block_size = cache.k_cache.shape[2]
     for row, length in enumerate(seq_lens.tolist()):
         tokens = slice(starts[row], starts[row + 1])
-        blocks = block_tables[row, : -(-length // cache.k_cache.shape[2])].long()
-        k, v = _gathered(cache.k_cache, blocks, length), _gathered(cache.v_cache, blocks, length)
+        first = 0
+        if options.sliding_window is not None:
+            # Blocks before the window may be other rows' by now, with numbers that are not finite.
+            first = max(0, length - (tokens.stop - tokens.start) - options.sliding_window + 1)
+        blocks = block_tables[row, first // block_size : -(-length // block_size)].long()
+        keys = slice(first % block_size, first % block_size + length - first)
+        k, v = _gathered(cache.k_cache, blocks, keys), _gathered(cache.v_cache, blocks, keys)
         out[tokens] = _attend_row(q[tokens], k * options.k_scale, v * options.v_scale, options, sinks)
     return out
 
 
-def _gathered(pages: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """# -> [Hkv, length, D] float32"""
+def _gathered(pages: torch.Tensor, blocks: torch.Tensor, keys: slice) -> torch.Tensor:
+    """Some of the blocks' keys. # -> [Hkv, keys, D] float32"""
     taken = pages.view(torch.uint8)[blocks].view(pages.dtype) if pages.dtype.itemsize == 1 else pages[blocks]
-    return taken.transpose(0, 1).flatten(1, 2)[:, :length].float()
+    return taken.transpose(0, 1).flatten(1, 2)[:, keys].float()
 
 
 def _attend_row(

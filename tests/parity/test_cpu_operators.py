@@ -425,12 +425,23 @@ def run_steps(
     options: AttentionOptions,
     block_size: int,
     sinks: torch.Tensor | None = None,
+    *,
+    gives_back: bool = False,
 ) -> list[torch.Tensor]:
-    """Attention of all sequences, computed in these steps. # each [n, heads, dim]"""
+    """Attention of all sequences, computed in these steps. # each [n, heads, dim]
+
+    `gives_back`: other sequences store NaN in the blocks before a window as soon as a step does not see them.
+    """
     kv_heads, dim = k[0].shape[1:]
     cache = Cache(kv_heads, dim, block_size, max(map(len, q)), len(q))
     out = [torch.empty_like(each) for each in q]
     for spans in steps:
+        if gives_back:
+            assert options.sliding_window is not None
+            for sequence, first, _ in spans:
+                unseen = max(0, first - options.sliding_window + 1) // block_size
+                blocks = cache.tables[sequence, :unseen].long()
+                cache.k[blocks] = cache.v[blocks] = torch.nan
         step, kept = cache.step(spans)
         rows = [torch.cat([of[s][first:past] for s, first, past in spans]) for of in (q, k, v)]
         attention_ops.rope_store(*rows, cache.k, cache.v, step)
@@ -505,6 +516,21 @@ class TestAttention:
         chunked = run_steps(q, k, v, CHUNKED, options, block_size, sinks)
         for found, in_chunks in zip(whole, chunked, strict=True):
             assert torch.equal(found, in_chunks)
+
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "dim", "block_size"), [(4, 2, 64, 16), (20, 1, 96, 16), (2, 2, 256, 48)]
+    )
+    @pytest.mark.parametrize("window", [1, 20, 64])
+    def test_what_others_store_in_blocks_before_the_window_does_not_matter(
+        self, heads: int, kv_heads: int, dim: int, block_size: int, window: int
+    ) -> None:
+        q = [bf16(n, heads, dim, seed=n) for n in LENGTHS]
+        k, v = ([bf16(n, kv_heads, dim, seed=n + seed) for n in LENGTHS] for seed in (1, 2))
+        options = AttentionOptions(dim**-0.5, window)
+        expected = run_steps(q, k, v, CHUNKED, options, block_size)
+        found = run_steps(q, k, v, CHUNKED, options, block_size, gives_back=True)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
 
     def test_a_long_context_equals_the_reference(self) -> None:
         """Longer than what one pass of the softmax takes."""

@@ -278,6 +278,15 @@ def test_serving_goes_on_by_triton_where_the_library_is_broken(
     assert_near(found, by_torch(path, run_briefly))
 
 
+def test_a_release_that_multiplies_what_lies_before_a_window_does_not_compute_models_with_windows(
+    library: Library,
+) -> None:
+    sizes = Sizes(hidden=64, inner=96, heads=4, kv_heads=2, head_dim=16)
+    assert wrong("attention", sizes, CPU) is None
+    reason = wrong("attention", sizes._replace(has_windows=True), CPU)
+    assert reason == "its numbers are not the right ones: attention with a window"
+
+
 def test_a_library_that_fails_after_its_probe_prevents_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "aiter_reasons", lambda *_: {"norm": None, "moe": None})
     chosen = {choice.operator: str(choice) for choice in backends.start(CPU, ["norm=aiter"])}

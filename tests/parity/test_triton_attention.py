@@ -91,6 +91,17 @@ class Batch:
     def sinks(self) -> torch.Tensor:
         return torch.linspace(-2, 3, self.num_heads, device=DEVICE).to(self.dtype)
 
+    def give_back(self, window: int) -> "Batch":
+        """The same, once other rows own the blocks before each row's window and have stored NaN there."""
+        block_size = self.cache.k_cache.shape[2]
+        for row, (count, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+            first_seen = max(0, length - count - window + 1)
+            blocks = self.tables[row, : first_seen // block_size].long()
+            for pages in (self.cache.k_cache, self.cache.v_cache):
+                as_bytes = pages.view(torch.uint8)
+                as_bytes[blocks] = 0x7F if pages.dtype.itemsize == 1 else 0xFF  # NaN in each of the types.
+        return self
+
     def check(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -117,6 +128,27 @@ def test_decodes_of_one_and_of_several_pieces(options: AttentionOptions, has_sin
     batch = Batch([1, 1, 1, 1], [1, 256, 530, 40])
     sinks = batch.sinks() if has_sinks else None
     batch.check(batch.decode(options, sinks), batch.expected(options, sinks))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn)], ids=["f32", "fp8"])
+@pytest.mark.parametrize("options", [WINDOW, CAPPED], ids=["window", "window-soft-cap"])
+def test_what_others_store_in_blocks_before_the_window_does_not_matter(
+    options: AttentionOptions, dtypes: tuple[torch.dtype, torch.dtype | None]
+) -> None:
+    assert options.sliding_window is not None
+    for query_lens, seq_lens in (
+        ([1, 1, 1, 1], [1, 256, 530, 83]),
+        ([3, 3], [257, 130]),
+        ([20, 37, 1], [83, 300, 50]),
+    ):
+        batch = Batch(query_lens, seq_lens, dtype=dtypes[0], cache_dtype=dtypes[1])
+        expected = batch.expected(options)
+        batch.give_back(options.sliding_window)
+        assert batch.cache.v_cache.float().isnan().sum() > 2 * 16 * 64
+        batch.check(batch.prefill(options), expected)
+        if len(set(query_lens)) == 1:
+            batch.check(batch.decode(options), expected)
+        assert torch.equal(batch.expected(options), expected), "plain torch reads none of them either"
 
 
 @pytest.mark.parametrize("options", [PLAIN, WINDOW], ids=["plain", "window"])

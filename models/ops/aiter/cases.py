@@ -33,6 +33,8 @@ class Sizes(NamedTuple):
     experts: int = 8
     top_k: int = 2
     expert_inner: int = 512
+    has_windows: bool = False
+    """Whether layers have windows: what other rows store in blocks before a window must not matter then."""
     has_fp8_experts: bool = False
     """Whether the experts are stored in FP8 with a scale for each block of 128 x 128."""
 
@@ -173,8 +175,18 @@ class _Step:
     ) -> Finding:
         """The comparison with these options."""
         cache, rows = self.cache(dtype), self.rows
+        if options.sliding_window is not None and self._sizes.has_windows:
+            self._give_back(cache, options.sliding_window)
         expected = reference.attend(self.q, cache, rows.starts, rows.lengths, rows.tables, options, sinks)
         return _finding(f"attention {what}", attend(cache, options, sinks), expected)
+
+    def _give_back(self, cache: KVCacheTensor, window: int) -> None:
+        """Fill blocks before the rows' windows, which other rows may own by then, with NaN."""
+        starts = self.rows.starts.tolist()
+        for row, length in enumerate(self._lengths):
+            first_seen = max(0, length - (starts[row + 1] - starts[row]) - window + 1)
+            blocks = self.rows.tables[row, : first_seen // self._sizes.block].long()
+            cache.k_cache[blocks] = cache.v_cache[blocks] = torch.nan
 
     def far_finding(self, attend: _Attend) -> Iterator[Finding]:
         """A comparison over a cache whose offsets need 64 bits, where the device has memory for one."""

@@ -83,6 +83,7 @@ def attend_tile(
     v_cache_ptr,
     table_ptr,
     first_key,
+    first_seen,  # no query sees keys before it, whose blocks may belong to other rows; read where HAS_WINDOW
     end,  # keys from here on are not the row's
     positions,  # [M], of the queries
     kv_head,
@@ -103,7 +104,10 @@ def attend_tile(
     """`acc`, `peak` and `total` with BLOCK_N more keys."""
     keys = first_key + tl.arange(0, BLOCK_N)
     is_key = keys < end if IS_MASKED else tl.full([BLOCK_N], True, tl.int1)
-    offsets = page_offsets(table_ptr, keys, is_key, block_stride, kv_head, BLOCK_SIZE, HEAD_DIM)
+    # Blocks before the window have been given back, and what others store there may be not finite: the first key that
+    # is seen is loaded instead.
+    loaded = tl.maximum(keys, first_seen) if HAS_WINDOW else keys
+    offsets = page_offsets(table_ptr, loaded, is_key, block_stride, kv_head, BLOCK_SIZE, HEAD_DIM)
     dtype: tl.constexpr = q.dtype.element_ty if DEPTH < D_TILE else q.dtype
     if DEPTH < D_TILE:
         scores = tl.zeros([acc.shape[0], BLOCK_N], tl.float32)
@@ -207,22 +211,24 @@ def attention_prefill_kernel(
     first_position = context + first_token
     end = tl.minimum(first_position + TOKENS, length)
     start = 0
+    first_seen = 0
     if HAS_WINDOW:
-        start = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+        first_seen = tl.maximum(first_position - window + 1, 0)
+        start = first_seen // BLOCK_N * BLOCK_N
     else:
         # Tiles of keys that every query sees need no mask.
         start = (first_position + 1) // BLOCK_N * BLOCK_N
         for key in range(0, start, BLOCK_N):
             acc, peak, total = attend_tile(
-                q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
-                block_stride, scale, soft_cap, window, head_dim, False, False, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
-                D_TILE, BLOCK_N, DEPTH,
+                q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
+                kv_head, block_stride, scale, soft_cap, window, head_dim, False, False, HAS_SOFT_CAP, BLOCK_SIZE,
+                HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
             )  # fmt: skip
     for key in range(start, end, BLOCK_N):
         acc, peak, total = attend_tile(
-            q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
-            block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
-            D_TILE, BLOCK_N, DEPTH,
+            q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
+            kv_head, block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE,
+            HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
         )  # fmt: skip
 
     out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
@@ -360,9 +366,11 @@ def attention_decode_kernel(
         piece_len = piece_length(length)
         end = tl.minimum((piece + 1) * piece_len, length)
         start = piece * piece_len
+        first_seen = 0
         if HAS_WINDOW:
             # From the first key that the row's first query sees. None may be left: the piece then adds nothing.
-            start = tl.maximum(start, tl.maximum(length - QUERY_LEN - window + 1, 0) // BLOCK_N * BLOCK_N)
+            first_seen = tl.maximum(length - QUERY_LEN - window + 1, 0)
+            start = tl.maximum(start, first_seen // BLOCK_N * BLOCK_N)
         positions = tl.where(is_query, length - QUERY_LEN + tokens, -1)
         if DEPTH < D_TILE:
             q = q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_rows
@@ -374,9 +382,9 @@ def attention_decode_kernel(
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
         for key in range(start, end, BLOCK_N):
             acc, peak, total = attend_tile(
-                q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
-                block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
-                D_TILE, BLOCK_N, DEPTH,
+                q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
+                kv_head, block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE,
+                HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
             )  # fmt: skip
         is_any = total > 0
         safe = tl.where(is_any, total, 1.0)
