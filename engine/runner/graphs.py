@@ -31,6 +31,7 @@ from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaDat
 from models.attention.context import Context, LoRARows, forward_context
 from models.layers.base import CausalLM
 from models.lora.adapters import capture_obstacle
+from models.ops.triton.grids import PIECE
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _MARGIN = 256 << 20
@@ -41,8 +42,9 @@ _log = logging.getLogger(__name__)
 _STEPS_BETWEEN = 32
 """Steps between two captures while there is work: a capture and its test take as long as several steps."""
 
-_TRIED_LENGTHS = (1, 2, 3)
-"""Context lengths, and token ids, of the rows that a new graph is tested with."""
+_TRIED_LENGTHS = (1, 2, PIECE + 30, 3)
+"""Context lengths of the rows that a new graph is tested with, as far as a model allows them: one of them longer than
+a piece of decode attention, whose results are then merged."""
 _APART = 0.2
 """Largest distance of a replayed row from the eager one, as a share of its norm. Libraries sum in any order; a wrong
 row is further away."""
@@ -375,8 +377,10 @@ class GraphRunner:
         is_right = True
         # Padding rows share one slot of the cache, so all are equal; their contexts grow. Every rank runs all lengths,
         # whatever it finds: the others wait for it in collectives.
-        for length in _TRIED_LENGTHS:
-            self._write_padding_rows(size, length)
+        # The last block of the longest sequence may be cut short.
+        most = max(3, (self._shape.max_blocks - 1) * self._shape.block_size + 2 - self._shape.query_len)
+        for trial, length in enumerate(_TRIED_LENGTHS):
+            self._write_padding_rows(size, min(length, most), token=1 + trial)
             run()
             expected = hidden.to(torch.float32, copy=True)
             hidden.fill_(float("nan"))
@@ -429,8 +433,8 @@ class GraphRunner:
 
         return run
 
-    def _write_padding_rows(self, size: int, length: int = 1) -> None:
-        """Fill the buffers with padding rows whose contexts, in the padding block, have `length` tokens."""
+    def _write_padding_rows(self, size: int, length: int = 1, token: int = 1) -> None:
+        """Fill the buffers with padding rows of such tokens, whose contexts, in the padding block, have `length`."""
         shape = self._shape
         positions = np.arange(length - 1, length - 1 + shape.query_len)
         seq_len = length - 1 + shape.query_len
@@ -453,7 +457,7 @@ class GraphRunner:
         )
         for tokens in self._tokens:
             tokens.zero_()
-        self._tokens[0].fill_(length)
+        self._tokens[0].fill_(token)
         self._tokens[1][: size * shape.query_len].view(size, -1).add_(
             torch.arange(length - 1, seq_len, device=self._device.torch_device)
         )

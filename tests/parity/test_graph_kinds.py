@@ -173,10 +173,10 @@ def test_a_rank_replays_its_part_of_what_ranks_exchange(checkpoint: Path) -> Non
     expected = answers(waiting(runner, sequences()))
     sums = collectives.num_sums
     runner, device = captured_all(runner)
-    # Of each size one pass is run with the other rank, of two sums a layer and the embedding's, and three more with a
+    # Of each size one pass is run with the other rank, of two sums a layer and the embedding's, and four more with a
     # replay behind each. Five times all agree: that none fails, that none lacks memory, that all have captured, that
     # no sum of the graph's is unknown, that replays are right.
-    assert collectives.num_sums - sums == 2 * (5 + 3 * 2 * 5 + 5)
+    assert collectives.num_sums - sums == 2 * (5 + 4 * 2 * 5 + 5)
     assert answers(waiting(runner, sequences())) == expected
     assert device.num_replayed == 12
 
@@ -230,7 +230,7 @@ def test_ranks_know_when_a_graph_is_captured_and_run_nothing_meanwhile(
     runner.model.forward = noted_forward  # type: ignore[attr-defined]
     monkeypatch.setattr(GraphDevice, "capture", noted_capture)
     captured_all(runner)
-    tried = [("pass", False)] * 2 * 3
+    tried = [("pass", False)] * 2 * 4
     assert seen == [("pass", False), ("pass", False), ("capture", True), *tried] * 2
 
 

@@ -17,6 +17,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.attention.backend import AttentionMetaData
 from models.attention.context import get_forward_context
+from models.ops.triton.grids import PIECE
 from models.parallel.tensor_parallel import ExpertParallel, TensorParallel
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
@@ -253,6 +254,46 @@ class StaleDevice(GraphDevice):
         return Stale()
 
     runner: ModelRunner
+
+
+@pytest.mark.parametrize(("max_model_len", "captured"), [(512, []), (200, [4])])
+def test_graphs_that_are_wrong_for_rows_of_several_pieces_are_dropped(
+    max_model_len: int, captured: list[int], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode attention merges the pieces of a row; a model of short contexts has no such rows, and none is tried."""
+    lengths: list[int] = []
+    replay = CapturingBackend.prepare_for_replay
+
+    def prepare_for_replay(self: CapturingBackend, metadata: AttentionMetaData, batch_size: int) -> None:
+        lengths.append(int(metadata.seq_lens.max()))
+        replay(self, metadata, batch_size)
+
+    class WrongBeyondAPiece(GraphDevice):
+        def capture(self, run: Callable[[], None]) -> Graph:
+            graph, runner = super().capture(run), self.runner
+
+            class Wrong:
+                def replay(self) -> None:
+                    graph.replay()
+                    if lengths[-1] > PIECE:
+                        assert runner.graphs is not None
+                        hidden = runner.graphs._plain._hidden
+                        assert hidden is not None
+                        hidden.zero_()
+
+            return Wrong()
+
+        runner: ModelRunner
+
+    monkeypatch.setattr(CapturingBackend, "prepare_for_replay", prepare_for_replay)
+    sizes = {"cudagraph_capture_sizes": (4,)}
+    runner = runner_for(checkpoint, compilation_config=sizes, max_model_len=max_model_len)
+    device = WrongBeyondAPiece()
+    device.runner = runner = rebuilt(runner, device, NUM_BLOCKS)
+    assert runner.graphs is not None
+    runner.graphs.capture_next()
+    assert runner.graphs.captured_sizes == captured
+    assert max(lengths) == (PIECE + 30 if max_model_len > PIECE + 30 else 193), "the last block may be cut short"
 
 
 def test_graphs_whose_replays_are_not_the_pass_are_dropped(
