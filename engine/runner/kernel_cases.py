@@ -36,7 +36,10 @@ def cases_of_model(
     attention = _attention_cases(observed, dtype, query_len) if triton.takes("attention") else ()
     for case in (*attention, *_layer_cases(model, observed, dtype, max_tokens)):
         found[case.operator].setdefault((type(case), case.key), case)
-    return {operator: list(cases.values()) for operator, cases in found.items()}
+    return {
+        operator: sorted(cases.values(), key=lambda case: not case.gives_addresses)
+        for operator, cases in found.items()
+    }
 
 
 def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: int) -> Iterator[Case]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -27,11 +27,16 @@ from models.ops import registry as backends
 from models.ops.self_test import Case, first_failure
 from models.ops.stored_weight import make_dense, stored_of
 
+if TYPE_CHECKING:
+    from models.ops.triton.specializations import CheckedKernels
+
 _log = logging.getLogger(__name__)
 
 
-def check_kernels(loaded: LoadedModel) -> LoadedModel:
+def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) -> LoadedModel:
     """Leave to torch what kernels compute wrongly on any rank; the model with the attention backend from here on.
+
+    `checked` records which specialisations of kernels were compared.
 
     An operator that `kernel_backend` names as Triton's stays with it, and a warning says what is wrong. Raises
     `ValueError`, a sentence, where nothing else can compute it. Nothing is kept of the caches.
@@ -42,33 +47,69 @@ def check_kernels(loaded: LoadedModel) -> LoadedModel:
     start = time.perf_counter()
     # A rank without Triton has no kernels to compare, but the others wait for its result.
     cases = _cases_of(loaded) if triton.active() else {}
-    asked = backends.named(loaded.config.kernel_backend, backends.TRITON)
     # All ranks go through all operators in the same order, whatever their own layers are.
     for operator in _OPERATORS:
-        reason = failure_of(cases.get(operator, ()), device, operator)
+        with nullcontext() if checked is None else checked.checking(operator):
+            reason = failure_of(cases.get(operator, ()), device, operator)
         if loaded.parallel.all_agree(reason is None, device):
             continue
         said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
         said += reason or "those of another rank are"
-        name = _name_of(operator)
-        if name in asked:
-            kept = f"They compute all the same, as kernel_backend says {name}=triton"
-            _log.warning("%s. %s; %s", said, kept, ANOTHER_TRITON)
-            continue
-        if operator == _LATENTS:
-            raise ValueError(
-                f"{said}; nothing else computes them on a GPU. Use device cpu, or set kernel_backend to "
-                f"attention=triton to serve all the same; {ANOTHER_TRITON}"
-            )
-        _log.warning("%s. Plain torch computes them, slowly; %s", said, ANOTHER_TRITON)
-        backend = _leave_to_torch(operator, loaded.model, device) or backend
-    _log.info("Triton's kernels were compared with torch in %.1f s", time.perf_counter() - start)
+        backend = _refuse(loaded, operator, said) or backend
+    _log.info(
+        "Triton's kernels were compared with torch in %.1f s%s",
+        time.perf_counter() - start,
+        "" if checked is None else f", in {len(checked.checked)} specialisations",
+    )
     return replace(loaded, backend=backend)
+
+
+def watch_kernels() -> "CheckedKernels":
+    """From now on, record the specialisations in which kernels are compared and launched."""
+    from models.ops.triton.specializations import CheckedKernels
+
+    checked = CheckedKernels()
+    checked.watch()
+    return checked
+
+
+def refuse_unchecked(loaded: LoadedModel, checked: "CheckedKernels") -> LoadedModel | None:
+    """Leave to torch, on all ranks, operators whose kernels the steps of the start launched in a form that was not
+    compared; the model from here on, or None where there are none. As `check_kernels`.
+    """
+    backend, is_other = loaded.backend, False
+    for operator in _OPERATORS:
+        forms = checked.unchecked_of(operator)
+        if loaded.parallel.all_agree(not forms, loaded.device):
+            continue
+        is_other = True
+        said = f"Triton's kernels for {operator} were launched in a form that was not compared with torch: "
+        backend = _refuse(loaded, operator, said + (str(forms[0]) if forms else "on another rank")) or backend
+    return replace(loaded, backend=backend) if is_other else None
+
+
+def _refuse(loaded: LoadedModel, operator: str, said: str) -> AttentionBackend | None:
+    """Leave an operator to torch, unless `kernel_backend` names it as Triton's; the attention backend where it is
+    another then. `said`: the reason, without a full stop. Raises `ValueError` where nothing else can compute it.
+    """
+    name = _name_of(operator)
+    if name in backends.named(loaded.config.kernel_backend, backends.TRITON):
+        kept = f"They compute all the same, as kernel_backend says {name}=triton"
+        _log.warning("%s. %s; %s", said, kept, ANOTHER_TRITON)
+        return None
+    if operator == _LATENTS:
+        raise ValueError(
+            f"{said}; nothing else computes them on a GPU. Use device cpu, or set kernel_backend to "
+            f"attention=triton to serve all the same; {ANOTHER_TRITON}"
+        )
+    _log.warning("%s. Plain torch computes them, slowly; %s", said, ANOTHER_TRITON)
+    return leave_to_torch(operator, loaded.model, loaded.device)
 
 
 _LATENTS = "latents"
 """Attention of latents, which Kaon has no torch for on a GPU."""
-_OPERATORS = ("attention", _LATENTS, "norm", "activation", "moe", "linear", "recurrent", "sampling")
+_OPERATORS = ("moe", "attention", _LATENTS, "norm", "activation", "linear", "recurrent", "sampling")
+"""In the order of the checks: a wrong order of experts' pairs is a wrong address, which may end the process."""
 _OF_AITER = frozenset({"attention", "norm", "activation", "linear"})
 """Operators that aiter's own probe compares where aiter computes them. Its experts give no cases."""
 _FUSED = frozenset({"norm", "activation"})
@@ -134,7 +175,7 @@ def failure_of(cases: Iterable[Case], device: torch.device, operator: str) -> st
     return reason
 
 
-def _leave_to_torch(operator: str, model: CausalLM, device: torch.device) -> AttentionBackend | None:
+def leave_to_torch(operator: str, model: CausalLM, device: torch.device) -> AttentionBackend | None:
     """Have plain torch compute an operator from here on; the attention backend where it is another then."""
     triton.leave_to_torch(triton.left() | {operator})
     if operator == "attention":

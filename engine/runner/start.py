@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 from engine.runner.device import DeviceMemory
 from engine.runner.drafting import DraftPasses, drafter_caches
-from engine.runner.kernel_checks import check_kernels
+from engine.runner.kernel_checks import check_kernels, refuse_unchecked, watch_kernels
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
 from engine.runner.model_runner import ModelRunner, record_pass
 from engine.runner.warm_up import run_largest_step
 from models.attention.context import set_kv_cache_data
+from models.ops import triton
 from models.ops.cpu.program import NotRecordable
 
 
@@ -32,11 +33,20 @@ def start_runner(
     """
     meet()
     on_phase("load")
-    loaded = check_kernels(loaded)
+    checked = watch_kernels() if triton.active() else None
+    loaded = check_kernels(loaded, checked)
     num_blocks, num_slots = agree(measure_kv_cache(loaded))
     runner = ModelRunner(loaded, num_blocks, num_slots)
     on_phase("kv-cache")
     runner.warm_up()
+    if checked is not None:
+        # The steps of the warm-up launch all that requests need, over the cache that serves.
+        other = refuse_unchecked(loaded, checked)
+        if other is not None:
+            del runner  # Its cache leaves room for the next one's.
+            runner = ModelRunner(other, num_blocks, num_slots)
+            runner.warm_up()
+        checked.refuse_others()
     runner.capture_at_start()
     return runner
 

@@ -341,9 +341,10 @@ class FusedMoE(nn.Module):
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The layer as a pass with suspended kernels called it."""
-        from models.ops.triton.cases.experts import ExpertsCase
+        from models.ops.triton.cases.experts import ExpertsCase, SortCase
 
         for top_k, has_shared_expert, has_gate in sorted(self._routed):
+            yield SortCase(len(self.local_experts), self.num_experts, top_k, max_tokens)
             yield ExpertsCase(
                 operand_of(self.w13),
                 operand_of(self.w2),

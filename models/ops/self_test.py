@@ -6,8 +6,10 @@ each number; an error beyond the bound has no explanation in rounding. The start
 the same cases, which `models.ops.triton.cases` declares next to each family's references.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -24,6 +26,8 @@ _FP8 = 2.0**-3
 _FP8_LEAST = 2.0**-8
 """The same for the smallest numbers, in units of the scale."""
 _TINY = 1e-30
+_FAR = 2**31
+"""Elements, and bytes, beyond which offsets need 64 bits and compilers address memory in another way."""
 
 
 class Finding(NamedTuple):
@@ -44,13 +48,33 @@ class Exact(NamedTuple):
 class Problems:
     """Random inputs of problems, the same on each device."""
 
-    def __init__(self, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, device: torch.device, seed: int = 0, *, are_pools_large: bool = False) -> None:
+        """`are_pools_large`: caches are as large as those that serve, and their blocks lie far apart."""
         self.device = device
+        self._are_pools_large = are_pools_large
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
         """Normal numbers of mean 0."""
         return (torch.randn(shape, generator=self._generator) * scale).to(self.device, dtype)
+
+    def pool(self, num_blocks: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Blocks of a cache, filled with NaN. # [num_blocks, *shape], each block contiguous
+
+        Raises `torch.OutOfMemoryError` where the device has no memory for a large one.
+        """
+        nan = torch.full((1,), torch.nan, device=self.device).to(dtype)
+        if not self._are_pools_large:
+            return torch.empty(num_blocks, *shape, dtype=dtype, device=self.device).copy_(nan)
+        block = math.prod(shape)
+        stride = (_FAR // (num_blocks - 1) // block + 1) * block
+        memory = torch.empty((num_blocks - 1) * stride + block, dtype=dtype, device=self.device)
+        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        return memory.as_strided((num_blocks, *shape), (stride, *strides)).copy_(nan)
+
+    def first_slot(self, size: int) -> int:
+        """The first slot to use of states of so many elements each, which lie one after the other."""
+        return _FAR // size + 1 if self._are_pools_large else 0
 
     def near_one(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Numbers like the weights of norms."""
@@ -92,6 +116,10 @@ class Case(ABC):
     __slots__ = ()
     operator: ClassVar[str]
     """One of the operators of `kernel_backend`, or `latents`, attention of latents."""
+    has_pool: ClassVar[bool] = False
+    """Whether kernels read or write a cache: such a case is compared over a small one and over a large one."""
+    gives_addresses: ClassVar[bool] = False
+    """Whether other kernels take addresses from the results: such a case is compared before all others."""
 
     @property
     def key(self) -> Hashable:
@@ -138,7 +166,16 @@ def exact_match(is_equal: bool) -> float:
 def first_failure(cases: Iterable[Case], device: torch.device, seed: int = 0) -> str | None:
     """What is wrong with kernels, in words; None: nothing. Raises what they raise, and `torch.OutOfMemoryError`."""
     with torch.inference_mode():
-        return failure_among(finding for case in cases for finding in case.compare(Problems(device, seed)))
+        return failure_among(finding for case in cases for finding in _findings(case, device, seed))
+
+
+def _findings(case: Case, device: torch.device, seed: int) -> Iterator[Finding]:
+    yield from case.compare(Problems(device, seed))
+    if case.has_pool:
+        # Where there is no memory for a large pool now, no large one will serve.
+        with suppress(torch.OutOfMemoryError):
+            for problem, error in case.compare(Problems(device, seed, are_pools_large=True)):
+                yield Finding(f"{problem}, over a cache of more than 2 GiB", error)
 
 
 def failure_among(findings: Iterable[Finding]) -> str | None:

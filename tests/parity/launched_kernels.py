@@ -1,9 +1,11 @@
 """What models launch, as Triton's front end sees it: `python -m tests.parity.launched_kernels TARGET DTYPE PATH...`.
+With `--large-pool` before these, over a cache of more than 2 GiB, as most that serve are.
 
 A process of its own, in which kernels are compiled and not interpreted, for a GPU that is not there. Each launch is
 bound as it would be on that GPU, with the types of its very arguments, and made into Triton's intermediate form, which
 finds what the interpreter allows: a variable that changes its type in a loop, or branches of two types. Nothing runs:
-what kernels would have written is zeros. Prints the kernels that were made, of the checkpoints at those paths.
+what kernels would have written is zeros. Prints the kernels that were made, of the checkpoints at those paths, and
+after "unchecked:" each specialisation that the self-test of the start did not compare.
 """
 
 import sys
@@ -19,9 +21,12 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.gpu import absent
+from engine.runner import kernel_checks
 from engine.runner.device_batch import DeviceBatch
 from engine.sequence import Sequence
+from models.ops import self_test
 from models.ops.triton.configs import TARGETS, Target
+from models.ops.triton.specializations import CheckedKernels
 from tests.parity.ahead import Ahead
 from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
 from tests.parity.paged_model import prompt
@@ -29,6 +34,7 @@ from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 
+_MORE_THAN_2_GIB = 2**31 + 2**28
 _LIMITS = {"max_num_batched_tokens": 80, "max_num_seqs": 6, "max_model_len": 128}
 
 
@@ -58,12 +64,20 @@ def on(target: Target) -> Iterator[FrontEnd]:
         yield front_end
 
 
-def launch_all(path: Path, dtype: torch.dtype) -> None:
-    """The warm-up's steps, and prompts and decodes whose tokens are chosen in every way."""
+def launch_all(path: Path, dtype: torch.dtype, checked: CheckedKernels, *, is_pool_large: bool) -> None:
+    """The self-test's launches; the warm-up's steps, and prompts and decodes whose tokens are chosen in every way."""
     sizes = {"cudagraph_capture_sizes": (2, 4)}
     runner = runner_for(path, dtype, compilation_config=sizes, cpu_operators=False, **_LIMITS)
+    for operator, cases in kernel_checks._cases_of(runner.loaded).items():
+        with checked.checking(operator), pytest.MonkeyPatch.context() as patch:
+            # Kernels that compute nothing are all wrong: go on to the last comparison.
+            patch.setattr(self_test, "failure_among", lambda findings: [*findings] and None)
+            self_test.first_failure(cases, runner.device)
     device = GraphDevice()
-    runner = rebuilt(runner, device, NUM_BLOCKS)
+    num_blocks = NUM_BLOCKS
+    if is_pool_large:
+        num_blocks = _MORE_THAN_2_GIB // runner.caches.block_bytes + 1
+    runner = rebuilt(runner, device, num_blocks)
     runner.warm_up()
     assert runner.graphs is not None
     while runner.graphs.capture_next():
@@ -77,12 +91,17 @@ def launch_all(path: Path, dtype: torch.dtype) -> None:
     )
 
 
-def main(arch: str, dtype: str, *paths: str) -> None:
+def main(*arguments: str) -> None:
     """See the file."""
+    is_pool_large = arguments[0] == "--large-pool"
+    arch, dtype, *paths = arguments[is_pool_large:]
+    checked = CheckedKernels()
+    checked.watch()
     with on(TARGETS[arch]) as front_end:
         for path in paths:
-            launch_all(Path(path), getattr(torch, dtype))
+            launch_all(Path(path), getattr(torch, dtype), checked, is_pool_large=is_pool_large)
     sys.stdout.write("\n".join(sorted(set(front_end.made))) + "\n")
+    sys.stdout.writelines(f"unchecked: {each}\n" for each in checked.unchecked)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from models.ops.stored_weight import stored_of
 from models.ops.triton import cases, configs
 from models.ops.triton.cases import quantized_products as products
 from models.ops.triton.cases import small_cases
+from models.ops.triton.cases.experts import SortCase
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
@@ -207,12 +208,12 @@ def only(patch: pytest.MonkeyPatch, *operators: str) -> None:
     [
         ("qwen3", {}, {"attention": 1, "norm": 2, "activation": 1, "sampling": 1}),
         (gemma3.VARIANTS[0].family, gemma3.VARIANTS[0].overrides, {"attention": 2, "norm": 2, "activation": 1}),
-        (gpt_oss.VARIANTS[0].family, gpt_oss.VARIANTS[0].overrides, {"attention": 2, "norm": 2, "moe": 2}),
-        (INDEXED.family, INDEXED.overrides, {"latents": 2, "norm": 3, "activation": 2, "moe": 2}),
+        (gpt_oss.VARIANTS[0].family, gpt_oss.VARIANTS[0].overrides, {"attention": 2, "norm": 2, "moe": 3}),
+        (INDEXED.family, INDEXED.overrides, {"latents": 2, "norm": 3, "activation": 2, "moe": 3}),
         (
             qwen3_next.VARIANTS[0].family,
             qwen3_next.VARIANTS[0].overrides,
-            {"attention": 1, "norm": 2, "activation": 1, "moe": 2, "recurrent": 1},
+            {"attention": 1, "norm": 2, "activation": 1, "moe": 3, "recurrent": 1},
         ),
     ],
     ids=["qwen3", "gemma3", "gpt_oss", "deepseek", "qwen3_next"],
@@ -222,6 +223,23 @@ def test_what_a_model_uses_is_looked_at_once_for_layers_that_are_alike(
 ) -> None:
     found = kernel_checks._cases_of(loaded(make_checkpoint(tmp_path, family, **overrides)))
     assert {operator: len(checks) for operator, checks in found.items()} == {**used, "sampling": 1}
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_the_order_of_experts_pairs_is_looked_at_before_all_else(tmp_path: Path) -> None:
+    """Other kernels take addresses from it, and a wrong address ends the process."""
+    variant = gpt_oss.VARIANTS[0]
+    found = kernel_checks._cases_of(loaded(make_checkpoint(tmp_path, variant.family, **variant.overrides)))
+    first = found[kernel_checks._OPERATORS[0]][0]
+    assert isinstance(first, SortCase)
+    assert not [case for cases in found.values() for case in cases if case.gives_addresses and case != first]
+
+
+@pytest.mark.parametrize("kernel", ["moe_count_kernel", "moe_scan_kernel", "moe_place_kernel"])
+def test_a_wrong_order_of_pairs_is_found_by_its_own_case(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = break_kernels(monkeypatch, kernel)
+    assert failure_of([SOUND["the order of pairs"]], CPU, "moe") is not None
+    assert launched == {kernel}
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -338,7 +356,7 @@ def test_what_is_wrong_on_another_rank_is_left_to_torch_here_too(
 
     def all_agree(self: TensorParallel, is_so: bool, device: torch.device) -> bool:
         asked.append(is_so)
-        return is_so and len(asked) != 3
+        return is_so and len(asked) != 4
 
     monkeypatch.setattr(TensorParallel, "all_agree", all_agree)
     only(monkeypatch, "norm")

@@ -1,4 +1,5 @@
-"""What whole models launch is what Triton's front end takes, with the types that their arguments have there.
+"""What whole models launch is what Triton's front end takes, with the types that their arguments have there, and was
+compared with torch at the start in the same specialisations.
 
 The interpreter is laxer than the compiler, and what is compiled ahead of time has types that somebody wrote down.
 """
@@ -31,12 +32,61 @@ def made(variants: Iterable[Variant], directory: Path) -> list[Path]:
 
 
 def launched(arch: str, dtype: str, paths: Iterable[Path]) -> set[str]:
-    """Names of the kernels, of which none was refused."""
+    """Names of the kernels, of which none was refused, over a cache of more than 2 GiB."""
+    module = "tests.parity.launched_kernels"
+    lines = uninterpreted("-m", module, "--large-pool", arch, dtype, *map(str, paths)).splitlines()
+    assert not [line for line in lines if line.startswith("unchecked:")]
+    return set(lines)
+
+
+def uninterpreted(*arguments: str) -> str:
+    """What Python prints where kernels are compiled and not interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.parity.launched_kernels", arch, dtype, *map(str, paths)]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    return set(found.stdout.split())
+    return found.stdout
+
+
+_FORMS = """
+import torch
+from models.ops.triton.configs import TARGETS
+from models.ops.triton.elementwise import rms_norm
+from models.ops.triton.specializations import CheckedKernels, UncheckedKernel
+from tests.parity.launched_kernels import on
+
+def launch(x, width):
+    rms_norm(x[..., :width], torch.ones(width, dtype=x.dtype), 1e-6)
+
+small = torch.ones(4, 64, dtype=torch.bfloat16)
+large = torch.empty(2**30 + 64, 2, dtype=torch.uint8).view(torch.bfloat16).view(-1, 64)[-4:]
+checked = CheckedKernels()
+checked.watch()
+with on(TARGETS["gfx942"]):
+    with checked.checking("norm"):
+        launch(small, 64)
+    launch(small[1:], 64)
+    print(checked.unchecked_of("norm"))
+    launch(large, 64)
+    (form,) = checked.unchecked_of("norm")
+    print(dict(form.arguments)["x"], checked.unchecked_of("attention"))
+    checked.refuse_others()
+    launch(large[1:], 64)  # It was launched before: the start has decided.
+    try:
+        launch(small.flatten()[1:65].view(1, 64), 64)
+    except UncheckedKernel as refused:
+        print(refused.operator, dict(refused.specialization.arguments)["x"])
+    with checked.checking("norm"):
+        launch(small.float(), 64)
+    launch(torch.ones(9, 64), 64)
+"""
+
+
+def test_a_form_that_was_not_compared_is_found_and_refused_once_requests_are_served() -> None:
+    """Small memory and aligned addresses at first; then more than 2 GiB, and an address of no alignment."""
+    small, large, refused = uninterpreted("-c", _FORMS).splitlines()
+    assert small == "[]"
+    assert large == "*bf16 divisibility=16 []"
+    assert refused == "norm *bf16 pointer_range=32"
 
 
 def quantised(names: Iterable[str], directory: Path) -> list[Path]:

@@ -34,6 +34,7 @@ class AttentionCase(Case):
     """Attention of a layer, and its store of keys and values."""
 
     operator: ClassVar[str] = "attention"
+    has_pool: ClassVar[bool] = True
     heads: int
     kv_heads: int
     head_dim: int
@@ -121,7 +122,7 @@ class _Step:
         arrays = np.array(queries), np.array(lengths), rows.tables.numpy()
         self.plan = _plan(*arrays, len(decodes), tile_tokens, problems.device)
         shape = rows.num_blocks, 4 * form.kv_heads, block, form.head_dim
-        self.pool = torch.full(shape, torch.nan, dtype=form.dtype, device=problems.device).to(form.cache_dtype)
+        self.pool = problems.pool(*shape, dtype=form.cache_dtype)
         pages = (slice(nth * form.kv_heads, (nth + 1) * form.kv_heads) for nth in (1, 2))
         self.cache = KVCacheTensor(*(self.pool[:, some] for some in pages))
         self.sinks = problems.normal(form.heads, dtype=form.dtype) if form.has_sinks else None

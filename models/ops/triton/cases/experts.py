@@ -158,6 +158,33 @@ class RouteCase(Case):
 
 
 @dataclass(frozen=True, slots=True)
+class SortCase(Case):
+    """The order of pairs by expert, which later kernels take addresses from.
+
+    It is compared before anything else: it rests on sorts, histograms and gathers within a program, which differ most
+    between waves of 32 and of 64 lanes, and a wrong address may end the process.
+    """
+
+    operator: ClassVar[str] = "moe"
+    gives_addresses: ClassVar[bool] = True
+    held: int
+    """Experts of this rank."""
+    num_experts: int
+    top_k: int
+    max_tokens: int
+
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`: pairs of one chunk and of several, of experts in every order, in blocks of each size."""
+        for tokens in sorted({min(tokens, self.max_tokens) for tokens in (1, 5, 300, 1100)}):
+            ids = problems.distinct_rows(self.num_experts, tokens, self.top_k)
+            ids = torch.where(ids < self.held, ids, self.num_experts)
+            for block in (16, 64, 128):
+                found = _blocks(moe_sort(ids, self.held, block))
+                of = f"the order of {tokens} tokens by {self.top_k} of {self.num_experts} experts"
+                yield Finding(of, exact_match(found == reference_moe_sort(ids.cpu(), self.held, block)))
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsCase(Case):
     """A layer of experts, with its own weights, of which no copy is made."""
 
@@ -315,12 +342,13 @@ def _up(gate_up: torch.Tensor) -> torch.Tensor:
 def common_cases(device: torch.device) -> tuple[Case, ...]:
     """Eight experts of a model with a hidden size of 4096."""
     route = RouteCase(8, 2, sigmoid=False, renormalize=True)
-    return route, _random_experts(device, (8, 4096, 768), torch.bfloat16, max_tokens=2048)
+    return SortCase(8, 8, 2, 2048), route, _random_experts(device, (8, 4096, 768), torch.bfloat16, max_tokens=2048)
 
 
 def small_cases(device: torch.device) -> dict[str, Case]:
     """Sizes for Triton's interpreter."""
     cases: dict[str, Case] = {
+        "the order of pairs": SortCase(12, 16, 3, 300),
         "routes by softmax": RouteCase(12, 4, sigmoid=False, renormalize=True),
         "routes by groups": RouteCase(32, 4, True, True, True, 4, 2, 2.5),
     }

@@ -148,6 +148,7 @@ class DeltaCase(Case):
     """A layer between its projections."""
 
     operator: ClassVar[str] = "recurrent"
+    has_pool: ClassVar[bool] = True
     key_heads: int
     group: int
     key_dim: int
@@ -187,11 +188,18 @@ class DeltaCase(Case):
             after[0], after[counts[0]], after[counts[0] + 1] = own[0], -1, own[1]
             starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=problems.device)
             where = ByToken(starts, after)
-        plan = make_plan(counts, [length for _, length in rows], own, num_decodes, where)
-        new_inputs, new_states = inputs.clone(), states.clone()
-        convolved, read = remember(
-            projected, ba, conv, a_log, dt_bias, new_inputs, new_states, plan, key_heads=self.key_heads
-        )
+        first = problems.first_slot(states[0].numel())
+        kept, held = (each.new_empty(first + slots, *each.shape[1:]) for each in (inputs, states))
+        new_inputs, new_states = kept[first:], held[first:]
+        new_inputs.copy_(inputs)
+        new_states.copy_(states)
+        lengths = [length for _, length in rows]
+        moved = None
+        if where is not None:
+            moved = where._replace(after=torch.where(where.after < 0, where.after, where.after + first))
+        plan = make_plan(counts, lengths, own + first, num_decodes, moved)
+        convolved, read = remember(projected, ba, conv, a_log, dt_bias, kept, held, plan, key_heads=self.key_heads)
+        plan = make_plan(counts, lengths, own, num_decodes, where)
         name, spans = f"a delta net of {heads} heads of {self.key_dim}x{self.value_dim}{suffix}", spans_of(plan)
 
         mixed, z = split_projection(projected, states, key_heads=self.key_heads)

@@ -118,6 +118,7 @@ class IndexCase(Case):
     """Scores of an indexer, and its store of keys."""
 
     operator: ClassVar[str] = "latents"
+    has_pool: ClassVar[bool] = True
     heads: int
     dim: int
     top_k: int
@@ -149,6 +150,7 @@ class LatentCase(Case):
     """Attention to latents, absorbed and expanded, and its store."""
 
     operator: ClassVar[str] = "latents"
+    has_pool: ClassVar[bool] = True
     heads: int
     nope: int
     rope: int
@@ -263,8 +265,7 @@ class _Pages:
         rows = PagedRows(problems, lengths, block_size)
         self.tables, self.slots = rows.tables.to(problems.device), torch.cat(rows.slots).to(problems.device)
         # Rows of another layer lie in between.
-        shape = rows.num_blocks, 2, block_size, dim
-        self.vectors = torch.full(shape, torch.nan, device=problems.device).to(dtype)[:, 1]
+        self.vectors = problems.pool(rows.num_blocks, 2, block_size, dim, dtype=dtype)[:, 1]
 
     def ints(self, values: Iterable[int]) -> torch.Tensor:
         """# [len(values)] int32"""
