@@ -1,7 +1,7 @@
 """`Adapters`: LoRA adapters by the names that requests use, loaded and unloaded while the server runs."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,8 +19,11 @@ class Adapters:
     One adapter is loaded at a time. What `unload` waits for, further calls do not.
     """
 
-    def __init__(self, config: Config, core: CoreManager) -> None:
-        self._core = core
+    def __init__(
+        self, config: Config, core: CoreManager, is_taken: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """`is_taken`: whether another model of the server, or an adapter of one, has a name."""
+        self._core, self._is_taken = core, is_taken
         self._model_names = config.model_names
         self._directories = [Path(directory).resolve() for directory in config.server_config.lora_directories]
         self._most = config.server_config.max_lora_adapters
@@ -94,6 +97,10 @@ class Adapters:
         if name in self._model_names:
             raise BadRequest(
                 f"lora_name is {name!r}, which is the model's own name; choose another", param="lora_name"
+            )
+        if self._is_taken(name):
+            raise BadRequest(
+                f"lora_name is {name!r}, which another model of this server has; choose another", param="lora_name"
             )
         if name in self._numbers and not in_place:
             raise BadRequest(

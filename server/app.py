@@ -1,7 +1,7 @@
-"""`create_app`: the ASGI application over a running `CoreManager`: routes, error handler and middleware."""
+"""`create_app`: the ASGI application over running engine cores: routes, error handler and middleware."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,43 +11,46 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
+from engine.config.settings import ModelEntry, ModelList
 from server import error_answers, openapi
 from server.access_log import ANTHROPIC_HEADER, AccessLog
 from server.access_log import HEADER as REQUEST_ID_HEADER
 from server.batches.runner import BatchRunner, open_store
 from server.endpoints import ENDPOINTS, all_endpoints
-from server.frontend import Frontend
 from server.limits.keys import ApiKeys
 from server.limits.quotas import RATE_LIMIT_HEADERS
 from server.middleware import OwnerMiddleware, RequestIdMiddleware
+from server.models import Models
 from server.responses.service import ResponsesService
 from server.tracing import Tracing
 
 
 def create_app(
     config: Config,
-    core: CoreManager,
+    core: CoreManager | Sequence[CoreManager],
     on_ready: Callable[[tuple[str, ...]], object] = lambda names: None,
     keys: ApiKeys | None = None,
     tracing: Tracing | None = None,
     read_config: Callable[[], Config] | None = None,
+    several: ModelList | None = None,
 ) -> FastAPI:
-    """The application. It answers 503 until the core is ready; then it calls `on_ready` with the served names.
+    """The application. It answers 503 until it is ready; then it calls `on_ready` with the served names.
 
     The caller owns `core` and ends it. `keys`: default: those that `config` names. `tracing` is closed with the
-    application.
+    application. `several`: the models of the cores, where there are several; None: `config` is the only one.
     """
-    frontend = Frontend(config, core, read_config=read_config)
-    service = ResponsesService(config.server_config, frontend.accounts)
-    settings = config.server_config
+    cores = core if isinstance(core, Sequence) else [core]
+    models = Models(config, ModelList([ModelEntry(config)]) if several is None else several, cores, read_config)
+    shared, settings = models.shared, config.server_config
+    service = ResponsesService(settings, shared.accounts)
     keys = ApiKeys.of(settings) if keys is None else keys
-    frontend.reloader.also_reload(keys.reload)
+    shared.reloader.also_reload(keys.reload)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async def start() -> None:
-            await frontend.start(on_ready)
-            if frontend.why_ended is None:
+            await models.start(on_ready)
+            if models.why_ended is None:
                 batches.start()
 
         starting = asyncio.create_task(start())
@@ -56,8 +59,8 @@ def create_app(
         starting.cancel()
         watching.cancel()
         await batches.close()
-        frontend.close()
-        await frontend.streams.close()
+        models.close()
+        await shared.streams.close()
         await service.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
@@ -67,7 +70,7 @@ def create_app(
         keys,
         tracing,
         title="Kaon",
-        version=frontend.version,
+        version=shared.version,
         description="An OpenAI-compatible LLM inference server.",
         lifespan=lifespan,
         redirect_slashes=False,
@@ -75,12 +78,12 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.frontend = frontend
+    app.state.models = models
     app.state.description = openapi.Description(app.openapi, settings.root_path)
     app.state.responses = service
     lines = settings.batch_concurrency or min(32, max(1, config.max_num_seqs // 2))
     app.state.batches = batches = BatchRunner(
-        open_store(settings), app.answer, lambda: frontend.hub.num_live, lines, keys.holder
+        open_store(settings), app.answer, lambda: models.num_live, lines, keys.holder
     )
     error_answers.install(app)
     routers = [ENDPOINTS[name].router for name in ENDPOINTS]
@@ -112,10 +115,10 @@ class _Application(FastAPI):
         await super().__call__(scope, receive, send)
 
     def build_middleware_stack(self) -> ASGIApp:
-        settings, metrics = self._settings, Frontend.of(self).metrics
+        settings, shared = self._settings, Models.of(self).shared
         app: ASGIApp = super().build_middleware_stack()
         scopes = {endpoint.path: endpoint.scope for endpoint in all_endpoints()}
-        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, Frontend.of(self).admission.quotas)
+        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes, shared.quotas)
         if settings.allowed_origins:
             app = CORSMiddleware(
                 app,
@@ -135,7 +138,7 @@ class _Application(FastAPI):
         log = None
         if settings.access_log != "none":
             log = AccessLog(json=settings.access_log == "json", probe_paths=probe_paths)
-        return RequestIdMiddleware(app, log, metrics, self._tracing, probe_paths)
+        return RequestIdMiddleware(app, log, shared.metrics, self._tracing, probe_paths)
 
     def openapi(self) -> dict[str, Any]:
         """The API's description, which `/openapi.json` answers with."""
@@ -144,9 +147,9 @@ class _Application(FastAPI):
             keyless = settings.keyless_paths if self._keys else None
             document = openapi.describe(
                 self,
-                self.state.frontend.model_names,
+                self.state.models.names,
                 keyless,
-                names_may_change=bool(settings.lora_directories),
+                names_may_change=self.state.models.names_may_change,
             )
             if settings.root_path:
                 document["servers"] = [{"url": settings.root_path}]

@@ -1,16 +1,15 @@
-"""`Frontend`: the API process's state, which every route works with. Knows whether the server is ready, or why not.
+"""`Frontend`: what routes work with to serve one model. Knows whether the model is ready, or why not.
 
-`server.app` makes one and keeps it in the application's state.
+`Shared` is what the front ends of a server's models have in common. `server.models` has the front ends of all models.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from fastapi import FastAPI
 from starlette.types import Scope
 
 from engine.client.core_manager import CoreManager, EngineDeadError
@@ -18,7 +17,7 @@ from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.config.release import release
 from engine.distributed.processes import avoid_cpus
-from engine.messages import ModelInfo
+from engine.messages import ModelInfo, Ready
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
 from engine.text.io_processor import InputOutputProcessor
@@ -33,6 +32,7 @@ from server.limits.accounts import Accounts
 from server.limits.admission import Admission
 from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
 from server.limits.owners import Owner
+from server.limits.quotas import QuotaMeter
 from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.registry import NONE
@@ -54,7 +54,7 @@ _ENDPOINTS_OF = {
 }
 """What a model is for, by its task."""
 
-_SHUTTING_DOWN = "the server is shutting down; send the request again later"
+SHUTTING_DOWN = "the server is shutting down; send the request again later"
 
 
 class LoadedModel(NamedTuple):
@@ -71,43 +71,27 @@ class LoadedModel(NamedTuple):
     """Makes prompts for embeddings, classes or scores; None: the model only generates."""
 
 
-class Frontend:
-    """The core, the live sequences, admission, the metrics and, once it is loaded, the model's text side."""
+class Shared:
+    """What the models of a server share: owners and what they use, threads, metrics, and streams that are held."""
 
     def __init__(
         self,
         config: Config,
-        core: CoreManager,
-        ids: Iterator[int] | None = None,
-        *,
+        num_replicas: int | Mapping[str, int] = 1,
         read_config: Callable[[], Config] | None = None,
     ) -> None:
-        """`ids`: where others use the core too, the source of the ids of sequences that they share. `read_config`
-        reads the configuration again; None: it cannot be.
-        """
-        self.config = config
+        """`num_replicas`: as for `Metrics`. `read_config` reads the configuration again; None: it cannot be."""
+        settings = config.server_config
+        aliases_for = config.model_names[0] if settings.metrics_aliases == "vllm" else None
         self.version = release()
-        self.fingerprint = f"kaon-{self.version}"
-        self.shares_prefix_cache = config.server_config.share_prefix_cache
-        """Whether requests of different keys share cached prefixes."""
-        self.adapters = Adapters(config, core)
         self.created = int(time.time())
-        self._num_replicas = config.parallel_config.data_parallel_size
-        aliases_for = config.model_names[0] if config.server_config.metrics_aliases == "vllm" else None
-        self.metrics = Metrics(self.version, self._num_replicas, aliases_for)
-        self.metrics.show_model(lambda: None if core.ready is None else core.ready.model, lambda: self.adapters.names)
-        self.metrics.show_serving(lambda: core.serving)
-        self.metrics.show_core_pids(lambda: core.local_pids)
+        self.metrics = Metrics(self.version, num_replicas, aliases_for)
         self.accounts = Accounts()
         self.metrics.show_owners(self.accounts.by_label)
+        self.quotas = QuotaMeter(self.accounts)
         self.jobs = Jobs(self.accounts)
-        self.admission = Admission.of(config, self.metrics, self.accounts)
-        self.hub = Hub(core, self.metrics, self.admission, self.adapters.model_name, ids)
         self.reloader = Reloader(config, read_config)
-        """Puts changed settings in force. What it cannot change stays as in `config`."""
-        self.reloader.add(self.admission.limit)
-        self.reloader.add(lambda settings: core.set_log_level(settings.log_level))
-        settings = config.server_config
+        """Puts changed settings in force. What it cannot change stays as in the configuration."""
         self.streams = ResumableStreams(
             settings.resumable_stream_bytes,
             settings.resumable_stream_seconds,
@@ -116,23 +100,73 @@ class Frontend:
         )
         self.seal = Seal.of(settings)
         """Seals what clients keep for the server, and reads it again."""
+
+
+class Frontend:
+    """The core of one model, its live sequences, their admission and, once it is loaded, the model's text side."""
+
+    def __init__(
+        self,
+        config: Config,
+        core: CoreManager,
+        ids: Iterator[int] | None = None,
+        *,
+        shared: Shared | None = None,
+        first_replica: int = 0,
+        is_taken: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """`ids`: where others use the core too, the source of the ids of sequences that they share. `shared`: with the
+        server's other models; None: there are none. `first_replica`: the metrics' number of the model's first replica.
+        `is_taken`: whether another model has a name, which no adapter of this one may have then.
+        """
+        self.config = config
+        self._num_replicas = config.parallel_config.data_parallel_size
+        shared = Shared(config, self._num_replicas) if shared is None else shared
+        self.fingerprint = f"kaon-{shared.version}"
+        self.created = shared.created
+        self.shares_prefix_cache = config.server_config.share_prefix_cache
+        """Whether requests of different keys share cached prefixes."""
+        self.adapters = Adapters(config, core, is_taken)
+        self.metrics, self.accounts, self.jobs = shared.metrics, shared.accounts, shared.jobs
+        self.streams, self.seal = shared.streams, shared.seal
+        self._first_replica = first_replica
+        self.metrics.show_engine(
+            serving=lambda: core.serving,
+            model=lambda: None if core.ready is None else core.ready.model,
+            pids=lambda: core.local_pids,
+            adapters=lambda: self.adapters.names,
+            first=first_replica,
+            num_replicas=self._num_replicas,
+        )
+        self.admission = Admission.of(config, self.metrics, self.accounts, shared.quotas)
+        self.hub = Hub(core, self.metrics, self.admission, self.adapters.model_name, ids, first_replica)
+        shared.reloader.add(self.admission.limit)
+        shared.reloader.add(lambda settings: core.set_log_level(settings.log_level))
         self.failure: str | None = None
-        """Why the server cannot go on; None while it can."""
+        """Why the model cannot be served; None while it can."""
         self._core = core
         self._loaded: LoadedModel | None = None
+        self._is_attached = False
+        self._is_waking = False
+        """Whether a core that starts replaces one that was ended on purpose."""
         self._is_closing = False
         self._sleeping = asyncio.Lock()
-
-    @classmethod
-    def of(cls, app: FastAPI) -> Self:
-        """The front end of an application."""
-        frontend: Self = app.state.frontend
-        return frontend
+        self.is_asleep = False
+        """Whether an operator has put it to sleep: requests are held or refused until `wake_up`."""
 
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
-        """Load tokenizer and chat template while the core loads the model. Calls `on_ready` with the served names."""
-        loop = asyncio.get_running_loop()
-        self._core.attach(loop, self.hub.receive, self.hub.core_restarted, self.metrics.requests_moved)
+        """Load the model; see `load`. Calls `on_ready` with the served names."""
+        await self.load()
+        if self.failure is None:
+            on_ready(self.model_names)
+
+    async def load(self) -> None:
+        """Load tokenizer and chat template while the core loads the model; `failure` says why that failed."""
+        self.failure = None
+        if not self._is_attached:
+            self._is_attached = True
+            loop = asyncio.get_running_loop()
+            self._core.attach(loop, self.hub.receive, self._core_restarted, self._requests_moved)
         parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
         try:
             AnswerFormat.check_names(*parsers)
@@ -140,8 +174,9 @@ class Frontend:
             self.failure = str(error)
             return
         try:
-            tokenizer, template, defaults, pooling = await asyncio.to_thread(_load_text_side, self.config)
-            ready = await self._core.wait_ready_async()
+            (tokenizer, template, defaults, pooling), ready = await asyncio.gather(
+                asyncio.to_thread(_load_text_side, self.config), self._ready_core()
+            )
         except (CheckpointError, EngineDeadError) as error:
             self.failure = str(error)
             return
@@ -154,7 +189,18 @@ class Frontend:
         except OSError as error:
             _log.warning("the API process shares the engine's CPUs: the system refused to keep it off (%s)", error)
         self.open(ready.model, tokenizer, template, defaults, pooling)
-        on_ready(self.model_names)
+
+    async def _ready_core(self) -> Ready:
+        if self._core.is_asleep or self._core.failure is not None:
+            await self._wake_core()
+        return await self._core.wait_ready_async()
+
+    async def unload(self) -> None:
+        """Give all memory of the model back until `load`. Live requests are held where they are."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.grammars.close()
+        await self._core.sleep(2)
 
     def open(
         self,
@@ -199,51 +245,66 @@ class Frontend:
     def close(self) -> None:
         """Refuse new requests and end the live ones with an error."""
         self.drain()
-        self.hub.fail_all(ShuttingDown(_SHUTTING_DOWN))
+        self.hub.fail_all(ShuttingDown(SHUTTING_DOWN))
         if self._loaded is not None:
             self._loaded.grammars.close()
         self.jobs.close()
 
     @property
     def why_ended(self) -> str | None:
-        """Why the server must end, as a sentence; None while it can go on."""
+        """Why the model cannot be served any more, as a sentence; None while it can."""
         if self.failure is None and self._core.failure is not None:
             return self._core.failure.error
         return self.failure
 
     @property
+    def is_open(self) -> bool:
+        """Whether the model is loaded, so that requests need not wait for that."""
+        return self._loaded is not None
+
+    @property
     def loaded(self) -> LoadedModel:
         """The loaded model. Raises `NotReady` unless requests can be served."""
         if self._is_closing:
-            raise ShuttingDown(_SHUTTING_DOWN)
+            raise ShuttingDown(SHUTTING_DOWN)
         if self.why_ended is not None:
             raise NotReady(f"the server cannot serve: {self.why_ended}")
         if self._loaded is None:
             raise NotReady("the model is still loading; try again in a moment")
-        if self._core.is_asleep:
+        if self.is_asleep:
             raise NotReady("the server sleeps; an operator wakes it with POST /wake_up")
         return self._loaded
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether the engine's memory is given back, and requests are held or refused."""
-        return self._core.is_asleep
 
     async def sleep(self, level: int) -> None:
         """Give memory back: live requests are held where they are, and new ones refused. Raises an `ApiError`."""
         async with self._sleeping:
-            if not self._core.is_asleep:
+            if not self.is_asleep:
                 self.check_ready()
+                self.is_asleep = True
                 await asyncio.shield(self._core.sleep(level))
 
     async def wake_up(self) -> None:
         """Continue live requests and accept new ones. Raises `NotReady` where the engine cannot be started again."""
         async with self._sleeping:
-            if self._core.is_asleep:
+            if self.is_asleep:
+                self.is_asleep = False
                 try:
-                    await asyncio.shield(self._core.wake_up())
+                    await asyncio.shield(self._wake_core())
                 except EngineDeadError as error:
                     raise NotReady(f"the server cannot serve: {error}") from error
+
+    async def _wake_core(self) -> None:
+        self._is_waking = True
+        try:
+            await self._core.wake_up()
+        finally:
+            self._is_waking = False
+
+    def _core_restarted(self, resumed: int, replica: int) -> None:
+        self.hub.core_restarted(resumed, replica, died=not self._is_waking)
+
+    def _requests_moved(self, resumed: int, replica: int) -> None:
+        self.metrics.requests_moved(resumed, self._first_replica + replica)
 
     def check_loaded(self) -> None:
         """Raise `NotReady` unless requests are taken; they may have to wait while the engine restarts."""
@@ -257,7 +318,7 @@ class Frontend:
 
     @property
     def max_request_bytes(self) -> int:
-        """Largest request body in bytes: as configured, or what a full context needs."""
+        """Largest request body for this model in bytes: as configured, or what a full context needs."""
         limit = self.config.server_config.max_request_bytes
         if limit is not None:
             return limit

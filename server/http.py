@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -26,14 +26,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config
+from engine.config.settings import ModelList
 from server.access_log import HEADER, new_request_id
 from server.app import create_app
 from server.batches.runner import BatchRunner
 from server.endpoints import all_endpoints
 from server.errors import ApiError, BadRequest, as_raw_response
-from server.frontend import Frontend
 from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections, num_free_descriptors
 from server.limits.keys import ApiKeys
+from server.models import Models
 from server.service_manager import ServiceManager
 from server.tls import Tls
 from server.tracing import Tracing
@@ -299,7 +300,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 def serve(
     config: Config,
-    core: CoreManager,
+    cores: Sequence[CoreManager],
+    models: ModelList,
     listener: socket.socket,
     on_ready: Callable[[tuple[str, ...]], object],
     keys: ApiKeys,
@@ -310,10 +312,11 @@ def serve(
 ) -> str | None:
     """Serve on `listener`; why that ended, as a sentence, or None after a signal. May raise `KeyboardInterrupt`.
 
-    `manager` is notified of the first signal, and that the event loop runs. `read_config` as in `server.process.run`.
+    `manager` is notified of the first signal, and that the event loop runs. `read_config` as in `server.process.run`;
+    `models`: those of the cores.
     """
-    app = create_app(config, core, on_ready, keys, tracing, read_config)
-    frontend: Frontend = app.state.frontend
+    app = create_app(config, cores, on_ready, keys, tracing, read_config, models)
+    served = Models.of(app)
     # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     settings = uvicorn.Config(
@@ -328,8 +331,8 @@ def serve(
         timeout_keep_alive=config.server_config.keep_alive_timeout,  # type: ignore[arg-type]  # a float will do
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
     )
-    _Server(settings, frontend, app.state.batches, listener, tls, manager).run()
-    return frontend.why_ended
+    _Server(settings, served, app.state.batches, listener, tls, manager).run()
+    return served.why_ended
 
 
 class _Server(uvicorn.Server):
@@ -338,7 +341,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         settings: uvicorn.Config,
-        frontend: Frontend,
+        models: Models,
         batches: BatchRunner,
         listener: socket.socket,
         tls: Tls | None,
@@ -346,12 +349,12 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(settings)
         self._manager = manager
-        self._frontend = frontend
+        self._models = models
         self._batches = batches
         self._listener = listener
         self._tls = tls
         self._acceptor: Acceptor | None = None
-        self._drain_timeout = frontend.config.server_config.drain_timeout
+        self._drain_timeout = models.config.server_config.drain_timeout
         self._drain_until = math.inf
         self._is_hurried = False
 
@@ -362,9 +365,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        config = self._frontend.config.server_config
-        limits = ConnectionLimits.of(config, num_free_descriptors(), self._frontend.max_request_bytes)
-        connections = Connections(limits, self._frontend.accounts, self._frontend.metrics)
+        config, shared = self._models.config.server_config, self._models.shared
+        limits = ConnectionLimits.of(config, num_free_descriptors(), self._models.max_request_bytes)
+        connections = Connections(limits, shared.accounts, shared.metrics)
         reserved = [each for each in all_endpoints() if each.is_probe or each.scope in ("admin", "metrics")]
         probes = {f"{prefix}{each.path}".encode() for each in reserved for prefix in ("", config.root_path)}
 
@@ -381,7 +384,7 @@ class _Server(uvicorn.Server):
         context = None if tls is None else lambda: tls.context
         self._acceptor = Acceptor(self._listener, connections, new_protocol, context)
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._frontend.reloader.reload_and_log)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, shared.reloader.reload_and_log)
 
     async def on_tick(self, counter: int) -> bool:
         self._manager.beat()
@@ -390,24 +393,24 @@ class _Server(uvicorn.Server):
         if self._captured_signals and self._drain_until == math.inf:
             self._drain_until = time.monotonic() + self._drain_timeout
             self._manager.stopping()
-            self._frontend.drain()
+            self._models.drain()
             # Their lines are no live requests: nobody waits for them, and the next server goes on with them.
             await self._batches.stop()
-            if live := self._frontend.hub.num_live:
+            if live := self._models.num_live:
                 _log.warning(
                     "new requests are refused; the server ends after the %d live ones, in %g s at the latest, or at "
                     "another signal",
                     live,
                     self._drain_timeout,
                 )
-        if self._frontend.why_ended is not None or self._is_hurried or time.monotonic() >= self._drain_until:
+        if self._models.why_ended is not None or self._is_hurried or time.monotonic() >= self._drain_until:
             return True
-        if self._captured_signals and not self._frontend.hub.num_live:
+        if self._captured_signals and not self._models.num_live:
             return True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._frontend.close()
+        self._models.close()
         patience = float(_HURRIED_SECONDS if self._is_hurried else _SHUTDOWN_SECONDS)
         if not self._is_hurried and self._drain_until < math.inf:
             # Generated text may still be on its way to the clients.

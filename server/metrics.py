@@ -1,7 +1,8 @@
 """`Metrics`: the Prometheus metrics of `/metrics`, and `ReplicaMetrics`: those of one engine core.
 
 The hub reports to `Metrics` once a step and once a request, never once a token. With several replicas, the samples of
-an engine core have the label `replica`; those of a single core have none.
+an engine core have the label `replica`, and with several models the label `model`; those of a single core have none.
+Replicas are numbered through all models.
 """
 
 import asyncio
@@ -157,8 +158,13 @@ class InterTokenTimes(Collector):
 class Metrics:
     """The server's metrics in a registry of their own. A sequence counts as a request: `n` choices are `n` of them."""
 
-    def __init__(self, version: str, num_replicas: int = 1, aliases_for: str | None = None) -> None:
-        """`aliases_for`: the model's name in vLLM's names of the metrics that routers read; None: without those."""
+    def __init__(
+        self, version: str, num_replicas: int | Mapping[str, int] = 1, aliases_for: str | None = None
+    ) -> None:
+        """`num_replicas`: of the model, or with several models of each, by its name.
+
+        `aliases_for`: the model's name in vLLM's names of the metrics that routers read; None: without those.
+        """
         self._page: asyncio.Task[bytes] | None = None
         """Renders what all calls of `page` wait for."""
         self._next_page_at = 0.0
@@ -202,6 +208,19 @@ class Metrics:
             ["model"],
             registry=registry,
         )
+        by_name = ["model"]
+        self._model_loads = Counter(
+            "kaon_model_loads_total", "Times that a model of several was loaded.", by_name, registry=registry
+        )
+        self._model_load_seconds = Counter(
+            "kaon_model_load_seconds_total", "Time that loading a model of several took.", by_name, registry=registry
+        )
+        self._model_evictions = Counter(
+            "kaon_model_evictions_total",
+            "Times that a model was unloaded to make room for another.",
+            by_name,
+            registry=registry,
+        )
         self._duration = histogram("kaon_request_duration_seconds", "Arrival to last token.", _LATENCY_BUCKETS)
         self._queue_time = histogram("kaon_request_queue_seconds", "Waiting for the first step.", SHORT_BUCKETS)
         self._received = counter("kaon_requests_received_total", "Requests received.")
@@ -211,7 +230,10 @@ class Metrics:
         self._rejected = {reason: rejected.labels(reason) for reason in REJECT_REASONS}
         finished = Counter("kaon_requests_finished_total", "Requests ended, by reason.", ["reason"], registry=registry)
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
-        self._live = gauge("kaon_requests_live", "Requests admitted that have not ended.")
+        self._live: list[Callable[[], int]] = []
+        gauge("kaon_requests_live", "Requests admitted that have not ended.").set_function(
+            lambda: sum(count() for count in self._live)
+        )
         slow_readers = Counter(
             "kaon_slow_readers_total",
             "Streams whose client read too slowly, by the action taken.",
@@ -231,35 +253,71 @@ class Metrics:
         )
         self._closed_connections = {reason: closed.labels(reason) for reason in CLOSE_REASONS}
         self._slow_readers = {action: slow_readers.labels(action) for action in ("pause", "end")}
-        self._adapters: Callable[[], Sequence[str]] = tuple
-        registry.register(_AdapterCollector(lambda: self._adapters()))
+        self._adapters: list[Callable[[], Sequence[str]]] = []
+        registry.register(_AdapterCollector(self._adapter_names))
         self._aliases: CollectorRegistry | None = None
         if aliases_for is not None:
             self._aliases = CollectorRegistry()
-            self._aliases.register(_VllmAliases(registry, aliases_for, lambda: self._adapters()))
+            self._aliases.register(_VllmAliases(registry, aliases_for, self._adapter_names))
 
     def step(self, stats: SchedulerStats, generated_tokens: int, replica: int = 0) -> None:
         """An engine step ended, and generated so many tokens. The samples are updated at the next scrape."""
         self._replicas[replica].step(stats, generated_tokens)
 
-    def core_restarted(self, resumed: int, replica: int = 0) -> None:
-        """A new core is ready, whose counts begin at 0, and which continues so many requests."""
-        self._replicas[replica].core_restarted(resumed)
+    def core_restarted(self, resumed: int, replica: int = 0, *, died: bool = True) -> None:
+        """A new core is ready, whose counts begin at 0, and which continues so many requests.
+
+        `died`: whether it replaces one that died, and not one that was ended to give its memory back.
+        """
+        self._replicas[replica].core_restarted(resumed, died=died)
 
     def requests_moved(self, resumed: int, replica: int) -> None:
         """A replica continues so many requests of another one."""
         self._replicas[replica].requests_moved(resumed)
 
-    def show_serving(self, replicas: Callable[[], Collection[int]]) -> None:
-        """At each scrape, `replicas` returns the numbers of those whose cores are ready."""
-        for number, replica in enumerate(self._replicas):
-            replica.show_serving(lambda number=number: number in replicas())  # type: ignore[misc]
+    def show_engine(
+        self,
+        *,
+        serving: Callable[[], Collection[int]] | None = None,
+        model: Callable[[], ModelInfo | None] = lambda: None,
+        pids: Callable[[], Sequence[int | None]] | None = None,
+        adapters: Callable[[], Sequence[str]] = tuple,
+        first: int = 0,
+        num_replicas: int | None = None,
+    ) -> None:
+        """Have each scrape call these for a model whose replicas are `num_replicas` (default: all) from `first` on.
 
-    def show_model(self, model: Callable[[], ModelInfo | None], adapters: Callable[[], Sequence[str]]) -> None:
-        """At each scrape, these return the loaded model, None while it loads, and the names of the loaded adapters."""
-        self._adapters = adapters
-        for replica in self._replicas:
+        `serving` returns the replicas whose cores are ready and `pids` the process ids of the cores, None of one on
+        another host, both counted from 0 for each model; `model` the loaded model, None while it loads; `adapters`
+        the names of the loaded adapters.
+        """
+        self._adapters.append(adapters)
+        last = None if num_replicas is None else first + num_replicas
+        for number, replica in enumerate(self._replicas[first:last]):
+            if serving is not None:
+                replica.show_serving(lambda number=number: number in serving())  # type: ignore[misc]
+            if pids is not None:
+                replica.show_pid(lambda number=number: pids()[number])  # type: ignore[misc]
             replica.show_model(model)
+
+    def show_models(self, loaded: Callable[[], Mapping[str, bool]]) -> None:
+        """At each scrape, `loaded` returns whether each of several models is loaded, by its name."""
+        self._registry.register(_ModelCollector(loaded))
+        for name in loaded():
+            for counter in (self._model_loads, self._model_load_seconds, self._model_evictions):
+                counter.labels(name)
+
+    def model_loaded(self, name: str, seconds: float) -> None:
+        """One of several models was loaded."""
+        self._model_loads.labels(name).inc()
+        self._model_load_seconds.labels(name).inc(seconds)
+
+    def model_evicted(self, name: str) -> None:
+        """One of several models was unloaded to make room for another."""
+        self._model_evictions.labels(name).inc()
+
+    def _adapter_names(self) -> list[str]:
+        return [name for adapters in self._adapters for name in adapters()]
 
     def load_report(self, format: str) -> bytes | None:
         """The value of the header `endpoint-load-metrics` in ORCA's `text` or `json` form; None for another form."""
@@ -275,11 +333,6 @@ class Metrics:
         if format == "json":
             return b"JSON " + msgspec.json.encode({"named_metrics": named})
         return None
-
-    def show_core_pids(self, pids: Callable[[], Sequence[int | None]]) -> None:
-        """At each scrape, `pids` returns the process ids of the replicas' cores; None of one on another host."""
-        for number, replica in enumerate(self._replicas):
-            replica.show_pid(lambda number=number: pids()[number])  # type: ignore[misc]
 
     def http_request(self, method: str, route: str | None, status: int) -> None:
         """An HTTP request ended. `route` is the path's template; None where the path is no route of the server."""
@@ -317,8 +370,8 @@ class Metrics:
         self._registry.register(_OwnerCollector(owners))
 
     def show_live(self, count: Callable[[], int]) -> None:
-        """At each scrape, `count` returns how many requests are live."""
-        self._live.set_function(count)
+        """At each scrape, `count` returns how many requests of a model are live."""
+        self._live.append(count)
 
     def show_connections(self, count: Callable[[], int]) -> None:
         """At each scrape, `count` returns how many connections are open."""
@@ -464,6 +517,19 @@ class _AdapterCollector(Collector):
         yield gauge
 
 
+class _ModelCollector(Collector):
+    """`kaon_model_loaded`: which of several models are loaded."""
+
+    def __init__(self, loaded: Callable[[], Mapping[str, bool]]) -> None:
+        self._loaded = loaded
+
+    def collect(self) -> Iterator[Metric]:
+        gauge = GaugeMetricFamily("kaon_model_loaded", "Whether a model of several is loaded.", labels=["model"])
+        for name, is_loaded in self._loaded().items():
+            gauge.add_metric([name], float(is_loaded))
+        yield gauge
+
+
 _OWNER_COUNTERS = {
     "requests": "Requests admitted, by key.",
     "refused": "Requests refused with 429, by key.",
@@ -492,9 +558,10 @@ class _OwnerCollector(Collector):
         yield gauge
 
 
-def replica_metrics(registry: CollectorRegistry, num_replicas: int) -> list["ReplicaMetrics"]:
-    """The metrics of each replica, by number."""
-    labels = [] if num_replicas == 1 else ["replica"]
+def replica_metrics(registry: CollectorRegistry, num_replicas: int | Mapping[str, int]) -> list["ReplicaMetrics"]:
+    """The metrics of each replica, by number; `num_replicas` as for `Metrics`."""
+    by_model = {"": num_replicas} if isinstance(num_replicas, int) else num_replicas
+    labels = ["model"] * (not isinstance(num_replicas, int)) + ["replica"] * (max(by_model.values()) > 1)
     gauges = {name: Gauge(name, text, labels, registry=registry) for name, text in _GAUGES}
     texts = [*_COUNTERS, *((name, text) for name, text, _ in _SINCE_CORE_START)]
     counters = {name: Counter(name, text, labels, registry=registry) for name, text in texts}
@@ -511,9 +578,10 @@ def replica_metrics(registry: CollectorRegistry, num_replicas: int) -> list["Rep
         [*labels, "position"],
         registry=registry,
     )
+    values = [{"model": model, "replica": str(number)} for model, size in by_model.items() for number in range(size)]
     return [
-        ReplicaMetrics(gauges, counters, steps, by_position, {label: str(number) for label in labels})
-        for number in range(num_replicas)
+        ReplicaMetrics(gauges, counters, steps, by_position, {label: each[label] for label in labels})
+        for each in values
     ]
 
 
@@ -563,9 +631,9 @@ class ReplicaMetrics:
             if len(unobserved) == _MAX_UNOBSERVED:
                 self._observe_steps()
 
-    def core_restarted(self, resumed: int) -> None:
-        """A new core is ready, whose counts begin at 0, and which continues so many requests."""
-        self._restarts.inc()
+    def core_restarted(self, resumed: int, *, died: bool = True) -> None:
+        """A new core is ready, whose counts begin at 0, and which continues so many requests; `died` as above."""
+        self._restarts.inc(died)
         self._resumed.inc(resumed)
         self._publish_counts()
         self._stats = self._published = _NO_STATS
@@ -581,7 +649,7 @@ class ReplicaMetrics:
 
     def show_pid(self, pid: Callable[[], int | None]) -> None:
         """At each scrape, `pid` returns the process id of the core; None on another host."""
-        self._memory.set_function(lambda: _resident_bytes(pid()))
+        self._memory.set_function(lambda: resident_bytes(pid()))
 
     def show_model(self, model: Callable[[], ModelInfo | None]) -> None:
         """At each scrape, `model` returns the loaded model, or None while it loads."""
@@ -624,7 +692,7 @@ class ReplicaMetrics:
             unobserved.clear()
 
 
-def _resident_bytes(pid: int | None) -> float:
+def resident_bytes(pid: int | None) -> float:
     """Memory of a process of this host; NaN of one that has ended, or runs on another host (None)."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES

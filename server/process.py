@@ -24,6 +24,7 @@ from pathlib import Path
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
 from engine.config.release import release
+from engine.config.settings import read_models
 from engine.distributed.logs import BARE, configure_logging
 from engine.distributed.processes import forbid_inspection, name_process
 from engine.text.sandbox import gaps
@@ -85,10 +86,18 @@ def _run(config: Config, started: float, manager: ServiceManager, read_config: C
             forbid_inspection()
         tls = Tls.of(config.server_config)
         tracing = Tracing.of_environment(release())
+        models = read_models(config)
         listener = _listen(config.server_config, _is_keyless(config.server_config, keys))
-        with _recorded_signals() as signals:
-            core = CoreManager(config)
     except (OSError, ValueError) as error:
+        return _fail(str(error))
+    cores: list[CoreManager] = []
+    try:
+        with _recorded_signals() as signals:
+            for entry in models.entries:
+                cores.append(CoreManager(entry.config, starts=entry.loads_at_start))
+    except (OSError, ValueError) as error:
+        for core in cores:
+            core.shutdown()
         return _fail(str(error))
     try:
         if signals:
@@ -99,20 +108,23 @@ def _run(config: Config, started: float, manager: ServiceManager, read_config: C
         announce = functools.partial(
             _announce, url=url, started=started, is_open=tls is None and not keys, manager=manager
         )
-        ended = serve(config, core, listener, announce, keys, tls, manager, tracing, read_config)
+        ended = serve(config, cores, models, listener, announce, keys, tls, manager, tracing, read_config)
         if ended is None:
             return 0
         _ignore_signals()
         _log.critical("kaon: %s", ended, extra=BARE)
-        core.fail(ended)
+        for core in cores:
+            core.fail(ended)
         return 1
     except Exception as error:
         _ignore_signals()
-        core.fail(f"the server failed: {type(error).__name__}: {error}")
+        for core in cores:
+            core.fail(f"the server failed: {type(error).__name__}: {error}")
         raise
     finally:
         _ignore_signals()
-        core.shutdown()
+        for core in cores:
+            core.shutdown()
 
 
 def _raise_open_files_limit() -> None:

@@ -26,8 +26,10 @@ from server.error_answers import refusal
 from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType
 from server.frontend import Frontend, LoadedModel, owner_of
 from server.ignored import ignore
+from server.limits.admission import counted_refusals
 from server.limits.jobs import OwnerJobs
 from server.limits.owners import Owner
+from server.models import Models
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
 from server.schemas.body import JSON, Model, parse_object, validate
@@ -81,14 +83,14 @@ def resumed(http: Request) -> Response | None:
     last_event_id = http.headers.get("last-event-id")
     if last_event_id is None:
         return None
-    return Frontend.of(http.app).streams.resume(last_event_id, owner_of(http.scope), http.scope.get("state"))
+    return Models.of(http.app).shared.streams.resume(last_event_id, owner_of(http.scope), http.scope.get("state"))
 
 
 def holder_of_stream(http: Request, request: SamplingFields) -> ResumableStreams | None:
     """What holds the stream of a request that asks for one that can be resumed."""
     options = request.stream_options
     asks = (options is not None and options.resumable) or http.headers.get("x-kaon-resumable", "").lower() == "true"
-    return Frontend.of(http.app).streams if asks else None
+    return Models.of(http.app).shared.streams if asks else None
 
 
 @asynccontextmanager
@@ -97,24 +99,22 @@ async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Ac
 
     Raises what the body, the model's name or the server's state refuses, and counts what is refused inside.
     """
-    frontend = Frontend.of(http.app)
-    with frontend.admission.counted_refusals():
-        request = await read_request(http, model, frontend.config.server_config)
-        frontend.check_loaded()
-        frontend.check_model(request.model)
-        if not isinstance(request, PoolingFields):
-            frontend.check_generates()
-        facts_of(http.scope).model = request.model
-        async with while_connected(http):
-            yield request, frontend, owner_of(http.scope)
+    models, owner = Models.of(http.app), owner_of(http.scope)
+    with counted_refusals(models.shared.metrics):
+        request = await read_request(http, model, models.config.server_config)
+        async with while_connected(http), models.use(request.model, owner) as frontend:
+            if not isinstance(request, PoolingFields):
+                frontend.check_generates()
+            facts_of(http.scope).model = request.model
+            yield request, frontend, owner
 
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
     """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge`, `UnsupportedMediaType`, `TooManyJobs`."""
     _check_media_type(request)
     _check_encoding(request.headers.get("content-encoding"))
-    frontend = Frontend.of(request.app)
-    max_bytes = frontend.max_request_bytes
+    models = Models.of(request.app)
+    max_bytes = models.max_request_bytes
     body = await read_body(request, max_bytes)
 
     def parse() -> Model:
@@ -122,7 +122,7 @@ async def read_request(request: Request, model: type[Model], limits: ServerConfi
 
     if len(body) <= _QUICKLY_PARSED_BYTES:
         return parse()
-    return await frontend.jobs.of(owner_of(request.scope)).body(parse)
+    return await models.shared.jobs.of(owner_of(request.scope)).body(parse)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

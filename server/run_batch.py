@@ -20,9 +20,9 @@ from server.app import create_app
 from server.batches.runner import BatchRunner, read_lines
 from server.batches.store import LineAt
 from server.errors import NotReady
-from server.frontend import Frontend
 from server.limits.keys import ApiKeys
 from server.limits.owners import ANYONE
+from server.models import Models
 from server.schemas.batches import BatchEndpoint, BatchError
 
 _POLL_SECONDS, _WATCH_SECONDS = 0.02, 1.0
@@ -128,16 +128,16 @@ async def _compute(
 ) -> int:
     """Compute the lines, `max_lines` at a time; the exit code. Raises `EngineDeadError`."""
     async with app.router.lifespan_context(app):
-        frontend = Frontend.of(app)
-        while frontend.why_ended is None and not _is_ready(frontend):
+        models = Models.of(app)
+        while models.why_ended is None and not _is_ready(models):
             await asyncio.sleep(_POLL_SECONDS)
         lines = asyncio.create_task(_compute_lines(app.state.batches, max_lines, endpoint, source, target, pending))
-        while frontend.why_ended is None and not lines.done():
+        while models.why_ended is None and not lines.done():
             await asyncio.wait([lines], timeout=_WATCH_SECONDS)
         if not lines.done():
             lines.cancel()
             await asyncio.wait([lines])
-            raise EngineDeadError(frontend.why_ended or "")
+            raise EngineDeadError(models.why_ended or "")
     try:
         failed = lines.result()
     except ExceptionGroup as errors:
@@ -147,9 +147,9 @@ async def _compute(
     return 1 if failed else 0
 
 
-def _is_ready(frontend: Frontend) -> bool:
+def _is_ready(models: Models) -> bool:
     try:
-        frontend.check_ready()
+        models.check_ready()
     except NotReady:
         return False
     return True

@@ -6,6 +6,7 @@ Used by the server on its event loop and by `LLMEngine` with blocking calls. Sta
 
 import asyncio
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -52,13 +53,16 @@ class CoreManager:
     ended when it is collected, or at the interpreter's exit.
     """
 
-    def __init__(self, config: Config) -> None:
-        """Start the cores and return at once: they load while the caller does other things."""
+    def __init__(self, config: Config, *, starts: bool = True) -> None:
+        """Start the cores and return at once: they load while the caller does other things.
+
+        Without `starts` it begins asleep: `wake_up` starts the cores.
+        """
         self.ready: Ready | None = None
         """What holds for all cores, since all have been ready to serve; None before."""
         self.failure: Failed | None = None
         """Why a replica has no core, and gets none; None otherwise."""
-        self.is_asleep = False
+        self.is_asleep = not starts
         """Whether requests are held until `wake_up`."""
         self._config = config
         self._inbox: deque[StepOutputs] = deque()
@@ -74,31 +78,42 @@ class CoreManager:
         self._links: list[CoreLink] = []
         self._poller = zmq.Poller()
         """Polls `_links`, the links at the last wait."""
-        size = config.parallel_config.data_parallel_size
         self._hosts = _other_hosts(config)
-        placements = place_evenly(size, 1) if self._hosts is None else self._hosts.placements
-        self._nodes = [placement.node for placement in placements]
-        available = available_host_memory() // placements[0].num_local if size > 1 else None
+        size = config.parallel_config.data_parallel_size
+        self._placements = place_evenly(size, 1) if self._hosts is None else self._hosts.placements
+        self._nodes = [placement.node for placement in self._placements]
+        # This process avoids the CPUs that the cores reserve; later cores must be able to use them again.
+        self._cpus = os.sched_getaffinity(0)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._rendezvous = _rendezvous(config)
         self._adapters = AdapterLedger(config.lora_paths)
         self._replicas: list[Replica] = []
+        self._make_replicas()
+
+    def _make_replicas(self) -> None:
+        """Start the cores, unless asleep. Raises `ValueError`, `OSError` where one cannot be started."""
+        size = len(self._placements)
+        available = available_host_memory() // self._placements[0].num_local if size > 1 else None
         events = ReplicaEvents(
             self._deliver, self._on_step, self._on_core_ready, self._on_unavailable, self._on_replica_end
         )
-        lockstep = self._replicas if config.parallel_config.in_lockstep else None
+        self._replicas = []
+        lockstep = self._replicas if self._config.parallel_config.in_lockstep else None
         try:
             for number in range(size):
-                _, local_index, num_local = placements[number]
+                _, local_index, num_local = self._placements[number]
                 share = HostShare(number, local_index, num_local, available)
                 self._replicas.append(
                     Replica(
-                        config,
+                        self._config,
                         share,
                         events,
                         lockstep=lockstep,
                         rendezvous=self._rendezvous,
                         hosts=self._hosts,
                         adapters=self._adapters,
+                        cpus=self._cpus,
+                        starts=not self.is_asleep,
                     )
                 )
         except BaseException:
@@ -251,8 +266,10 @@ class CoreManager:
     async def wake_up(self) -> None:
         """Continue all requests where they were; returns when all cores serve.
 
-        Raises `EngineDeadError` where one cannot be started again.
+        An engine that has failed begins anew. Raises `EngineDeadError` where a core cannot be started.
         """
+        if self.failure is not None:
+            self._begin_anew()
         self.is_asleep = False
         for replica in self._replicas:
             replica.wake_up()
@@ -260,6 +277,17 @@ class CoreManager:
             if self.failure is not None:
                 raise EngineDeadError(self.failure.error, self.failure.usage)
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _begin_anew(self) -> None:
+        """Make asleep replicas, in the place of those that have failed, whose requests have all ended."""
+        self.failure, self._closing, self.is_asleep = None, False, True
+        self.ready, self._placement, self._relocation = None, None, None
+        self._settled = asyncio.Event()
+        self._rendezvous = _rendezvous(self._config)
+        self._make_replicas()
+        if self._loop is not None:
+            for replica in self._replicas:
+                replica.supervisor.attach(self._loop)
 
     # -- LoRA adapters ------------------------------------------------------------------------------------------
 
@@ -322,6 +350,7 @@ class CoreManager:
         requests that continue in it after tokens that they had, and with its replica. `on_move` is called with the
         same when a replica takes over requests of another that is unavailable.
         """
+        self._loop = loop
         self._on_outputs, self._on_restart, self._on_move = on_outputs, on_restart, on_move
         for replica in self._replicas:
             replica.supervisor.attach(loop)

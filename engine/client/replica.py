@@ -5,7 +5,6 @@ live request needs to continue in another core.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from enum import Enum, auto
@@ -342,12 +341,14 @@ class Replica:
         rendezvous: LockstepRendezvous | None,
         hosts: "CoreHosts | None",
         adapters: AdapterLedger,
+        cpus: Collection[int],
+        starts: bool = True,
     ) -> None:
-        """Start its core and return at once; see `Supervisor`.
+        """Start its core and return at once; see `Supervisor`. Without `starts` it begins asleep.
 
         The memory of its `share` is for the first core, which loads at the same time as the others'. `lockstep`: all
         replicas that compute in lockstep, and `rendezvous`, their rendezvous; `hosts`: those that may run it;
-        `adapters`: those that each core must have.
+        `adapters`: those that each core must have; `cpus`: those that a core on this host may use.
         """
         self.number = share.replica
         self.ready: Ready | None = None
@@ -359,16 +360,15 @@ class Replica:
         self._adapters = adapters
         self._log_level: str | None = None
         """Set since the start; None: as configured."""
-        self._is_asleep = False
+        self._is_asleep = not starts
         """Whether requests wait for `wake_up`."""
         self._awaits_release = False
         """Whether the core has not yet freed its cache."""
         self._share = share
-        # This process avoids the CPUs that the core reserves; the next core must be able to use them again.
-        self._cpus = os.sched_getaffinity(0)
+        self._cpus = cpus
         self._rendezvous = rendezvous
         self._hosts = hosts if hosts is not None and hosts.runs(self.number) else None
-        self.supervisor = Supervisor(config, self, core_name(config, self.number))
+        self.supervisor = Supervisor(config, self, core_name(config, self.number), starts=starts)
 
     @property
     def is_serving(self) -> bool:

@@ -317,10 +317,10 @@ class Keeper(Protocol):
 class Supervisor:
     """An engine core and its successors. All calls come from one thread."""
 
-    def __init__(self, config: Config, keeper: Keeper, name: str = THE_CORE) -> None:
+    def __init__(self, config: Config, keeper: Keeper, name: str = THE_CORE, *, starts: bool = True) -> None:
         """Start the core and return at once. Raises `ValueError`, `OSError` when it cannot be started.
 
-        `name` is its name in messages.
+        `name` is its name in messages. Without `starts` it begins suspended.
         """
         self.name = name
         self.is_serving = False
@@ -341,7 +341,7 @@ class Supervisor:
         self._stalled: str | None = None
         self._start_at: float | None = None
         self._closing = False
-        self.is_suspended = False
+        self.is_suspended = not starts
         """Whether there is to be no core until `resume`."""
 
         context = zmq.Context()
@@ -350,7 +350,8 @@ class Supervisor:
         self._release = weakref.finalize(self, _release, links, context)
         self._context, self._links = context, links
         try:
-            self._start()
+            if starts:
+                self._start()
         except BaseException:
             self._release()
             raise

@@ -180,6 +180,12 @@ class ServerConfig(Section):
     """Model names that the API accepts and lists; default: the MODEL argument, or `kaon-demo` for the embedded
     model."""
 
+    models: Annotated[str, Field(min_length=1)] | None = None
+    """YAML file with the models to serve at this one address, in place of MODEL (docs/several-models.md)."""
+
+    model_wait_timeout: Annotated[float, Field(gt=0.0)] = 300.0
+    """Seconds that a request waits for a model of `models` to be loaded; then it is answered 503."""
+
     allow_unknown_fields: bool = False
     """Ignore request fields that the API does not know, instead of answering 400."""
 
@@ -741,6 +747,25 @@ class Config(Section):
         for name in self.lora_paths:
             if name in self.model_names:
                 raise ValueError(f"lora names an adapter {name}, which is the model's own name; choose another")
+        return self
+
+    @model_validator(mode="after")
+    def _several_models_have_a_file(self) -> Self:
+        server, parallel = self.server_config, self.parallel_config
+        if server.models is None:
+            return self
+        if self.model is not None:
+            raise ValueError(f"model is {self.model}, but models is {server.models}, which lists all models; drop one")
+        if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+            raise ValueError(
+                f"models is {server.models}, whose engines run on one host; serve a model that spans hosts by itself "
+                "(nnodes, distributed_executor_backend)"
+            )
+        if server.metrics_aliases != "none":
+            raise ValueError(
+                f"metrics_aliases is {server.metrics_aliases}, whose names describe one model, but models is "
+                f"{server.models}; leave metrics_aliases out"
+            )
         return self
 
     @property

@@ -1,6 +1,7 @@
 """From flags, `KAON_*` variables, a YAML file and defaults to one `Config`.
 
-In this order: `SETTINGS`, the table of all leaves of `Config`; the flags of other servers; and the sources.
+In this order: `SETTINGS`, the table of all leaves of `Config`; the flags of other servers; the sources; and
+`read_models`, which reads the file of several models.
 """
 
 import argparse
@@ -12,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
 from pydantic import SecretStr, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from engine.config.config import CLUSTER_KEY_ENV, Config, Section
+from engine.config.config import CLUSTER_KEY_ENV, Config, Section, ServerConfig
 from engine.config.spelling import nearest
 
 ENV_PREFIX = "KAON_"
@@ -314,12 +315,21 @@ def _read_environment() -> dict[str, Any]:
 
 
 def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
+    values = _yaml_data(path, named_by)
+    for key in values:
+        if key not in _BY_NAME:
+            raise SettingsError(f"{key} in {path} is not a setting{nearest(str(key), _BY_NAME)}")
+    return values
+
+
+def _yaml_data(path: Path, named_by: str) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `SettingsError`."""
     import yaml
 
     if not path.is_file():
         raise SettingsError(f"{named_by} is {path}, but there is no such file")
     try:
-        values = YamlConfigSettingsSource(_flat_model(), yaml_file=path).yaml_data
+        return YamlConfigSettingsSource(_flat_model(), yaml_file=path).yaml_data
     except yaml.MarkedYAMLError as error:
         line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SettingsError(f"{path} is not YAML: {error.problem}{line}") from None
@@ -327,10 +337,6 @@ def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
         raise SettingsError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     except (TypeError, ValueError, AttributeError):
         raise SettingsError(f"{path} is YAML, but not lines of the form `setting: value`") from None
-    for key in values:
-        if key not in _BY_NAME:
-            raise SettingsError(f"{key} in {path} is not a setting{nearest(str(key), _BY_NAME)}")
-    return values
 
 
 # -- validation -------------------------------------------------------------------------------------------------
@@ -373,3 +379,135 @@ def _sentence(error: ValidationError, given: Mapping[str, Any], spelled: Mapping
 def _shown(value: object) -> str:
     text = str(value)
     return text if text and text.isprintable() else repr(value)
+
+
+# -- several models ---------------------------------------------------------------------------------------------
+
+_GIB = 2**30
+_OF_ONE_MODEL = (
+    "served_model_name",
+    "chat_template",
+    "trust_request_chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "lora_directories",
+    "max_lora_adapters",
+    "max_tokens_overflow",
+)
+"""Settings of the server's section that each model may have for itself; the others are the server's."""
+
+
+class ModelEntry(NamedTuple):
+    """One model that the server serves."""
+
+    config: Config
+    loads_at_start: bool = True
+    """Whether the server is ready only with this model; otherwise its first request has it loaded."""
+    memory_bytes: int = 0
+    """What it counts for in the budget while it is loaded."""
+
+
+class ModelList(NamedTuple):
+    """All models of a server."""
+
+    entries: list[ModelEntry]
+    memory_bytes: int | None = None
+    """The budget of all loaded models; None: no model is ever unloaded."""
+
+
+def read_models(config: Config) -> ModelList:
+    """The models that `config` serves: itself, or those of the file `models`, for which it holds the defaults.
+
+    Raises `SettingsError` for the first thing that is wrong.
+    """
+    file = config.server_config.models
+    if file is None:
+        return ModelList([ModelEntry(config)])
+    path = Path(file)
+    data = _yaml_data(path, "models")
+    for key in data:
+        if key not in ("models", "memory_gib"):
+            raise SettingsError(f"{key} in {path} is not known; the file has a list `models`, and may have memory_gib")
+    items = data.get("models")
+    if not isinstance(items, list) or not items:
+        raise SettingsError(f"{path} lists no models; write `models:`, and an item `- model: ...` for each")
+    budget = _memory(data, path)
+    entries = [_model_entry(config, item, f"model {number} in {path}") for number, item in enumerate(items, 1)]
+    _check_names(entries, path)
+    if budget is not None:
+        _check_memory(entries, budget, path)
+    return ModelList(entries, budget)
+
+
+def _model_entry(base: Config, item: object, where: str) -> ModelEntry:
+    if not isinstance(item, dict):
+        raise SettingsError(f"{where} is {_shown(item)}; write its settings as lines of the form `setting: value`")
+    given = dict(item)
+    memory, load = _memory(given, where), given.pop("load", "use")
+    given.pop("memory_gib", None)
+    if load not in ("start", "use"):
+        raise SettingsError(f"load of {where} is {_shown(load)}; it must be start or use")
+    for name in given:
+        setting = _BY_NAME.get(name)
+        if setting is None:
+            raise SettingsError(f"{name} of {where} is not a setting{nearest(str(name), _BY_NAME)}")
+        if setting.section is ServerConfig and name not in _OF_ONE_MODEL:
+            raise SettingsError(f"{name} of {where} is the same for all models; set it by a flag, or in {CONFIG_FLAG}")
+    fields = base.model_dump(exclude_unset=True)
+    for section, values in _nested(given).items():
+        if section in _BY_NAME:
+            fields[section] = values
+        else:
+            fields[section] = {**(fields.get(section) or {}), **values}
+    fields.setdefault("server_config", {})["models"] = None
+    try:
+        return ModelEntry(Config.model_validate(fields), load == "start", memory or 0)
+    except ValidationError as error:
+        inherited = {setting.name: None for setting in SETTINGS if setting.name not in given}
+        spelled = {name: f"{name} of {where}" for name in given}
+        raise SettingsError(_sentence(error, {**inherited, **given}, spelled)) from None
+
+
+def _memory(data: Mapping[Any, Any], where: object) -> int | None:
+    """`memory_gib` in bytes; None without it."""
+    value = data.get("memory_gib")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**20:
+        raise SettingsError(f"memory_gib of {where} is {_shown(value)}; it must be a number of GiB above 0")
+    return int(value * _GIB)
+
+
+def _check_names(entries: Sequence[ModelEntry], path: Path) -> None:
+    """Raise `SettingsError` unless a name, and an address for events, belongs to one model."""
+    seen: dict[str, int] = {}
+    for number, entry in enumerate(entries, 1):
+        events = entry.config.kv_events_config
+        addresses = [each for each in (events.kv_events_endpoint, events.kv_events_replay_endpoint) if each]
+        for name in (*entry.config.model_names, *entry.config.lora_paths, *addresses):
+            if (other := seen.setdefault(name, number)) != number:
+                raise SettingsError(
+                    f"models {other} and {number} in {path} both have {name}; give one another (served_model_name, "
+                    "lora, kv_events_endpoint)"
+                )
+
+
+def _check_memory(entries: Sequence[ModelEntry], budget: int, path: Path) -> None:
+    """Raise `SettingsError` unless each model, and all that are loaded at start, fit the budget."""
+    for number, entry in enumerate(entries, 1):
+        if not entry.memory_bytes:
+            raise SettingsError(
+                f"model {number} in {path} has no memory_gib, but the file has a budget; set what the loaded model "
+                "takes with its KV cache"
+            )
+        if entry.memory_bytes > budget:
+            raise SettingsError(
+                f"memory_gib of model {number} in {path} is {entry.memory_bytes / _GIB:g}, more than that of all, "
+                f"{budget / _GIB:g}"
+            )
+    at_start = sum(entry.memory_bytes for entry in entries if entry.loads_at_start)
+    if at_start > budget:
+        raise SettingsError(
+            f"the models in {path} that are loaded at the start take {at_start / _GIB:g} GiB, more than memory_gib, "
+            f"{budget / _GIB:g}; set `load: use` for some"
+        )

@@ -218,16 +218,21 @@ class Admission:
         self.quotas = QuotaMeter(self.accounts) if quotas is None else quotas
         self._clock = clock
         self._queued: dict[int, tuple[str, int]] = {}
-        """Party and prompt tokens of each queued sequence, by its id."""
+        """Party and prompt tokens of each queued sequence, by its id; by a negative one of each request that waits
+        for its model."""
+        self._queue = Accounts()
+        """What the owners have in this queue. `accounts` counts those of the server's other models too."""
+        self._num_waits = 0
         self._forecast = QueueForecast()
 
     @classmethod
-    def of(cls, config: Config, metrics: Metrics, accounts: Accounts | None = None) -> Self:
+    def of(
+        cls, config: Config, metrics: Metrics, accounts: Accounts | None = None, quotas: QuotaMeter | None = None
+    ) -> Self:
         """With the bounds of `config`. Until `open`, a token bound that depends on the cache is not known."""
         settings = config.server_config
         running = config.max_num_seqs * config.parallel_config.data_parallel_size
-        accounts = Accounts() if accounts is None else accounts
-        admission = cls(Limits(running), metrics, accounts, QuotaMeter(accounts))
+        admission = cls(Limits(running), metrics, accounts, quotas)
         admission.limit(settings)
         return admission
 
@@ -255,7 +260,7 @@ class Admission:
     @property
     def queued_tokens(self) -> int:
         """Tokens of their prompts."""
-        return self.accounts.total("queued_tokens")
+        return self._queue.total("queued_tokens")
 
     @property
     def is_empty(self) -> bool:
@@ -263,20 +268,6 @@ class Admission:
         return not self._queued and not self.queued_tokens and not self.accounts.users("requests")
 
     # -- requests -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def counted_refusals(self) -> Iterator[None]:
-        """Surrounds all work before `admit`: counts a request that is refused there, as one sequence."""
-        try:
-            yield
-        except ClientDisconnect:  # It did not ask for anything yet.
-            raise
-        except Exception as error:
-            if isinstance(error, Overloaded) and not isinstance(error, TooManyJobs):  # `precheck` has counted it.
-                raise
-            self._metrics.received(1)
-            self._metrics.rejected(_why_refused(error), 1)
-            raise
 
     def precheck(self, owner: Owner, sequences: int) -> None:
         """Refuse what `admit` would refuse with any prompts, before work is done on them.
@@ -287,6 +278,21 @@ class Admission:
         if refused is not None:
             self._metrics.received(sequences)
             self._refuse(owner, *refused, sequences)
+
+    @contextmanager
+    def waiting(self, owner: Owner) -> Iterator[None]:
+        """Surrounds the time in which a request waits for its model to be loaded: it is queued, as one sequence.
+
+        Raises `Overloaded`, and counts it.
+        """
+        self.precheck(owner, 1)
+        self._num_waits += 1
+        id = -self._num_waits
+        self.queue(id, 1, owner.party)
+        try:
+            yield
+        finally:
+            self.remove(id)
 
     def admit(self, owner: Owner, prompt_tokens: Sequence[int]) -> Tally:
         """Admit a request until `release`; the tally to which its output is to be added. Raises `Overloaded`.
@@ -317,8 +323,9 @@ class Admission:
         if not self._queued:
             self._forecast.start_busy(self._clock())
         self._queued[request_id] = party, prompt_tokens
-        self.accounts.change(party, "queued_sequences", 1)
-        self.accounts.change(party, "queued_tokens", prompt_tokens)
+        for accounts in (self._queue, self.accounts):
+            accounts.change(party, "queued_sequences", 1)
+            accounts.change(party, "queued_tokens", prompt_tokens)
 
     def first_output(self, request_id: int) -> None:
         """The first output of a sequence arrived."""
@@ -332,8 +339,9 @@ class Admission:
         party, tokens = self._queued.pop(request_id, (None, 0))
         if party is None:
             return
-        self.accounts.change(party, "queued_sequences", -1)
-        self.accounts.change(party, "queued_tokens", -tokens)
+        for accounts in (self._queue, self.accounts):
+            accounts.change(party, "queued_sequences", -1)
+            accounts.change(party, "queued_tokens", -tokens)
         now = self._clock()
         if served:
             self._forecast.served(now, 1, tokens)
@@ -359,8 +367,9 @@ class Admission:
         if not self._queued:
             return None
         waiting, most, most_tokens = len(self._queued), limits.sequences or math.inf, limits.tokens or math.inf
-        own = accounts.used(party, "queued_sequences")
-        owners = len(accounts.users("queued_sequences")) + (not own)
+        queue = self._queue
+        own = queue.used(party, "queued_sequences")
+        owners = len(queue.users("queued_sequences")) + (not own)
         shared = f"; {own} of them are of this key or address, of {owners} that share the queue" if owners > 1 else ""
         if not has_room(own, sequences, waiting, most, owners, least=_LEAST_SEQUENCES):
             sentence = (
@@ -368,7 +377,7 @@ class Admission:
                 f"most that this server lets wait (max_queued_requests){shared}"
             )
             return "queue_requests", Overloaded(sentence, "requests", self._seconds(owner, owners, sequences, tokens))
-        own_tokens, waiting_tokens = accounts.used(party, "queued_tokens"), self.queued_tokens
+        own_tokens, waiting_tokens = queue.used(party, "queued_tokens"), self.queued_tokens
         if not has_room(own_tokens, tokens, waiting_tokens, most_tokens, owners, least=_LEAST_TOKENS):
             sentence = (
                 f"prompts of {waiting_tokens} tokens are waiting, and with the {tokens} of this one more than "
@@ -394,6 +403,21 @@ class Admission:
         return self._forecast.retry_after(
             self._clock(), excess, sequences, excess_tokens, tokens, party=owner.party, num_owners=owners
         )
+
+
+@contextmanager
+def counted_refusals(metrics: Metrics) -> Iterator[None]:
+    """Surrounds all work before `Admission.admit`: counts a request that is refused there, as one sequence."""
+    try:
+        yield
+    except ClientDisconnect:  # It did not ask for anything yet.
+        raise
+    except Exception as error:
+        if isinstance(error, Overloaded) and not isinstance(error, TooManyJobs):  # `precheck` has counted it.
+            raise
+        metrics.received(1)
+        metrics.rejected(_why_refused(error), 1)
+        raise
 
 
 def _why_refused(error: Exception) -> str:

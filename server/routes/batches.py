@@ -13,7 +13,8 @@ from server.batches.runner import BatchRunner
 from server.batches.store import Batch, Page, new_batch
 from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, query_integer, query_parameter
 from server.errors import ApiError, BadRequest, BodyTooLarge, UnsupportedMediaType
-from server.frontend import Frontend, owner_of
+from server.frontend import owner_of
+from server.models import Models
 from server.request_builder import read_request
 from server.schemas.batches import (
     DAY,
@@ -59,7 +60,7 @@ class DiskFull(ApiError):
 @endpoints.post("/v1/files", FileObject)
 async def upload_file(http: Request) -> Response:
     """Upload the input of a batch: multipart form data with the fields `file` and `purpose`."""
-    runner, limit = runner_of(http), Frontend.of(http.app).config.server_config.max_file_bytes
+    runner, limit = runner_of(http), Models.of(http.app).config.server_config.max_file_bytes
     if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise UnsupportedMediaType("a file is uploaded as multipart/form-data (curl: -F purpose=batch -F file=@NAME)")
     declared = http.headers.get("content-length", "0")
@@ -194,8 +195,8 @@ _EXAMPLE = {"input_file_id": "file-0123456789abcdef", "endpoint": "/v1/chat/comp
 @endpoints.post("/v1/batches", BatchObject, request=BatchRequest, example=_EXAMPLE)
 async def create_batch(http: Request) -> Response:
     """Have the requests in a file computed behind live traffic."""
-    runner, frontend, owner = runner_of(http), Frontend.of(http.app), owner_of(http.scope)
-    request = await read_request(http, BatchRequest, frontend.config.server_config)
+    runner, owner = runner_of(http), owner_of(http.scope)
+    request = await read_request(http, BatchRequest, Models.of(http.app).config.server_config)
     file = await asyncio.to_thread(runner.store.file, request.input_file_id, owner.key or "")
     if file.purpose != "batch":
         raise BadRequest(f"input_file_id is {file.id}, which a batch wrote; upload the input", param="input_file_id")
@@ -232,7 +233,7 @@ async def cancel_batch(http: Request, batch_id: str) -> Response:
 
 def runner_of(http: Request) -> BatchRunner:
     """The batches of the server. Raises `NotReady` unless requests can be served."""
-    Frontend.of(http.app).check_loaded()
+    Models.of(http.app).check_open()
     runner: BatchRunner = http.app.state.batches
     return runner
 

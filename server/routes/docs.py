@@ -7,7 +7,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
 
 from server.endpoints import ENDPOINTS, EndpointFamily
-from server.frontend import Frontend
+from server.models import Models
 from server.openapi import Description
 from server.schemas.body import as_json
 from server.schemas.models import Welcome
@@ -52,7 +52,7 @@ base URL.</p>
 async def welcome(http: Request) -> Response:
     """What this server is, and where its API is described: a page for browsers, JSON for programs."""
     root = http.scope.get("root_path", "")
-    version = Frontend.of(http.app).version
+    version = Models.of(http.app).shared.version
     if "text/html" in http.headers.get("accept", ""):
         page = _PAGE.format(root=escape(root), version=escape(version), icon=_ICON)
         return HTMLResponse(page, headers={"Vary": "Accept"})

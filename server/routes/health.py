@@ -5,7 +5,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from server.endpoints import ENDPOINTS, EndpointFamily
-from server.frontend import Frontend
+from server.models import Models
 from server.schemas.body import as_json
 from server.schemas.models import Version
 
@@ -23,17 +23,17 @@ async def live() -> Response:
 @endpoints.get("/readyz", "text/plain", is_probe=True, scope=None)
 async def ready(http: Request) -> Response:
     """200 while requests are served; else 503 with the reason: the engine starts, restarts, or the server ends."""
-    Frontend.of(http.app).check_ready()
+    Models.of(http.app).check_ready()
     return PlainTextResponse("ok\n")
 
 
 @endpoints.get("/metrics", "text/plain", is_probe=True, scope="metrics")
 async def metrics(http: Request) -> Response:
     """Prometheus metrics."""
-    return Response(await Frontend.of(http.app).metrics.page(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(await Models.of(http.app).shared.metrics.page(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @endpoints.get("/version", Version, scope=None)
 async def version(http: Request) -> Response:
     """The server's version."""
-    return as_json(Version(Frontend.of(http.app).version))
+    return as_json(Version(Models.of(http.app).shared.version))

@@ -3,7 +3,8 @@
 from fastapi import Request, Response
 
 from server.endpoints import ENDPOINTS, EndpointFamily
-from server.frontend import Frontend, owner_of
+from server.frontend import owner_of
+from server.models import Models
 from server.schemas.body import as_json
 from server.schemas.limits import OwnerLimits, OwnerList, OwnerUse, QuotaView
 
@@ -15,8 +16,8 @@ _MOST_LISTED = 1000
 @endpoints.get("/kaon/limits", OwnerLimits, scope=None)
 async def limits(http: Request) -> Response:
     """What the caller uses now, has used, and may use."""
-    frontend, owner = Frontend.of(http.app), owner_of(http.scope)
-    accounts, quotas, settings = frontend.accounts, frontend.admission.quotas, frontend.reloader.settings
+    shared, owner = Models.of(http.app).shared, owner_of(http.scope)
+    accounts, quotas, settings = shared.accounts, shared.quotas, shared.reloader.settings
     return as_json(
         OwnerLimits(
             name=owner.name,
@@ -37,7 +38,7 @@ async def limits(http: Request) -> Response:
 @endpoints.get("/kaon/owners", OwnerList, scope="admin")
 async def owners(http: Request) -> Response:
     """What each owner uses now and has used. Needs a key of the scope admin."""
-    accounts = Frontend.of(http.app).accounts
+    accounts = Models.of(http.app).shared.accounts
     tallies = sorted(accounts.tallies(), key=lambda tally: tally.requests, reverse=True)
     data = [
         OwnerUse(

@@ -14,7 +14,8 @@ from fastapi.responses import StreamingResponse
 from server.batches.store import Batch, BatchStore, FileNotFound, NoRoom, Page, new_batch
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import AnthropicError, BadRequest
-from server.frontend import Frontend, owner_of
+from server.frontend import owner_of
+from server.models import Models
 from server.request_builder import read_request
 from server.routes.batches import runner_of
 from server.schemas.batches import (
@@ -52,7 +53,7 @@ _LIST_PARAMETERS = [
 async def create_message_batch(http: Request) -> Response:
     """Have many messages answered behind live traffic."""
     runner, owner = runner_of(http), owner_of(http.scope)
-    request = await read_request(http, MessageBatchRequest, Frontend.of(http.app).config.server_config)
+    request = await read_request(http, MessageBatchRequest, Models.of(http.app).config.server_config)
     seen: set[str] = set()
     for index, each in enumerate(request.requests):
         if each.custom_id in seen:

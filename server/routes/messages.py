@@ -9,7 +9,8 @@ from server.anthropic.conversion import count_tokens, prepare, wants_cache
 from server.anthropic.rendering import MessagesRenderer
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import AnthropicError, BadRequest
-from server.frontend import Frontend, owner_of
+from server.frontend import owner_of
+from server.models import Models
 from server.request_builder import accept, new_sequences, read_request
 from server.schemas.body import as_json
 from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
@@ -67,13 +68,10 @@ async def create_message(http: Request) -> Response:
 async def count_message_tokens(http: Request) -> Response:
     """How many tokens the prompt of a message has."""
     _check_version(http)
-    frontend = Frontend.of(http.app)
-    request = await read_request(http, CountTokensRequest, frontend.config.server_config)
-    frontend.check_loaded()
-    frontend.check_model(request.model)
-    owner = owner_of(http.scope)
-    opener = frontend.seal.opener(owner.key)
-    async with while_connected(http):
+    models, owner = Models.of(http.app), owner_of(http.scope)
+    request = await read_request(http, CountTokensRequest, models.config.server_config)
+    opener = models.shared.seal.opener(owner.key)
+    async with while_connected(http), models.use(request.model, owner) as frontend:
         return as_json(TokenCount(await count_tokens(request, frontend, owner, opener)))
 
 

@@ -8,6 +8,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.error_answers import speaks_anthropic
 from server.errors import BadRequest
 from server.frontend import Frontend
+from server.models import Models
 from server.schemas.body import as_json
 from server.schemas.models import (
     CatalogModel,
@@ -26,20 +27,18 @@ _MAX_PAGE = 1000
 
 @endpoints.get("/v1/models", ModelList)
 async def list_models(http: Request) -> Response:
-    """The names under which the model is served."""
-    frontend = Frontend.of(http.app)
-    names = frontend.model_names
+    """The names of all models and adapters, of models that are not loaded too."""
+    served = [(name, frontend) for frontend in Models.of(http.app).all for name in frontend.model_names]
     if speaks_anthropic(http.scope):
-        return as_json(_page(http, [_model_info(name, frontend) for name in names]))
-    catalog = [_catalog_model(name, priority, frontend) for priority, name in enumerate(names)]
-    return as_json(ModelList(data=[_model(name, frontend) for name in names], models=catalog))
+        return as_json(_page(http, [_model_info(*each) for each in served]))
+    catalog = [_catalog_model(name, priority, frontend) for priority, (name, frontend) in enumerate(served)]
+    return as_json(ModelList(data=[_model(*each) for each in served], models=catalog))
 
 
 @endpoints.get("/v1/models/{model:path}", Model)
 async def retrieve_model(http: Request, model: str) -> Response:
     """One of these names."""
-    frontend = Frontend.of(http.app)
-    frontend.check_model(model)
+    frontend = Models.of(http.app).named(model)
     return as_json((_model_info if speaks_anthropic(http.scope) else _model)(model, frontend))
 
 

@@ -6,6 +6,7 @@ from fastapi.responses import PlainTextResponse
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import BadRequest
 from server.frontend import Frontend
+from server.models import Models
 from server.schemas.body import as_json
 from server.schemas.operations import ReloadResult, SleepState
 
@@ -20,27 +21,30 @@ _LEVEL = query_parameter(
 )
 
 
-@endpoints.post("/sleep", "text/plain", parameters=[_LEVEL], scope="admin")
+_MODEL = query_parameter("model", "Which model; needed only where the server has several.", type="string")
+
+
+@endpoints.post("/sleep", "text/plain", parameters=[_LEVEL, _MODEL], scope="admin")
 async def sleep(http: Request) -> Response:
     """Give the engine's memory back until `/wake_up`. Live requests are held where they are, new ones get a 503. Needs
     a key of the scope admin."""
-    _refuse_others(http, "level")
-    await Frontend.of(http.app).sleep(query_integer(http, "level", 1, low=1, high=2))
+    _refuse_others(http, "level", "model")
+    await _frontend(http).sleep(query_integer(http, "level", 1, low=1, high=2))
     return PlainTextResponse("")
 
 
-@endpoints.post("/wake_up", "text/plain", scope="admin")
+@endpoints.post("/wake_up", "text/plain", parameters=[_MODEL], scope="admin")
 async def wake_up(http: Request) -> Response:
     """Continue the requests that are held, and accept new ones. Needs a key of the scope admin."""
-    _refuse_others(http)
-    await Frontend.of(http.app).wake_up()
+    _refuse_others(http, "model")
+    await _frontend(http).wake_up()
     return PlainTextResponse("")
 
 
-@endpoints.get("/is_sleeping", SleepState, scope="admin")
+@endpoints.get("/is_sleeping", SleepState, parameters=[_MODEL], scope="admin")
 async def is_sleeping(http: Request) -> Response:
     """Whether the server sleeps. Needs a key of the scope admin."""
-    return as_json(SleepState(Frontend.of(http.app).is_asleep))
+    return as_json(SleepState(_frontend(http).is_asleep))
 
 
 @endpoints.post("/kaon/reload", ReloadResult, scope="admin")
@@ -49,10 +53,15 @@ async def reload(http: Request) -> Response:
     scope admin."""
     _refuse_others(http)
     try:
-        reloaded = Frontend.of(http.app).reloader.reload()
+        reloaded = Models.of(http.app).shared.reloader.reload()
     except ValueError as error:
         raise BadRequest(f"the settings stay as they are: {error}") from error
     return as_json(ReloadResult(changed=reloaded.changed, need_restart=reloaded.need_restart))
+
+
+def _frontend(http: Request) -> Frontend:
+    """The front end of the model that the query names. Raises `ModelNotFound`, `BadRequest`."""
+    return Models.of(http.app).chosen(http.query_params.get("model"))
 
 
 def _refuse_others(http: Request, *known: str) -> None:

@@ -10,6 +10,7 @@ from server.endpoints import ENDPOINTS, ORDER, EndpointFamily, is_newest_first, 
 from server.errors import ApiError, BadRequest
 from server.frontend import Frontend, owner_of
 from server.limits.owners import Owner
+from server.models import Models
 from server.request_builder import PreparedChat, accept, new_sequences, read_request
 from server.responses.conversion import prepare, retained_messages
 from server.responses.rendering import CompactionRenderer, ResponsesRenderer, failed_stream
@@ -157,13 +158,11 @@ async def _prepare_answer(
 )
 async def count_input_tokens(http: Request) -> Response:
     """How many tokens the prompt of a response has."""
-    frontend = Frontend.of(http.app)
-    request = await read_request(http, InputTokensRequest, frontend.config.server_config)
-    frontend.check_loaded()
-    request.model = request.model or frontend.model_names[0]
-    frontend.check_model(request.model)
-    async with while_connected(http):
-        _, _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope))
+    models, owner = Models.of(http.app), owner_of(http.scope)
+    request = await read_request(http, InputTokensRequest, models.config.server_config)
+    request.model = request.model or models.names[0]
+    async with while_connected(http), models.use(request.model, owner) as frontend:
+        _, _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner)
     return as_json(InputTokens(len(chat.prompt.token_ids)))
 
 
@@ -245,7 +244,7 @@ def _stored(http: Request, id: str) -> StoredResponse:
 
 def _serving(http: Request) -> ResponsesService:
     """The service. Raises `NotReady` unless requests can be served."""
-    Frontend.of(http.app).check_loaded()
+    Models.of(http.app).check_open()
     return ResponsesService.of(http.app)
 
 

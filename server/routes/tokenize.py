@@ -9,6 +9,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.error_answers import refusal
 from server.frontend import Frontend, owner_of
 from server.limits.jobs import OwnerJobs
+from server.models import Models
 from server.request_builder import in_thread, read_request, render_prompt
 from server.schemas.body import as_json, validate
 from server.schemas.chat import ChatCompletionRequest
@@ -26,29 +27,25 @@ endpoints = ENDPOINTS.register("tokenize")(EndpointFamily())
 )
 async def tokenize(http: Request) -> Response:
     """The token ids of a text or a chat."""
-    frontend = Frontend.of(http.app)
-    request = await read_request(http, TokenizeRequest, frontend.config.server_config)
-    if request.model is not None:
-        frontend.check_model(request.model)
-    async with while_connected(http):
+    models = Models.of(http.app)
+    request = await read_request(http, TokenizeRequest, models.config.server_config)
+    async with while_connected(http), models.use(request.model, owner_of(http.scope)) as frontend:
         return as_json(await in_thread(_jobs(http), request.chat_template, lambda: _tokenize(request, frontend)))
 
 
 @endpoints.post("/detokenize", DetokenizeAnswer, request=DetokenizeRequest, example={"tokens": [1, 2, 3]})
 async def detokenize(http: Request) -> Response:
     """The text of token ids."""
-    frontend = Frontend.of(http.app)
-    request = await read_request(http, DetokenizeRequest, frontend.config.server_config)
-    if request.model is not None:
-        frontend.check_model(request.model)
-    processor = frontend.loaded.processor
-    async with while_connected(http):
+    models = Models.of(http.app)
+    request = await read_request(http, DetokenizeRequest, models.config.server_config)
+    async with while_connected(http), models.use(request.model, owner_of(http.scope)) as frontend:
+        processor = frontend.loaded.processor
         text = await _jobs(http).text(lambda: processor.detokenize(request.tokens))
     return as_json(DetokenizeAnswer(text))
 
 
 def _jobs(http: Request) -> OwnerJobs:
-    return Frontend.of(http.app).jobs.of(owner_of(http.scope))
+    return Models.of(http.app).shared.jobs.of(owner_of(http.scope))
 
 
 def _tokenize(request: TokenizeRequest, frontend: Frontend) -> TokenizeAnswer:

@@ -16,6 +16,8 @@ class LoadAdapterRequest(RequestModel):
     """The name by which requests select it as `model`."""
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     """Its directory on the server, beneath one of `lora_directories`."""
+    model: _Name | None = None
+    """The model that it adapts; needed only where the server has several models."""
     load_inplace: bool = False
     """Replace the adapter of that name, which requests that are running go on to use."""
 

@@ -54,12 +54,17 @@ class Hub:
         admission: Admission,
         model_name: Callable[[int], str] = lambda adapter: "model",
         ids: Iterator[int] | None = None,
+        first_replica: int = 0,
     ) -> None:
         """`model_name` returns the served name of the model or of an adapter, by its number, and raises an `ApiError`
         for an adapter that is no longer served.
 
-        `ids`: where the core has further users, the source of ids that they share.
+        `ids`: where the core has further users, the source of ids that they share. `first_replica`: the number that
+        the metrics give the core's first replica.
         """
+        self._first_replica = first_replica
+        self.last_end = 0.0
+        """When a sequence last ended, on the monotonic clock."""
         self._model_name = model_name
         self.admission = admission
         self.metrics = metrics
@@ -106,7 +111,7 @@ class Hub:
         """
         ids = self._live_ids(states)
         for id in ids:
-            live = self._live.pop(id)
+            live, self.last_end = self._live.pop(id), time.monotonic()
             self._count(live.tally, -1)
             self.metrics.finished(live.state, reason, live.model)
             self.admission.remove(id)
@@ -137,9 +142,9 @@ class Hub:
         for each in live:
             each.consumer.fail(error)
 
-    def core_restarted(self, resumed: int, replica: int = 0) -> None:
-        """A new engine core is ready, which continues so many requests."""
-        self.metrics.core_restarted(resumed, replica)
+    def core_restarted(self, resumed: int, replica: int = 0, *, died: bool = True) -> None:
+        """A new engine core is ready, which continues so many requests; `died`: after one that died."""
+        self.metrics.core_restarted(resumed, self._first_replica + replica, died=died)
         now = time.monotonic()
         for live in self._live.values():
             live.state.interruptions.append((f"engine {replica} restarted", now))
@@ -165,7 +170,7 @@ class Hub:
             if (live := self._live.get(id)) is not None:
                 live.state.interruptions.append(("preempted", time.monotonic()))
         if step.stats is not None:
-            self.metrics.step(step.stats, generated_tokens, step.replica)
+            self.metrics.step(step.stats, generated_tokens, self._first_replica + step.replica)
 
     def _advance(self, live: _Live, output: RequestOutput, stopped_early: list[int]) -> None:
         state = live.state
@@ -183,6 +188,7 @@ class Hub:
             self.admission.first_output(state.request_id)
         if delta.finished:
             del self._live[state.request_id]
+            self.last_end = state.last_time
             self._count(live.tally, -1)
             self.metrics.finished(state, delta.finish_reason or "error", live.model)
             if not had_tokens:

@@ -38,7 +38,7 @@ class StubSupervisor:
     pid = 1
     longest_start = LONGEST_START
 
-    def __init__(self, config: Config, keeper: Keeper, name: str) -> None:
+    def __init__(self, config: Config, keeper: Keeper, name: str, *, starts: bool = True) -> None:
         self.name = name
         self.is_serving = False
         self.since = _CLOCK.monotonic()

@@ -10,7 +10,7 @@ from engine.config.config import Config, ParallelConfig, ServerConfig
 from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import BadRequest, NotReady, Overloaded, ShuttingDown
-from server.limits.admission import Admission, Limits
+from server.limits.admission import Admission, Limits, counted_refusals
 from server.limits.owners import ANYONE, Owner
 from server.metrics import Metrics
 
@@ -199,7 +199,7 @@ def test_the_early_check_refuses_by_requests_and_keys_before_prompts_are_read() 
         door.admission.precheck(ANYONE, 2)
     assert (door.count("received_total"), door.count('rejected_total{reason="queue_requests"}')) == (3, 2)
     door.enter(15)
-    with pytest.raises(Overloaded), door.admission.counted_refusals():
+    with pytest.raises(Overloaded), counted_refusals(door.metrics):
         door.admission.precheck(ANYONE, 1)
     assert door.count("received_total") == 5
 
@@ -216,14 +216,14 @@ def test_the_early_check_refuses_by_requests_and_keys_before_prompts_are_read() 
 )
 def test_what_is_refused_before_admission_is_counted_once(error: Exception, reason: str) -> None:
     door = Door()
-    with pytest.raises(type(error)), door.admission.counted_refusals():
+    with pytest.raises(type(error)), counted_refusals(door.metrics):
         raise error
     assert door.count(f'rejected_total{{reason="{reason}"}}') == door.count("received_total") == 1
 
 
 def test_a_client_that_leaves_before_it_has_asked_is_not_counted() -> None:
     door = Door()
-    with pytest.raises(ClientDisconnect), door.admission.counted_refusals():
+    with pytest.raises(ClientDisconnect), counted_refusals(door.metrics):
         raise ClientDisconnect
     assert door.count("received_total") == 0
 

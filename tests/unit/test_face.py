@@ -322,7 +322,7 @@ async def test_a_401_and_a_bug_have_ids_too(monkeypatch: pytest.MonkeyPatch) -> 
     refused = await client(api_key=["sk-one"]).get("/v1/models", headers={"X-Request-Id": "mine"})
     assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
     app = application()
-    monkeypatch.setattr(app.state.frontend.metrics, "render", lambda: 1 / 0)
+    monkeypatch.setattr(app.state.models.shared.metrics, "render", lambda: 1 / 0)
     failed = await client_of(app).get("/metrics", headers={"X-Request-Id": "mine"})
     assert (failed.status_code, failed.headers["x-request-id"]) == (500, "mine")
 

@@ -12,6 +12,7 @@ import server.process
 from engine.client import llm_engine
 from engine.client.supervisor import Supervisor
 from engine.config.config import Config, ParallelConfig
+from engine.config.settings import ModelList
 from engine.distributed.core_process import CoreProcess
 from engine.distributed.processes import ENDED, REMOVED
 from engine.messages import Failed
@@ -72,7 +73,7 @@ class Core:
 
     last: Self
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, starts: bool = True) -> None:
         self.ends: list[str] = []
         type(self).last = self
 
@@ -95,7 +96,7 @@ class Core:
 def test_the_server_says_why_it_failed_and_nothing_where_it_was_told_to_end(
     outcome: Any, ends: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(config: Config, core: Core, listener: socket.socket, *_: object) -> str | None:
+    def serve(config: Config, cores: list[Core], models: ModelList, listener: socket.socket, *_: object) -> str | None:
         listener.close()
         if isinstance(outcome, BaseException):
             raise outcome

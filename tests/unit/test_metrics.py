@@ -128,7 +128,7 @@ def test_gauges_follow_the_latest_step() -> None:
 def test_a_core_that_is_gone_runs_nothing_until_the_next_serves() -> None:
     metrics = Metrics("1", 2)
     serving = {0, 1}
-    metrics.show_serving(lambda: serving)
+    metrics.show_engine(serving=lambda: serving)
     for replica in (0, 1):
         step = stats(num_running=3, num_waiting=2, kv_blocks_used=4, kv_blocks_total=16, preemptions=1)
         metrics.step(step, 5, replica)
@@ -203,14 +203,14 @@ def test_http_requests_have_bounded_labels() -> None:
 
 def test_memory_of_a_core_is_read_at_the_scrape_and_nan_on_another_host() -> None:
     metrics = Metrics("1", 2)
-    metrics.show_core_pids(lambda: [os.getpid(), None])
+    metrics.show_engine(pids=lambda: [os.getpid(), None])
     assert value(metrics, "kaon_core_resident_memory_bytes", replica="0") > 2**20
     assert math.isnan(value(metrics, "kaon_core_resident_memory_bytes", replica="1"))
 
 
 def test_memory_of_a_gpu_is_the_cores_own_figure_and_nan_on_a_cpu() -> None:
     metrics = Metrics("1", 2)
-    metrics.show_serving(lambda: [0, 1])
+    metrics.show_engine(serving=lambda: [0, 1])
     metrics.step(stats(device_memory=3 * 2**30, device_memory_total=80 * 2**30), 1, 0)
     metrics.step(stats(), 1, 1)
     assert value(metrics, "kaon_gpu_memory_bytes", replica="0") == 3 * 2**30
@@ -241,7 +241,7 @@ def test_two_servers_in_one_process_count_apart(tokenizer: Tokenizer) -> None:
 
 def test_of_several_replicas_each_tells_of_its_core_under_a_label() -> None:
     metrics = Metrics("1", 2)
-    metrics.show_serving(lambda: [0])
+    metrics.show_engine(serving=lambda: [0])
     metrics.step(stats(num_running=3, prefix_queried_tokens=10), 5, 0)
     metrics.step(stats(num_running=4, prefix_queried_tokens=20), 7, 1)
     metrics.core_restarted(2, 1)

@@ -29,7 +29,7 @@ MODEL = ModelInfo("Qwen3", "bfloat16", "cpu", "torch", 1, 100, 4096, [2], block_
 def loaded_metrics(num_replicas: int = 1, adapters: Sequence[str] = (), aliases_for: str | None = "m") -> Metrics:
     """Metrics after a step of each replica: 3 run and 2 wait in the first, 4 more of both in each further one."""
     metrics = Metrics("1", num_replicas, aliases_for)
-    metrics.show_model(lambda: MODEL, lambda: adapters)
+    metrics.show_engine(model=lambda: MODEL, adapters=lambda: adapters)
     for replica in range(num_replicas):
         running, waiting = 3 + 4 * replica, 2 + 4 * replica
         metrics.step(SchedulerStats(running, waiting, 100, 400, 64, 32, 1, 0, "decode", 0.01), 3, replica)

@@ -1,0 +1,394 @@
+"""`Models`: the models of the server by the names that requests use, loaded and unloaded within a budget of memory.
+
+A server of one model has one entry, which is loaded at the start and stays. Of several, each has its own `Frontend`
+and `CoreManager`. A request for a model that is not loaded waits in that model's admission queue, and has it loaded;
+where the budget has no room, the least recently used model without requests is unloaded. If all have requests, new
+ones for the least recently used model wait until its live ones have ended, and then it is unloaded: no request is cut
+off, and a model that is always in use keeps no other out.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
+
+from fastapi import FastAPI
+
+from engine.client.core_manager import CoreManager
+from engine.config.config import Config
+from engine.config.settings import ModelEntry, ModelList
+from server.errors import BadRequest, ModelNotFound, NotReady, ShuttingDown
+from server.frontend import SHUTTING_DOWN, Frontend, Shared
+from server.limits.owners import Owner
+from server.metrics import resident_bytes
+
+_log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+"""Between two looks at whether a model is idle."""
+
+_RETRY_SECONDS = 10.0
+"""After a model could not be loaded, its requests are refused for so long without another attempt."""
+
+_MOST_NAMED = 20
+"""Names that the answer to an unknown one lists."""
+
+_GIB = 2**30
+
+
+class _Entry:
+    """One model. It is resident while it takes memory, and open while it takes requests."""
+
+    def __init__(self, entry: ModelEntry, core: CoreManager, frontend: Frontend) -> None:
+        self.frontend, self.core = frontend, core
+        self.name = entry.config.model_names[0]
+        self.loads_at_start, self.memory = entry.loads_at_start, entry.memory_bytes
+        self.is_resident = entry.loads_at_start
+        self.is_open = False
+        self.is_leaving = False
+        """Whether new requests wait, so that it becomes idle and can be unloaded."""
+        self.num_users = 0
+        """Requests that are being prepared."""
+        self.last_used = 0.0
+        self.waiting: list[asyncio.Future[None]] = []
+        """Of the requests that wait for it to be open."""
+        self.loading: asyncio.Task[None] | None = None
+        self.retry_at = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is open and has no request. One that an operator put to sleep is left alone."""
+        return self.is_open and not (self.num_users or self.frontend.hub.num_live or self.frontend.is_asleep)
+
+    @property
+    def last_use(self) -> float:
+        """When it was last used, on the monotonic clock."""
+        return max(self.last_used, self.frontend.hub.last_end)
+
+    def open(self) -> None:
+        """Let the requests that wait go on; from now on they use it."""
+        self.is_open, self.is_leaving = True, False
+        for each in self.waiting:
+            if not each.done():
+                each.set_result(None)
+                self.num_users += 1
+        self.waiting.clear()
+
+    def refuse(self, error: Exception) -> None:
+        """End the requests that wait with `error`."""
+        for each in self.waiting:
+            if not each.done():
+                each.set_exception(error)
+        self.waiting.clear()
+
+    def leave(self) -> None:
+        """A request is prepared, or was given up."""
+        self.num_users -= 1
+        self.last_used = time.monotonic()
+
+
+class Models:
+    """Used from the event loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        models: ModelList,
+        cores: Sequence[CoreManager],
+        read_config: Callable[[], Config] | None = None,
+    ) -> None:
+        """`config` has the server's own settings; `cores` those of the models. `read_config` as for `Shared`."""
+        self.config = config
+        sizes = [entry.config.parallel_config.data_parallel_size for entry in models.entries]
+        is_one = len(sizes) == 1
+        by_name = {entry.config.model_names[0]: size for entry, size in zip(models.entries, sizes, strict=True)}
+        self.shared = Shared(
+            models.entries[0].config if is_one else config, sizes[0] if is_one else by_name, read_config
+        )
+        self._budget = models.memory_bytes
+        self._entries: list[_Entry] = []
+        for number, (entry, core) in enumerate(zip(models.entries, cores, strict=True)):
+            frontend = Frontend(
+                entry.config,
+                core,
+                shared=self.shared,
+                first_replica=sum(sizes[:number]),
+                is_taken=lambda name, number=number: self._has_other(name, number),  # type: ignore[misc]
+            )
+            self._entries.append(_Entry(entry, core, frontend))
+        if not is_one:
+            self.shared.metrics.show_models(lambda: {entry.name: entry.is_open for entry in self._entries})
+        self._room = asyncio.Lock()
+        """Held by the model for which room is made."""
+        self._is_started = False
+        self._is_closing = False
+
+    @classmethod
+    def of(cls, app: FastAPI) -> Self:
+        """The models of an application."""
+        models: Self = app.state.models
+        return models
+
+    async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
+        """Load the models of the start, unless one fails. Calls `on_ready` with all served names then."""
+        at_start = [entry for entry in self._entries if entry.loads_at_start]
+        await asyncio.gather(*(entry.frontend.load() for entry in at_start))
+        if self.why_ended is None:
+            for entry in at_start:
+                entry.open()
+            self._is_started = True
+            on_ready(self.names)
+
+    # -- what routes ask ----------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Values of `model` in requests: of each model in turn its names, the main one first, then its adapters'."""
+        return tuple(name for entry in self._entries for name in entry.frontend.model_names)
+
+    @property
+    def names_may_change(self) -> bool:
+        """Whether adapters may be loaded while the server runs."""
+        return any(frontend.config.server_config.lora_directories for frontend in self.all)
+
+    @property
+    def all(self) -> list[Frontend]:
+        """The front ends of all models, loaded or not."""
+        return [entry.frontend for entry in self._entries]
+
+    def named(self, name: str | None) -> Frontend:
+        """The front end of the model or adapter of that name, loaded or not; of the first for None.
+
+        Raises `ModelNotFound`.
+        """
+        return self._named(name).frontend
+
+    def chosen(self, name: str | None) -> Frontend:
+        """As `named`, for what must not happen to the wrong model: None is refused where there are several."""
+        if name is None and len(self._entries) > 1:
+            names = ", ".join(entry.name for entry in self._entries[:_MOST_NAMED])
+            raise BadRequest(f"model is missing; this server has several, so name one of {names}", param="model")
+        return self.named(name)
+
+    @asynccontextmanager
+    async def use(self, name: str | None, owner: Owner) -> AsyncIterator[Frontend]:
+        """The front end of the model or adapter of that name, which stays loaded meanwhile; see `named`.
+
+        Waits until it is loaded. Raises `NotReady` where it cannot be, and `Overloaded` where too many requests wait.
+        Requests that the caller submits before it leaves keep the model loaded until they end.
+        """
+        self._check_started()
+        entry = self._named(name)
+        if entry.is_open and entry.core.failure is not None and len(self._entries) > 1:
+            entry.is_open = entry.is_resident = False
+        if entry.frontend.is_asleep or (entry.is_open and not entry.is_leaving):
+            entry.num_users += 1
+        else:
+            await self._wait_open(entry, owner)
+        try:
+            entry.frontend.check_loaded()
+            yield entry.frontend
+        finally:
+            entry.leave()
+
+    def check_open(self) -> None:
+        """Raise `NotReady` unless a model takes requests, or can be loaded for them."""
+        self._check_started()
+        if not any(not entry.is_open and not entry.frontend.is_asleep for entry in self._entries):
+            self._first_of(Frontend.check_loaded)
+
+    def check_ready(self) -> None:
+        """Raise `NotReady` unless the server is ready: a loaded model serves, or none is loaded."""
+        self._check_started()
+        if any(entry.is_open for entry in self._entries):
+            self._first_of(Frontend.check_ready)
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Largest request body in bytes, which is read before its model is known."""
+        return max(frontend.max_request_bytes for frontend in self.all)
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not ended."""
+        return sum(frontend.hub.num_live for frontend in self.all)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuse new requests, and those that wait for a model; the live ones go on."""
+        self._is_closing = True
+        for entry in self._entries:
+            entry.frontend.drain()
+            entry.refuse(ShuttingDown(SHUTTING_DOWN))
+
+    def close(self) -> None:
+        """Refuse new requests and end the live ones with an error."""
+        self.drain()
+        for entry in self._entries:
+            if entry.loading is not None:
+                entry.loading.cancel()
+            entry.frontend.close()
+
+    @property
+    def why_ended(self) -> str | None:
+        """Why the server must end, as a sentence: a model could not be loaded at the start, or all of those failed."""
+        reasons = [entry.frontend.why_ended for entry in self._entries if entry.loads_at_start]
+        failed = [reason for reason in reasons if reason is not None]
+        return failed[0] if failed and (not self._is_started or len(failed) == len(reasons)) else None
+
+    # -- loading and unloading ----------------------------------------------------------------------------------
+
+    async def _wait_open(self, entry: _Entry, owner: Owner) -> None:
+        """Wait, as a queued request, until `entry` is open, which counts this request among its users."""
+        if entry.frontend.failure is not None and (seconds := entry.retry_at - time.monotonic()) > 0:
+            raise _not_loaded(entry, seconds)
+        timeout = self.config.server_config.model_wait_timeout
+        with entry.frontend.admission.waiting(owner):
+            opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            entry.waiting.append(opened)
+            if entry.loading is None:
+                entry.loading = asyncio.create_task(self._load(entry))
+            try:
+                async with asyncio.timeout(timeout):
+                    await opened
+            except BaseException as error:
+                if opened.done() and not opened.cancelled() and opened.exception() is None:
+                    entry.leave()
+                if isinstance(error, TimeoutError):
+                    raise NotReady(
+                        f"model {entry.name} could not be loaded within {timeout:g} s (model_wait_timeout): the other "
+                        "models are in use, or it loads slowly; send the request again later"
+                    ) from None
+                raise
+
+    async def _load(self, entry: _Entry) -> None:
+        """Make room for `entry` and load it, for the requests that wait for it."""
+        try:
+            async with self._room:
+                if not await self._make_room(entry):
+                    return
+            if not entry.is_open:
+                await self._load_resident(entry)
+            else:
+                entry.open()
+        except Exception as error:  # noqa: BLE001 - reported to the requests, which wait for it
+            _log.exception("model %s cannot be loaded", entry.name)
+            entry.refuse(NotReady(f"model {entry.name} cannot be loaded: {type(error).__name__}: {error}"))
+        finally:
+            entry.loading = None
+
+    async def _load_resident(self, entry: _Entry) -> None:
+        began = time.monotonic()
+        await entry.frontend.load()
+        if entry.frontend.why_ended is None:
+            seconds = time.monotonic() - began
+            self.shared.metrics.model_loaded(entry.name, seconds)
+            _log.info("model %s is loaded, in %.1f s", entry.name, seconds)
+            entry.open()
+            self._check_memory(entry)
+            return
+        # Also where only its tokenizer cannot be read: then its core must go.
+        entry.core.fail(entry.frontend.why_ended)
+        entry.is_resident = False
+        entry.retry_at = time.monotonic() + _RETRY_SECONDS
+        _log.error("model %s cannot be loaded: %s", entry.name, entry.frontend.why_ended)
+        entry.refuse(_not_loaded(entry, _RETRY_SECONDS))
+
+    async def _make_room(self, entry: _Entry) -> bool:
+        """Unload models until `entry` fits; False once no request waits for it any more."""
+        try:
+            while not entry.is_resident:
+                if all(each.done() for each in entry.waiting):
+                    entry.waiting.clear()
+                    return False
+                others = [each for each in self._entries if each.is_resident]
+                excess = (
+                    0 if self._budget is None else sum(each.memory for each in others) + entry.memory - self._budget
+                )
+                if excess <= 0:
+                    entry.is_resident = True
+                    break
+                others = sorted((each for each in others if each.is_open), key=lambda each: each.last_use)
+                idle = [each for each in others if each.is_idle]
+                if sum(each.memory for each in idle) >= excess:
+                    await self._evict(idle[0], entry.name)
+                    continue
+                for each in others:
+                    each.is_leaving = excess > 0
+                    excess -= each.memory
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            for each in self._entries:
+                if each.is_open and each.is_leaving and not each.waiting:
+                    each.is_leaving = False
+        return True
+
+    async def _evict(self, entry: _Entry, wanted: str) -> None:
+        self._check_memory(entry)
+        entry.is_open = entry.is_leaving = False
+        _log.info("model %s is unloaded to make room for %s", entry.name, wanted)
+        await asyncio.shield(entry.frontend.unload())
+        entry.is_resident = False
+        self.shared.metrics.model_evicted(entry.name)
+
+    def _check_memory(self, entry: _Entry) -> None:
+        """Warn where a model on a CPU takes more memory than its share of the budget."""
+        ready = entry.core.ready
+        if self._budget is None or ready is None or ready.model.device != "cpu":
+            return
+        taken = sum(bytes for pid in entry.core.local_pids if not math.isnan(bytes := resident_bytes(pid)))
+        if taken > entry.memory:
+            _log.warning(
+                "model %s takes %.2f GiB, more than its memory_gib, %g; raise it, or lower cpu_kvcache_gib",
+                entry.name,
+                taken / _GIB,
+                entry.memory / _GIB,
+            )
+
+    # -- look-ups -----------------------------------------------------------------------------------------------
+
+    def _named(self, name: str | None) -> _Entry:
+        if name is None:
+            return self._entries[0]
+        for entry in self._entries:
+            if name in entry.frontend.model_names:
+                return entry
+        names = self.names
+        served = " or ".join(names[:_MOST_NAMED]) + (" or another of /v1/models" if len(names) > _MOST_NAMED else "")
+        raise ModelNotFound(f"model is {name[:60]!r}, which this server does not serve; use {served}", param="model")
+
+    def _has_other(self, name: str, number: int) -> bool:
+        """Whether a model other than that one has a name."""
+        return any(name in frontend.model_names for index, frontend in enumerate(self.all) if index != number)
+
+    def _check_started(self) -> None:
+        if self._is_closing:
+            raise ShuttingDown(SHUTTING_DOWN)
+        if not self._is_started:
+            for entry in self._entries:
+                if entry.loads_at_start:
+                    entry.frontend.check_loaded()
+            raise NotReady("the models are still loading; try again in a moment")
+
+    def _first_of(self, check: Callable[[Frontend], object]) -> None:
+        """Raise what `check` raises for the first open model, unless it raises nothing for another."""
+        errors = []
+        for entry in self._entries:
+            if entry.is_open:
+                try:
+                    check(entry.frontend)
+                except NotReady as error:
+                    errors.append(error)
+                else:
+                    return
+        raise errors[0]
+
+
+def _not_loaded(entry: _Entry, seconds: float) -> NotReady:
+    error = NotReady(f"model {entry.name} cannot be loaded: {entry.frontend.why_ended}")
+    error.headers = {"Retry-After": str(math.ceil(seconds))}
+    return error

@@ -1,0 +1,118 @@
+"""Several models at one address: their cores are killed, held back and put to sleep, and no other model notices."""
+
+import fcntl
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.kaon_server import KaonServer, eventually
+from tests.e2e.test_http_adapters import Stream, complete
+from tests.e2e.test_http_models import FIRST_TOKEN, LENGTH, NAMES, ModelsServer, error_of, queued
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelsServer]:
+    running = ModelsServer(tmp_path_factory.mktemp("models"))
+    running.ready()
+    yield running
+    assert running.stop() == 0
+    assert "Traceback" not in running.stderr
+
+
+def test_a_core_that_is_killed_leaves_the_others_alone(server: ModelsServer) -> None:
+    server.use("one", "two")
+    pids = {each.pid for each in server.cores}
+    server.use("three")
+    (third,) = (each for each in server.cores if each.pid not in pids)
+    streams = [Stream(server, name, LENGTH) for name in ("two", "three")]
+    eventually(lambda: all(stream.has_begun() for stream in streams))
+    third.kill()
+    assert [stream.join() for stream in streams] == [list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))] * 2
+    assert server.metric('kaon_core_restarts_total{model="three"}') == 1
+    assert server.metric('kaon_core_restarts_total{model="two"}') == 0
+
+
+@pytest.mark.slow
+def test_a_core_that_is_killed_while_it_loads_is_said_and_tried_again(tmp_path: Path) -> None:
+    server = ModelsServer(tmp_path, max_queued_requests=2, model_wait_timeout=1.5)
+    server.ready()
+    with server.gate.open() as gate, ThreadPoolExecutor() as threads:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        stream = Stream(server, "one", LENGTH)
+        waiting = [threads.submit(complete, server, "two")]
+        eventually(lambda: len(server.cores) == 2)
+        server.cores[1].kill()
+        assert error_of(waiting[0].result()) == (
+            503,
+            "model two cannot be loaded: the engine core was killed by SIGKILL",
+        )
+        # As many may wait as may be queued; one of another owner may wait too.
+        waiting = [threads.submit(complete, server, "two") for _ in range(2)]
+        eventually(lambda: queued(server) == 2)
+        refused = complete(server, "two")
+        assert refused.status_code == 429
+        assert "2 requests are waiting" in error_of(refused)[1]
+        assert float(refused.headers["retry-after"]) > 0
+        other = threads.submit(complete_from, "127.0.0.2", server)
+        status, sentence = error_of(waiting[0].result())
+        assert status == 503
+        assert sentence.startswith("model two could not be loaded within 1.5 s (model_wait_timeout)")
+        assert waiting[1].result().status_code == other.result().status_code == 503
+        fcntl.flock(gate, fcntl.LOCK_UN)
+    eventually(lambda: complete(server, "two").status_code == 200)
+    assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))
+    assert server.stop() == 0
+
+
+def complete_from(address: str, server: KaonServer) -> httpx.Response:
+    transport = httpx.HTTPTransport(local_address=address)
+    with httpx.Client(transport=transport, base_url=server.url, timeout=60) as http:
+        return http.post("/v1/completions", json={"model": "two", "prompt": "hi", "max_tokens": 2})
+
+
+@pytest.mark.slow
+def test_a_stop_refuses_what_waits_for_a_model_and_lets_streams_end(tmp_path: Path) -> None:
+    server = ModelsServer(tmp_path)
+    server.ready()
+    with server.gate.open() as gate, ThreadPoolExecutor() as threads:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        stream = Stream(server, "one", LENGTH)
+        waiting = threads.submit(complete, server, "two")
+        eventually(lambda: queued(server) == 1 and stream.has_begun())
+        server.process.send_signal(signal.SIGTERM)
+        refused = waiting.result()
+        assert error_of(refused) == (503, "the server is shutting down; send the request again later")
+        assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))
+        assert server.wait() == 0
+    assert "Traceback" not in server.stderr
+
+
+@pytest.mark.slow
+def test_calls_for_operators_name_their_model(server: ModelsServer) -> None:
+    server.use("one", "two")
+    assert httpx.post(f"{server.url}/sleep").json()["error"]["message"] == (
+        "model is missing; this server has several, so name one of one, two, three, broken"
+    )
+    assert httpx.post(f"{server.url}/sleep?model=two&level=2", timeout=60).status_code == 200
+    assert server.get("/is_sleeping?model=two").json() == {"is_sleeping": True}
+    assert complete(server, "two").status_code == 503
+    # A model that sleeps keeps its room: the other one makes room for the third.
+    server.use("one", "three")
+    assert server.loaded() == ["two", "three"]
+    assert httpx.post(f"{server.url}/wake_up?model=two", timeout=60).status_code == 200
+    server.use("two")
+
+
+@pytest.mark.slow
+def test_many_clients_of_more_models_than_fit_all_get_their_answers(server: ModelsServer) -> None:
+    def client(number: int) -> None:
+        for turn in range(3):
+            server.use(NAMES[(number + turn) % 3])
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(client, range(4)))
+    assert len(server.loaded()) == 2

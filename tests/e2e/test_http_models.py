@@ -1,0 +1,191 @@
+"""Several models at one address: each is loaded for its requests, and no eviction or fault of one costs another's."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.kaon_server import KaonServer, eventually, free_port
+from tests.e2e.processes import command_line
+from tests.e2e.test_http_adapters import PROMPT, Stream, complete, tokens_of
+
+STUB_CORES = "from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'; "
+SOON = "import server.models; server.models._RETRY_SECONDS = 0.01; "
+MODELS = """\
+memory_gib: 2
+models:
+  - {served_model_name: [one, uno], memory_gib: 1, load: start}
+  - {served_model_name: two, memory_gib: 1}
+  - {served_model_name: three, memory_gib: 1, max_num_seqs: 4}
+  - {served_model_name: broken, memory_gib: 1, model: BROKEN}
+"""
+NAMES = ["one", "two", "three", "broken"]
+LENGTH = 2000
+"""Tokens of a stream, which takes seconds."""
+FIRST_TOKEN = 1000 + len(PROMPT)
+"""Of a stub core, whose tokens count."""
+
+
+class ModelsServer(KaonServer):
+    """Its models are stubs; `gate` holds back the cores that start while it is locked."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.gate = directory / "gate"
+        self.gate.touch()
+        self.broken = directory / "broken"
+        file = directory / "models.yaml"
+        file.write_text(MODELS.replace("BROKEN", str(self.broken)))
+        super().__init__(
+            directory / "log",
+            free_port(),
+            before=STUB_CORES + SOON,
+            environment={
+                "STUB_CORE_COUNTS": "1",
+                "STUB_CORE_GATE": str(self.gate),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
+                ),
+            },
+            server_config={"models": str(file), "model_wait_timeout": 60, **settings},
+        )
+
+    @property
+    def cores(self) -> list[psutil.Process]:
+        return [each for each in self.process.children() if "stub_core" in command_line(each)]
+
+    def loaded(self) -> list[str]:
+        return [name for name in NAMES if self.metric(f'kaon_model_loaded{{model="{name}"}}')]
+
+    def use(self, *names: str) -> None:
+        for name in names:
+            assert tokens_of(complete(self, name)) == list(range(FIRST_TOKEN, FIRST_TOKEN + 10))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelsServer]:
+    running = ModelsServer(tmp_path_factory.mktemp("models"))
+    running.ready()
+    yield running
+    assert running.stop() == 0
+    assert "Traceback" not in running.stderr
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["message"]
+
+
+def test_names_are_listed_and_probes_and_scrapes_load_nothing(server: ModelsServer) -> None:
+    assert server.start_line.startswith("Kaon")
+    assert "serving one, uno, two, three, broken on" in server.start_line
+    assert server.loaded() == ["one"]
+    assert [each["id"] for each in server.get("/v1/models").json()["data"]] == ["one", "uno", *NAMES[1:]]
+    for path in ("/readyz", "/health", "/metrics", "/v1/models/two", "/livez", "/openapi.json", "/kaon/limits"):
+        assert server.get(path).status_code == 200
+    assert server.loaded() == ["one"]
+    assert server.metric('kaon_core_serving{model="one"}') == 1
+    assert server.metric('kaon_core_serving{model="two"}') == 0
+    assert server.metric('kaon_model_loads_total{model="two"}') == 0
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "hi"},
+    "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+def test_every_route_serves_the_model_that_the_body_names(server: ModelsServer) -> None:
+    server.use("one", "two")
+    before = server.metric('kaon_model_requests_total{model="two"}')
+    for path, body in ROUTES.items():
+        assert server.post(path, {**body, "model": "two"}).status_code == 200, path
+        unknown = server.post(path, {**body, "model": "four"})
+        assert unknown.status_code == 404, path
+        assert "'four', which this server does not serve; use one or uno or two" in unknown.text
+    assert server.metric('kaon_model_requests_total{model="two"}') == before + 4
+    embedded = server.post("/v1/embeddings", {"model": "two", "input": "hi"})
+    assert "this endpoint needs one that is served to embed" in error_of(embedded)[1]
+    assert server.loaded() == ["one", "two"]
+
+
+def test_a_batch_and_a_stream_that_goes_on_are_of_their_model(server: ModelsServer) -> None:
+    line = '{"custom_id": "%s", "method": "POST", "url": "/v1/completions", "body": %s}'
+    body = '{"model": "%s", "prompt": "hi", "max_tokens": 2}'
+    lines = "\n".join(line % (name, body % name) for name in ("two", "three", "four"))
+    with server.client() as client:
+        file = client.files.create(file=("lines.jsonl", lines.encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+        done = client.batches.retrieve(batch.id)
+        assert done.output_file_id is not None
+        assert done.error_file_id is not None
+        answers = client.files.content(done.output_file_id).text
+        assert '"model":"two"' in answers
+        assert '"model":"three"' in answers
+        assert "model_not_found" in client.files.content(done.error_file_id).text
+    fields = {"model": "three", "prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, "stream": True}
+    begun = server.post("/v1/completions", fields, **{"X-Kaon-Resumable": "true"}).text
+    ids = [each[4:] for each in begun.splitlines() if each.startswith("id: ")]
+    rest = server.post("/v1/completions", fields, **{"Last-Event-ID": ids[0]}).text
+    assert rest == begun[begun.index(f"id: {ids[1]}") :]
+
+
+def test_the_least_recently_used_model_makes_room(server: ModelsServer) -> None:
+    server.use("one", "two")
+    evictions = server.metric('kaon_model_evictions_total{model="one"}')
+    restarts = server.metric('kaon_core_restarts_total{model="one"}')
+    server.use("three")
+    assert server.loaded() == ["two", "three"]
+    assert len(server.cores) == 2
+    server.use("two", "uno")
+    assert server.loaded() == ["one", "two"]
+    assert server.metric('kaon_model_evictions_total{model="one"}') == evictions + 1
+    # A core that was ended to make room has not died.
+    assert server.metric('kaon_core_restarts_total{model="one"}') == restarts
+
+
+def test_no_stream_is_cut_and_none_keeps_another_model_out(server: ModelsServer) -> None:
+    server.use("one", "two")
+    streams = [Stream(server, name, LENGTH) for name in ("one", "two")]
+    eventually(lambda: all(stream.has_begun() for stream in streams))
+    with ThreadPoolExecutor() as threads:
+        third = threads.submit(server.use, "three")
+        eventually(lambda: "queued" in server.get("/kaon/limits").text and queued(server) == 1)
+        # Both are in use, so that new requests for one of them wait until the third model has had its turn.
+        more = [threads.submit(server.use, name) for name in ("one", "two")]
+        assert [stream.join() for stream in streams] == [list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))] * 2
+        for each in (third, *more):
+            each.result()
+    assert queued(server) == 0
+
+
+def queued(server: ModelsServer) -> int:
+    count: int = server.get("/kaon/limits").json()["in_use"]["queued_sequences"]
+    return count
+
+
+def test_a_model_that_cannot_be_loaded_costs_no_other_and_serves_once_it_can(server: ModelsServer) -> None:
+    server.use("one", "two")
+    stream = Stream(server, "one", LENGTH)
+    refused = complete(server, "broken")
+    assert refused.status_code == 503
+    sentence = error_of(refused)[1]
+    assert sentence.startswith("model broken cannot be loaded: ")
+    assert str(server.broken) in sentence
+    assert int(refused.headers["retry-after"]) >= 1
+    assert server.get("/readyz").status_code == 200
+    server.broken.symlink_to(Path("models/demo/checkpoint").resolve())
+    eventually(lambda: complete(server, "broken").status_code == 200)
+    server.broken.unlink()
+    assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))
