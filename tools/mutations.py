@@ -57,8 +57,8 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/oldest-sequence-is-preempted",
-        "if len(self._owners()) == 1:\n            return self.running[-1]",
-        "if len(self._owners()) == 1:\n            return self.running[0]",
+        "self.running[-1] if len(self._owners()) == 1",
+        "self.running[0] if len(self._owners()) == 1",
         _SCHEDULER,
     ),
     Mutation(

@@ -4,21 +4,20 @@ The engine core calls it step by step: `schedule()`; the model is launched; `beg
 next step was launched, `read_step()`. `postprocess()` is `begin_step()` and `read_step()` in one, for callers that
 compute each step at once. The contract is docs/specification.md#scheduler; blocks are the block manager's.
 
-In this order: limits of a step's size, the steps that are submitted and not read, and the scheduler itself with its
-queue, the two phases of a step, the reading of steps, and the ways in which sequences leave.
+In this order: the steps that are submitted and not read, and the scheduler itself with its queue, the two phases of a
+step, the shares of owners, the reading of steps, and the ways in which sequences leave.
 """
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from engine.batch import AppendedBlocks, DecodeRows, ScheduledBatch, ScheduledBatchOutput, StepBuilder
-from engine.core.step_budget import StepBudget
-from engine.core.waiting_queue import FairShares, WaitingQueue
+from engine.core.step_budget import StepBudget, StepLimits
+from engine.core.waiting_queue import FairShares, Holdings, WaitingQueue
 from engine.messages import RequestOutput, SchedulerStats, terminal_output
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 from engine.speculative.drafts import Drafts
@@ -29,57 +28,12 @@ logger = logging.getLogger(__name__)
 DEFAULT_AGING_SECONDS = 10.0
 """Waiting that a step of priority weighs as much as; `Config` has the same default."""
 
-_STEPS_BEFORE_GROWTH = 1024
-"""Steps that must succeed before larger ones are tried again: each failure has prompts computed twice."""
-
 _OVER_SHARE = 1.25
 """An owner that holds more than its fair share of slots or blocks times this gives some back to one that waits."""
 _HOLD_BACK_SECONDS = 10.0
 """How long such an owner then starts nothing beyond its share: others' next requests find what it gave back."""
 _ROOM_CHECK_SECONDS = 0.05
 """Between two looks at what each owner holds."""
-
-
-class StepLimits:
-    """Most tokens that a step computes and most sequences that run, which a step out of memory halves for a while.
-
-    No memory is measured here: a step that was too large is tried again as smaller ones.
-    """
-
-    def __init__(self, num_tokens: int, num_rows: int) -> None:
-        self._max_tokens, self._max_rows = num_tokens, num_rows
-        self.num_tokens, self.num_rows = num_tokens, num_rows
-        self._steps_left = 0
-
-    def shrink(self, num_tokens: int, num_rows: int) -> bool:
-        """Allow half of a step that ran out of memory. False where that step cannot be made smaller."""
-        if num_tokens <= 1:
-            return False
-        if num_tokens > num_rows:
-            # Prompts, which can be computed in smaller chunks.
-            self.num_tokens = max(1, min(self.num_tokens, num_tokens) // 2)
-        else:
-            self.num_rows = max(1, min(self.num_rows, num_rows) // 2)
-        self._steps_left = _STEPS_BEFORE_GROWTH
-        logger.warning(
-            "the device ran out of memory in a step of %d tokens of %d sequences; steps have at most %d tokens and %d "
-            "sequences run for now: lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization",
-            num_tokens,
-            num_rows,
-            self.num_tokens,
-            self.num_rows,
-        )
-        return True
-
-    def note_step(self) -> None:
-        """Count a scheduled step; after enough of them the limits double, up to the configured ones."""
-        if self._steps_left:
-            self._steps_left -= 1
-            if not self._steps_left:
-                self.num_tokens = min(2 * self.num_tokens, self._max_tokens)
-                self.num_rows = min(2 * self.num_rows, self._max_rows)
-                if (self.num_tokens, self.num_rows) != (self._max_tokens, self._max_rows):
-                    self._steps_left = _STEPS_BEFORE_GROWTH
 
 
 class _SubmittedStep(NamedTuple):
@@ -97,27 +51,6 @@ class _SubmittedStep(NamedTuple):
         """The step's sequences that neither ended nor were preempted since."""
         batch = self.batch
         return [seq for seq, slot in zip(batch.sequences, batch.slot_list, strict=True) if seq.slot == slot]
-
-
-@dataclass(slots=True)
-class _Holding:
-    """What an owner's running sequences hold, as parts of all slots and of all blocks."""
-
-    weight: float
-    sequences: int = 0
-    slots: float = 0.0
-    blocks: float = 0.0
-    share: float = 1.0
-    """Its fair part, by weight, among the owners that have sequences."""
-
-    @property
-    def part(self) -> float:
-        """The larger of the two parts."""
-        return max(self.slots, self.blocks)
-
-    @property
-    def in_shares(self) -> float:
-        return self.part / self.share
 
 
 class Scheduler:
@@ -532,7 +465,7 @@ class Scheduler:
         if self.window is not None:
             self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         while (added := self.block_manager.may_append(seq, num_new_tokens)) is None:
-            victim = self._victim()
+            victim = self.running[-1] if len(self._owners()) == 1 else self._holdings().newest_of_most_blocks()
             step.appended_blocks = [gained for gained in step.appended_blocks if gained.slot != victim.slot]
             self.preempt(victim)
             if victim is seq:
@@ -559,58 +492,18 @@ class Scheduler:
         if self._shares.is_crowded:
             self._shares.forget_all_but({seq.owner for seq in self.running} | self.waiting.owners)
 
-    def _holdings(self) -> dict[str, "_Holding"]:
-        """What each owner's running sequences hold. A block that several of them share counts for each."""
-        holdings = {owner: _Holding(self.waiting.first_of(owner).weight) for owner in self.waiting.owners}
-        slot, block = 1 / self.limits.num_rows, 1 / len(self.block_manager.blocks)
-        for seq in self.running:
-            holding = holdings.get(seq.owner)
-            if holding is None:
-                holding = holdings[seq.owner] = _Holding(seq.weight)
-            holding.sequences += 1
-            holding.slots += slot
-            holding.blocks += block * (len(seq.block_table) - seq.num_released_blocks)
-        total = sum(holding.weight for holding in holdings.values())
-        for holding in holdings.values():
-            holding.share = holding.weight / total
-        return holdings
-
-    def _newest_of_largest_holder(self, holdings: "dict[str, _Holding]", above: float) -> Sequence | None:
-        """The sequence that started last of the owner that holds most, where that is more than `above` fair shares.
-
-        An owner keeps its only sequence: two of one slot would take it from each other for ever.
-        """
-        over = [owner for owner, each in holdings.items() if each.sequences > 1 and each.in_shares > above]
-        if not over:
-            return None
-        owner = max(over, key=lambda owner: holdings[owner].in_shares)
-        return next(seq for seq in reversed(self.running) if seq.owner == owner)
-
-    def _victim(self) -> Sequence:
-        """The sequence to preempt where a decode needs a block: the one that started last of the owner that holds most
-        blocks for its share, so that no owner below its share loses one to another's growth."""
-        if len(self._owners()) == 1:
-            return self.running[-1]
-        holdings = self._holdings()
-        return max(reversed(self.running), key=lambda seq: holdings[seq.owner].blocks / holdings[seq.owner].share)
+    def _holdings(self) -> Holdings:
+        return Holdings(self.running, self.waiting, self.limits.num_rows, len(self.block_manager.blocks))
 
     def _wait_with(self, owner: str) -> set[str]:
-        """The owners that wait with one whose sequence found no slot or blocks: empty for all of them.
-
-        One that holds its share waits alone. One that holds less has others that hold something wait with it, so that
-        what becomes free is not taken by smaller sequences for ever. Those that hold nothing wait for it only where it
-        holds nothing either.
-        """
+        """The owners that wait with one whose sequence found no slot or blocks; empty for all of them."""
         if len(self.waiting.owners) == 1:
             return set()
         holdings = self._holdings()
         if holdings[owner].in_shares >= 1.0:
             self._blocked = None
             self._shares.forgo(owner)
-            return {owner}
-        if not holdings[owner].sequences:
-            return set()
-        return {each for each in self.waiting.owners if holdings[each].sequences}
+        return holdings.wait_with(owner)
 
     def _make_room(self, now: float) -> bool:
         """Preempt for the sequence that could not start in the last step; False: a step must be read first.
@@ -627,7 +520,7 @@ class Scheduler:
             holdings = self._holdings()
             own = holdings[seq.owner]
             needed = max(1 / self.limits.num_rows, seq.num_blocks / len(self.block_manager.blocks))
-            victim = self._newest_of_largest_holder(holdings, _OVER_SHARE if own.part else 1.0)
+            victim = holdings.newest_of_largest(_OVER_SHARE if own.part else 1.0)
             if victim is None or victim.owner == seq.owner or (own.part and own.part + needed > own.share):
                 break
             if self._submitted:
@@ -642,12 +535,10 @@ class Scheduler:
     def _owners_to_pass_over(self) -> set[str]:
         """Owners that gave slots or blocks back a short while ago and hold what was their share then."""
         self._held_back = {owner: held for owner, held in self._held_back.items() if held[0] > self.prev_time}
-        holdings = self._holdings() if self._held_back else {}
-        return {
-            owner
-            for owner, (_, share) in self._held_back.items()
-            if owner in holdings and holdings[owner].part >= share
-        }
+        if not self._held_back:
+            return set()
+        holdings = self._holdings()
+        return {owner for owner, (_, share) in self._held_back.items() if holdings[owner].part >= share}
 
     # -- reading steps ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""`StepBudget`: bounds steps by predicted time: how many decodes and how much of prompts the next one may compute.
+"""What bounds a step: `StepLimits` its tokens and rows, `StepBudget` its predicted time.
+
+`StepBudget` says how many decodes and how much of prompts the next step may compute:
 
     one owner, only prompts               4 x bound, at most 66 x what a step costs before its first token
     one owner, prompts next to decodes    1.5 x bound, at most 33 x that cost
@@ -8,10 +10,16 @@ The bound is `max_step_seconds`. That cost is small in small models, so that whe
 take some milliseconds, and near a tenth of the bound in large ones.
 """
 
+import logging
 from collections.abc import Collection
 
 from engine.batch import DecodeRows, ScheduledBatch, StepBuilder
 from engine.core.step_time import StepTimeModel, StepWork
+
+logger = logging.getLogger(__name__)
+
+_STEPS_BEFORE_GROWTH = 1024
+"""Steps that must succeed before larger ones are tried again: each failure has prompts computed twice."""
 
 _ALONE_PROMPTS, _ALONE_DECODING = 4.0, 1.5
 """What a step may take, in units of the bound, while there is one owner: where nothing decodes, and else."""
@@ -31,6 +39,48 @@ _CHUNK_MULTIPLE = 16
 """Chunks that time cuts are multiples of it, which suits the cache's blocks and the processor's tiles."""
 _LEAST_CHUNK = 64
 """A step that computes prompts takes no smaller part of another one."""
+
+
+class StepLimits:
+    """Most tokens that a step computes and most sequences that run, which a step out of memory halves for a while.
+
+    No memory is measured here: a step that was too large is tried again as smaller ones.
+    """
+
+    def __init__(self, num_tokens: int, num_rows: int) -> None:
+        self._max_tokens, self._max_rows = num_tokens, num_rows
+        self.num_tokens, self.num_rows = num_tokens, num_rows
+        self._steps_left = 0
+
+    def shrink(self, num_tokens: int, num_rows: int) -> bool:
+        """Allow half of a step that ran out of memory. False where that step cannot be made smaller."""
+        if num_tokens <= 1:
+            return False
+        if num_tokens > num_rows:
+            # Prompts, which can be computed in smaller chunks.
+            self.num_tokens = max(1, min(self.num_tokens, num_tokens) // 2)
+        else:
+            self.num_rows = max(1, min(self.num_rows, num_rows) // 2)
+        self._steps_left = _STEPS_BEFORE_GROWTH
+        logger.warning(
+            "the device ran out of memory in a step of %d tokens of %d sequences; steps have at most %d tokens and %d "
+            "sequences run for now: lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization",
+            num_tokens,
+            num_rows,
+            self.num_tokens,
+            self.num_rows,
+        )
+        return True
+
+    def note_step(self) -> None:
+        """Count a scheduled step; after enough of them the limits double, up to the configured ones."""
+        if self._steps_left:
+            self._steps_left -= 1
+            if not self._steps_left:
+                self.num_tokens = min(2 * self.num_tokens, self._max_tokens)
+                self.num_rows = min(2 * self.num_rows, self._max_rows)
+                if (self.num_tokens, self.num_rows) != (self._max_tokens, self._max_rows):
+                    self._steps_left = _STEPS_BEFORE_GROWTH
 
 
 class StepBudget:

@@ -1,4 +1,5 @@
-"""`WaitingQueue`: the sequences that wait to be scheduled, by owner; `FairShares`: whose turn it is.
+"""`WaitingQueue`: the sequences that wait to be scheduled, by owner; `FairShares`: whose turn it is; `Holdings`: who
+holds more slots or blocks than its share.
 
 Owners share the engine by tokens: whoever was served least is next (virtual-time fair queueing: P. Goyal et al.,
 "Start-time Fair Queueing", 1996). With one owner the order is that of priorities and arrivals alone.
@@ -8,7 +9,8 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, KeysView, Set
+from collections.abc import Callable, Collection, Iterator, KeysView, Reversible, Set
+from dataclasses import dataclass
 
 from engine.sequence import Sequence
 
@@ -255,3 +257,84 @@ class WaitingQueue:
             self.shares.join(seq.owner)
             heapq.heappush(self._order, (self.shares.served(seq.owner), next(self._count), queue))
         return queue
+
+
+@dataclass(slots=True)
+class Holding:
+    """What an owner's running sequences hold, as parts of all slots and of all blocks."""
+
+    weight: float
+    sequences: int = 0
+    slots: float = 0.0
+    blocks: float = 0.0
+    share: float = 1.0
+    """Its fair part, by weight, among the owners that have sequences."""
+
+    @property
+    def part(self) -> float:
+        """The larger of the two parts."""
+        return max(self.slots, self.blocks)
+
+    @property
+    def in_shares(self) -> float:
+        return self.part / self.share
+
+
+_NOTHING = Holding(1.0)
+
+
+class Holdings:
+    """What each owner's running sequences hold now. A block that several sequences share counts for each.
+
+    `running` is in order of admission; `num_slots` and `num_blocks` are all that there are.
+    """
+
+    def __init__(self, running: Reversible[Sequence], waiting: WaitingQueue, num_slots: int, num_blocks: int) -> None:
+        self._running, self._waiting = running, waiting
+        self._by_owner = {owner: Holding(waiting.first_of(owner).weight) for owner in waiting.owners}
+        for seq in running:
+            holding = self._by_owner.get(seq.owner)
+            if holding is None:
+                holding = self._by_owner[seq.owner] = Holding(seq.weight)
+            holding.sequences += 1
+            holding.slots += 1 / num_slots
+            holding.blocks += (len(seq.block_table) - seq.num_released_blocks) / num_blocks
+        total = sum(holding.weight for holding in self._by_owner.values())
+        for holding in self._by_owner.values():
+            holding.share = holding.weight / total
+
+    def __getitem__(self, owner: str) -> Holding:
+        return self._by_owner.get(owner, _NOTHING)
+
+    def newest_of_largest(self, above: float) -> Sequence | None:
+        """The sequence that started last of the owner that holds most, where that is more than `above` fair shares.
+
+        An owner keeps its only sequence: two owners would take a single slot from each other for ever.
+        """
+        over = [owner for owner, each in self._by_owner.items() if each.sequences > 1 and each.in_shares > above]
+        if not over:
+            return None
+        owner = max(over, key=lambda owner: self._by_owner[owner].in_shares)
+        return next(seq for seq in reversed(self._running) if seq.owner == owner)
+
+    def newest_of_most_blocks(self) -> Sequence:
+        """The sequence that started last of the owner that holds most blocks for its share.
+
+        It makes room where a decode needs a block, so that no owner below its share loses one to another's growth.
+        """
+        return max(
+            reversed(self._running), key=lambda seq: self._by_owner[seq.owner].blocks / self._by_owner[seq.owner].share
+        )
+
+    def wait_with(self, owner: str) -> set[str]:
+        """The owners that wait with one whose sequence found no slot or blocks; empty for all of them.
+
+        One that holds its share waits alone. One that holds less has others that hold something wait with it, so that
+        what becomes free is not taken by smaller sequences for ever. Those that hold nothing wait for it only where it
+        holds nothing either.
+        """
+        if self[owner].in_shares >= 1.0:
+            return {owner}
+        if not self[owner].sequences:
+            return set()
+        return {each for each in self._waiting.owners if self._by_owner[each].sequences}

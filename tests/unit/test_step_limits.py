@@ -3,8 +3,8 @@
 import pytest
 
 from engine.batch import ScheduledBatch, StepOutOfMemory
-from engine.core import scheduler
-from engine.core.scheduler import StepLimits
+from engine.core import step_budget
+from engine.core.step_budget import StepLimits
 from engine.messages import StepOutputs
 from tests.unit.core_bench import BLOCK_SIZE, Bench, StubRunner, ends, outputs_of
 
@@ -21,7 +21,7 @@ def test_prompts_shrink_in_tokens_and_decodes_in_rows_until_nothing_is_left_to_s
 
 
 def test_larger_steps_are_tried_again_after_many_that_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_STEPS_BEFORE_GROWTH", 3)
+    monkeypatch.setattr(step_budget, "_STEPS_BEFORE_GROWTH", 3)
     limits = StepLimits(64, 8)
     limits.shrink(64, 8)
     limits.shrink(8, 8)
