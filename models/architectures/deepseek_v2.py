@@ -60,7 +60,9 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
             return LlamaMLP(config, parallel)
         size, num_experts = fields.integer("moe_intermediate_size"), fields.integer("n_routed_experts")
         num_shared = fields.integer("n_shared_experts", 0, minimum=0)
-        shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared) if num_shared else None
+        shared = None
+        if num_shared:
+            shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared, reduces=False)
         experts = FusedMoE(config.hidden_size, size, num_experts, parallel=parallel)
         return SparseMoE(_router(config, num_experts), experts, shared)
 

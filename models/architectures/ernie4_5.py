@@ -57,7 +57,9 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
             correction_name="moe_statics.e_score_correction_bias",
         )
         num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
-        shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared) if num_shared else None
+        shared = None
+        if num_shared:
+            shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared, reduces=False)
         return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, parallel=parallel), shared)
 
 

@@ -57,5 +57,6 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
             top_groups=top_groups,
             scaling_factor=fields.number("routed_scaling_factor", 1.0),
         )
-        shared = LlamaMLP(config, parallel, intermediate_size=size * fields.integer("n_shared_experts", 1))
+        num_shared = fields.integer("n_shared_experts", 1)
+        shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared, reduces=False)
         return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, parallel=parallel), shared)

@@ -108,14 +108,24 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """Gated feed-forward layer, of the config's intermediate size or of its own."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, *, intermediate_size: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: TensorParallel,
+        *,
+        intermediate_size: int | None = None,
+        reduces: bool = True,
+    ) -> None:
+        """`reduces`: False where the output is this rank's part, which the caller adds up."""
         super().__init__()
         self.activation: GatedActivation = swiglu
         size = config.intermediate_size if intermediate_size is None else intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, [size] * 2, bias=config.mlp_bias, parallel=parallel
         )
-        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=config.mlp_bias, parallel=parallel)
+        self.down_proj = RowParallelLinear(
+            size, config.hidden_size, bias=config.mlp_bias, parallel=parallel, reduces=reduces
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj.gated(hidden, self.activation))  # type: ignore[no-any-return]

@@ -81,7 +81,7 @@ class Qwen3NextSparseBlock(nn.Module):
         super().__init__()
         self.gate, self.experts = routed_experts(config, parallel)
         size = config.fields.integer("shared_expert_intermediate_size")
-        self.shared_expert = LlamaMLP(config, parallel, intermediate_size=size)
+        self.shared_expert = LlamaMLP(config, parallel, intermediate_size=size, reduces=False)
         self.shared_expert_gate = SharedExpertGate(config.hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -235,10 +235,17 @@ class RowParallelLinear(ParallelLinear):
     """One linear layer whose input features are sharded; its output is whole on every rank."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, parallel: TensorParallel = SINGLE_RANK
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        parallel: TensorParallel = SINGLE_RANK,
+        reduces: bool = True,
     ) -> None:
+        """`reduces`: False where the output is a rank's part of a sum that the caller makes."""
         super().__init__()
-        self.in_features = in_features
+        self.in_features, self.reduces = in_features, reduces
         self.parallel = parallel
         local = parallel.share(in_features, "in_features")
         self.inputs = slice(parallel.rank * local, (parallel.rank + 1) * local)
@@ -247,13 +254,13 @@ class RowParallelLinear(ParallelLinear):
         self.bias = empty_parameter(out_features, weight_loader=self._load) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """# [tokens, the rank's in_features] -> [tokens, out_features]"""
+        """# [tokens, the rank's in_features] -> [tokens, out_features], or this rank's part of it"""
         # Only one rank adds the bias: the sum over ranks must contain it once.
         bias = self.bias if self.parallel.rank == 0 else None
         output = linear(x, self.weight, bias)
         if self.lora is not None:
             self.lora.apply(output, x)
-        return self.parallel.all_reduce(output)
+        return self.parallel.all_reduce(output) if self.reduces else output
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         if parameter is self.bias:

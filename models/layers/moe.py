@@ -103,7 +103,7 @@ class Routed(NamedTuple):
     weights: torch.Tensor  # [tokens, top_k] float32
     ids: torch.Tensor  # [tokens, top_k] int64
     shared: torch.Tensor | None
-    """The output of shared experts, whole on every rank. [tokens, hidden_size]"""
+    """This rank's part of the shared experts' output, the sum over all ranks. [tokens, hidden_size]"""
     gate: torch.Tensor | None
     """[tokens, 1] float32, logits of the share of `shared` that is added; None: all of it."""
 
@@ -120,6 +120,7 @@ class SparseMoE(nn.Module):
     """A feed-forward layer of routed experts, chosen by `gate`, and shared experts, which every token uses."""
 
     def __init__(self, gate: nn.Module, experts: "FusedMoE", shared_experts: nn.Module | None = None) -> None:
+        """`shared_experts` return this rank's part of their output."""
         super().__init__()
         self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
 
@@ -204,18 +205,19 @@ class FusedMoE(nn.Module):
         shared: torch.Tensor | None = None,
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts, plus the output of shared experts.
+        """The weighted sum of each token's experts, plus the output of shared experts, summed over the ranks at once.
 
         # [tokens, hidden_size], [tokens, top_k] float32, [tokens, top_k] int64 -> [tokens, hidden_size]
 
-        `gate` [tokens, 1] float32: logits of the share of `shared` that is added; None: all of it.
+        `shared`: this rank's part. `gate` [tokens, 1] float32: logits of the share of `shared` that is added; None:
+        all of it.
         """
         routed = Routed(hidden, weights, ids, shared, gate)
         if self.share.exchange is not None:
             return self._forward_replicas(routed)
         if self.shuffled is not None:
             sums = aiter_experts.experts(hidden, self.shuffled, weights, ids.to(torch.int32))
-            return self._add(self.parallel.all_reduce(sums), routed)
+            return self.parallel.all_reduce(self._add(sums, routed))
         w13, w2 = self.w13, self.w2
         if self._is_packed:
             return self._forward_cpu(routed)
@@ -256,7 +258,7 @@ class FusedMoE(nn.Module):
         top_k = routed.ids.shape[1]
         if triton.is_idle():
             _, _, _, shared, gate = routed
-            self._routed.add((top_k, shared is not None and self.parallel.size == 1, gate is not None))
+            self._routed.add((top_k, shared is not None, gate is not None))
         experts = routed.ids.flatten()
         if self.expert_map is not None:
             experts = self.expert_map[experts]
@@ -302,14 +304,12 @@ class FusedMoE(nn.Module):
     def _combine(self, products: torch.Tensor, pair_rows: torch.Tensor, routed: Routed) -> torch.Tensor:
         """As `_weighted_sum`, by operators. # [pairs, hidden_size], [tokens, top_k] row of each pair"""
         _, weights, _, shared, gate = routed
-        if self.parallel.rank:  # One rank adds what all ranks have.
-            shared = gate = None
         return self.parallel.all_reduce(expert_ops.combine(products, weights, pair_rows, shared, gate))
 
     def _weighted_sum(self, by_token: torch.Tensor, routed: Routed) -> torch.Tensor:
         """The layer's output from each token's experts. # [tokens, top_k, hidden_size]"""
         combined = (by_token * routed.weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
-        return self._add(self.parallel.all_reduce(combined.to(by_token.dtype)), routed)
+        return self.parallel.all_reduce(self._add(combined.to(by_token.dtype), routed))
 
     @staticmethod
     def _add(sums: torch.Tensor, routed: Routed) -> torch.Tensor:
@@ -333,11 +333,7 @@ class FusedMoE(nn.Module):
         if gating is None:
             inner = self.activation(inner)
         products = products_kernels.grouped_products(inner, operand_of(w2), self._outer_bias, pairs, num_pairs)
-        if self.parallel.size == 1:
-            return routing_kernels.moe_combine(products, weights, experts, held, shared, gate)
-        return self._add(
-            self.parallel.all_reduce(routing_kernels.moe_combine(products, weights, experts, held)), routed
-        )
+        return self.parallel.all_reduce(routing_kernels.moe_combine(products, weights, experts, held, shared, gate))
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The layer as a pass with suspended kernels called it."""

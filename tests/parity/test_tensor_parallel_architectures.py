@@ -8,14 +8,17 @@ import pytest
 from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import PagedModel, Reference, prompt
-from tests.parity.thread_ranks import at_once, thread_ranks
+from tests.parity.paged_model import PagedModel, Reference, Row, prompt
+from tests.parity.thread_ranks import ThreadCollectives, at_once, thread_ranks
 from tests.parity.variants import DERIVED, Variant, all_variants
 
 VARIANTS = all_variants()
 NUM_TOKENS = 12
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 
+
+SUMS_OF_HEAD_NORMS = {"Olmo2ForCausalLM": 2, "Olmo3ForCausalLM": 2, "MiniMaxM2ForCausalLM": 2}
+"""Sums of a layer whose norms of queries and keys are over the heads of all ranks."""
 
 KIND = "DeepseekV3ForCausalLM"
 """Of real processes in the short form: with latents, experts and dense layers."""
@@ -55,6 +58,13 @@ def test_ranks_in_one_process_give_the_tokens_of_transformers(variant: Variant, 
     models = at_once([partial(PagedModel, checkpoint, parallel=rank) for rank in ranks])
     found, *_ = at_once([partial(model.likeliest, PROMPTS, expected) for model in models])
     assert found == expected
+    collectives = ranks[0].collectives
+    assert isinstance(collectives, ThreadCollectives)
+    collectives.num_sums = 0
+    at_once([partial(model.step, [(Row(PROMPTS[0]), 7)]) for model in models])
+    # The embedding's; then of each layer attention's and the feed-forward layer's, shared experts included.
+    a_layer = 2 + SUMS_OF_HEAD_NORMS.get(variant.architecture, 0)
+    assert collectives.num_sums == 1 + a_layer * models[0].config.num_hidden_layers
 
 
 @pytest.mark.parametrize(("variant", "size"), cases([each for each in first_of_each() if each.architecture == KIND]))

@@ -60,8 +60,10 @@ class ThreadCollectives:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
+        self.num_sums = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_sums += 1
         first, *others = self._meeting.bring(self._rank, x)
         total: torch.Tensor = first.clone()
         for other in others:

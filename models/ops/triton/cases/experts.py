@@ -204,7 +204,7 @@ class ExpertsCase(Case):
     expert_map: torch.Tensor | None = None
     """[num_experts], the index of each expert on this rank, beyond its own for others; None: it has all."""
     has_shared_expert: bool = False
-    """Whether a shared expert's output is added to the sum, as one rank alone does."""
+    """Whether a shared expert's output is added to the sum."""
     has_gate: bool = False
     """Whether a gate scales the shared expert's output."""
 
