@@ -150,7 +150,7 @@ class Eagle3(_EagleHead):
             self.hidden_layers = shape.target_layers
             self.fc = ColumnParallelLinear(len(shape.target_layers) * shape.target_hidden_size, config.hidden_size)
         self.midlayer = Eagle3Layer(config, parallel)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel)
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `DraftLM`."""

@@ -18,6 +18,7 @@ from models.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from models.layers.moe import leave_sum_open
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.ops.activation import GatedActivation, gating_of, swiglu
@@ -158,13 +159,18 @@ class LlamaDecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = attention(config, layer, parallel)
         self.mlp = feed_forward(config, layer, parallel)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        leave_sum_open(self.self_attn)
+        leave_sum_open(self.mlp)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]"""
+        """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]
+
+        Of several ranks, the first is this rank's part, which the next norm sums over the ranks.
+        """
         if residual is None:
             residual = hidden
             hidden = self.input_layernorm(hidden)
@@ -219,7 +225,7 @@ class LlamaModel(DecoderBody):
             LlamaDecoderLayer(config, layer, attention, feed_forward, parallel)
             for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
@@ -239,8 +245,8 @@ def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None) 
     """A copy of what a layer receives, whose memory later norms overwrite. # 2 x [tokens, hidden_size]"""
     if residual is None:
         return join_columns(hidden)
-    # The operators have the sum together with a norm, whose result is not used.
-    return norm.add_norm(hidden, join_columns(residual))[1]
+    # The operators have the sum together with a norm, whose result is not used. It may overwrite a rank's part.
+    return norm.add_norm(hidden if norm.sums.size == 1 else join_columns(hidden), join_columns(residual))[1]
 
 
 @architecture("LlamaForCausalLM", ConfigFacts(has_mlp_bias=True))

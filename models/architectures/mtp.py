@@ -29,7 +29,7 @@ class SharedHead(nn.Module):
 
     def __init__(self, config: ModelConfig, *, has_head: bool, parallel: TensorParallel) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel)
         if has_head:
             self.head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
 

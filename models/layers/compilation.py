@@ -18,6 +18,7 @@ from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import ParallelLinear, RowParallelLinear
 from models.layers.mla import LightningIndexer, MLAAttention
 from models.layers.moe import FusedMoE
+from models.layers.norm import RMSNorm
 from models.ops.stored_weight import stored_of
 
 DEFAULT_BACKEND: str | Callable[..., Any] = "inductor"
@@ -69,8 +70,10 @@ def _exclude(module: nn.Module) -> None:
         module._attend = _eager(module._attend)  # type: ignore[method-assign]
     elif isinstance(module, Attention | GatedDeltaNet | LightningIndexer | FusedMoE):
         module.forward = _eager(module.forward)  # type: ignore[method-assign]
+    elif isinstance(module, RMSNorm) and module.sums.size > 1:
+        module.add_norm = _eager(module.add_norm)  # type: ignore[method-assign]
     elif isinstance(module, ParallelLinear):
-        is_joined = isinstance(module, RowParallelLinear) and module.parallel.size > 1
+        is_joined = isinstance(module, RowParallelLinear) and module.parallel.size > 1 and module.reduces
         weight = cast(nn.Parameter, module.weight)
         if module.lora is not None or stored_of(weight) is not None or is_joined:
             module.forward = _eager(module.forward)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention.context import get_forward_context
+from models.layers.linear import RowParallelLinear
 from models.layers.parameter import SourceNames, WeightPart, empty_parameter, fill_rows, packed_of, require_shape
 from models.ops import triton
 from models.ops.activation import gating_of, swiglu
@@ -92,6 +93,14 @@ def grouped_linear(
     return out
 
 
+def leave_sum_open(layer: nn.Module) -> None:
+    """Have an attention or feed-forward layer return this rank's part of its output, which the next norm adds up."""
+    [last] = [
+        module for module in layer.modules() if isinstance(module, RowParallelLinear | FusedMoE) and module.reduces
+    ]
+    last.reduces = False
+
+
 _STACKED = "stacked"
 _GATE, _UP, _DOWN = "gate", "up", "down"
 
@@ -154,6 +163,8 @@ class FusedMoE(nn.Module):
         super().__init__()
         self.num_experts, self.intermediate_size, self.parallel = num_experts, intermediate_size, parallel
         self.activation = activation
+        self.reduces = True
+        """False where the output is this rank's part of a sum that the caller makes."""
         self.share = ExpertShare.of(num_experts, parallel)
         self.local_experts = self.share.local
         self.split = parallel if parallel.experts is None else SINGLE_RANK
@@ -217,7 +228,7 @@ class FusedMoE(nn.Module):
             return self._forward_replicas(routed)
         if self.shuffled is not None:
             sums = aiter_experts.experts(hidden, self.shuffled, weights, ids.to(torch.int32))
-            return self.parallel.all_reduce(self._add(sums, routed))
+            return self._sum(self._add(sums, routed))
         w13, w2 = self.w13, self.w2
         if self._is_packed:
             return self._forward_cpu(routed)
@@ -304,12 +315,16 @@ class FusedMoE(nn.Module):
     def _combine(self, products: torch.Tensor, pair_rows: torch.Tensor, routed: Routed) -> torch.Tensor:
         """As `_weighted_sum`, by operators. # [pairs, hidden_size], [tokens, top_k] row of each pair"""
         _, weights, _, shared, gate = routed
-        return self.parallel.all_reduce(expert_ops.combine(products, weights, pair_rows, shared, gate))
+        return self._sum(expert_ops.combine(products, weights, pair_rows, shared, gate))
 
     def _weighted_sum(self, by_token: torch.Tensor, routed: Routed) -> torch.Tensor:
         """The layer's output from each token's experts. # [tokens, top_k, hidden_size]"""
         combined = (by_token * routed.weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
-        return self.parallel.all_reduce(self._add(combined.to(by_token.dtype), routed))
+        return self._sum(self._add(combined.to(by_token.dtype), routed))
+
+    def _sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, unless the caller makes it."""
+        return self.parallel.all_reduce(part) if self.reduces else part
 
     @staticmethod
     def _add(sums: torch.Tensor, routed: Routed) -> torch.Tensor:
@@ -333,7 +348,7 @@ class FusedMoE(nn.Module):
         if gating is None:
             inner = self.activation(inner)
         products = products_kernels.grouped_products(inner, operand_of(w2), self._outer_bias, pairs, num_pairs)
-        return self.parallel.all_reduce(routing_kernels.moe_combine(products, weights, experts, held, shared, gate))
+        return self._sum(routing_kernels.moe_combine(products, weights, experts, held, shared, gate))
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The layer as a pass with suspended kernels called it."""

@@ -15,7 +15,7 @@ from models.ops.cpu import runtime
 from models.ops.norm import rms_norm
 from models.ops.torch_ops import torch_rms_norm
 from models.ops.types import NormWeight
-from models.parallel.tensor_parallel import TensorParallel
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 if TYPE_CHECKING:
     from models.ops.self_test import Case
@@ -29,10 +29,11 @@ class RMSNorm(nn.Module):
 
     # Methods read `self.weight` once: `nn.Module` looks parameters up in Python.
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, sums: TensorParallel = SINGLE_RANK) -> None:
+        """`sums`: the ranks over which `add_norm` adds its input up first."""
         super().__init__()
         self.shape = (size,)
-        self.eps = eps
+        self.eps, self.sums = eps, sums
         self.weight = empty_parameter(size, weight_loader=load_whole)
         self._sums: set[str] = set()
         """The sums that a pass with suspended kernels computed with the norm."""
@@ -47,10 +48,15 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.operand)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum, the next residual. `residual` may be overwritten.
+        """The norm of `x + residual`, and that sum, the next residual. Both arguments may be overwritten.
 
-        # [..., size] each
+        # [..., size] each; `x` is this rank's part of it if there are several in `sums`
         """
+        if self.sums.size > 1:
+            summed = self.sums.add_norm(x, residual, self.operand)
+            if summed is not None:
+                return summed
+            x = self.sums.all_reduce(x)
         weight = self.weight
         if x.dim() == 2 and runtime.runs(x, residual, weight):
             return ops.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual), residual

@@ -23,7 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from models.ops import aiter
+from models.ops import aiter, triton
+from models.ops.types import NormWeight
+from models.parallel import peer_sums
+from models.parallel.peer_sums import PeerSums
 from models.parallel.tensor_parallel import Compute
 
 if TYPE_CHECKING:
@@ -160,12 +163,29 @@ class ProcessGroupCollectives:
         self._rendezvous, self._world = rendezvous, world
         self._group: dist.ProcessGroup | None = None
         self._fast_sum: FastSum | None = None
+        self._peer_sums: PeerSums | None = None
 
     def join(self) -> None:
         """Join the group. Raises `RuntimeError` where another rank does not in time."""
         if self._world is not None:
             self._group = self._world.tensor_group
+        else:
+            self._join_own()
+        if self._device.type == "cpu":
             return
+        # Each rank has probed aiter itself, and all must use the same collectives.
+        if self._world is None and torch.version.hip is not None and self._agree(aiter.takes("all_reduce")):
+            self._fast_sum = self._joined_fast_sum()
+        if self._fast_sum is None and self._rendezvous.is_local and self._agree(triton.takes("norm")):
+            store = FileStore(str(self._rendezvous.sibling_path("sums")), self._size)
+            self._peer_sums = peer_sums.join(self._rank, self._size, self._device, store, self._agree, self._exact_sum)
+
+    def _exact_sum(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def _join_own(self) -> None:
+        """Join a group of these ranks alone."""
         if self._device.type == "cpu":
             self._rendezvous.set_interface("GLOO_SOCKET_IFNAME")
         else:
@@ -180,9 +200,6 @@ class ProcessGroupCollectives:
             timeout=self._rendezvous.timeout,
             device_id=None if self._device.type == "cpu" else self._device,
         )
-        # Each rank has probed aiter itself, and all must use the same collectives.
-        if self._device.type != "cpu" and torch.version.hip is not None and self._agree(aiter.takes("all_reduce")):
-            self._fast_sum = self._joined_fast_sum()
 
     def _joined_fast_sum(self) -> "FastSum | None":
         """aiter's sum over GPUs of one host; None where it is not used."""
@@ -219,10 +236,17 @@ class ProcessGroupCollectives:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
-        if self._fast_sum is not None and (summed := self._fast_sum(x)) is not None:
+        fast = self._fast_sum or self._peer_sums
+        if fast is not None and (summed := fast(x)) is not None:
             return summed
         dist.all_reduce(x, group=self._group)
         return x
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Collectives`."""
+        return None if self._peer_sums is None else self._peer_sums.add_norm(x, residual, norm)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""

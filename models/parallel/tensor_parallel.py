@@ -7,6 +7,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from models.ops.types import NormWeight
+
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Called with rows [n, size], counts [local experts] and tokens [pairs]: the experts' outputs for `rows[tokens]`."""
 
@@ -20,6 +22,14 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, on every rank; may overwrite `x`."""
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`RMSNorm.add_norm` of the sum of all ranks' `x`, as one operator; None, on all ranks alike, for other sums.
+
+        # [tokens, size] each
+        """
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 all ranks' `x` concatenated along the last dimension, in rank order; on other ranks `x` itself."""
@@ -106,6 +116,14 @@ class TensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, by the collectives that `engine.runner.build` chose."""
         return x if self.collectives is None or self._skips_collectives else self.collectives.all_reduce(x)
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Collectives`."""
+        if self.collectives is None or self._skips_collectives:
+            return None
+        return self.collectives.add_norm(x, residual, norm)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         if self.collectives is None:

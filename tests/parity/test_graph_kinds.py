@@ -151,6 +151,9 @@ class Twins:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, x), -1)
 
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: object) -> None:
+        pass
+
     def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids
 

@@ -4,12 +4,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
+from models.ops.torch_ops import torch_rms_norm
+from models.ops.types import NormWeight
+from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, Row, prompt
-from tests.parity.thread_ranks import ThreadCollectives, at_once, thread_ranks
+from tests.parity.thread_ranks import Meeting, ThreadCollectives, at_once, thread_ranks
 from tests.parity.variants import DERIVED, Variant, all_variants
 
 VARIANTS = all_variants()
@@ -65,6 +69,35 @@ def test_ranks_in_one_process_give_the_tokens_of_transformers(variant: Variant, 
     # The embedding's; then of each layer attention's and the feed-forward layer's, shared experts included.
     a_layer = 2 + SUMS_OF_HEAD_NORMS.get(variant.architecture, 0)
     assert collectives.num_sums == 1 + a_layer * models[0].config.num_hidden_layers
+
+
+class Fusing(ThreadCollectives):
+    """Collectives with a kernel for a sum, a residual sum and a norm."""
+
+    num_norms = 0
+
+    def add_norm(  # type: ignore[override]
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_norms += 1
+        residual = super().all_reduce(x) + residual
+        return torch_rms_norm(residual, norm), residual
+
+
+def test_sums_before_norms_are_one_kernel_where_there_is_one(tmp_path: Path) -> None:
+    variant = next(each for each in first_of_each() if each.architecture == KIND)
+    checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    expected = [Reference(checkpoint).greedy(tokens, NUM_TOKENS) for tokens in PROMPTS]
+    meeting = Meeting(2)
+    fusing = [Fusing(meeting, rank) for rank in range(2)]
+    models = at_once(
+        [partial(PagedModel, checkpoint, parallel=TensorParallel(rank, 2, each)) for rank, each in enumerate(fusing)]
+    )
+    found, *_ = at_once([partial(model.likeliest, PROMPTS, expected) for model in models])
+    assert found == expected
+    # Two a layer, and of each pass one more sum, the embedding's.
+    num_layers = models[0].config.num_hidden_layers
+    assert fusing[0].num_norms == 2 * num_layers * (fusing[0].num_sums - fusing[0].num_norms)
 
 
 @pytest.mark.parametrize(("variant", "size"), cases([each for each in first_of_each() if each.architecture == KIND]))

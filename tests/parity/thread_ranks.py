@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from models.attention import context as forward_context
+from models.ops.types import NormWeight
 from models.parallel.process_group import AllToAllExchange
 from models.parallel.tensor_parallel import ExpertParallel, TensorParallel
 
@@ -73,6 +74,9 @@ class ThreadCollectives:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.bring(self._rank, x)
         return torch.cat(parts, -1) if self._rank == 0 else x
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight) -> None:
+        """See `Collectives`."""
 
     def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._meeting.bring(self._rank, token_ids)[0].clone()  # type: ignore[no-any-return]

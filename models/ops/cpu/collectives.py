@@ -18,6 +18,7 @@ from models.ops.cpu import runtime
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.structures import AllReduce, AwaitAnswers, CopyRows, Exchange, Group, ShareTokens, Step
 from models.ops.memory import mapped_zeros
+from models.ops.types import NormWeight
 
 
 class SharedMemoryCollectives:
@@ -73,6 +74,9 @@ class SharedMemoryCollectives:
         if self._functions.all_reduce(self._address, x.data_ptr(), x.numel(), x.dtype is torch.float32):
             self.check()
         return x
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight) -> None:
+        """See `Collectives`: a norm is an operator of its own."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""

@@ -232,6 +232,18 @@ CONFIGS["rms_norm"] = (
     Row(ALL, Config({"ROWS": 1}, num_warps=8), {"size": range(4097, 8193)}),
     Row(ALL, Config({"ROWS": 1}, num_warps=16)),
 )
+CONFIGS["peer_sum"] = (
+    Row((INTERPRETER.arch,), Config({"ELEMENTS": 64})),
+    # Eight elements, 16 bytes, a thread.
+    Row(CDNA, Config({"ELEMENTS": 2048}, num_warps=4)),
+    Row(ALL, Config({"ELEMENTS": 2048}, num_warps=8)),
+)
+CONFIGS["peer_sum_norm"] = (
+    Row(CDNA, Config(num_warps=4), {"size": range(4097)}),
+    Row(CDNA, Config(num_warps=8)),
+    Row(ALL, Config(num_warps=8), {"size": range(4097)}),
+    Row(ALL, Config(num_warps=16)),
+)
 CONFIGS["gated"] = (
     Row((INTERPRETER.arch,), Config({"FEATURES": 32})),
     # Eight elements, 16 bytes, of gate and of up a thread.
