@@ -673,6 +673,12 @@ class Config(Section):
     cpu_operators: bool = True
     """Compute bfloat16 on a CPU by Kaon's compiled operators, where they were built; otherwise torch computes."""
 
+    pack_cache: bool = True
+    """Keep a model's packed weights in `~/.cache/kaon`, from which the next start on a CPU maps them."""
+
+    pack_cache_gib: Annotated[float, Field(gt=0)] = 32.0
+    """The most that all packed weights there take; the ones used longest ago make room."""
+
     enable_prefix_caching: bool = True
     """Share KV blocks between requests whose prompts begin with the same tokens."""
 

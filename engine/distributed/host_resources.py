@@ -151,6 +151,11 @@ def physical_cores(allowed: Collection[int], root: Path = Path("/")) -> list[tup
     return [cores[first] for first in sorted(cores)]
 
 
+def num_nodes(root: Path = Path("/")) -> int:
+    """NUMA nodes of this host."""
+    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
+
+
 def _widest_node(cores: list[tuple[int, ...]], root: Path) -> tuple[int | None, list[tuple[int, ...]]]:
     """The NUMA node with most of the cores, and those; no node where there is only one to choose from."""
     by_node: dict[int, list[tuple[int, ...]]] = {}

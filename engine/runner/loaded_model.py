@@ -12,7 +12,7 @@ import torch
 
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
-from engine.distributed.host_resources import available_host_memory
+from engine.distributed.host_resources import available_host_memory, num_nodes
 from engine.runner.device import Device, device_of, oom_at_start
 from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
 from models.architectures.config import CheckpointConfig, ModelConfig
@@ -26,6 +26,7 @@ from models.layers.base import CausalLM, DraftLM
 from models.layers.pooling import PoolingHead
 from models.loading import loader
 from models.loading.drafters import DraftedModel, load_drafter
+from models.loading.packs import PackCache, cache_directory
 from models.loading.pooling import load_head
 from models.lora.adapters import load_adapters
 from models.ops.cpu import runtime
@@ -55,6 +56,8 @@ class LoadedModel:
     parallel: TensorParallel = SINGLE_RANK
     operators: Library | None = None
     """The CPU's compiled operators, where they compute the model."""
+    packs: PackCache | None = None
+    """Packed weights of this start and of earlier ones."""
     num_local_replicas: int = 1
     """Replicas that share the host's memory."""
     pooling: PoolingConfig | None = None
@@ -182,6 +185,7 @@ def load_model(
     available = available_host_memory() if available_bytes is None else available_bytes
     # Rope types that depend on the context's length depend on the length that is served.
     served = dataclasses.replace(model_config, max_model_len=config.max_model_len or model_config.max_model_len)
+    packs = None if operators is None else _pack_cache(config)
     with oom_at_start("the model", "serve a smaller or a quantised one"):
         model = (read_weights or loader.load_model)(
             path,
@@ -192,6 +196,7 @@ def load_model(
             parallel=parallel,
             available_bytes=available if device.type == "cpu" else None,
             rounding=_rounding(config, model_config, operators),
+            packs=packs,
             generates=generates,
         )
     load_adapters(model, config.lora_paths, dtype=dtype, device=device)
@@ -205,6 +210,7 @@ def load_model(
         backend=select_backend(device) if backend is None else backend,
         parallel=parallel,
         operators=operators,
+        packs=packs,
         num_local_replicas=num_local_replicas,
         pooling=pooling,
         pooling_head=None if pooling is None or parallel.rank else load_head(path, pooling, device),
@@ -219,6 +225,19 @@ def load_model(
         return loaded
     # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
+
+
+def _pack_cache(config: Config) -> PackCache | None:
+    """Where packed weights are kept; None where they are not.
+
+    On several NUMA nodes mapped pages would be on whichever node has read the file first.
+    """
+    if not config.pack_cache or num_nodes() > 1:
+        return None
+    try:
+        return PackCache(cache_directory(), int(config.pack_cache_gib * 2**30), torch.get_num_threads())
+    except RuntimeError:  # A user without a home.
+        return None
 
 
 def _rounding(config: Config, model_config: CheckpointConfig, operators: Library | None) -> Rounding | None:

@@ -48,6 +48,8 @@ def start_runner(
             runner.warm_up()
         checked.refuse_others()
     runner.capture_at_start()
+    if loaded.packs is not None:
+        loaded.packs.write_in_background()
     return runner
 
 

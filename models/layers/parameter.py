@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 
-from models.ops.cpu.dense import PANEL, CodedWeight, PackedWeight, QuantizedWeight
+from models.ops.cpu.dense import PANEL, CodedWeight, PackedWeight, QuantizedWeight, weight_of
 from models.ops.cpu.structures import MAX_IN_FEATURES
 from models.ops.stored_weight import stored_of
 from models.ops.weight_formats import RUN
@@ -184,6 +184,11 @@ def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
     """The weight as the CPU operators read it; None where it is in another form."""
     weight = _weight_of(parameter)
     return None if weight is None else weight.packed
+
+
+def restore_packed(parameter: nn.Parameter, form: list[Any], memory: torch.Tensor) -> None:
+    """Give a weight the packed form and the memory that it had in another process. Raises `ValueError`."""
+    _own_weight(parameter).packed = weight_of(form, parameter.shape[:-1].numel(), parameter.shape[-1], memory)
 
 
 def onednn_of(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -46,6 +46,7 @@ from models.layers.parameter import (
     weight_loader_of,
 )
 from models.loading.checkpoint import TransformersConfig, some, tensors_of_file, weight_files
+from models.loading.packs import PackCache, key_of
 from models.ops import aiter, triton
 from models.ops.cpu import runtime
 from models.ops.stored_weight import keep_quantized
@@ -92,6 +93,8 @@ class LoadOptions:
     """The most that the weights may take; None: whatever the device grants, and a host grants more than it has."""
     rounding: Rounding | None = None
     """How weights are rounded as they are read, which needs the CPU operators."""
+    packs: PackCache | None = None
+    """Where the CPU operators' packed weights are kept from start to start."""
 
     @property
     def has_operators(self) -> bool:
@@ -203,9 +206,16 @@ def _load(
     elif options.has_operators and config.quantization is not None:
         kept = _keep_codes(model, wanted, config.quantization, rounding)
     _require_memory(model, options.available_bytes, path)
+    key = None
+    if options.has_operators and options.packs is not None:
+        experts = parallel.experts and (parallel.experts.num_replicas, parallel.experts.replica)
+        described = (path.resolve(), config, rounding, kept, parallel.rank, parallel.size, experts, is_body)
+        key = key_of(model, [*files, path / "config.json"], *map(repr, described))
+        if options.packs.restore(model, key):
+            return model.eval()
     take_memory(model.parameters())
     names = frozenset(wanted) if is_body else None
-    _read(
+    has_cache_scales = _read(
         path,
         files,
         model,
@@ -226,6 +236,8 @@ def _load(
         pack_filled_products(model)
     if aiter.takes("moe"):
         _shuffle_experts(model)
+    if key is not None and options.packs is not None and not has_cache_scales:
+        options.packs.keep(model, key)
     return model.eval()
 
 
@@ -267,11 +279,11 @@ def _read(
     dtype: torch.dtype,
     progress: bool,
     body_names: frozenset[str] | None,
-) -> None:
-    """Fill the model. `wanted` is emptied; weights of the names in `kept` stay quantised.
+) -> bool:
+    """Fill the model; whether its attention layers have scales too. Weights of the names in `kept` stay quantised.
 
-    `body_names`: those of a model that only pools prompts; a checkpoint may have another prefix, and heads besides.
-    Raises `CheckpointError` for tensors that are missing, damaged or unexpected.
+    `wanted` is emptied. `body_names`: those of a model that only pools prompts; a checkpoint may have another prefix,
+    and heads besides. Raises `CheckpointError` for tensors that are missing, damaged or unexpected.
     """
     is_remote = _remote_experts(model)
     dequantizer = Dequantizer(
@@ -301,6 +313,7 @@ def _read(
         lacking = some(dequantizer.missing_names(missing))
         raise CheckpointError(f"{path} lacks {lacking}, which {config.architecture} needs")
     scales = dequantizer.kv_scales
+    has_scales = bool(scales)
     for module in model.modules():
         if isinstance(module, Attention | MLAAttention) and module.layer_name in scales:
             layer = scales.pop(module.layer_name)
@@ -308,6 +321,7 @@ def _read(
     unexpected += [name for layer in scales.values() for name in layer.names]
     if unexpected := unexpected + dequantizer.unexpected_names():
         raise CheckpointError(f"{path} holds {some(unexpected)}, for which {config.architecture} has no place")
+    return has_scales
 
 
 def _of_body(tensors: Iterator[tuple[str, torch.Tensor]], names: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:

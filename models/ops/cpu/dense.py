@@ -4,7 +4,7 @@ Rows are a step's tokens; matrices may have any row stride. `PackedWeight` holds
 panel layout, and `QuantizedWeight` one of 8 or 4 bits; the products accept either.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -46,6 +46,11 @@ class PackedWeight:
         self.expected_bytes = num_bytes
         """That it takes once it is filled, or about as many."""
         self.memory = torch.frombuffer(mapped_zeros(num_bytes), dtype=torch.bfloat16)
+
+    @property
+    def form(self) -> list[Any] | None:
+        """What `memory` holds, for `weight_of`; None: more than a form says."""
+        return [_DENSE]
 
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Fill rows from `first` on. # [count, in_features]"""
@@ -301,6 +306,11 @@ class QuantizedWeight(PackedWeight):
         self.bits: Literal[4, 8] = bits
         self.options = (bits,)
 
+    @property
+    def form(self) -> list[Any] | None:
+        """See `PackedWeight`."""
+        return [_ROUNDED, self.bits]
+
     def takes(self, rows: Codes) -> bool:
         """See `PackedWeight`: codes and scales of the very form that rows are rounded to."""
         if rows.kind != f"int{self.bits}" or rows.order is not None or rows.scales.dtype is not torch.bfloat16:
@@ -395,8 +405,16 @@ class CodedWeight(PackedWeight):
         self.expected_bytes = dense_elements(out_features, in_features) * bits // 8 * 9 // 8
         self.rounds = rounds
         """Whether dense rows can be filled in as well."""
-        self._form: tuple[str, int, torch.dtype, int] | None = None
+        self._form: _Form | None = None
         self._order: torch.Tensor | None = None
+
+    @property
+    def form(self) -> list[Any] | None:
+        """See `PackedWeight`."""
+        if self._form is None or self._order is not None:
+            return None
+        kind, width, scales, groups = self._form
+        return [_CODED, kind, width, str(scales).removeprefix("torch."), groups]
 
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Dense rows, of a weight that `rounds` them. # [count, in_features]"""
@@ -418,7 +436,7 @@ class CodedWeight(PackedWeight):
     def put_codes(self, first: int, rows: Codes) -> None:
         """See `PackedWeight`."""
         if self._form is None:
-            self._begin(rows)
+            self.begin(_form_of(rows), rows.order)
         codes, scales = rows.codes.view(torch.uint8), rows.scales.contiguous()
         if codes.stride(1) != 1:
             codes = codes.contiguous()
@@ -455,21 +473,47 @@ class CodedWeight(PackedWeight):
             rows.width % DEPTH == 0 and rows.scales.shape[1] == -(-self.in_features // rows.width)
         )
 
-    def _begin(self, rows: Codes) -> None:
-        self._form = _form_of(rows)
+    def begin(self, form: "_Form", order: torch.Tensor | None = None) -> None:
+        """Take memory for codes of that form."""
+        kind, width, scales, groups = self._form = form
         inputs = -(-self.in_features // DEPTH) * DEPTH
-        group = min(rows.width, inputs) if rows.scales.shape[1] > 1 else inputs
-        has_zeros = rows.kind in ("int4", "int8")
-        of_group = PANEL * (rows.scales.dtype.itemsize + has_zeros)
-        bits = 4 if rows.kind in ("int4", "mxfp4") else 8
-        of_panel = rows.scales.shape[1] * of_group + PANEL * inputs * bits // 8
+        group = min(width, inputs) if groups > 1 else inputs
+        has_zeros = kind in ("int4", "int8")
+        of_group = PANEL * (scales.itemsize + has_zeros)
+        bits = 4 if kind in ("int4", "mxfp4") else 8
+        of_panel = groups * of_group + PANEL * inputs * bits // 8
         self.memory = torch.frombuffer(mapped_zeros(-(-self.out_features // PANEL) * of_panel), dtype=torch.uint8)
-        self._order = None if rows.order is None else rows.order.contiguous()
-        self.options = (_CODE_KINDS[rows.kind], _SCALES[rows.scales.dtype], group, pointer(self._order))
+        self._order = None if order is None else order.contiguous()
+        self.options = (_CODE_KINDS[kind], _SCALES[scales], group, pointer(self._order))
 
 
-def _form_of(rows: Codes) -> tuple[str, int, torch.dtype, int]:
+_Form: TypeAlias = tuple[str, int, torch.dtype, int]
+"""Kind, width of a group, type of the scales, groups of a row."""
+
+
+def _form_of(rows: Codes) -> _Form:
     return rows.kind, rows.width, rows.scales.dtype, rows.scales.shape[1]
+
+
+_DENSE, _ROUNDED, _CODED = "bfloat16", "rounded", "coded"
+
+
+def weight_of(form: list[Any], out_features: int, in_features: int, memory: torch.Tensor) -> PackedWeight:
+    """The weight whose `form` and memory these are. Raises `ValueError` for memory of another size."""
+    kind, *options = form
+    made: PackedWeight
+    if kind == _DENSE:
+        made = PackedWeight(out_features, in_features)
+    elif kind == _ROUNDED:
+        made = QuantizedWeight(out_features, in_features, options[0])
+    else:
+        code_kind, width, scales, groups = options
+        made = coded = CodedWeight(out_features, in_features, bits=4 if code_kind in ("int4", "mxfp4") else 8)
+        coded.begin((code_kind, width, getattr(torch, scales), groups))
+    if made.memory.nbytes != memory.nbytes or made.memory.dtype is not memory.dtype:
+        raise ValueError(f"{memory.nbytes} bytes where a weight takes {made.memory.nbytes}")
+    made.memory = memory
+    return made
 
 
 def quantized_bytes(out_features: int, in_features: int, bits: Literal[4, 8]) -> int:

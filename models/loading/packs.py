@@ -1,0 +1,328 @@
+"""`PackCache`: filled models of the CPU operators on disk, from which the next start maps its weights into memory.
+
+A file holds every parameter as the operators read it. Its name is a digest of all that its content depends on: the
+checkpoint's files by size and time of change, the form of each weight, and the code that reads and packs them. Files
+are mapped privately, so that processes share memory and none can change another's weights.
+
+    magic, length and digest of the header | header, JSON | segments, each at a multiple of 4096 bytes
+
+A file is written under a temporary name and renamed. One that is damaged is removed, and the checkpoint read instead,
+as it is where the directory cannot be written, or the disk is full. The files used last stay, up to a number of bytes.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import logging
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+
+from models.layers.mla import MLAAttention
+from models.layers.parameter import packed_of, restore_packed
+from models.ops.cpu import runtime
+
+_log = logging.getLogger(__name__)
+
+_MAGIC = b"KAONPCK1"
+_PREAMBLE = struct.Struct("<8sQ8s")
+_ALIGNED = 4096
+_LEAST_BYTES = 64 << 20
+"""A smaller model is read as fast as it is mapped."""
+_WRITE_BYTES = 16 << 20
+_DIGITS = 24
+_RELEASES = 2
+"""Files of one model, of the code that was used last, and before."""
+_FREE_SHARE = 0.1
+"""Of the disk, left free."""
+_CODE = Path(__file__).parents[1]
+"""The package that reads and packs weights."""
+
+
+def cache_directory() -> Path:
+    """`~/.cache/kaon/packs`, or its place by XDG_CACHE_HOME. Raises `RuntimeError` for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kaon" / "packs"
+
+
+class _Segment(NamedTuple):
+    """A parameter in a file."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    form: list[Any] | None
+    """As `PackedWeight.form`; None: the parameter's own memory."""
+    offset: int
+    num_bytes: int
+    digest: str
+
+
+@dataclass(slots=True)
+class PackCache:
+    """The files of one directory. One process may use several, and several processes one."""
+
+    directory: Path
+    most_bytes: int
+    """Of all files together."""
+    threads: int = 1
+    """That verify a file."""
+    _unwritten: tuple[nn.Module, str] | None = None
+    """A model that was filled from its checkpoint, and its key."""
+
+    def restore(self, model: nn.Module, key: str) -> bool:
+        """Fill an unfilled model from its file; False where there is none that is whole."""
+        path = self.directory / f"{key}.pack"
+        try:
+            mapped, segments = _open(path)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError) as error:
+            self._discard(path, error)
+            return False
+        parameters = dict(model.named_parameters())
+        shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+        if {segment.name: segment.shape for segment in segments} != shapes:
+            self._discard(path, "it is of another model")
+            return False
+        whole = memoryview(mapped)
+        with ThreadPoolExecutor(self.threads) as pool:
+            digests = pool.map(lambda each: _digest(whole[each.offset : each.offset + each.num_bytes]), segments)
+            if list(digests) != [segment.digest for segment in segments]:
+                self._discard(path, "a part of it is not what was written")
+                return False
+        try:
+            for segment in segments:
+                _fill(parameters[segment.name], segment, mapped)
+        except ValueError as error:
+            self._discard(path, error)
+            return False
+        with contextlib.suppress(OSError):
+            os.utime(path)  # The one used last is evicted last.
+        _log.info("weights are mapped from %s", path)
+        return True
+
+    def keep(self, model: nn.Module, key: str) -> None:
+        """Have `write` write a filled model, if it can be restored and is large enough to gain by it."""
+        parameters = list(model.named_parameters())
+        if sum(_bytes_of(parameter) for _, parameter in parameters) >= _LEAST_BYTES and can_keep(model):
+            self._unwritten = model, key
+
+    def write_in_background(self) -> None:
+        """Write what `keep` was given, by a thread that leaves the processor to others."""
+        if self._unwritten is not None:
+            threading.Thread(target=self.write, name="kaon-packs", daemon=True).start()
+
+    def write(self) -> None:
+        """Write what `keep` was given. What prevents it is logged."""
+        if self._unwritten is None:
+            return
+        model, key = self._unwritten
+        self._unwritten = None
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            self._write(model, key)
+        except OSError as error:
+            _log.info("the packed weights are not kept in %s for the next start (%s)", self.directory, error)
+
+    def _write(self, model: nn.Module, key: str) -> None:
+        began = time.monotonic()
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        needed = sum(_bytes_of(parameter) + _ALIGNED for parameter in model.parameters())
+        if needed > self.most_bytes:
+            _log.info("the packed weights are not kept: they take %.2f GiB, over pack_cache_gib", needed / 2**30)
+            return
+        self._make_room(key, needed)
+        handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.directory)
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                # By which `_make_room` of other processes sees that this file is being written.
+                fcntl.flock(file, fcntl.LOCK_EX)
+                _write_file(file.fileno(), model, needed)
+                os.fsync(file)
+                os.rename(name, self.directory / f"{key}.pack")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+        _log.info("the packed weights are kept in %s, in %.1f s", self.directory, time.monotonic() - began)
+
+    def _make_room(self, key: str, needed: int) -> None:
+        """Remove what processes that ended left unfinished, and the files used longest ago. Raises `OSError`."""
+        model = key.partition("-")[0]
+        for path in self.directory.glob(".*.tmp"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+        files = []
+        for path in self.directory.glob("*.pack"):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat()
+                files.append((found.st_mtime, found.st_size, path))
+        files.sort(reverse=True)
+        for _, _, path in [file for file in files if file[2].name.startswith(f"{model}-")][_RELEASES - 1 :]:
+            path.unlink(missing_ok=True)
+        files = [file for file in files if file[2].exists()]
+        disk = os.statvfs(self.directory)
+        free = disk.f_bavail * disk.f_frsize - int(_FREE_SHARE * disk.f_blocks * disk.f_frsize)
+        used = sum(size for _, size, _ in files)
+        while files and (used + needed > self.most_bytes or needed > free):
+            _, size, path = files.pop()
+            path.unlink(missing_ok=True)
+            used, free = used - size, free + size
+        if needed > free:
+            raise OSError(f"the disk has too little room for {needed / 2**30:.2f} GiB")
+
+    @staticmethod
+    def _discard(path: Path, reason: object) -> None:
+        _log.warning("%s is not used, and removed: %s", path, reason)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def can_keep(model: nn.Module) -> bool:
+    """Whether a filled model's parameters are all that its checkpoint holds, in forms that can be restored."""
+    if any(isinstance(module, MLAAttention) for module in model.modules()):
+        return False
+    packed = (packed_of(parameter) for parameter in model.parameters())
+    return all(each is None or each.form is not None for each in packed)
+
+
+def key_of(model: nn.Module, files: list[Path], *settings: object) -> str:
+    """The name of an unfilled model's file: a digest of the model, and one of the code that fills it.
+
+    `files`: that its weights are read from; `settings`: whatever else they depend on.
+    """
+    sources = sorted(_CODE.rglob("*.py")) + sorted(_CODE.glob("ops/cpu/*.so"))
+    digest = hashlib.sha256(_digest_of(files).encode())
+    library = runtime.load_library()
+    digest.update(repr((None if library is None else library.isa, type(model).__qualname__, settings)).encode())
+    for name, parameter in model.named_parameters():
+        packed = packed_of(parameter)
+        kind = None if packed is None else (type(packed).__name__, packed.options, packed.memory.nbytes)
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype} {kind}\n".encode())
+    return f"{digest.hexdigest()[:_DIGITS]}-{_digest_of(sources)[:_DIGITS]}"
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    """Of the files' names, sizes and times of change."""
+    digest = hashlib.sha256()
+    for file in files:
+        found = file.stat()
+        digest.update(f"{file.resolve()} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _bytes_of(parameter: nn.Parameter) -> int:
+    packed = packed_of(parameter)
+    return parameter.nbytes if packed is None else packed.memory.nbytes
+
+
+def _bytes(memory: torch.Tensor) -> memoryview:
+    return memory.contiguous().flatten().view(torch.uint8).numpy().data if memory.numel() else memoryview(b"")
+
+
+def _digest(data: memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _memories(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Any] | None, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        packed = packed_of(parameter)
+        if packed is None:
+            yield name, parameter, None, parameter.data
+        else:
+            yield name, parameter, packed.form, packed.memory
+
+
+def _write_file(file: int, model: nn.Module, room: int) -> None:
+    """The file of a filled model. Raises `OSError`."""
+    # A full disk shows before anything is written.
+    os.posix_fallocate(file, 0, room)
+    segments, offset = [], 0
+    for name, parameter, form, memory in _memories(model):
+        digest = _digest(_bytes(memory))
+        dtype = str(memory.dtype).removeprefix("torch.")
+        segments.append(_Segment(name, list(parameter.shape), dtype, form, offset, memory.nbytes, digest))
+        offset += -(-memory.nbytes // _ALIGNED) * _ALIGNED
+    # Offsets count from the end of the header, whose length depends on them.
+    header = json.dumps(segments).encode()
+    first = -(-(_PREAMBLE.size + len(header)) // _ALIGNED) * _ALIGNED
+    os.truncate(file, first + offset)
+    preamble = _PREAMBLE.pack(_MAGIC, len(header), xxhash.xxh3_64_digest(header)) + header
+    pieces = itertools.chain([memoryview(preamble)], (_bytes(memory) for *_, memory in _memories(model)))
+    _write_aligned(file, pieces)
+
+
+def _write_aligned(file: int, pieces: Iterable[memoryview]) -> None:
+    """Write pieces one after the other, each from a multiple of 4096 bytes on.
+
+    Many bytes are written at once, at multiples of a huge page: file systems keep those in huge pages, which are
+    mapped as such later.
+    """
+    buffer, filled, offset = memoryview(bytearray(_WRITE_BYTES)), 0, 0
+    for piece in pieces:
+        for part in (piece, memoryview(bytes(-len(piece) % _ALIGNED))):
+            left = part
+            while left:
+                count = min(len(left), _WRITE_BYTES - filled)
+                buffer[filled : filled + count] = left[:count]
+                filled, left = filled + count, left[count:]
+                if filled == _WRITE_BYTES:
+                    _write_all(file, buffer, offset)
+                    filled, offset = 0, offset + _WRITE_BYTES
+    _write_all(file, buffer[:filled], offset)
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _open(path: Path) -> tuple[mmap.mmap, list[_Segment]]:
+    """A file in memory, and its segments with offsets in it. Raises `OSError`, or `ValueError` where it is damaged."""
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ValueError("others may write it")
+        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        with contextlib.suppress(OSError):  # A system may be built without huge pages.
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    magic, length, digest = _PREAMBLE.unpack_from(mapped)
+    header = mapped[_PREAMBLE.size : _PREAMBLE.size + length]
+    if magic != _MAGIC or xxhash.xxh3_64_digest(header) != digest:
+        raise ValueError("its header is not what was written")
+    first = -(-(_PREAMBLE.size + length) // _ALIGNED) * _ALIGNED
+    segments = [_Segment(*fields) for fields in json.loads(header)]
+    segments = [each._replace(offset=first + each.offset) for each in segments]
+    if any(each.offset + each.num_bytes > len(mapped) for each in segments):
+        raise ValueError("it ends too soon")
+    return mapped, segments
+
+
+def _fill(parameter: nn.Parameter, segment: _Segment, mapped: mmap.mmap) -> None:
+    dtype: torch.dtype = getattr(torch, segment.dtype)
+    count = segment.num_bytes // dtype.itemsize
+    memory = torch.empty(0, dtype=dtype)
+    if count:
+        memory = torch.frombuffer(mapped, dtype=dtype, count=count, offset=segment.offset)
+    if segment.form is None:
+        parameter.data = memory.view(segment.shape)
+    else:
+        restore_packed(parameter, segment.form, memory)
