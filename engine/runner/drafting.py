@@ -30,6 +30,7 @@ from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
 from models.ops.cpu.collectives import SharedMemoryCollectives
+from models.ops.cpu.draft_chain import DraftChain
 from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
@@ -80,6 +81,8 @@ class DraftPasses:
         self._next: Program | None = None
         self.head: GreedyHead | None = None
         """Chooses argmax tokens without logits in between."""
+        self.chain: DraftChain | None = None
+        """Makes several greedy drafts of each row in one call."""
         if operators is not None:
             self._record(operators)
 
@@ -163,6 +166,9 @@ class DraftPasses:
         if loaded.parallel.size == 1:
             max_rows = loaded.config.max_num_seqs
             self.head = GreedyHead.of(operators, model.compute_logits, model.hidden_size, max_rows)
+        if self._first is not None and self._next is not None and self.head is not None:
+            block_size = loaded.config.kv_cache_block_size
+            self.chain = DraftChain(operators, self._first, self._next, self.head, block_size=block_size)
 
 
 class ModelDrafter:
@@ -257,9 +263,11 @@ class ModelDrafter:
         if not len(due):
             return drafts
         first = _Pass(slots[due], done[due], ends[due])
-        last = self._first_pass(first, hidden, inputs, firsts[due], due)  # [due, hidden_size]
         self._num_done[slots[due]] = ends[due]
         drafting = np.flatnonzero(num_drafts[due] > 0)
+        if is_greedy and self._draft_at_once(first, hidden, inputs, firsts[due], due, drafting, num_drafts, drafts):
+            return drafts
+        last = self._first_pass(first, hidden, inputs, firsts[due], due)  # [due, hidden_size]
         if len(drafting):
             rows = due[drafting]
             state = last if len(drafting) == len(due) else last[torch.from_numpy(drafting).to(last.device)]
@@ -340,6 +348,57 @@ class ModelDrafter:
             at = (np.cumsum(part.ends - part.begins) - 1)[is_last]
             last.append(output[torch.from_numpy(at).to(output.device)])
         return last[0] if len(last) == 1 else torch.cat(last)
+
+    def _draft_at_once(
+        self,
+        entries: _Pass,
+        hidden: torch.Tensor | None,
+        inputs: StepInputs,
+        firsts: _Ints,
+        rows: _Ints,
+        drafting: _Ints,
+        num_drafts: _Ints,
+        drafts: list[list[int]],
+    ) -> bool:
+        """Draft greedily, in one call of the operators, into `drafts`; False where it takes several.
+
+        `drafting`: indexes of the entries' `rows` that draft, of which `num_drafts` has the numbers by row.
+        """
+        chain = self._passes.chain
+        slots, begins, ends = entries
+        lengths = ends - begins
+        stops = np.cumsum(lengths)
+        if chain is None or not 0 < len(drafting) <= chain.max_rows or int(stops[-1]) > self._passes.max_tokens:
+            return False
+        counts = num_drafts[rows[drafting]]
+        if (counts[1:] > counts[:-1]).any():
+            drafting = drafting[np.argsort(-counts, kind="stable")]
+            counts = num_drafts[rows[drafting]]
+        most = int(counts[0])
+        states = None
+        if self.reads_hidden:
+            assert hidden is not None
+            states = self._states(entries, hidden, inputs, firsts, rows)
+        span = self._input_batch.draft_span(slots, begins, ends, self._is_ahead, num_more=most)
+        metadata = self._passes.prepare(span, lengths, ends)
+        assert metadata.step is not None, "recorded passes run where the operators read the step"
+        found = chain.run(
+            torch.from_numpy(span.token_ids),
+            torch.from_numpy(span.positions),
+            metadata.step,
+            states,
+            last=stops[drafting] - 1,
+            next_positions=ends[drafting],
+            counts=counts,
+            block_tables=span.block_tables if len(drafting) == len(slots) else span.block_tables[drafting],
+        )
+        is_valid = (found >= 0) & (np.arange(most)[:, None] < counts)
+        num_valid = np.logical_and.accumulate(is_valid).sum(0)
+        for row, tokens, count in zip(rows[drafting].tolist(), found.T.tolist(), num_valid.tolist(), strict=True):
+            drafts[row] = tokens[:count]
+        if not self.reads_hidden:
+            self._num_guessed[slots[drafting]] = np.minimum(counts - 1, num_valid)
+        return True
 
     def _parts(self, entries: _Pass) -> Iterator[tuple[_Ints, _Pass]]:
         """The entries in passes of at most `max_num_batched_tokens`, with the rows of each."""

@@ -127,8 +127,8 @@ void copy_rows(const void *arguments, const struct step *step, struct worker *wo
     const struct copy_rows *op = arguments;
     for (int64_t row; (row = take_task(worker) * ROWS_OF_TASK) < step->num_tokens;)
         for (int64_t past = min64(step->num_tokens, row + ROWS_OF_TASK); row < past; row++)
-            memcpy(op->to + (op->places ? op->places[row] : row) * op->row_bytes, op->from + row * op->from_stride,
-                   op->row_bytes);
+            memcpy(op->to + (op->places ? op->places[row] : row) * op->row_bytes,
+                   op->from + (op->sources ? op->sources[row] : row) * op->from_stride, op->row_bytes);
 }
 
 void on_step(const void *arguments, const struct step *step, struct worker *worker) {

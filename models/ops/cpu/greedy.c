@@ -83,3 +83,25 @@ void greedy_choice(const void *arguments, const struct step *step, struct worker
         }
     }
 }
+
+/* One task, on the rows that the head has chosen for. Those that draft further are the first ones. */
+void take_drafts(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct take_drafts *op = arguments;
+    if (take_task(worker)) return;
+    int64_t *ids = (int64_t *)op->next->input_ids, *positions = (int64_t *)op->next->positions;
+    int64_t *slots = (int64_t *)op->next->slots, further = 0;
+    int32_t *seq_lens = (int32_t *)op->next->seq_lens;
+    for (int64_t row = 0; row < step->num_tokens; row++) {
+        int is_number = isfinite(op->head->peaks[row]);
+        op->drafts[row] = is_number ? op->head->tokens[row] : -1;
+        if (op->counts[row] <= op->depth + 1) continue;
+        int64_t position = positions[row] + (op->depth > 0);
+        ids[row] = is_number ? op->head->tokens[row] : 0;
+        positions[row] = position;
+        seq_lens[row] = (int32_t)position + 1;
+        slots[row] = step->block_tables[row * step->max_blocks + position / op->block_size] * op->block_size +
+                     position % op->block_size;
+        further++;
+    }
+    op->next->num_tokens = op->next->num_rows = further;
+}

@@ -17,7 +17,7 @@ operator *const operators[OPERATORS] = {
     [COPY_ROWS] = copy_rows, [SHARE_TOKENS] = share_tokens, [AWAIT_ANSWERS] = await_answers, [ON_STEP] = on_step,
     [READ_LIMIT] = read_limit, [PRODUCT_LIMIT] = product_limit,
     [CODED_LINEAR] = coded_linear, [EXPAND_CODES] = expand_codes, [CODED_PACK] = coded_pack,
-    [CODED_GROUPED_LINEAR] = coded_grouped_linear,
+    [CODED_GROUPED_LINEAR] = coded_grouped_linear, [TAKE_DRAFTS] = take_drafts,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -59,6 +59,7 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [EXPAND_CODES] = sizeof(struct expand_codes),
     [CODED_PACK] = sizeof(struct coded_pack),
     [CODED_GROUPED_LINEAR] = sizeof(struct coded_grouped_linear),
+    [TAKE_DRAFTS] = sizeof(struct take_drafts),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

@@ -28,6 +28,7 @@ enum {
     COPY_ROWS, SHARE_TOKENS, AWAIT_ANSWERS, ON_STEP,
     READ_LIMIT, PRODUCT_LIMIT,
     CODED_LINEAR, EXPAND_CODES, CODED_PACK, CODED_GROUPED_LINEAR,
+    TAKE_DRAFTS,
     OPERATORS
 };
 
@@ -283,6 +284,16 @@ struct greedy_choice {
     const struct greedy_head *head;
 };
 
+/* Drafts that a head has chosen, as the tokens of the drafter's next pass: one of each row that drafts further. */
+struct take_drafts {
+    const struct greedy_head *head;
+    struct step *next;     /* of that pass; before, of the rows that the head has chosen for */
+    const int64_t *counts; /* [rows] drafts of each row, descending */
+    int64_t depth;         /* drafts that each row had before */
+    int64_t *drafts;       /* [rows] -1 where the logits had no largest number */
+    int64_t block_size;
+};
+
 /* The same operators for weights of 8 or 4 bits, packed as in quantized.h; `pack` rounds. */
 struct quantized_linear {
     struct linear linear;
@@ -399,6 +410,7 @@ struct copy_rows {
     const int64_t *places; /* [tokens] indexes of rows of `to`, or NULL: the first ones */
     char *to;
     int64_t row_bytes;
+    const int64_t *sources; /* [tokens] indexes of rows of `from`, or NULL: the first ones */
 };
 
 /* The (token, expert) pairs of any replica that this one computes, and where results of its own tokens arrive. */
@@ -446,7 +458,7 @@ struct product_limit {
 operator read_limit, product_limit;
 operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
-operator greedy_head, greedy_choice;
+operator greedy_head, greedy_choice, take_drafts;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
 operator coded_linear, expand_codes, coded_pack, coded_grouped_linear;

@@ -43,10 +43,12 @@ class Program:
     ) -> None:
         """`states`: the memory from which the pass reads its third argument. `others`: further outputs."""
         self._library = library
-        self._states = states
+        self.states = states
+        """The memory of the third argument; None: the pass has two. # [max_tokens, columns]"""
         self._others = others
         self._operations = operations
-        self._output = output
+        self.output = output
+        """The memory of the output. # [max_tokens, features]"""
         self._kept = kept
         self.max_tokens = len(output)
         self.num_bytes = num_bytes
@@ -56,12 +58,23 @@ class Program:
         self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step, states: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The pass's output, valid until the next. # 2 x [tokens] int64, [tokens, columns] -> [tokens, features]"""
-        if states is not None:
-            assert self._states is not None, "the pass was recorded with states"
-            self._states[: len(states)] = states
-        step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
+        self.give(input_ids, positions, step, states)
         self._library.run(self._operations, step)
-        return self._output[: step.num_tokens]
+        return self.output[: step.num_tokens]
+
+    def give(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step, states: torch.Tensor | None = None
+    ) -> None:
+        """Put the arguments of `run` where the operators read them."""
+        if states is not None:
+            assert self.states is not None, "the pass was recorded with states"
+            self.states[: len(states)] = states
+        step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
+
+    @property
+    def arguments(self) -> tuple[Arguments, ...]:
+        """Those of each operator of the pass."""
+        return self._operations.arguments
 
     def others(self, num_tokens: int) -> list[torch.Tensor]:
         """The further outputs of the last run, which was of `num_tokens`. # each [tokens, features]"""

@@ -38,6 +38,11 @@ class Operations:
             *(_Operation(each.kind, ctypes.addressof(each)) for each in self._kept)
         )
 
+    @property
+    def arguments(self) -> tuple[Arguments, ...]:
+        """Those of each operator."""
+        return self._kept
+
     def __len__(self) -> int:
         return len(self._kept)
 

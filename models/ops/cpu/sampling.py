@@ -171,9 +171,18 @@ class GreedyHead:
         `hidden` is bfloat16, of at most `max_rows` rows. Of equal logits the first wins, and a NaN before any number.
         """
         num_rows = len(hidden)
-        if self._library.threads != len(self._peaks):
-            self._make_room(self._library.threads)
-        self._head.x, self._head.x_stride = hidden.data_ptr(), hidden.stride(0)
+        self.read_from(hidden)
         self._step.num_tokens = num_rows
         self._library.run(self._operations, self._step)
         return self._tokens[0, :num_rows], self._peaks[0, :num_rows]
+
+    def read_from(self, hidden: torch.Tensor) -> None:
+        """Have the operators choose from the first rows of `hidden`. # [rows, hidden_size]"""
+        if self._library.threads != len(self._peaks):
+            self._make_room(self._library.threads)
+        self._head.x, self._head.x_stride = hidden.data_ptr(), hidden.stride(0)
+
+    @property
+    def arguments(self) -> tuple[structures.Arguments, ...]:
+        """Of its two operators; the first is a `structures.GreedyHead`."""
+        return self._operations.arguments

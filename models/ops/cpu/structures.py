@@ -218,6 +218,13 @@ class GreedyChoice(Arguments):
     _fields_: ClassVar = _declared("*head")
 
 
+class TakeDrafts(Arguments):
+    """`struct take_drafts`."""
+
+    kind = 38
+    _fields_: ClassVar = _declared("*head *next *counts depth *drafts block_size")
+
+
 class QuantizedLinear(Arguments):
     """`struct quantized_linear`."""
 
@@ -318,7 +325,7 @@ class CopyRows(Arguments):
     """`struct copy_rows`."""
 
     kind = 28
-    _fields_: ClassVar = _declared("*from from_stride *places *to row_bytes")
+    _fields_: ClassVar = _declared("*from from_stride *places *to row_bytes *sources")
 
 
 class ShareTokens(Arguments):
@@ -343,6 +350,8 @@ class OnStep(Arguments):
 
     kind = 31
     _fields_: ClassVar = _declared("number *arguments *step")
+    kept: tuple[object, ...] = ()
+    """What the pointers point to."""
 
 
 class ReadLimit(Arguments):
