@@ -30,10 +30,11 @@ from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
 from models.ops.cpu.collectives import SharedMemoryCollectives
-from models.ops.cpu.draft_chain import DraftChain
+from models.ops.cpu.draft_chain import DraftChain, Verified
 from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
+from models.ops.cpu.structures import Step
 from models.ops.types import LayerCache
 
 _log = logging.getLogger(__name__)
@@ -71,9 +72,17 @@ class DraftPasses:
     """A drafter's forward passes over its caches: recorded where the CPU's operators run, else by torch."""
 
     def __init__(
-        self, loaded: LoadedModel, model: DraftLM, caches: dict[str, LayerCache], operators: Library | None
+        self,
+        loaded: LoadedModel,
+        model: DraftLM,
+        caches: dict[str, LayerCache],
+        operators: Library | None,
+        target: tuple[Program, GreedyHead] | None = None,
     ) -> None:
-        """`caches` as `drafter_caches` gives them. `operators` record the passes; None: torch runs them."""
+        """`caches` as `drafter_caches` gives them. `operators` record the passes; None: torch runs them.
+
+        `target`: the recorded pass and the head of the model that is drafted for, where it has both.
+        """
         self._loaded, self._model, self._caches = loaded, model, caches
         self.max_tokens = loaded.config.max_num_batched_tokens + loaded.config.max_num_seqs
         """Entries of a pass at most: a step's tokens, and those that it samples."""
@@ -84,7 +93,7 @@ class DraftPasses:
         self.chain: DraftChain | None = None
         """Makes several greedy drafts of each row in one call."""
         if operators is not None:
-            self._record(operators)
+            self._record(operators, target)
 
     @property
     def are_recorded(self) -> bool:
@@ -133,7 +142,7 @@ class DraftPasses:
             loaded.parallel.collectives.check()
         return output
 
-    def _record(self, operators: Library) -> None:
+    def _record(self, operators: Library, target: tuple[Program, GreedyHead] | None) -> None:
         """Record the passes, where the drafter's code only calls operators."""
         loaded, model = self._loaded, self._model
         none = np.zeros(0, dtype=np.int64)
@@ -167,8 +176,22 @@ class DraftPasses:
             max_rows = loaded.config.max_num_seqs
             self.head = GreedyHead.of(operators, model.compute_logits, model.hidden_size, max_rows)
         if self._first is not None and self._next is not None and self.head is not None:
-            block_size = loaded.config.kv_cache_block_size
-            self.chain = DraftChain(operators, self._first, self._next, self.head, block_size=block_size)
+            self.chain = DraftChain(
+                operators,
+                self._first,
+                self._next,
+                self.head,
+                block_size=loaded.config.kv_cache_block_size,
+                max_len=loaded.max_model_len,
+                target=target if model.hidden_layers == (-1,) and loaded.exchange is None else None,
+            )
+
+
+def _fill(drafts: list[list[int]], rows: _Ints, found: _Ints, counts: _Ints) -> None:
+    """Put `counts` drafts of some rows into `drafts`, up to the first that is none. # [rows], [most, rows], [rows]"""
+    for row, tokens, count in zip(rows.tolist(), found.T.tolist(), counts.tolist(), strict=True):
+        end = tokens.index(-1) if -1 in tokens else count
+        drafts[row] = tokens[: min(end, count)]
 
 
 class ModelDrafter:
@@ -273,6 +296,51 @@ class ModelDrafter:
             state = last if len(drafting) == len(due) else last[torch.from_numpy(drafting).to(last.device)]
             self._go_on(state, rows, slots[rows], ends[rows], num_drafts[rows], drafts, is_greedy=is_greedy)
         return drafts
+
+    def verify(
+        self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, step: Step | None, wanted: _Ints
+    ) -> Verified | None:
+        """Compute a step of the target and the drafts after it in one call of the operators; None where it takes more.
+
+        The step has decodes alone, which take their argmax. `wanted` as in `draft`. `take` comes after it. # 2 x [T]
+        """
+        chain, slots, num_tokens = self._passes.chain, inputs.slots, len(inputs.input_ids)
+        if chain is None or step is None or not chain.verifies or self._sampled:
+            return None
+        if len(inputs.sampled_rows) != num_tokens or not chain.holds(len(slots), num_tokens) or not wanted.any():
+            return None
+        if not self._are_current(inputs)[wanted > 0].all():
+            return None
+        self._end_idle_steps()
+        return chain.verify(
+            token_ids,
+            positions,
+            step,
+            wanted=wanted,
+            num_blocks=self._input_batch.num_blocks(slots),
+            slots=slots,
+            block_tables=self._input_batch.block_table,
+        )
+
+    def take(self, verified: Verified, inputs: StepInputs) -> list[list[int]]:
+        """The drafts of each row that `verify` made, once the step's tokens are stored. # [B]"""
+        slots, is_current = inputs.slots, self._are_current(inputs)
+        ends = self._input_batch.num_read(slots) - 1
+        if not is_current.all():
+            firsts, waiting = inputs.seq_lens - inputs.query_lens, np.flatnonzero(~is_current)
+            done = np.maximum(self._num_done[slots], firsts - _MAX_WAITING)
+            self._num_done[slots[waiting]] = done[waiting]
+            self._keep_waiting(verified.hidden, inputs, waiting, done, ends, firsts)
+        self._num_done[slots[is_current]] = ends[is_current]
+        self.has_caught_up = False
+        drafts: list[list[int]] = [[] for _ in range(len(slots))]
+        _fill(drafts, verified.rows, verified.drafts, verified.counts)
+        return drafts
+
+    def _are_current(self, inputs: StepInputs) -> npt.NDArray[np.bool_]:
+        """Whether the entries of each row before the step's are computed. # [B]"""
+        current: npt.NDArray[np.bool_] = self._num_done[inputs.slots] == inputs.seq_lens - inputs.query_lens
+        return current
 
     def proposals(self, inputs: StepInputs) -> Proposals | None:
         """The drafts which a step verifies that were sampled from distributions, for rejection sampling."""
@@ -390,13 +458,11 @@ class ModelDrafter:
             last=stops[drafting] - 1,
             next_positions=ends[drafting],
             counts=counts,
-            block_tables=span.block_tables if len(drafting) == len(slots) else span.block_tables[drafting],
+            block_tables=span.block_tables[drafting],
         )
-        is_valid = (found >= 0) & (np.arange(most)[:, None] < counts)
-        num_valid = np.logical_and.accumulate(is_valid).sum(0)
-        for row, tokens, count in zip(rows[drafting].tolist(), found.T.tolist(), num_valid.tolist(), strict=True):
-            drafts[row] = tokens[:count]
+        _fill(drafts, rows[drafting], found, counts)
         if not self.reads_hidden:
+            num_valid = np.array([len(drafts[row]) for row in rows[drafting].tolist()])
             self._num_guessed[slots[drafting]] = np.minimum(counts - 1, num_valid)
         return True
 

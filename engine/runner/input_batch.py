@@ -390,6 +390,15 @@ class InputBatch:
         """Positions for which these slots have blocks. # [B] -> [B]"""
         return self._num_blocks[slots] * self.block_size
 
+    def num_blocks(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Blocks that these slots have. # [B] -> [B]"""
+        return self._num_blocks[slots]
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """The blocks of all slots. # [slots, max_blocks]"""
+        return self._block_table
+
     def draft_span(
         self,
         slots: npt.NDArray[np.int64],

@@ -51,6 +51,7 @@ from models.layers.linear import ParallelLMHead
 from models.lora.adapters import Adapter, attach, capture_obstacle, detach, group_by_adapter
 from models.ops import triton
 from models.ops.cpu.collectives import SharedMemoryCollectives
+from models.ops.cpu.draft_chain import Verified
 from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
@@ -73,6 +74,8 @@ class StepResult(NamedTuple):
     """Vectors of pooled prompts, on rank 0."""
     drafted_from: torch.Tensor | None = None  # [T, features]
     """The hidden states that the drafter reads."""
+    verified: Verified | None = None
+    """The step with the drafts that follow it, where one call computed both."""
 
 
 class LaunchedStep:
@@ -249,7 +252,10 @@ class ModelRunner:
         """Drafts after each step, where a model does."""
         if loaded.drafter is not None:
             operators = loaded.operators if is_serving else None
-            passes = DraftPasses(loaded, loaded.drafter, drafter_caches(kv_cache_data), operators)
+            target = None
+            if self.program is not None and self.greedy_head is not None:
+                target = self.program, self.greedy_head
+            passes = DraftPasses(loaded, loaded.drafter, drafter_caches(kv_cache_data), operators, target)
             self.drafter = ModelDrafter(
                 loaded,
                 loaded.drafter,
@@ -475,12 +481,14 @@ class ModelRunner:
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode(), self._all_leave_a_failure():
             inputs, on_device = self.prepare_model(batch)
-            result = self.run_model(inputs, on_device, batch.prompt_spans)
+            result = self._verified(batch, inputs, on_device)
+            if result is None:
+                result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.parallel.rank:
                 if self.drafter is not None:
                     self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
                 return ScheduledBatchOutput({})
-            output = self.postprocess(batch, inputs, result.logits, result.drafted_from)
+            output = self.postprocess(batch, inputs, result.logits, result.drafted_from, result.verified)
             output.prompt_logprobs = result.prompt_logprobs
             if result.pooled is not None:
                 self.add_vectors(output, batch, result.pooled, result.pooled.values.cpu())
@@ -571,10 +579,12 @@ class ModelRunner:
         inputs: StepInputs,
         logits: torch.Tensor | LaunchedTokens,
         drafted_from: torch.Tensor | None = None,
+        verified: Verified | None = None,
     ) -> ScheduledBatchOutput:
         """Sample, wait for the tokens, and `finish` the step."""
         assert inputs.sampling is not None, "the tokens of all steps before have been read"
-        return self.finish(batch, inputs, self.launch_sampler(logits, inputs, inputs.sampling).read(), drafted_from)
+        sampled = self.launch_sampler(logits, inputs, inputs.sampling).read()
+        return self.finish(batch, inputs, sampled, drafted_from, verified)
 
     def launch_sampler(
         self, logits: torch.Tensor | LaunchedTokens, inputs: StepInputs, rows: SamplingRows
@@ -593,16 +603,22 @@ class ModelRunner:
         inputs: StepInputs,
         sampled: SampledTokens,
         drafted_from: torch.Tensor | None = None,
+        verified: Verified | None = None,
     ) -> ScheduledBatchOutput:
         """Keep a step's tokens for the next one, draft what may follow them, and report both by sequence.
 
         `drafted_from`: the hidden states that a drafter reads. # [T, features]
+        `verified`: what the drafter has made of the step already.
         """
         sampled = mark_unusable(sampled, inputs)
         drafts: list[list[int]] = []
         start = time.perf_counter()
         if self.drafter is None:
             accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
+        elif verified is not None:
+            start -= verified.seconds
+            accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
+            drafts = self.drafter.take(verified, inputs)
         else:
             accepted, drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
         if self.ranks is not None:
@@ -616,6 +632,24 @@ class ModelRunner:
             depth = 0 if self.drafter.has_caught_up else max(map(len, drafts))
             output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), depth)
         return output
+
+    def _verified(self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs) -> StepResult | None:
+        """A step of greedy decodes with the drafts that follow it, as one call; None where it takes several."""
+        if (
+            self.drafter is None
+            or batch.is_dummy_run
+            or batch.total_seqs_num_decode < len(inputs.slots)
+            or inputs.adapters is not None
+            or inputs.sampling is None
+            or not inputs.sampling.is_greedy
+        ):
+            return None
+        wanted = np.array(batch.num_next_drafts, dtype=np.int64)
+        step = on_device.metadata.step
+        verified = self.drafter.verify(inputs, on_device.input_ids, on_device.positions, step, wanted)
+        if verified is None:
+            return None
+        return StepResult(LaunchedTokens.of_host(verified.token_ids, verified.peaks), None, None, None, verified)
 
     def _draft(
         self,

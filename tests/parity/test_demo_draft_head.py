@@ -1,14 +1,18 @@
 """The committed head drafts for the demo model, in the form in which it is served."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.runner.drafting import ModelDrafter
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.demo import CHECKPOINT_DIR, DRAFT_HEAD_DIR
+from models.ops.cpu.runtime import load_library
 from tests.parity.test_model_drafters import Steps
 from tests.parity.test_worker_model_runner import runner_for
 from tools.demo.examples import render_prompt
@@ -50,6 +54,61 @@ def test_most_drafts_of_the_head_are_what_the_model_says_to_held_out_questions(n
     assert drafting.run(questions()) == answers()
     assert len(drafting.drafted) > 100
     assert drafting.acceptance >= LEAST_ACCEPTED[num_drafts]
+
+
+class Recorded(Steps):
+    """Keeps the drafts that each step made."""
+
+    made: list[dict[int, list[int]] | None]
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        output = super().forward(batch)
+        self.made.append(output.draft_token_ids)
+        return output
+
+
+@pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
+@pytest.mark.parametrize("by", ["another", "head"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_kvcache_blocks": 44},
+        {"scheduling_policy": "mixed", "max_num_batched_tokens": 64, "max_model_len": 208, "num_kvcache_blocks": 512},
+    ],
+    ids=["few blocks", "chunks and a short context"],
+)
+def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
+    by: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head, in the call that verifies the drafts before, and of a model that reads no hidden states."""
+    speculative = {"num_speculative_tokens": 4, "speculative_method": "eagle"}
+    if by == "another":
+        speculative |= {"speculative_method": "draft", "speculative_model": str(CHECKPOINT_DIR)}
+    fields = {"max_num_seqs": 8, "max_model_len": 512, **fields, "speculative_config": speculative}
+    made, answered, verified = [], [], []
+    verify = ModelDrafter.verify
+
+    def counted(*arguments: Any) -> Any:
+        found = verify(*arguments)
+        verified.append(found is not None)
+        return found
+
+    monkeypatch.setattr(ModelDrafter, "verify", counted)
+    for is_at_once in (True, False):
+        runner = runner_for(CHECKPOINT_DIR, torch.bfloat16, **fields)
+        runner.config = runner.config.model_copy(update={"num_kvcache_blocks": fields["num_kvcache_blocks"]})
+        assert runner.drafter is not None
+        assert runner.drafter.is_recorded
+        if not is_at_once:
+            assert verified.count(True) > 50 or by == "another"
+            runner.drafter._passes.chain = None
+        drafting = Recorded(runner)
+        drafting.made = []
+        answered.append(drafting.run(questions()[:9]))
+        made.append(drafting.made)
+    assert answered[0] == answered[1]
+    assert made[0] == made[1]
+    assert {len(drafts) for each in made[0] if each for drafts in each.values()} >= {0, 1, 4}
 
 
 def test_the_head_takes_no_more_than_a_megabyte() -> None:

@@ -1,13 +1,19 @@
 """`DraftChain`: several greedy drafts of each row as one call of the operators, without Python between the passes.
 
-The first pass runs on the entries that a step has added, the passes after it on one entry a row. Between them stand the
+The first pass runs on the entries that a step has added, the passes after it on one entry a row. Between them are the
 operators that choose a token and make it the next pass's:
 
     first pass -> last entry of each row -> head -> drafts -> next pass -> head -> drafts -> ...
+
+`verify` has the target's step before that in the same call. The tokens that its head chooses are those of the first
+pass, at the step's own positions:
+
+    target's pass -> its head -> first pass; which drafts are accepted -> last accepted entry of each row -> ...
 """
 
 import ctypes
-from collections.abc import Sequence
+import time
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +22,22 @@ import torch
 from models.ops.cpu.program import Program
 from models.ops.cpu.runtime import Library, Operations
 from models.ops.cpu.sampling import GreedyHead
-from models.ops.cpu.structures import Arguments, CopyRows, OnStep, Step, TakeDrafts
+from models.ops.cpu.structures import AcceptDrafts, Arguments, CopyRows, OnStep, Step, TakeDrafts
 
 _Ints = npt.NDArray[np.int64]
+
+
+class Verified(NamedTuple):
+    """What `DraftChain.verify` computes. All of it is valid until the next call."""
+
+    token_ids: _Ints  # [T]
+    peaks: npt.NDArray[np.float32]  # [T], the logits of those
+    hidden: torch.Tensor  # [T, hidden_size], what the target returns
+    rows: _Ints  # [drafting rows], each one's index in the step
+    drafts: _Ints  # [most, drafting rows], as of `DraftChain.run`
+    counts: _Ints  # [drafting rows], how many drafts each has
+    seconds: float
+    """What drafting took."""
 
 
 class DraftChain:
@@ -32,8 +51,16 @@ class DraftChain:
         head: GreedyHead,
         *,
         block_size: int,
+        max_len: int,
+        target: tuple[Program, GreedyHead] | None = None,
     ) -> None:
-        """`first` computes a step's entries, and `following` one entry of each row of what a pass has returned."""
+        """`first` computes a step's entries, and `following` one entry of each row of what a pass has returned.
+
+        `max_len`: tokens of the longest sequence. `target`: the pass and the head of the model whose final hidden
+        states `first` reads, for `verify`.
+        """
+        self._target = target
+        self._max_len = max_len
         self._library, self._first, self._following, self._head = library, first, following, head
         self._block_size = block_size
         self.max_rows = max_rows = head.max_rows
@@ -55,6 +82,14 @@ class DraftChain:
             self._states = following.states
         self._chains: dict[int, tuple[Operations, npt.NDArray[np.int64]]] = {}
         """By their number of drafts: the operators, and where the drafts go."""
+        self._verifying: dict[int, tuple[Operations, npt.NDArray[np.int64]]] = {}
+        """The same, with the target's step before them."""
+        self._order, self._wanted, self._num_blocks, self._slots_of_rows = np.zeros((4, max_rows), dtype=np.int64)
+        self._entries = Step()
+        """The target's step with the tokens of the first pass."""
+        self._tables = np.zeros((0, 0), dtype=np.int32)
+        self._accept = AcceptDrafts()
+        self._num_drafting, self._began = np.zeros(1, dtype=np.int64), np.zeros(1)
 
     def run(
         self,
@@ -85,23 +120,101 @@ class DraftChain:
         self._library.run(operations, step)
         return drafts[:, :num_rows]
 
+    @property
+    def verifies(self) -> bool:
+        """Whether there is a target whose steps `verify` computes."""
+        return self._target is not None
+
+    def holds(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether `verify` has room for a step."""
+        assert self._target is not None, "`verifies` says so"
+        program, head = self._target
+        return num_rows <= self.max_rows and num_tokens <= min(
+            head.max_rows, program.max_tokens, self._first.max_tokens
+        )
+
+    def verify(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: Step,
+        *,
+        wanted: _Ints,
+        num_blocks: _Ints,
+        slots: _Ints,
+        block_tables: npt.NDArray[np.int32],
+    ) -> Verified:
+        """Compute a step of the target, of which each token after the first of a row is a draft, and draft after it.
+
+        The first three as of `Program.run`; the target chooses a token after each of the step's. Of each row,
+        `wanted` drafts are made at most, as its `num_blocks` blocks and the context allow; its block table is row
+        `slots` of `block_tables` [slots, blocks]. At least one draft is wanted. # 3 x [B]
+        """
+        assert self._target is not None, "`verifies` says so"
+        program, head = self._target
+        num_rows, num_tokens, most = len(wanted), len(token_ids), int(wanted.max())
+        self._wanted[:num_rows], self._num_blocks[:num_rows] = wanted, num_blocks
+        self._slots_of_rows[:num_rows] = slots
+        program.give(token_ids, positions, step)
+        head.read_from(program.output)
+        self._head.read_from(self._states)
+        ctypes.memmove(ctypes.addressof(self._entries), ctypes.addressof(step), ctypes.sizeof(Step))
+        self._entries.input_ids = head.token_ids.ctypes.data
+        width = block_tables.shape[1]
+        if self._tables.shape[1] != width:
+            self._tables = np.zeros((self.max_rows, width), dtype=np.int32)
+        own, accept = self._step, self._accept
+        own.block_tables, own.max_blocks = self._tables.ctypes.data, width
+        accept.verified, accept.tables, accept.blocks = ctypes.addressof(step), block_tables.ctypes.data, width
+        operations, drafts = self._verifying.get(most) or self._verification(most)
+        self._library.run(operations, step)
+        num_drafting = int(self._num_drafting[0])
+        return Verified(
+            head.token_ids[:num_tokens],
+            head.peaks[:num_tokens],
+            program.output[:num_tokens],
+            self._order[:num_drafting],
+            drafts[:, :num_drafting],
+            self._counts[:num_drafting],
+            time.perf_counter() - float(self._began[0]),
+        )
+
     def _chain(self, most: int) -> tuple[Operations, _Ints]:
         drafts = np.zeros((most, self.max_rows), dtype=np.int64)
-        arguments: list[Arguments] = [*self._first.arguments, *self._on_rows(self._rows(self._first, self._last))]
-        arguments += self._on_rows(self._choice(0, drafts))
-        for depth in range(1, most):
-            arguments += self._on_rows(self._following.arguments)
-            arguments += self._on_rows(self._rows(self._following, None))
-            arguments += self._on_rows(self._choice(depth, drafts))
+        arguments = [*self._first.arguments, *self._drafts_after_first(drafts)]
         self._chains[most] = Operations(arguments), drafts
         return self._chains[most]
 
-    def _rows(self, program: Program, sources: _Ints | None) -> list[Arguments]:
-        """Copy what a pass has returned for the rows to where the head and the next pass read it."""
-        output, size = program.output, program.output.itemsize
-        row_bytes = output.shape[1] * size
-        places = None if sources is None else sources.ctypes.data
-        return [CopyRows(output.data_ptr(), output.stride(0) * size, None, self._states.data_ptr(), row_bytes, places)]
+    def _verification(self, most: int) -> tuple[Operations, _Ints]:
+        assert self._target is not None
+        program, head = self._target
+        drafts = np.zeros((most, self.max_rows), dtype=np.int64)
+        accept = self._accept
+        accept.head, accept.next = ctypes.addressof(head.arguments[0]), ctypes.addressof(self._step)
+        accept.wanted, accept.num_blocks = self._wanted.ctypes.data, self._num_blocks.ctypes.data
+        accept.rows, accept.block_size, accept.max_len = (
+            self._slots_of_rows.ctypes.data,
+            self._block_size,
+            self._max_len,
+        )
+        accept.order, accept.last, accept.counts = (
+            each.ctypes.data for each in (self._order, self._last, self._counts)
+        )
+        accept.num_drafting, accept.began = self._num_drafting.ctypes.data, self._began.ctypes.data
+        assert self._first.states is not None, "the first pass reads the target's states"
+        arguments: list[Arguments] = [*program.arguments, *head.arguments]
+        arguments += [_copy(program, self._first.states, None), accept]
+        arguments += (_on(each, self._entries) for each in self._first.arguments)
+        arguments += self._drafts_after_first(drafts)
+        self._verifying[most] = Operations(arguments), drafts
+        return self._verifying[most]
+
+    def _drafts_after_first(self, drafts: _Ints) -> list[Arguments]:
+        arguments: list[Arguments] = [_copy(self._first, self._states, self._last), *self._choice(0, drafts)]
+        for depth in range(1, len(drafts)):
+            arguments += [*self._following.arguments, _copy(self._following, self._states, None)]
+            arguments += self._choice(depth, drafts)
+        return [_on(each, self._step) for each in arguments]
 
     def _choice(self, depth: int, drafts: _Ints) -> list[Arguments]:
         take = TakeDrafts(
@@ -114,9 +227,13 @@ class DraftChain:
         )
         return [*self._head.arguments, take]
 
-    def _on_rows(self, arguments: Sequence[Arguments]) -> list[Arguments]:
-        """The same operators on the step of the rows that draft."""
-        return [_on(each, self._step) for each in arguments]
+
+def _copy(program: Program, to: torch.Tensor, sources: _Ints | None) -> CopyRows:
+    """Copy rows that a pass has returned to the first rows of `to`: the first ones, or those of `sources`."""
+    output = program.output
+    stride, row_bytes = output.stride(0) * output.itemsize, output.shape[1] * output.itemsize
+    rows = None if sources is None else sources.ctypes.data
+    return CopyRows(output.data_ptr(), stride, None, to.data_ptr(), row_bytes, rows)
 
 
 def _on(arguments: Arguments, step: Step) -> OnStep:

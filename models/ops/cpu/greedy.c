@@ -4,6 +4,7 @@
  * a NaN before all others. Each thread remembers the best of what it has seen; then one of them compares those. */
 
 #include <math.h>
+#include <time.h>
 
 #include "operators.h"
 #include "panels.h"
@@ -104,4 +105,41 @@ void take_drafts(const void *arguments, const struct step *step, struct worker *
         further++;
     }
     op->next->num_tokens = op->next->num_rows = further;
+}
+
+/* How many drafts a row may have after its last accepted token, which is at `position`. */
+static int64_t room_of(const struct accept_drafts *op, int64_t row, int64_t position) {
+    int64_t of_blocks = op->num_blocks[row] * op->block_size - position, of_context = op->max_len - position - 2;
+    return max64(0, min64(op->wanted[row], min64(of_blocks, of_context)));
+}
+
+/* One task. */
+void accept_drafts(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct accept_drafts *op = arguments;
+    const struct step *verified = op->verified;
+    (void)step;
+    if (take_task(worker)) return;
+    int64_t *positions = (int64_t *)op->next->positions, most = 0, num_rows = 0;
+    int32_t *tables = (int32_t *)op->next->block_tables;
+    for (int64_t row = 0; row < verified->num_rows; row++) most = max64(most, op->wanted[row]);
+    /* Rows of as many drafts follow each other as they did. */
+    for (int64_t count = most; count > 0; count--)
+        for (int64_t row = 0; row < verified->num_rows; row++) {
+            int64_t last = verified->query_starts[row], past = verified->query_starts[row + 1];
+            if (op->wanted[row] < count) continue;
+            while (last + 1 < past && isfinite(op->head->peaks[last]) &&
+                   op->head->tokens[last] == verified->input_ids[last + 1])
+                last++;
+            int64_t position = verified->positions[last];
+            if (!isfinite(op->head->peaks[last]) || room_of(op, row, position) != count) continue;
+            op->order[num_rows] = row, op->last[num_rows] = last, op->counts[num_rows] = count;
+            positions[num_rows] = position + 1;
+            int64_t needed = min64(op->num_blocks[row], (position + count) / op->block_size + 1);
+            memcpy(tables + num_rows * op->blocks, op->tables + op->rows[row] * op->blocks, needed * sizeof(int32_t));
+            num_rows++;
+        }
+    op->next->num_tokens = op->next->num_rows = *op->num_drafting = num_rows;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    *op->began = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }

@@ -28,7 +28,7 @@ enum {
     COPY_ROWS, SHARE_TOKENS, AWAIT_ANSWERS, ON_STEP,
     READ_LIMIT, PRODUCT_LIMIT,
     CODED_LINEAR, EXPAND_CODES, CODED_PACK, CODED_GROUPED_LINEAR,
-    TAKE_DRAFTS,
+    TAKE_DRAFTS, ACCEPT_DRAFTS,
     OPERATORS
 };
 
@@ -284,6 +284,25 @@ struct greedy_choice {
     const struct greedy_head *head;
 };
 
+/* After a head has chosen a token at each of a step's tokens: which drafts of each row are accepted, and the rows that
+ * draft further, in descending order of their drafts. */
+struct accept_drafts {
+    const struct greedy_head *head;
+    const struct step *verified; /* B rows, of which each token after the first is a draft */
+    const int64_t *wanted;       /* [B] drafts that each row is to have at most */
+    const int64_t *num_blocks;   /* [B] that each row has */
+    const int64_t *rows;         /* [B] of `tables` */
+    const int32_t *tables;       /* [slots, blocks] */
+    int64_t blocks, block_size;
+    int64_t max_len;        /* tokens of the longest sequence */
+    struct step *next;      /* of the rows that draft further */
+    int64_t *order;         /* [next rows] row of the verified step */
+    int64_t *last;          /* [next rows] index of its last accepted token */
+    int64_t *counts;        /* [next rows] drafts that it is to have */
+    int64_t *num_drafting;  /* [1] how many rows that are */
+    double *began;          /* [1] seconds of the monotonic clock, when the drafter's work begins */
+};
+
 /* Drafts that a head has chosen, as the tokens of the drafter's next pass: one of each row that drafts further. */
 struct take_drafts {
     const struct greedy_head *head;
@@ -458,7 +477,7 @@ struct product_limit {
 operator read_limit, product_limit;
 operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
-operator greedy_head, greedy_choice, take_drafts;
+operator greedy_head, greedy_choice, take_drafts, accept_drafts;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
 operator coded_linear, expand_codes, coded_pack, coded_grouped_linear;

@@ -183,6 +183,18 @@ class GreedyHead:
         self._head.x, self._head.x_stride = hidden.data_ptr(), hidden.stride(0)
 
     @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """Where the tokens of a choice are. # [max_rows]"""
+        row: npt.NDArray[np.int64] = self._tokens[0]
+        return row
+
+    @property
+    def peaks(self) -> npt.NDArray[np.float32]:
+        """Where their logits are. # [max_rows]"""
+        row: npt.NDArray[np.float32] = self._peaks[0]
+        return row
+
+    @property
     def arguments(self) -> tuple[structures.Arguments, ...]:
         """Of its two operators; the first is a `structures.GreedyHead`."""
         return self._operations.arguments

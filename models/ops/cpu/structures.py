@@ -225,6 +225,16 @@ class TakeDrafts(Arguments):
     _fields_: ClassVar = _declared("*head *next *counts depth *drafts block_size")
 
 
+class AcceptDrafts(Arguments):
+    """`struct accept_drafts`."""
+
+    kind = 39
+    _fields_: ClassVar = _declared(
+        "*head *verified *wanted *num_blocks *rows *tables blocks block_size max_len *next *order *last *counts "
+        "*num_drafting *began"
+    )
+
+
 class QuantizedLinear(Arguments):
     """`struct quantized_linear`."""
 
