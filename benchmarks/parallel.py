@@ -40,7 +40,7 @@ from models.demo import CHECKPOINT_DIR
 from models.ops.cpu import runtime
 from models.ops.cpu.collectives import SharedMemoryCollectives, SharedMemoryExchange
 from models.parallel.process_group import ProcessGroupCollectives, Rendezvous, ReplicaWorld
-from models.parallel.tensor_parallel import Exchange
+from models.parallel.tensor_parallel import Exchange, TokenExchange
 
 
 @contextmanager
@@ -317,7 +317,7 @@ PROMPT = [5, 9, 17, 4, 8]
 """Of the steps' requests, which decode one sequence on each busy replica."""
 
 
-def _exchanges(exchange: Exchange, replica: int) -> list[float]:
+def _exchanges(exchange: Exchange | TokenExchange, replica: int) -> list[float]:
     """Seconds of each: tokens to their experts, which do nothing, and back."""
     local = range(replica * EXPERTS // 2, (replica + 1) * EXPERTS // 2)
     hidden = torch.ones(EXCHANGE_TOKENS, HIDDEN, dtype=torch.bfloat16)
@@ -325,14 +325,17 @@ def _exchanges(exchange: Exchange, replica: int) -> list[float]:
     times = []
     for _ in range(EXCHANGES):
         start = time.perf_counter()
-        exchange.across(
-            range(EXPERTS),
-            local,
-            hidden,
-            ids,
-            lambda rows, _, tokens: rows[tokens],
-            (EXCHANGE_TOKENS, EXCHANGE_TOKENS),
-        )
+        if isinstance(exchange, TokenExchange):
+            exchange.add_back(exchange.gather(hidden))
+        else:
+            exchange.across(
+                range(EXPERTS),
+                local,
+                hidden,
+                ids,
+                lambda rows, _, tokens: rows[tokens],
+                (EXCHANGE_TOKENS, EXCHANGE_TOKENS),
+            )
         times.append(time.perf_counter() - start)
     return sorted(times[WARM_UP:])
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from engine.batch import ScheduledBatch
 from engine.config.config import Config
@@ -45,6 +45,15 @@ class World(Protocol):
         """Leave the group; whether replicas that wait for this one get `ReplicaLeft`."""
 
 
+class Pass(NamedTuple):
+    """What the replicas agreed on."""
+
+    num_tokens: tuple[int, ...]
+    """Of each replica; 0 for one that computes a dummy."""
+    may_replay: bool
+    """Whether a graph may replay every replica's part."""
+
+
 class Lockstep:
     """Rounds in which all replicas announce what they compute next."""
 
@@ -56,21 +65,24 @@ class Lockstep:
         """Whether no replica had work in the last round: the next is when one has, which wakes the others."""
         self._has_shut_down = False
 
-    def meet(self, num_tokens: int, *, is_woken: bool = False) -> tuple[int, ...]:
-        """The number of tokens that each replica computes next. Raises `ReplicasShutdown` when they shut down.
+    def meet(self, num_tokens: int, *, can_replay: bool = True, is_woken: bool = False) -> "Pass":
+        """What the replicas compute next. Raises `ReplicasShutdown` when they shut down.
 
-        `is_woken`: another replica, which has work, woke them all.
+        `can_replay`: whether a graph may replay this one's part. `is_woken`: another replica, which has work, woke
+        them all.
         """
         if self.is_asleep and not is_woken:
             self.peers.ring(self.round)
-        announced = self._world.agree(num_tokens)
+        # The lowest bit says that the step must be eager.
+        own = num_tokens if num_tokens == _SHUTS_DOWN else 2 * num_tokens + (not can_replay)
+        announced = self._world.agree(own)
         self.round += 1  # A wake-up call for the last round, even one that comes after it, has no effect from here on.
         self.is_asleep = not any(announced)
         if _SHUTS_DOWN in announced:
             self._has_shut_down = True
             self.peers.announce_shutdown()
             raise ReplicasShutdown
-        return announced
+        return Pass(tuple(each >> 1 for each in announced), not any(each & 1 for each in announced))
 
     def leave(self, *, is_woken: bool = False) -> None:
         """Shut all replicas down, unless they do already. `is_woken`: as in `meet`."""
@@ -128,7 +140,7 @@ class DPEngineCoreProc(EngineCore):
 
     def dummy_prefill_execution(self) -> None:
         """Take part in the next pass of the replicas that have work, if any. No sequence may be running."""
-        if not self._may_sleep and any(self._meet(0)):
+        if not self._may_sleep and any(self._meet(0, can_replay=True)):
             try:
                 self.runner.dummy_prefill()
             except Exception as error:  # noqa: BLE001, it ends this core, whatever it is
@@ -161,7 +173,7 @@ class DPEngineCoreProc(EngineCore):
             failed = self._steps.drain(self._send)
         else:
             batch, seqs = scheduled
-            self._meet(batch.total_tokens_num)
+            self._meet(batch.total_tokens_num, can_replay=self.runner.can_replay(batch))
             failed = self._steps.submit(batch, seqs, self._send)
         self._end_with(failed)
         return None
@@ -170,7 +182,7 @@ class DPEngineCoreProc(EngineCore):
         self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead | None = None
     ) -> FailedStep | None:
         """As in `EngineCore`. A step that raises ends this core, because the other replicas are still in it."""
-        self._meet(batch.total_tokens_num)
+        self._meet(batch.total_tokens_num, can_replay=self.runner.can_replay(batch))
         self._end_with(super()._compute(batch, seqs, on_read))
         return None
 
@@ -199,14 +211,14 @@ class DPEngineCoreProc(EngineCore):
     def _may_sleep(self) -> bool:
         return self._lockstep.is_asleep and not self._is_woken
 
-    def _meet(self, num_tokens: int) -> tuple[int, ...]:
+    def _meet(self, num_tokens: int, *, can_replay: bool) -> tuple[int, ...]:
         try:
-            tokens = self._lockstep.meet(num_tokens, is_woken=self._is_woken)
+            agreed = self._lockstep.meet(num_tokens, can_replay=can_replay, is_woken=self._is_woken)
         except RuntimeError as error:
             self._raise_broken(error)
         self._is_woken = False
-        self.runner.tokens_across_dp = tokens
-        return tokens
+        self.runner.tokens_across_dp, self.runner.may_replay = agreed
+        return agreed.num_tokens
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
         """Leave the lockstep for good. Raises `PeerLostError` where another replica caused the error."""

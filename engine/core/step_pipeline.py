@@ -45,6 +45,12 @@ class ModelRunnerInterface(Protocol):
     tokens_across_dp: tuple[int, ...]
     """Tokens that each replica in lockstep computes in the next pass; 0 for a replica that computes a dummy."""
 
+    may_replay: bool
+    """Whether all replicas in lockstep replay a graph in the next pass."""
+
+    def can_replay(self, batch: ScheduledBatch, /) -> bool:
+        """Whether a graph may replay a step, if the graphs of all replicas in lockstep do."""
+
     def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
         """Compute a step."""
 

@@ -56,6 +56,8 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """Whether every row takes its argmax, so that no logits are gathered."""
     tokens_across_dp: tuple[int, ...]
     """Tokens that each replica computes, where they compute in lockstep."""
+    may_replay: bool
+    """Whether all of them replay a graph, where they compute in lockstep."""
     draft_tokens: list[int]
     """Draft tokens of all rows, in order."""
     num_next_drafts: list[int]
@@ -100,6 +102,7 @@ def encode_step(
     *,
     is_greedy: bool,
     tokens_across_dp: tuple[int, ...] = (),
+    may_replay: bool = False,
     is_deferred: bool = False,
 ) -> bytes:
     """Encode the message of a step."""
@@ -118,6 +121,7 @@ def encode_step(
             prompt_spans=[(span.first, len(span.token_ids)) for span in batch.prompt_spans],
             is_greedy=is_greedy,
             tokens_across_dp=tokens_across_dp,
+            may_replay=may_replay,
             draft_tokens=batch.draft_tokens,
             num_next_drafts=batch.num_next_drafts,
             is_deferred=is_deferred,
@@ -215,6 +219,7 @@ class RankSteps:
         *,
         is_greedy: bool,
         tokens_across_dp: tuple[int, ...] = (),
+        may_replay: bool = False,
         is_deferred: bool = False,
     ) -> None:
         """Have the other ranks compute a step too. Ends this process where it cannot be sent to one of them.
@@ -228,6 +233,7 @@ class RankSteps:
             self._sampled,
             is_greedy=is_greedy,
             tokens_across_dp=tokens_across_dp,
+            may_replay=may_replay,
             is_deferred=is_deferred,
         )
         self._sampled = []

@@ -205,8 +205,11 @@ class GraphRunner:
             return 0
         if inputs.adapters is not None and not self._shape.has_adapters:
             return 0
-        fitting = (size for size in self._sizes if size >= num_rows and size in self._captured)
-        return next(fitting, 0)
+        return self.size_of(num_rows)
+
+    def size_of(self, num_rows: int) -> int:
+        """Rows of the graph that replays a decode of so many; 0 where there is none yet."""
+        return next((size for size in self._sizes if size >= num_rows and size in self._captured), 0)
 
     def pad(self, inputs: StepInputs, size: int) -> StepInputs:
         """A step padded to a graph of `size` rows. 0: as it is."""
@@ -332,7 +335,7 @@ class GraphRunner:
 
     def _capture(self, size: int, run: Callable[[], None]) -> Graph | None:
         """The graph of a pass, on all ranks or on none."""
-        if self._parallel.size > 1:
+        if not self._parallel.is_alone:
             # The first run sets up what the ranks exchange.
             run()
         graph: Graph | None = None
@@ -354,7 +357,7 @@ class GraphRunner:
             with oom_in_step():
                 is_right = self._is_right(size, run, graph)
         except (RuntimeError, StepOutOfMemory) as error:
-            if self._parallel.size > 1:
+            if not self._parallel.is_alone:
                 # The others wait in the pass that this one left.
                 raise
             self._log_failure(size, error)
@@ -500,6 +503,10 @@ class DecodeGraphs:
         runner = self._runners.get(inputs.query_len)
         return 0 if runner is None else runner.size_for(inputs)
 
+    def size_of(self, num_rows: int) -> int:
+        """Rows of the graph that replays a plain decode of so many; 0 where there is none yet."""
+        return self._plain.size_of(num_rows)
+
     def pad(self, inputs: StepInputs, size: int) -> StepInputs:
         """A step padded to a graph of `size` rows. 0: as it is."""
         return self._runners[inputs.query_len].pad(inputs, size) if size else inputs
@@ -546,8 +553,10 @@ def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, mode
     """Why decodes run eagerly, in words, or "" where that needs no explanation; None: they are captured."""
     if not device.has_graphs or config.compilation_config.enforce_eager:
         return ""
-    if parallel.experts is not None and parallel.experts.exchange is not None:
-        return "the sizes of what replicas exchange change from step to step"
+    if parallel.token_exchange is not None and config.compilation_config.capture != "start":
+        return "replicas that exchange tokens capture graphs together, at the start; set capture to start"
+    if parallel.token_exchange is None and parallel.experts is not None and parallel.experts.exchange is not None:
+        return "a graph captures no exchange between replicas on a CPU"
     if not parallel.is_captured:
         return "a graph captures no exchange between ranks on a CPU"
     return capture_obstacle(model) if config.lora else None
@@ -578,7 +587,8 @@ def make_graphs(
     memory = GraphMemory(device.memory)
     largest_first = config.compilation_config.capture == "start"
     plain = GraphRunner(device, backend, model, sizes, shape, parallel, memory, largest_first=largest_first)
-    if not config.num_drafts:
+    if not config.num_drafts or parallel.token_exchange is not None:
+        # Replicas agree on numbers of tokens: rows that verify drafts would be padded by each in its own way.
         return DecodeGraphs(plain)
     of_drafts = []
     for num_drafts in range(config.num_drafts, 0, -1):

@@ -31,7 +31,7 @@ from models.loading.pooling import load_head
 from models.lora.adapters import load_adapters
 from models.ops.cpu import runtime
 from models.ops.cpu.runtime import Library
-from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
+from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
 from models.quantization.config import ROUNDINGS, Rounding
 
 _log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class LoadedModel:
         return self.parallel.size * self.num_local_replicas
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> Exchange | TokenExchange | None:
         """How replicas exchange tokens, where they compute each step together."""
         return None if self.parallel.experts is None else self.parallel.experts.exchange
 

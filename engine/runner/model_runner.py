@@ -183,6 +183,8 @@ class ModelRunner:
         self.backend = loaded.backend
         self.tokens_across_dp: tuple[int, ...] = ()
         """The number of tokens that each replica computes in the next step, where they do so in lockstep."""
+        self.may_replay = False
+        """Whether the next step of all of them is a decode that a graph may replay, which they do together."""
         self.ranks: RankSteps | None = None
         """On rank 0, sends each step to the other ranks, once they have started."""
         self._followed: dict[int, StepInputs] = {}
@@ -337,6 +339,9 @@ class ModelRunner:
 
     def dummy_prefill(self) -> None:
         """Compute a dummy token while no sequence runs: other replicas need this one's experts."""
+        if self.may_replay:
+            self.run_dummy_step(WarmUpStep([WarmUpRow(1, 1)], 1))
+            return
         if self._dummy is None:
             self.run_dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
             return
@@ -376,6 +381,12 @@ class ModelRunner:
         self._last_step_seconds = time.perf_counter() - start
         self._count_step()
         return step
+
+    def can_replay(self, batch: ScheduledBatch) -> bool:
+        """Whether a graph may replay a step, if the graphs of all replicas in lockstep do."""
+        is_plain = not (batch.total_seqs_num_prefill or batch.prompt_spans or batch.draft_tokens)
+        is_captured = self._graphs_take_adapters or not any(seq.adapter for seq in batch.sequences)
+        return self.graphs is not None and is_plain and is_captured
 
     def release_cache(self) -> None:
         """See `PageCommitter.release`. Without effect on a GPU, whose cache is not made of pages of the system."""
@@ -436,7 +447,7 @@ class ModelRunner:
                 self.input_batch.store_tokens(inputs, np.array(tokens, dtype=np.int64))
         batch = rank_batch(message, self.config.kv_cache_block_size)
         self._chooses_by_shard = message.is_greedy
-        self.tokens_across_dp = message.tokens_across_dp
+        self.tokens_across_dp, self.may_replay = message.tokens_across_dp, message.may_replay
         with torch.inference_mode():
             inputs, on_device = self.prepare_model(batch)
             result = self.run_model(inputs, on_device, batch.prompt_spans)
@@ -464,7 +475,7 @@ class ModelRunner:
     def prepare_ahead(self) -> bool:
         """While idle, do a little of what makes later steps quicker; whether there is more of it."""
         # Other ranks are not notified between steps.
-        if self.graphs is not None and self.parallel.size == 1 and self.graphs.capture_next():
+        if self.graphs is not None and self.parallel.is_alone and self.graphs.capture_next():
             return True
         return self.page_committer.commit_idle()
 
@@ -475,7 +486,7 @@ class ModelRunner:
 
     def _count_step(self) -> None:
         """Count a step for the graphs; with several ranks `prepare_model` counts it."""
-        if self.graphs is not None and self.parallel.size == 1:
+        if self.graphs is not None and self.parallel.is_alone:
             self.graphs.count_step()
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -524,9 +535,10 @@ class ModelRunner:
                 batch,
                 is_greedy=self._chooses_by_shard,
                 tokens_across_dp=self.tokens_across_dp,
+                may_replay=self.may_replay,
                 is_deferred=is_deferred,
             )
-        if self.graphs is not None and self.parallel.size > 1 and not is_dummy:
+        if self.graphs is not None and not self.parallel.is_alone and not is_dummy:
             # All ranks count each step that rank 0 sends, whatever becomes of it, and so capture at the same time.
             self.graphs.count_step()
         inputs = self.input_batch.step_inputs(batch, None if self.graphs is None else self.graphs.uniform_rows)
@@ -535,7 +547,9 @@ class ModelRunner:
             self.page_committer.use(highest_block)
         size = 0
         is_captured = inputs.adapters is None or self._graphs_take_adapters
-        if self.graphs is not None and not batch.prompt_spans and is_captured:
+        if self.graphs is not None and self.parallel.token_exchange is not None:
+            size = self.graphs.size_of(max(1, *self.tokens_across_dp)) if self.may_replay else 0
+        elif self.graphs is not None and not batch.prompt_spans and is_captured:
             size = self.graphs.size_for(inputs)
         padded = inputs if self.graphs is None else self.graphs.pad(inputs, size)
         target = AttentionTarget(self.backend, self.tables, bool(self.config.lora))

@@ -57,10 +57,11 @@ class StepSizes(NamedTuple):
 def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], parallel: TensorParallel) -> None:
     """Compile what requests will need. Steps that there is no memory for are left out.
 
-    Each of several ranks does so by itself: none waits for another that leaves a step out. Replicas in lockstep
-    cannot, since they compute what others send: there such a step raises `StepOutOfMemory`.
+    Each of several ranks, and of replicas in lockstep, does so by itself: none waits for another that leaves a step
+    out. Replicas that answer pairs one by one cannot: there such a step raises `StepOutOfMemory`.
     """
-    is_in_lockstep = parallel.experts is not None and parallel.experts.exchange is not None
+    exchange = None if parallel.experts is None else parallel.experts.exchange
+    is_in_lockstep = exchange is not None and parallel.token_exchange is None
     start, num_steps = time.perf_counter(), 0
     left_out: list[str] = []
     for step in warm_up_steps(sizes):

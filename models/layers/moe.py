@@ -21,7 +21,7 @@ from models.ops.aiter import operators as aiter_experts
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.stored_weight import operand_of, stored_of
-from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
+from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
 
 if TYPE_CHECKING:
     from models.ops.self_test import Case
@@ -35,7 +35,7 @@ class ExpertShare:
     """The experts whose (token, expert) pairs this rank provides for its replica."""
     local: range
     """The experts that it holds: a part of `asked`, or all."""
-    exchange: Exchange | None = None
+    exchange: Exchange | TokenExchange | None = None
     """Communication with the ranks that hold the rest of `asked`."""
 
     @classmethod
@@ -206,7 +206,8 @@ class FusedMoE(nn.Module):
         self.shuffled: aiter_experts.ExpertWeights | None = None
         """The weights as aiter reads them, where it computes the layer."""
         self.expert_map: torch.Tensor | None
-        self.register_buffer("expert_map", None if here == num_experts else self._expert_map(), persistent=False)
+        has_all = here == num_experts and not isinstance(self.share.exchange, TokenExchange)
+        self.register_buffer("expert_map", None if has_all else self._expert_map(), persistent=False)
 
     def forward(
         self,
@@ -223,18 +224,29 @@ class FusedMoE(nn.Module):
         `shared`: this rank's part. `gate` [tokens, 1] float32: logits of the share of `shared` that is added; None:
         all of it.
         """
-        routed = Routed(hidden, weights, ids, shared, gate)
-        if self.share.exchange is not None:
-            return self._forward_replicas(routed)
+        return self._sum(self._part(Routed(hidden, weights, ids, shared, gate)))
+
+    def _part(self, routed: Routed) -> torch.Tensor:
+        """This rank's part of the sum over the ranks. # -> [tokens, hidden_size]"""
+        hidden, weights, ids, _, _ = routed
+        exchange = self.share.exchange
+        if isinstance(exchange, TokenExchange):
+            return self._part_by_tokens(routed, exchange)
+        if exchange is not None:
+            return self._part_by_pairs(routed, exchange)
         if self.shuffled is not None:
             sums = aiter_experts.experts(hidden, self.shuffled, weights, ids.to(torch.int32))
-            return self._sum(self._add(sums, routed))
-        w13, w2 = self.w13, self.w2
+            return self._add(sums, routed)
         if self._is_packed:
-            return self._forward_cpu(routed)
+            return self._part_on_cpu(routed)
+        return self._part_by_kernels(routed)
+
+    def _part_by_kernels(self, routed: Routed) -> torch.Tensor:
+        """By Triton's kernels, where they run, or by torch."""
+        hidden, w13, w2 = routed.hidden, self.w13, self.w2
         if hidden.dtype is w13.dtype and triton.runs(hidden, operator="moe") and _are_for_kernels(w13, w2):
-            return self._forward_triton(routed, w13, w2)
-        return self._forward_torch(routed)
+            return self._part_by_triton(routed, w13, w2)
+        return self._part_by_torch(routed)
 
     def shuffle(self) -> bool:
         """Have aiter compute the filled layer; False where it has no kernels for its form.
@@ -265,7 +277,7 @@ class FusedMoE(nn.Module):
     def _is_packed(self) -> bool:
         return packed_of(self.w13) is not None and packed_of(self.w2) is not None
 
-    def _forward_torch(self, routed: Routed) -> torch.Tensor:
+    def _part_by_torch(self, routed: Routed) -> torch.Tensor:
         top_k = routed.ids.shape[1]
         if triton.is_idle():
             _, _, _, shared, gate = routed
@@ -280,18 +292,40 @@ class FusedMoE(nn.Module):
         products[order] = self._products(routed.hidden, counts, order // top_k)
         return self._weighted_sum(products.view(len(routed.hidden), top_k, -1), routed)
 
-    def _forward_cpu(self, routed: Routed) -> torch.Tensor:
-        """`forward` by CPU operators alone, so that it can be recorded."""
+    def _part_on_cpu(self, routed: Routed) -> torch.Tensor:
+        """By CPU operators alone, so that it can be recorded."""
         counts, tokens, pair_rows = expert_ops.sort_pairs(routed.ids, self.num_experts, first=self.local_experts.start)
         products = self._products(routed.hidden, counts[: len(self.local_experts)], tokens)
         return self._combine(products, pair_rows, routed)
 
-    def _forward_replicas(self, routed: Routed) -> torch.Tensor:
-        """`forward` where replicas exchange tokens, because each has some of the experts."""
+    def _part_by_tokens(self, routed: Routed, exchange: TokenExchange) -> torch.Tensor:
+        """Each replica computes its experts for the tokens of all. Sizes follow from what the replicas agreed on."""
+        hidden, weights, ids, _, _ = routed
+        dp_metadata, num_rows = get_forward_context().dp_metadata, len(hidden)
+        # A graph has the same number of rows on all replicas.
+        most = num_rows if dp_metadata is None else max(1, dp_metadata.max_tokens_across_dp)
+        experts = self.parallel.experts
+        if dp_metadata is not None and experts is not None and dp_metadata.is_dummy(experts.replica):
+            ids = torch.full_like(ids, self.num_experts)
+        # Expert `num_experts` is on no rank.
+        columns = (F.pad(ids.int(), (0, 0, 0, most - num_rows), value=self.num_experts), weights.float(), hidden)
+        packed = torch.cat([F.pad(_bytes(each), (0, 0, 0, most - len(each))) for each in columns], 1)
+        arrived = exchange.gather(packed)
+        widths = [4 * ids.shape[1], 4 * ids.shape[1], hidden.itemsize * hidden.shape[1]]
+        all_ids, all_weights, all_hidden = (
+            part.contiguous().view(dtype)
+            for part, dtype in zip(
+                torch.split(arrived, widths, 1), (torch.int32, torch.float32, hidden.dtype), strict=True
+            )
+        )
+        parts = self._part_by_kernels(Routed(all_hidden, all_weights, all_ids.to(ids.dtype), None, None))
+        return self._add(exchange.add_back(parts)[:num_rows], routed)
+
+    def _part_by_pairs(self, routed: Routed, exchange: Exchange) -> torch.Tensor:
+        """Each replica computes the pairs of its experts, whose results the token's own replica adds up."""
         dp_metadata = get_forward_context().dp_metadata
         assert dp_metadata is not None, "replicas that exchange tokens agree on their numbers of tokens"
-        asked, local, exchange = self.share.asked, self.share.local, self.share.exchange
-        assert exchange is not None
+        asked, local = self.share.asked, self.share.local
         products, pair_rows = exchange.across(
             asked, local, routed.hidden, routed.ids, self._products, dp_metadata.num_tokens_across_dp
         )
@@ -315,12 +349,12 @@ class FusedMoE(nn.Module):
     def _combine(self, products: torch.Tensor, pair_rows: torch.Tensor, routed: Routed) -> torch.Tensor:
         """As `_weighted_sum`, by operators. # [pairs, hidden_size], [tokens, top_k] row of each pair"""
         _, weights, _, shared, gate = routed
-        return self._sum(expert_ops.combine(products, weights, pair_rows, shared, gate))
+        return expert_ops.combine(products, weights, pair_rows, shared, gate)
 
     def _weighted_sum(self, by_token: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """The layer's output from each token's experts. # [tokens, top_k, hidden_size]"""
+        """This rank's part from each token's experts. # [tokens, top_k, hidden_size]"""
         combined = (by_token * routed.weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
-        return self._sum(self._add(combined.to(by_token.dtype), routed))
+        return self._add(combined.to(by_token.dtype), routed)
 
     def _sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, unless the caller makes it."""
@@ -333,8 +367,8 @@ class FusedMoE(nn.Module):
             return sums
         return sums + (shared if gate is None else (shared * gate.sigmoid()).to(shared.dtype))
 
-    def _forward_triton(self, routed: Routed, w13: nn.Parameter, w2: nn.Parameter) -> torch.Tensor:
-        """`forward` on a GPU, without reading the routing on the host."""
+    def _part_by_triton(self, routed: Routed, w13: nn.Parameter, w2: nn.Parameter) -> torch.Tensor:
+        """On a GPU, without reading the routing on the host."""
         import models.ops.triton.expert_products as products_kernels
         import models.ops.triton.expert_routing as routing_kernels
 
@@ -348,7 +382,7 @@ class FusedMoE(nn.Module):
         if gating is None:
             inner = self.activation(inner)
         products = products_kernels.grouped_products(inner, operand_of(w2), self._outer_bias, pairs, num_pairs)
-        return self._sum(routing_kernels.moe_combine(products, weights, experts, held, shared, gate))
+        return routing_kernels.moe_combine(products, weights, experts, held, shared, gate)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The layer as a pass with suspended kernels called it."""
@@ -373,8 +407,8 @@ class FusedMoE(nn.Module):
             )
 
     def _expert_map(self) -> torch.Tensor:
-        """Each expert's index on this rank; one past the last index for the experts of other ranks."""
-        indices = torch.full((self.num_experts,), len(self.local_experts))
+        """Each expert's index on this rank; one past the last index for the experts of other ranks, and for none."""
+        indices = torch.full((self.num_experts + 1,), len(self.local_experts))
         indices[self.local_experts.start : self.local_experts.stop] = torch.arange(len(self.local_experts))
         return indices
 
@@ -423,6 +457,10 @@ class FusedMoE(nn.Module):
             return loaded
         local = parameter.shape[2]
         return loaded.narrow(-1, self.split.rank * local, local)
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.contiguous().view(torch.uint8)
 
 
 def _are_for_kernels(*weights: nn.Parameter) -> bool:

@@ -200,9 +200,9 @@ def _load(
     wanted = wanted_tensors(model)
     kept: frozenset[str] = frozenset()
     if may_keep:
-        # Kernels compute the experts of one replica only; torch computes those of several.
-        has_exchange = parallel.experts is not None and parallel.experts.exchange is not None
-        kept = _keep_quantized(wanted, config.quantization, may_stack=triton.takes("moe") and not has_exchange)
+        # Pairs that are answered one by one are computed by torch.
+        has_pairs = parallel.experts is not None and parallel.experts.exchange is not parallel.token_exchange
+        kept = _keep_quantized(wanted, config.quantization, may_stack=triton.takes("moe") and not has_pairs)
     elif options.has_operators and config.quantization is not None:
         kept = _keep_codes(model, wanted, config.quantization, rounding)
     _require_memory(model, options.available_bytes, path)

@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -27,7 +26,7 @@ from models.ops import aiter, triton
 from models.ops.types import NormWeight
 from models.parallel import peer_sums
 from models.parallel.peer_sums import PeerSums
-from models.parallel.tensor_parallel import Compute
+from models.parallel.tensor_parallel import TokenExchange
 
 if TYPE_CHECKING:
     from models.ops.aiter.all_reduce import FastSum
@@ -278,74 +277,7 @@ class ProcessGroupCollectives:
             yield
 
 
-class AllToAllExchange(ABC):
-    """An `Exchange` of two all-to-alls per layer: every replica's tokens to all others, and the experts' outputs back.
-
-    All counts follow from the step and the routing, so that they need no exchange of their own. A token is sent to
-    each
-    replica once, not to each expert.
-    """
-
-    @abstractmethod
-    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Send `sent[i]` consecutive rows to replica `i`; returns the rows received, in the order of replicas.
-
-        # [sum of sent, ...] -> [sum of received, ...]
-        """
-
-    def across(
-        self,
-        asked: range,
-        local: range,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        compute: Compute,
-        num_tokens_across_dp: tuple[int, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Exchange`."""
-        num_replicas, num_local = len(num_tokens_across_dp), len(local)
-        replica = (local.start - asked.start) // num_local
-        num_own, top_k = num_tokens_across_dp[replica], ids.shape[1]
-        all_hidden, all_ids = self._gather(hidden[:num_own], ids[:num_own], num_tokens_across_dp, replica)
-
-        # Pairs for experts held here, by replica and in the order of its tokens; then by expert.
-        experts = (all_ids - local.start).flatten()
-        here = ((experts >= 0) & (experts < num_local)).nonzero().flatten()
-        order = experts[here].argsort(stable=True)
-        counts = experts[here].bincount(minlength=num_local)
-        answers = hidden.new_empty(len(here), hidden.shape[1])
-        if len(here):
-            answers[order] = compute(all_hidden, counts, here[order] // top_k)
-
-        # The replica that computes each pair of this one; one past the last where none does.
-        answerers = (ids[:num_own] - asked.start).flatten()
-        answerers = torch.where((answerers >= 0) & (answerers < len(asked)), answerers // num_local, num_replicas)
-        by_answerer = answerers.argsort(stable=True)
-        ends = torch.tensor(num_tokens_across_dp).cumsum(0) * top_k
-        up_to = torch.searchsorted(here, ends.to(here.device))
-        received = answerers.bincount(minlength=num_replicas + 1)[:num_replicas]
-        sent = up_to.diff(prepend=up_to.new_zeros(1))
-        to_each, from_each = torch.stack((sent, received)).tolist()
-        products = hidden.new_zeros(ids.numel() + 1, hidden.shape[1])
-        products[: sum(from_each)] = self.all_to_all(answers, to_each, from_each)
-        pair_rows = torch.full((ids.numel(),), ids.numel(), device=ids.device)
-        pair_rows[by_answerer[: sum(from_each)]] = torch.arange(sum(from_each), device=ids.device)
-        return products, pair_rows.view(ids.shape)
-
-    def _gather(
-        self, hidden: torch.Tensor, ids: torch.Tensor, num_tokens: tuple[int, ...], replica: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of all replicas, and their expert ids. # [own, size], [own, top_k] -> [all, size], [all,
-        top_k]
-        """
-        own_ids, own_hidden = (part.contiguous().view(torch.uint8) for part in (ids.int(), hidden))
-        own = torch.cat((own_ids, own_hidden), 1).repeat(len(num_tokens), 1)
-        arrived = self.all_to_all(own, [num_tokens[replica]] * len(num_tokens), list(num_tokens))
-        all_ids, all_hidden = arrived[:, : own_ids.shape[1]], arrived[:, own_ids.shape[1] :]
-        return all_hidden.contiguous().view(hidden.dtype), all_ids.contiguous().view(torch.int32).long()
-
-
-class ReplicaWorld(AllToAllExchange):
+class ReplicaWorld(TokenExchange):
     """One rank of all replicas' ranks, which share the experts. If one rank omits a collective, the others block in
     it.
     """
@@ -373,8 +305,10 @@ class ReplicaWorld(AllToAllExchange):
 
         `on_collective` is called before each collective, to record which ranks have reached it.
         """
+        super().__init__(replica, num_replicas)
         self._on_collective = on_collective
-        self._replica, self._num_replicas, self._rank, self._size = replica, num_replicas, rank, size
+        self._rank, self._size = rank, size
+        self.are_captured = device.type != "cpu"
         self._device, self._store, self._timeout = device, store, timedelta(seconds=timeout)
 
     def join(self) -> None:
@@ -399,11 +333,18 @@ class ReplicaWorld(AllToAllExchange):
         self._expert_group = [dist.new_group(ranks, timeout=self._timeout) for ranks in columns][self._rank]
         self._leader_group = dist.new_group(columns[0], timeout=self._timeout, backend="gloo")
 
-    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """See `AllToAllExchange`."""
+    def _all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `TokenExchange`."""
         self._notify()
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._expert_group)
+        arrived = rows.new_empty(self._num_replicas * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(arrived, rows.contiguous(), group=self._expert_group)
+        return arrived
+
+    def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `TokenExchange`."""
+        self._notify()
+        arrived = torch.empty_like(rows)
+        dist.all_to_all_single(arrived, rows.contiguous(), group=self._expert_group)
         return arrived
 
     def agree(self, own: int) -> tuple[int, ...]:
@@ -417,14 +358,6 @@ class ReplicaWorld(AllToAllExchange):
     def leave(self) -> bool:
         """False: the others notice this rank's end by their connections."""
         return False
-
-    @property
-    def num_bytes(self) -> int:
-        """0: there is no shared memory."""
-        return 0
-
-    def check(self) -> None:
-        """Nothing: an exchange that fails raises."""
 
     def _notify(self) -> None:
         if self._on_collective is not None:

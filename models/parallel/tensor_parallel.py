@@ -1,5 +1,6 @@
 """`TensorParallel`: the shard of each layer that a rank holds, and the collectives that combine partial results."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -43,8 +44,65 @@ class Collectives(Protocol):
         """
 
 
+class TokenExchange(ABC):
+    """Communication among the ranks with one number in all replicas, in pieces whose sizes the host knows.
+
+    Every replica receives the tokens of all, computes those routed to its experts, and returns a row for each token.
+    So nothing is read from the device, and graphs capture it. All make the same calls in the same order.
+    """
+
+    are_captured = False
+    """Whether the device's graphs, if it has any, capture the exchange."""
+
+    def __init__(self, replica: int, num_replicas: int) -> None:
+        self._replica, self._num_replicas = replica, num_replicas
+        self.is_suspended = False
+        """Whether only this replica's rows are used, several times: as much memory, and no communication."""
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Equally many rows of all replicas, in their order. # [n, ...] -> [replicas * n, ...]"""
+        if self.is_suspended:
+            return rows.repeat(self._num_replicas, *[1] * (rows.dim() - 1))
+        return self._all_gather(rows)
+
+    def add_back(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum over the replicas of what each computed for this one's rows, in the order of replicas.
+
+        # [replicas * n, size] -> [n, size]
+        """
+        received = parts if self.is_suspended else self._all_to_all(parts)
+        by_replica = received.view(self._num_replicas, -1, *parts.shape[1:])
+        total = by_replica[0].float()
+        for part in by_replica[1:]:
+            total = total + part
+        return total.to(parts.dtype)
+
+    def all_agree(self, is_so: bool, device: torch.device) -> bool:
+        """Whether something holds on all replicas, all of which call this."""
+        return bool(self.gather(torch.full((1,), is_so, dtype=torch.uint8, device=device)).min().item())
+
+    @abstractmethod
+    def _all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `gather`."""
+
+    @abstractmethod
+    def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send equal pieces, one to each replica; those received, in the order of replicas. # [replicas * n, ...]"""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of shared memory that this replica commits."""
+        return 0
+
+    def check(self) -> None:  # noqa: B027, for all of them
+        """Nothing: an exchange that fails raises."""
+
+
 class Exchange(Protocol):
-    """Communication among the ranks with one number in all replicas. All make the same calls in the same order."""
+    """Communication among the ranks with one number in all replicas. All make the same calls in the same order.
+
+    Each pair of a token and an expert is answered by itself, so that the bits are those of one replica.
+    """
 
     def across(
         self,
@@ -82,7 +140,7 @@ class ExpertParallel:
 
     replica: int = 0
     num_replicas: int = 1
-    exchange: Exchange | None = None
+    exchange: Exchange | TokenExchange | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.num_replicas:
@@ -111,7 +169,20 @@ class TensorParallel:
     @property
     def is_captured(self) -> bool:
         """Whether graphs capture the collectives of a forward pass."""
-        return self.collectives is None or self.collectives.are_captured
+        exchange = self.token_exchange
+        is_captured = self.collectives is None or self.collectives.are_captured
+        return is_captured and (exchange is None or exchange.are_captured)
+
+    @property
+    def token_exchange(self) -> TokenExchange | None:
+        """How replicas exchange tokens, where that is by pieces of known sizes."""
+        exchange = None if self.experts is None else self.experts.exchange
+        return exchange if isinstance(exchange, TokenExchange) else None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a pass communicates with no other rank or replica by pieces of known sizes."""
+        return self.size == 1 and self.token_exchange is None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, by the collectives that `engine.runner.build` chose."""
@@ -143,14 +214,22 @@ class TensorParallel:
 
         A sum is this rank's part of it, and a gather repeats its own tensor.
         """
+        exchange = self.token_exchange
         self._skips_collectives = True
+        if exchange is not None:
+            exchange.is_suspended = True
         try:
             yield
         finally:
             self._skips_collectives = False
+            if exchange is not None:
+                exchange.is_suspended = False
 
     def all_agree(self, is_so: bool, device: torch.device) -> bool:
-        """Whether something holds on all ranks, all of which call this."""
+        """Whether something holds on all ranks of all replicas that exchange tokens, all of which call this."""
+        exchange = self.token_exchange
+        if exchange is not None:
+            is_so = exchange.all_agree(is_so, device)
         if self.size == 1:
             return is_so
         return int(self.all_reduce(torch.full((1, 1), float(is_so), device=device)).item()) == self.size

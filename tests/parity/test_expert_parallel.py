@@ -184,14 +184,22 @@ def test_what_is_beside_the_experts_is_added_once(step: ForwardContext) -> None:
         assert_within(output, of_experts + beside * gate.sigmoid(), bound)
 
 
-def test_experts_do_not_work_for_dummies(step: ForwardContext) -> None:
-    """Where no replica has tokens of its own, nothing moves; a dummy's output is nobody's, but it is a number."""
+def test_experts_do_not_work_for_dummies(step: ForwardContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dummy's output is unused, but it is a number."""
+    computed: list[int] = []
+    products = moe.grouped_linear
+
+    def noted(rows: torch.Tensor, weight: Any, bias: Any, counts: torch.Tensor, **how: Any) -> torch.Tensor:
+        computed.append(int(counts.sum()))
+        return products(rows, weight, bias, counts, **how)
+
+    monkeypatch.setattr(moe, "grouped_linear", noted)
     whole = Whole(bias=True)
     replicas = spread(1, 2, lambda parallel: layer(whole, parallel, stacked=False))
     step.dp_metadata = DPMetadata((0, 0))
     outputs = at_once([lambda rank=rank: rank(*routed(1)) for [rank] in replicas])
     assert all(output.isfinite().all() for output in outputs)
-    assert replicas[0][0].share.exchange.meeting.rows_moved == 0
+    assert computed == [0] * 4
 
 
 @needs_operators
@@ -219,15 +227,17 @@ class TestByOperators:
         return bf16(count, 64, seed=seed), *softmax_top_k(bf16(count, 8, seed=seed + 1).float(), 3, renormalize=True)
 
     def test_a_token_gets_the_same_bits_from_experts_of_other_replicas(self, step: ForwardContext) -> None:
-        """Whoever sends tokens beside it."""
+        """Whatever other replicas send."""
         whole, replicas = self.parts(1, 2)
         mine, beside = self.inputs(9, 5), bf16(9, 64, seed=8)
-        expected = whole(*mine, beside)
+        near, outputs = whole(*mine, beside).float(), []
         for others in (1, 30):
             theirs = self.inputs(others, 11)
             step.dp_metadata = DPMetadata((9, others))
             found, _ = at_once([partial(replicas[0][0], *mine, beside), partial(replicas[1][0], *theirs)])
-            assert torch.equal(found, expected)
+            assert (found.float() - near).abs().max() <= 0.01 * near.abs().max()
+            outputs.append(found)
+        assert torch.equal(*outputs)
 
     def test_ranks_of_one_replica_add_up(self) -> None:
         whole, [ranks] = self.parts(4, 1)

@@ -28,6 +28,9 @@ class PartialResults:
 
     are_captured = True
 
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: object) -> None:
+        pass
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 

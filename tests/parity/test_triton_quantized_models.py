@@ -163,10 +163,10 @@ def test_experts_of_gpt_oss_stay_as_they_are_stored(tmp_path: Path) -> None:
     assert_near(found, expected, "gpt-oss")
 
 
-def test_experts_that_replicas_share_out_become_dense_for_torch_asks_them(tmp_path: Path) -> None:
+def test_experts_stay_as_they_are_stored_where_replicas_share_them(tmp_path: Path) -> None:
     family = family_of("GptOssForCausalLM")
     path = q.write_gpt_oss_pair(tmp_path, family, hidden_size=64, intermediate_size=64).quantised
     parallel = TensorParallel(experts=ExpertParallel(1, 2, ThreadExchange(Meeting(2), 1)))
     stacks = stacks_of(path, parallel)
     assert stacks
-    assert all(stored_of(weight) is None and weight.isfinite().all() for weight in stacks)
+    assert all(stored_of(weight) is not None for weight in stacks)

@@ -10,8 +10,7 @@ import torch
 
 from models.attention import context as forward_context
 from models.ops.types import NormWeight
-from models.parallel.process_group import AllToAllExchange
-from models.parallel.tensor_parallel import ExpertParallel, TensorParallel
+from models.parallel.tensor_parallel import ExpertParallel, TensorParallel, TokenExchange
 
 Result = TypeVar("Result")
 
@@ -39,8 +38,7 @@ class Meeting:
         self._brought: tuple[list[Any], list[Any]] = [None] * size, [None] * size
         """This time and the time before: who is slow may still read it when others come again."""
         self._times = [0] * size
-        self.rows_moved = 0
-        """Tokens, or what was made of them, that went from one replica to another."""
+        self.size = size
 
     def bring(self, number: int, value: Any) -> list[Any]:
         """What all bring, by number."""
@@ -86,29 +84,25 @@ class ThreadCollectives:
         return nullcontext()
 
 
-class ThreadExchange(AllToAllExchange):
-    """See `models.parallel.tensor_parallel.Exchange`."""
+class ThreadExchange(TokenExchange):
+    """See `models.parallel.tensor_parallel.TokenExchange`."""
+
+    are_captured = True
 
     def __init__(self, meeting: Meeting, replica: int) -> None:
-        self.meeting, self._replica = meeting, replica
+        super().__init__(replica, meeting.size)
+        self.meeting = meeting
 
-    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        parts = [theirs[self._replica] for theirs in self.meeting.bring(self._replica, rows.split(sent))]
-        self.meeting.rows_moved += sum(sent) - sent[self._replica]
-        assert [len(part) for part in parts] == received
-        return torch.cat(parts)
+    def _all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.meeting.bring(self._replica, rows))
+
+    def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        parts = self.meeting.bring(self._replica, rows.chunk(self._num_replicas))
+        return torch.cat([theirs[self._replica] for theirs in parts])
 
     def agree(self, num_tokens: int) -> tuple[int, ...]:
         """How many tokens each replica computes next."""
         return tuple(self.meeting.bring(self._replica, num_tokens))
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Exchange`."""
-        return 0
-
-    def check(self) -> None:
-        """See `Exchange`: who waits in vain raises."""
 
 
 def thread_ranks(size: int, num_replicas: int = 1, *, spread_experts: bool = False) -> list[list[TensorParallel]]:

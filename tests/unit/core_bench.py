@@ -34,6 +34,11 @@ class StubRunner:
             {seq_id: (5,) for seq_id in batch.req_ids if seq_id not in errors}, errors=errors or None
         )
 
+    may_replay = False
+
+    def can_replay(self, batch: ScheduledBatch, /) -> bool:
+        return not batch.total_seqs_num_prefill
+
     sees_at = "launch"
     """When it sees a step that is launched: then, or when that is told to `sample`, or read for its `result`."""
 
