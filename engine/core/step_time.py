@@ -33,6 +33,10 @@ _EXCESS_RATE, _MOST_EXCESS = 0.1, 3.0
 _SLOWER_WEIGHT = 0.1
 """Weight of an error of a step that took longer than predicted: other work on the machine only ever delays steps, so
 that the prediction is of undisturbed ones (expectile regression: W. Newey and J. Powell, 1987)."""
+_SMALL_TOKENS = 8
+"""A step of at most so many tokens shows what a step costs whatever it computes."""
+_SLOWER_FIXED = 0.02
+"""Weight of such a step in that cost where it took longer; one that took less shows that the cost is less."""
 _STEPS_UNTIL_KNOWN = 32
 """Measured steps before which slower ones are learnt from like faster ones."""
 _OUTLIER = 3.0
@@ -87,7 +91,7 @@ class StepTimeModel:
         """Most prompt tokens of a measured step."""
         self.excess = 0.0
         """By how much steps take longer than predicted, as a share of the prediction; 0 for those that take less."""
-        self._shortest = 0.0
+        self._fixed = math.inf
         self._observed = 0
         """Measured steps."""
         self._outliers = 0
@@ -105,7 +109,10 @@ class StepTimeModel:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn how long a step of this work took."""
         self._observed += 1
-        self._shortest = min(self._shortest or seconds, seconds)
+        if seconds < self._fixed:
+            self._fixed = seconds
+        elif work.prompt_tokens + work.decode_tokens <= _SMALL_TOKENS:
+            self._fixed += _SLOWER_FIXED * (min(seconds, 2 * self._fixed) - self._fixed)
         self._largest = max(self._largest, work.prompt_tokens)
         covariance, coefficients = self._covariance, self._coefficients
         a, b, c, d, e = work
@@ -134,8 +141,12 @@ class StepTimeModel:
 
     @property
     def fixed_seconds(self) -> float:
-        """The predicted part of a step's duration that does not depend on its work; at first the shortest step's."""
-        return max(self._coefficients[0], self._shortest) if self._is_new else self._coefficients[0]
+        """What a step of few tokens takes; until there was one, the shortest step.
+
+        It is no coefficient: while all steps are about as long as a bound that is a multiple of it, any share of them
+        could be fixed, and the bound and the coefficient would grow together.
+        """
+        return self._coefficients[0] if math.isinf(self._fixed) else self._fixed
 
     def prompt_seconds(self, start: int, count: int) -> float:
         """What computing `count` tokens of a prompt after `start` others adds to a step."""

@@ -138,7 +138,7 @@ def test_a_few_long_streams_get_their_owners_share_beside_ten_heavy_owners(polic
     made.run(lambda: made.scheduler.get_request_counts()[0] >= 200 + streams)
     before = len(made.steps)
     gained = generated_by_owner(made, 20.0)
-    assert made.steps[-1][0].total_seqs_num_decode < 100, "not all decodes fit a step"
+    assert made.steps[-1][0].total_seqs_num_decode < 200, "not all decodes fit a step"
     # Few streams cannot use more than a token each of every step.
     assert gained["light"] >= 0.9 * min(gained.total() / 11, streams * (len(made.steps) - before))
 

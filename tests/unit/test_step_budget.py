@@ -1,5 +1,6 @@
 """Steps bounded by time: no stream waits longer than twice the bound, and nothing is lost where no bound is needed."""
 
+import random
 import statistics
 
 import pytest
@@ -81,6 +82,21 @@ def test_prompts_of_one_owner_are_computed_in_large_chunks_while_nothing_decodes
     assert max(contended) <= 1.1 * BOUND
 
 
+def test_shared_steps_do_not_grow_while_all_of_them_are_as_long_as_the_bound() -> None:
+    source, small = random.Random(3), device(0.0007, 2e-5, decode=6e-5, pair=1e-8, key=1e-7)
+    # Other work on the machine delays most steps.
+    made = SimulatedEngine(lambda work: small(work) * (1 + source.expovariate(2)) + source.choice([0, 0.001]))
+    made.add(500, 30)
+    made.run()
+    for number in range(90):
+        made.add(30, 100_000, owner=f"heavy {number % 9}", at=made.now)
+    for _ in range(2000):
+        made.add(1000, owner="prompts", at=made.now)
+    made.run(lambda: len(made.steps) == 400)
+    # The fixed cost and the mean delay are 1.5 ms.
+    assert statistics.median(seconds for _, seconds in made.steps[-100:]) < 20 * 0.0015
+
+
 def test_decodes_of_several_owners_that_do_not_fit_a_step_take_turns() -> None:
     made = engine(max_num_seqs=512)
     many = [made.add(16, 150, owner="many", at=made.now) for _ in range(400)]
@@ -132,7 +148,7 @@ def test_a_device_far_slower_than_the_bound_still_computes_everything(policy: st
 
 
 def test_steps_begin_small_on_an_unknown_device() -> None:
-    made = SimulatedEngine(lambda work: 1e-5 * work.prompt_tokens + 1e-4)
+    made = SimulatedEngine(lambda work: 1e-5 * work.prompt_tokens + 1e-2)
     made.add(16_000)
     made.run()
     assert [batch.total_tokens_num for batch, _ in made.steps[:4]] == [64, 256, 1024, 4096]
