@@ -68,6 +68,21 @@ def random_codes(kind: str, width: int, dtype: torch.dtype, rows: int, inputs: i
     return Codes(kind, codes, stored, zeros, width, lambda: meant.bfloat16()), meant.bfloat16()
 
 
+def assert_same_products(found: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, meant: torch.Tensor) -> None:
+    """Bit for bit where AMX multiplies; within the rounding of the weight, of the sums and of the result elsewhere."""
+    if is_exact():
+        assert torch.equal(found, expected)
+        return
+    scale = x.float().norm(dim=1, keepdim=True) * meant.float().norm(dim=1).max()
+    torch.testing.assert_close(found.float() / scale, expected.float() / scale, rtol=2**-7, atol=2**-11)
+
+
+def is_exact() -> bool:
+    """Whether codes are multiplied by as the bfloat16 numbers that they mean."""
+    assert LOADED is not None
+    return LOADED.isa == runtime.AMX
+
+
 @pytest.mark.parametrize(("kind", "width", "dtype"), KINDS)
 @pytest.mark.usefixtures("each_path")
 def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, dtype: torch.dtype) -> None:
@@ -82,10 +97,11 @@ def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, d
         assert coded.takes(part)
         coded.put_codes(first, part)
     assert coded.memory.nbytes < 0.55 * packed.memory.nbytes * (2 if "8" in kind else 1)
-    bias = torch.randn(outputs).bfloat16()
-    for rows in (1, 17, 100, 250):
-        x = torch.randn(rows, inputs).bfloat16()
-        assert torch.equal(ops.linear(x, coded, bias), ops.linear(x, packed, bias))
+    bias, most = torch.randn(outputs).bfloat16(), torch.randn(250, inputs).bfloat16()
+    found = ops.linear(most, coded, bias)
+    assert_same_products(found, ops.linear(most, packed, bias), most, meant)
+    for rows in (1, 2, 17, 100):
+        assert torch.equal(ops.linear(most[:rows], coded, bias), found[:rows]), "a row does not depend on others"
     assert torch.equal(coded.dense().memory, packed.memory)
 
 
@@ -99,7 +115,7 @@ def test_experts_are_multiplied_by_their_own_codes() -> None:
     x, counts = torch.randn(60, inputs).bfloat16(), torch.tensor([50, 0, 4])
     tokens = torch.randint(0, 60, (60,))
     found, expected = (ops.grouped_linear(x, each, None, counts, tokens=tokens) for each in (coded, packed))
-    assert torch.equal(found, expected)
+    assert_same_products(found, expected, x[tokens], meant)
 
 
 def is_coded(model: PagedModel) -> list[bool]:
@@ -114,7 +130,7 @@ def assert_same_logits(pair: q.Pair, *, is_reordered: bool = False) -> list[bool
     tokens = prompt(40)
     for length in (len(tokens), 1):
         found, expected = (model.step([(Row(list(tokens[:length])), length)]) for model in models)
-        if is_reordered:
+        if is_reordered or not is_exact():
             assert (found[0] - expected[0]).norm() < 0.02 * expected[0].norm()
         else:
             assert torch.equal(found[0], expected[0])
@@ -172,7 +188,7 @@ def test_two_ranks_compute_the_same_bits(name: str, tmp_path: Path) -> None:
         return PagedModel(path, dtype=torch.bfloat16, parallel=rank).step([(Row(prompt(20)), 20)])[0]
 
     found, expected = (at_once([partial(compute, path, each) for each in thread_ranks(2)[0]])[0] for path in pair)
-    if is_reordered:
+    if is_reordered or not is_exact():
         assert (found - expected).norm() < 0.02 * expected.norm()
     else:
         assert torch.equal(found, expected)

@@ -1,17 +1,21 @@
 /* y = x @ weight.T + bias with a weight of codes, see codes.h.
  *
  * Few rows meet a part of a panel that was made bfloat16 just before, in the first cache. For many a whole weight is
- * made bfloat16 first, once, and multiplied by as any other: `expand_codes` and `coded_linear` decide alike. */
+ * made bfloat16 first where numbers are scaled, once, and multiplied by as any other: `expand_codes` and `coded_linear`
+ * decide alike. */
 
 #include "codes.h"
 #include "vectors.h"
 
-#define NEAR_STEPS 8  /* of a panel, 16 KiB, that few rows meet at once */
+#define NEAR_STEPS 4  /* of a panel, 8 KiB, that few rows meet at once */
+#define SIDE_STEPS 2  /* and of each of several */
+#define APART 160     /* between those: at a distance of 4 KiB loads would wait for stores to other panels */
+#define AHEAD 4096    /* bytes between the codes that are read and those that are fetched */
 #define MORE_STEPS 64 /* 128 KiB for more rows, whose sums are then read and written less often */
 
 /* A thread's scratch, before staged rows. */
 struct codes_bench {
-    float sums[STAGED_ROWS * PANEL];
+    float sums[STAGED_ROWS * PANEL], of_group[STAGED_ROWS * PANEL];
     bf16 near[MORE_STEPS * STEP];
 };
 
@@ -20,22 +24,29 @@ struct place {
     struct codes_bench *bench;
     const struct panel_products *products;
     enum isa isa;
+    struct numbers numbers;
     struct staged staged;
+    float *totals; /* [rows][groups] of staged rows, where zero points or a bias are multiplied by them; or NULL */
     const int64_t *tokens; /* which row of x each row is, or NULL */
 };
 
-static struct place prepare(struct worker *worker) {
-    prepare_tiles(worker->isa);
+static struct place prepare(struct worker *worker, const struct codes *codes, int64_t inputs) {
     struct codes_bench *bench = (struct codes_bench *)worker->scratch;
     const struct panel_products *products = panel_products(worker->isa);
-    return (struct place){.bench = bench,
-                          .products = products,
-                          .isa = worker->isa,
-                          .staged = {(char *)(bench + 1), -1, products->staged_bytes}};
+    struct place at = {.bench = bench,
+                       .products = products,
+                       .isa = worker->isa,
+                       .numbers = numbers_of(worker->isa, codes),
+                       .staged = {(char *)(bench + 1), -1, products->staged_bytes}};
+    if (!at.numbers.is_scaled && has_zeros(codes->code_kind))
+        at.totals = (float *)(at.staged.rows + rows_to_stage(inputs) * parts(inputs, DEPTH) * DEPTH * at.staged.bytes);
+    return at;
 }
 
 /* Whether so many rows would have each panel made bfloat16 more than twice. */
-static int expands(int64_t rows, int64_t inputs) { return rows > 2 * rows_to_stage(inputs); }
+static int expands(enum isa isa, const struct codes *codes, int64_t rows, int64_t inputs) {
+    return numbers_of(isa, codes).is_scaled && !codes->order && rows > 2 * rows_to_stage(inputs);
+}
 
 /* As `stage`, with inputs in another order. */
 static void stage_in_order(const struct place *at, const struct linear *op, const int32_t *order, int64_t first,
@@ -57,25 +68,93 @@ static void stage_in_order(const struct place *at, const struct linear *op, cons
     }
 }
 
+/* The totals of each staged row's groups. */
+CLONES static void add_up(const struct place *at, const struct codes *codes, int64_t count, int64_t inputs) {
+    int64_t steps = parts(inputs, DEPTH), in_group = codes->group / DEPTH, bytes = at->staged.bytes;
+    for (int64_t row = 0; row < count; row++) {
+        const char *from = at->staged.rows + ((row & -LANES) * steps * DEPTH + row % LANES * DEPTH) * bytes;
+        float *to = at->totals + row * parts(steps, in_group);
+        for (int64_t done = 0; done < steps; done += in_group) {
+            vector sum = {0};
+            for (int64_t step = done; step < min64(steps, done + in_group); step++)
+                for (int half = 0; half < DEPTH; half += LANES) {
+                    const char *here = from + (step * TILE + half) * bytes;
+                    sum += bytes == sizeof(bf16) ? load_bf16((const bf16 *)here) : load((const float *)here);
+                }
+            *to++ = sum_of(sum);
+        }
+    }
+}
+
+/* Some panels that lie next to each other. */
+struct panels {
+    const char *first;
+    int64_t bytes, steps; /* of each */
+    int64_t count;
+};
+
+/* Some steps of panels by staged rows, added to their sums [panel][rows][32]. */
+static void add_part(const struct place *at, const struct codes *codes, const struct panels *panels, int64_t first,
+                     int64_t some, int64_t rows, float *sums) {
+    int64_t steps = panels->steps, of_step = bytes_of_codes(codes->code_kind);
+    int64_t later = first * panels->bytes / steps + AHEAD, next = later < panels->bytes ? 0 : panels->count - 1;
+    struct near_panels near = {.first = at->bench->near,
+                               .apart = some * STEP + APART,
+                               .count = panels->count,
+                               .steps = some,
+                               .ahead = panels->first + later + next * panels->bytes,
+                               .ahead_apart = panels->bytes,
+                               .stride = of_step / (DEPTH / 2)};
+    for (int64_t panel = 0; panel < panels->count; panel++)
+        expand_steps(at->isa, codes, panels->first + panel * panels->bytes, first, some,
+                     at->bench->near + panel * near.apart);
+    for (int64_t row = 0; row < rows; row += GROUP, near.stride = 0)
+        at->products->add(at->staged.rows + (row * steps * DEPTH + first * TILE) * at->staged.bytes,
+                          min64(GROUP, rows - row), steps, &near, sums + row * PANEL);
+}
+
+/* Staged rows by panels; several where rows are few. */
+static void multiply_near(const struct place *at, const struct codes *codes, const struct panels *panels,
+                          int64_t rows) {
+    struct codes_bench *bench = at->bench;
+    int64_t at_once = rows > GROUP ? MORE_STEPS : panels->count > 1 ? SIDE_STEPS : NEAR_STEPS;
+    int64_t steps = panels->steps, in_group = codes->group / DEPTH, bytes = panels->count * rows * PANEL * sizeof(float);
+    memset(bench->sums, 0, rows > LANES ? parts(rows, LANES) * LANES * PANEL * (int64_t)sizeof(float) : bytes);
+    if (at->numbers.is_scaled) {
+        for (int64_t done = 0; done < steps; done += at_once)
+            add_part(at, codes, panels, done, min64(at_once, steps - done), rows, bench->sums);
+        return;
+    }
+    for (int64_t group = 0; group * in_group < steps; group++) {
+        int64_t past = min64(steps, (group + 1) * in_group);
+        memset(bench->of_group, 0, bytes);
+        for (int64_t done = group * in_group; done < past; done += at_once)
+            add_part(at, codes, panels, done, min64(at_once, past - done), rows, bench->of_group);
+        for (int64_t panel = 0; panel < panels->count; panel++)
+            scale_sums(codes, panels->first + panel * panels->bytes + group * bytes_of_group(codes),
+                       bench->of_group + panel * rows * PANEL, at->totals ? at->totals + group : NULL,
+                       parts(steps, in_group), at->numbers.bias, rows, bench->sums + panel * rows * PANEL);
+    }
+}
+
 /* `count` rows from `first` on by the panels from `panel` to `past`. */
 static void multiply_panels(const struct linear *op, const struct codes *codes, struct place *at, int64_t first,
                             int64_t count, int64_t panel, int64_t past) {
-    int64_t steps = parts(op->in_features, DEPTH), at_once = count > GROUP ? MORE_STEPS : NEAR_STEPS;
-    if (!codes->order) stage(&at->staged, op->x, op->x_stride, at->tokens, first, count, op->in_features);
-    else if (at->staged.first != first) stage_in_order(at, op, codes->order, first, count);
+    int64_t steps = parts(op->in_features, DEPTH);
+    if (at->staged.first != first) {
+        if (codes->order) stage_in_order(at, op, codes->order, first, count);
+        else stage(&at->staged, op->x, op->x_stride, at->tokens, first, count, op->in_features);
+        if (at->totals) add_up(at, codes, count, op->in_features);
+    }
     at->staged.first = first;
-    for (; panel < past; panel++) {
-        const char *weight = (const char *)op->weight + panel * bytes_of_panel(codes, op->in_features);
-        float *sums = at->bench->sums;
-        memset(sums, 0, parts(count, LANES) * LANES * PANEL * sizeof(float));
-        for (int64_t done = 0; done < steps; done += at_once) {
-            int64_t some = min64(at_once, steps - done);
-            expand_steps(at->isa, codes, weight, done, some, at->bench->near);
-            for (int64_t row = 0; row < count; row += GROUP)
-                at->products->add(at->staged.rows + (row * steps * DEPTH + done * TILE) * at->staged.bytes,
-                                  min64(GROUP, count - row), steps, at->bench->near, some, sums + row * PANEL);
-        }
-        finish_panel(op, at->products, sums, first, count, panel * PANEL, 0);
+    prepare_rows(at->isa, count);
+    for (int64_t made; panel < past; panel += made) {
+        struct panels panels = {.bytes = bytes_of_panel(codes, op->in_features), .steps = steps};
+        made = panels.count = min64(past - panel, at->products->side_panels(count));
+        panels.first = (const char *)op->weight + panel * panels.bytes;
+        multiply_near(at, codes, &panels, count);
+        for (int64_t i = 0; i < made; i++)
+            finish_panel(op, at->products, at->bench->sums + i * count * PANEL, first, count, (panel + i) * PANEL, 0);
     }
 }
 
@@ -83,7 +162,7 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
 void coded_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct coded_linear *coded = arguments;
     int64_t rows = step->num_tokens, inputs = coded->linear.in_features, panels = parts(coded->linear.out_features, PANEL);
-    if (expands(rows, inputs) && !coded->codes.order) {
+    if (expands(worker->isa, &coded->codes, rows, inputs)) {
         struct linear dense = coded->linear;
         dense.weight = coded->expanded;
         linear(&dense, step, worker);
@@ -91,7 +170,7 @@ void coded_linear(const void *arguments, const struct step *step, struct worker 
     }
     int64_t block = rows_to_stage(inputs), bytes = bytes_of_panel(&coded->codes, inputs);
     int64_t share = panels_of_task(rows, bytes, panels, worker->threads), shares = parts(panels, share);
-    struct place at = prepare(worker);
+    struct place at = prepare(worker, &coded->codes, inputs);
     for (int64_t task; (task = take_task(worker)) < parts(rows, block) * shares;) {
         int64_t first = task / shares * block, panel = task % shares * share;
         multiply_panels(&coded->linear, &coded->codes, &at, first, min64(block, rows - first), panel,
@@ -105,7 +184,7 @@ void expand_codes(const void *arguments, const struct step *step, struct worker 
     const struct coded_linear *coded = &expand->coded;
     const struct linear *op = &coded->linear;
     int64_t steps = parts(op->in_features, DEPTH), bytes = bytes_of_panel(&coded->codes, op->in_features);
-    if (!expands(step->num_tokens, op->in_features) || coded->codes.order) return;
+    if (!expands(worker->isa, &coded->codes, step->num_tokens, op->in_features)) return;
     for (int64_t panel; (panel = take_task(worker)) < parts(op->out_features, PANEL);)
         expand_steps(worker->isa, &coded->codes, (const char *)op->weight + panel * bytes, 0, steps,
                      coded->expanded + panel * steps * STEP);
@@ -119,7 +198,7 @@ void coded_grouped_linear(const void *arguments, const struct step *step, struct
     int64_t bytes = bytes_of_panel(&coded->codes, op->in_features);
     int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
     struct run run = {.number = -1, .group = -1};
-    struct place at = prepare(worker);
+    struct place at = prepare(worker, &coded->codes, op->in_features);
     at.tokens = op->tokens;
     for (int64_t task; task = take_task(worker), find_run(op, &run, task / shares);) {
         const struct linear one = product_of_run(op, &run, panels * bytes);
@@ -154,8 +233,8 @@ static void pack_row(const struct coded_pack *op, int64_t row, char *panel, int6
                     steps[line * 2 * LANES + element] = (char)code;
                     continue;
                 }
-                char *byte = steps + line / 4 * LINE + element % LANES * 4 + line % 4;
-                *byte = (char)(element < LANES ? (*byte & 0xf0) | code : (*byte & 0x0f) | code << 4);
+                char *byte = steps + line / 4 * LINE + element * 2 + line % 4 / 2;
+                *byte = (char)(line % 2 == 0 ? (*byte & 0xf0) | code : (*byte & 0x0f) | code << 4);
             }
     }
 }

@@ -1,5 +1,4 @@
-/* Weights as quantised checkpoints store them: codes, scales and zero points. Products are computed with the bfloat16
- * numbers that the codes mean, so a product is bit for bit that of the dequantised weight.
+/* Weights as quantised checkpoints store them: codes, scales and zero points.
  *
  * A packed weight is made of panels of 32 outputs; a panel of groups of inputs, a multiple of 32 of them, of which the
  * last may be shorter; a group of its 32 scales, with integers 32 zero points of 8 bits, and its steps of 32 inputs.
@@ -7,8 +6,13 @@
  * [16 outputs][2]:
  *
  *   8 bits  a byte an element
- *   4 bits  four lines together in 16 words of 32 bits; word w has the elements w and 16 + w of each line, in a byte
- *           of its own, the first in the low half. Shifts of whole words give vectors of elements. */
+ *   4 bits  four lines together in 32 words of 16 bits; word e has element e of each line, of the first in its lowest
+ *           bits. Shifts of whole words give vectors of elements.
+ *
+ * Every code is a number that bfloat16 holds. With vectors, rows are multiplied by those numbers, and the sums of each
+ * group by its scales: few operations for a code, and a sum that is rounded less often than with a bfloat16 weight. The
+ * sums of AMX lie in its tiles, where no scale reaches them, so there a code becomes the bfloat16 nearest to what it
+ * means, and products are bit for bit those of the dequantised weight. */
 
 #ifndef CODES_H
 #define CODES_H
@@ -41,7 +45,19 @@ static inline int64_t bytes_of_panel(const struct codes *codes, int64_t inputs) 
     return parts(inputs, codes->group) * bytes_of_header(codes) + parts(inputs, DEPTH) * bytes_of_codes(codes->code_kind);
 }
 
-/* `steps` steps of a panel from `first` on, as steps of bfloat16. */
+/* How an instruction set makes bfloat16 of codes. */
+struct numbers {
+    int is_scaled; /* as what the codes mean; otherwise sums of groups are yet to be scaled */
+    float bias;    /* that was added to every number that is not scaled */
+};
+
+struct numbers numbers_of(enum isa isa, const struct codes *codes);
+
+/* `steps` steps of a panel from `first` on, as steps of bfloat16; of one group where numbers are not scaled. */
 void expand_steps(enum isa isa, const struct codes *codes, const char *panel, int64_t first, int64_t steps, bf16 *to);
+
+/* The sums of a group [count][32], whose rows add up to `totals` [count][stride], to all sums. NULL: no zero points. */
+void scale_sums(const struct codes *codes, const char *group, const float *of_group, const float *totals,
+                int64_t stride, float bias, int64_t count, float *sums);
 
 #endif

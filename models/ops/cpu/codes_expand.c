@@ -1,4 +1,4 @@
-/* Codes to bfloat16, see codes.h. */
+/* Codes to bfloat16, and sums of groups by their scales: see codes.h. */
 
 #include "codes.h"
 #include "vectors.h"
@@ -6,14 +6,6 @@
 #if HAS_X86
 #include <immintrin.h>
 #endif
-
-#define AHEAD 4096 /* bytes between the codes that are read and those that are fetched */
-
-/* What is subtracted from the numbers of codes, and what multiplies the difference, by element of a line: an output's
- * twice. */
-struct factors {
-    vector zeros[2][2], by[2][2]; /* [tile][half of a line] */
-};
 
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
@@ -47,20 +39,34 @@ INLINE vector load_scales(const char *from, int64_t kind) {
     return kind == SCALES_BFLOAT16 ? (vector)(wide << 16) : numbers_of_halves(wide);
 }
 
-/* `unit`: by which the numbers that codes are made of are too small. */
-CLONES static void find_factors(const struct codes *codes, const char *group, float unit, struct factors *factors) {
-    const integers low = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, high = low + 8;
+/* Of the outputs of a tile. */
+struct factors {
+    vector scales, zeros;
+};
+
+INLINE struct factors factors_of(const struct codes *codes, const char *group, int tile) {
     int64_t size = bytes_of_scale(codes->scales);
+    struct factors found = {load_scales(group + tile * LANES * size, codes->scales), {0}};
+    if (has_zeros(codes->code_kind)) {
+        signed_bytes stored;
+        memcpy(&stored, group + PANEL * size + tile * LANES, sizeof stored);
+        found.zeros = __builtin_convertvector(stored, vector);
+    }
+    return found;
+}
+
+CLONES void scale_sums(const struct codes *codes, const char *group, const float *of_group, const float *totals,
+                       int64_t stride, float bias, int64_t count, float *sums) {
     for (int tile = 0; tile < 2; tile++) {
-        vector by = load_scales(group + tile * LANES * size, codes->scales) * unit, zeros = {0};
-        if (has_zeros(codes->code_kind)) {
-            signed_bytes stored;
-            memcpy(&stored, group + PANEL * size + tile * LANES, sizeof stored);
-            zeros = __builtin_convertvector(stored, vector);
+        struct factors by = factors_of(codes, group, tile);
+        vector zeros = by.zeros + bias;
+        const float *from = of_group + tile * LANES;
+        float *to = sums + tile * LANES;
+        for (int64_t row = 0; row < count; row++, from += PANEL, to += PANEL) {
+            vector sum = load(from);
+            if (totals) sum -= zeros * totals[row * stride];
+            store(to, load(to) + sum * by.scales);
         }
-        factors->by[tile][0] = __builtin_shuffle(by, low), factors->by[tile][1] = __builtin_shuffle(by, high);
-        factors->zeros[tile][0] = __builtin_shuffle(zeros, low);
-        factors->zeros[tile][1] = __builtin_shuffle(zeros, high);
     }
 }
 
@@ -88,135 +94,323 @@ INLINE vector numbers_of_bytes(const char *from, int kind) {
     return __builtin_convertvector(__builtin_convertvector((signed_bytes)v, integers), vector);
 }
 
-INLINE void expand_any(const struct factors *f, const char *from, int64_t steps, bf16 *to, int kind) {
-    for (int64_t tile = 0; tile < 2 * steps; tile++) {
-        const vector *by = f->by[tile % 2], *zeros = f->zeros[tile % 2];
-        for (int line = 0; line < LANES; line++, to += 2 * LANES)
-            for (int half = 0; half < 2; half++) {
-                vector numbers;
-                if (kind >= INT8) numbers = numbers_of_bytes(from + line * 2 * LANES + half * LANES, kind);
-                else {
-                    bits words;
-                    memcpy(&words, from + line / 4 * LINE, sizeof words);
-                    words = (words >> (line % 4 * 8 + half * 4)) & 15;
-                    numbers = kind == FP4 ? numbers_of_fp4(words)
-                                          : __builtin_convertvector((integers)words, vector);
-                }
-                store_bf16(to + half * LANES, (numbers - zeros[half]) * by[half]);
+INLINE void expand_any(const char *from, int64_t steps, bf16 *to, int kind) {
+    for (int64_t line = 0; line < steps * DEPTH; line++, to += 2 * LANES)
+        for (int half = 0; half < 2; half++) {
+            vector numbers;
+            if (kind >= INT8) numbers = numbers_of_bytes(from + line * 2 * LANES + half * LANES, kind);
+            else {
+                halves words;
+                memcpy(&words, from + line / 4 * LINE + half * (LINE / 2), sizeof words);
+                bits code = __builtin_convertvector(words >> (line % 4 * 4) & 15, bits);
+                if (kind == FP4) numbers = numbers_of_fp4(code) * 0.5f;
+                else numbers = __builtin_convertvector((integers)code, vector);
             }
-        from += bytes_of_codes(kind) / 2;
-    }
+            store_bf16(to + half * LANES, numbers);
+        }
 }
 
-CLONES static void expand_int4(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
-    expand_any(f, from, steps, to, INT4);
-}
-CLONES static void expand_fp4(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
-    expand_any(f, from, steps, to, FP4);
-}
-CLONES static void expand_int8(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
-    expand_any(f, from, steps, to, INT8);
-}
-CLONES static void expand_fp8(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
-    expand_any(f, from, steps, to, FP8);
-}
+CLONES static void any_int4(const char *from, int64_t steps, bf16 *to) { expand_any(from, steps, to, INT4); }
+CLONES static void any_fp4(const char *from, int64_t steps, bf16 *to) { expand_any(from, steps, to, FP4); }
+CLONES static void any_int8(const char *from, int64_t steps, bf16 *to) { expand_any(from, steps, to, INT8); }
+CLONES static void any_fp8(const char *from, int64_t steps, bf16 *to) { expand_any(from, steps, to, FP8); }
 
-typedef void expander(const struct factors *f, const char *from, int64_t steps, bf16 *to);
-static expander *const portable[] = {expand_int4, expand_fp4, expand_int8, expand_fp8};
-static const float units[] = {1, 0.5f, 1, 1};
+typedef void expander(const char *from, int64_t steps, bf16 *to);
+static expander *const with_any[] = {any_int4, any_fp4, any_int8, any_fp8};
 
 #if HAS_X86
-/* ---- AVX-512 with bfloat16, which rounds two vectors at once ---- */
+/* ---- AVX2 ---- */
 
-AVX512_BF16 INLINE void put_line(bf16 *to, __m512 low, __m512 high) {
-    __m512bh line = _mm512_cvtne2ps_pbh(high, low);
-    memcpy(to, &line, sizeof line);
+#define BIAS_OF_AVX2 16 /* to which a shift and a mask add a number of 4 bits */
+
+AVX2 INLINE __m256i avx2_load(const char *from) { return _mm256_loadu_si256((const void *)from); }
+
+AVX2 INLINE void avx2_store(bf16 *to, __m256i words) { _mm256_storeu_si256((void *)to, words); }
+
+/* Elements 0 to 7 and 16 to 23, and the others, of a line. */
+AVX2 INLINE void put_quarters(bf16 *to, __m256i even, __m256i odd) {
+    avx2_store(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    avx2_store(to + LANES, _mm256_permute2x128_si256(even, odd, 0x31));
 }
 
-/* A table has the number of each code; its permutation reads but four bits of an element. Products of a zero point and a
- * scale of 16 bits are exact, so that one operation rounds as two would. */
-AVX512_BF16 INLINE void expand4(const struct factors *f, const char *from, int64_t steps, bf16 *to, __m512 table) {
-    for (int64_t tile = 0; tile < 2 * steps; tile++) {
-        const vector *by = f->by[tile % 2], *zeros = f->zeros[tile % 2];
-        __m512 low = (__m512)by[0], high = (__m512)by[1];
-        __m512 plus_low = (__m512)(-zeros[0] * by[0]), plus_high = (__m512)(-zeros[1] * by[1]);
-        for (int lines = 0; lines < LANES; lines += 4, from += LINE, to += 4 * 2 * LANES) {
-            _mm_prefetch(from + AHEAD, _MM_HINT_T0);
-            __m512i words = _mm512_loadu_si512(from);
+AVX2 INLINE __m256i twice(__m128i table) { return _mm256_broadcastsi128_si256(table); }
+
+AVX2 static void avx2_int4(const char *from, int64_t steps, bf16 *to) {
+    const __m256i mask = _mm256_set1_epi16(0x78), bias = _mm256_set1_epi16(0x4180);
+    for (int64_t i = 0; i < steps * (STEP / 2); i += LINE / 2) {
+        __m256i words = avx2_load(from + i);
+        __m256i moved[] = {_mm256_slli_epi16(words, 3), _mm256_srli_epi16(words, 1), _mm256_srli_epi16(words, 5),
+                           _mm256_srli_epi16(words, 9)};
+        for (int line = 0; line < 4; line++)
+            avx2_store(to + i / LINE * (4 * 2 * LANES) + line * 2 * LANES + i % LINE / 2,
+                       _mm256_or_si256(_mm256_and_si256(moved[line], mask), bias));
+    }
+}
+
+/* Tables have the two bytes of each number. */
+AVX2 static void avx2_fp4(const char *from, int64_t steps, bf16 *to) {
+    const __m256i low = twice(_mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
+    const __m256i high = twice(_mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64));
+    const __m256i mask = _mm256_set1_epi8(15), below = _mm256_set1_epi16(0xff);
+    for (int64_t i = 0; i < steps * (STEP / 2); i += LINE / 2) {
+        bf16 *lines = to + i / LINE * (4 * 2 * LANES) + i % LINE / 2;
+        __m256i words = avx2_load(from + i);
+        for (int line = 0; line < 2; line++, words = _mm256_srli_epi16(words, 4)) {
+            __m256i codes = _mm256_and_si256(words, mask);
+            __m256i l = _mm256_shuffle_epi8(low, codes), h = _mm256_shuffle_epi8(high, codes);
+            avx2_store(lines + line * 2 * LANES,
+                       _mm256_or_si256(_mm256_and_si256(l, below), _mm256_slli_epi16(h, 8)));
+            avx2_store(lines + (line + 2) * 2 * LANES,
+                       _mm256_or_si256(_mm256_srli_epi16(l, 8), _mm256_andnot_si256(below, h)));
+        }
+    }
+}
+
+AVX2 static void avx2_int8(const char *from, int64_t steps, bf16 *to) {
+    for (int64_t i = 0; i < steps * STEP; i += LANES) {
+        __m256i words[2];
+        for (int half = 0; half < 2; half++) {
+            __m128i codes = _mm_loadl_epi64((const void *)(from + i + half * 8));
+            words[half] = _mm256_srli_epi32((__m256i)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), 16);
+        }
+        avx2_store(to + i, _mm256_permute4x64_epi64(_mm256_packus_epi32(words[0], words[1]), 0xd8));
+    }
+}
+
+/* The upper byte of a number has its sign and all but one bit of the exponent, which grows by 120. The codes without an
+ * exponent are corrected by tables. */
+AVX2 static void avx2_fp8(const char *from, int64_t steps, bf16 *to) {
+    const __m256i high = twice(
+        _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
+    const __m256i less = twice(_mm_setr_epi8(60, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m256i other = twice(_mm_setr_epi8(0, 16, -96, -16, 64, 112, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m256i mask = _mm256_set1_epi8(15), exponent = _mm256_set1_epi8(0x78);
+    for (int64_t i = 0; i < steps * STEP; i += LINE / 2) {
+        __m256i codes = avx2_load(from + i), rest = _mm256_and_si256(codes, mask);
+        __m256i h = _mm256_shuffle_epi8(high, _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask));
+        __m256i l = _mm256_slli_epi16(rest, 4);
+        __m256i is_tiny = _mm256_cmpeq_epi8(_mm256_and_si256(codes, exponent), _mm256_setzero_si256());
+        h = _mm256_sub_epi8(h, _mm256_and_si256(_mm256_shuffle_epi8(less, rest), is_tiny));
+        l = _mm256_xor_si256(l, _mm256_and_si256(_mm256_shuffle_epi8(other, rest), is_tiny));
+        put_quarters(to + i, _mm256_unpacklo_epi8(l, h), _mm256_unpackhi_epi8(l, h));
+    }
+}
+
+static expander *const with_avx2[] = {avx2_int4, avx2_fp4, avx2_int8, avx2_fp8};
+
+/* ---- AVX-512 ---- */
+
+/* The numbers of 16 codes, twice: a permutation reads five bits of a word. */
+AVX512 INLINE __m512i table_of_int4(void) {
+    return _mm512_castps_si512((__m512)_mm512_broadcast_i64x4(_mm256_setr_epi16(
+        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150,
+        0x4160, 0x4170)));
+}
+
+AVX512 INLINE __m512i table_of_fp4(void) {
+    const __m256i of_seven = _mm256_setr_epi16(0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, -0x8000,
+                                               -0x4100, -0x4080, -0x4040, -0x4000, -0x3fc0, -0x3f80, -0x3f40);
+    return _mm512_broadcast_i64x4(of_seven);
+}
+
+AVX512 INLINE void avx512_table(const char *from, int64_t steps, bf16 *to, __m512i table) {
+    for (int64_t i = 0; i < steps * (STEP / 2); i += LINE, to += 4 * 2 * LANES) {
+        __m512i words = _mm512_loadu_si512(from + i);
 #pragma GCC unroll 4
-            for (int line = 0; line < 4; line++)
-                put_line(to + line * 2 * LANES,
-                         _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(words, line * 8), table), low,
-                                         plus_low),
-                         _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(words, line * 8 + 4), table), high,
-                                         plus_high));
+        for (int line = 0; line < 4; line++)
+            _mm512_storeu_si512(to + line * 2 * LANES,
+                                _mm512_permutexvar_epi16(_mm512_srli_epi16(words, line * 4), table));
+    }
+}
+
+AVX512 static void avx512_int4(const char *from, int64_t steps, bf16 *to) {
+    avx512_table(from, steps, to, table_of_int4());
+}
+
+AVX512 static void avx512_fp4(const char *from, int64_t steps, bf16 *to) {
+    avx512_table(from, steps, to, table_of_fp4());
+}
+
+AVX512 INLINE __m512i float_of_bytes(const char *from) {
+    return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+}
+
+AVX512 static void avx512_int8(const char *from, int64_t steps, bf16 *to) {
+    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    for (int64_t i = 0; i < steps * STEP; i += 2 * LANES) {
+        _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(float_of_bytes(from + i), upper,
+                                                              float_of_bytes(from + i + LANES)));
+    }
+}
+
+/* The bits of size move to where bfloat16 has them, and the exponent grows by 120. A table has the numbers of codes
+ * without one. */
+AVX512 static void avx512_fp8(const char *from, int64_t steps, bf16 *to) {
+    const __m512i tiny = _mm512_zextsi128_si512(
+        _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    const __m512i sign = _mm512_set1_epi16((short)0x8000), grown = _mm512_set1_epi16(120 << 7);
+    for (int64_t i = 0; i < steps * STEP; i += 2 * LANES) {
+        __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)(from + i)));
+        __m512i moved = _mm512_slli_epi16(codes, 4);
+        __m512i size = _mm512_add_epi16(_mm512_and_si512(moved, _mm512_set1_epi16(0x7f0)), grown);
+        __mmask32 is_tiny = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+        size = _mm512_mask_permutexvar_epi16(size, is_tiny, codes, tiny);
+        _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(size, moved, sign, 0xf8)); /* size | (moved & sign) */
+    }
+}
+
+static expander *const with_avx512[] = {avx512_int4, avx512_fp4, avx512_int8, avx512_fp8};
+
+/* ---- AMX: numbers by their scales ---- */
+
+AVX512_BF16 INLINE __m512i line_of(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+
+/* The factors of both elements of each output, in the order of a line. */
+struct line_factors {
+    vector scales[2], zeros[2];
+};
+
+AVX512_BF16 INLINE struct line_factors in_line(struct factors of) {
+    const integers low = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, high = low + 8;
+    return (struct line_factors){{__builtin_shuffle(of.scales, low), __builtin_shuffle(of.scales, high)},
+                                 {__builtin_shuffle(of.zeros, low), __builtin_shuffle(of.zeros, high)}};
+}
+
+/* A tile of 4 bits, of which a table has the numbers. Products of a zero point and a scale of 16 bits are exact, so that
+ * one operation rounds as two would. */
+AVX512_BF16 INLINE void scaled4(const struct factors *by, const char *from, bf16 *to, __m512 table, int is_short) {
+    const __m512i mixed = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512 scales = (__m512)by->scales, zeros = (__m512)by->zeros, plus = (__m512)(-by->zeros * by->scales);
+    for (int lines = 0; lines < LANES; lines += 4, from += LINE, to += 4 * 2 * LANES) {
+        __m512i words = _mm512_loadu_si512(from);
+#pragma GCC unroll 4
+        for (int line = 0; line < 4; line++) {
+            __m512 even = _mm512_permutexvar_ps(_mm512_srli_epi32(words, line * 4), table);
+            __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(words, line * 4 + 16), table);
+            if (is_short) even = _mm512_fmadd_ps(even, scales, plus), odd = _mm512_fmadd_ps(odd, scales, plus);
+            else
+                even = _mm512_mul_ps(_mm512_sub_ps(even, zeros), scales),
+                odd = _mm512_mul_ps(_mm512_sub_ps(odd, zeros), scales);
+            _mm512_storeu_si512(to + line * 2 * LANES, _mm512_permutexvar_epi16(mixed, line_of(even, odd)));
         }
     }
 }
 
-AVX512_BF16 static void pairs_int4(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
-    expand4(f, from, steps, to, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-
-AVX512_BF16 static void pairs_fp4(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
-    expand4(f, from, steps, to,
-            _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6));
-}
-
-AVX512_BF16 INLINE void expand8(const struct factors *f, const char *from, int64_t steps, bf16 *to, int has_zeros) {
-    for (int64_t tile = 0; tile < 2 * steps; tile++) {
-        const vector *by = f->by[tile % 2], *zeros = f->zeros[tile % 2];
-        for (int line = 0; line < LANES; line++, from += 2 * LANES, to += 2 * LANES) {
-            if (line % 2 == 0) _mm_prefetch(from + AHEAD, _MM_HINT_T0);
-            vector low = (vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
-            vector high =
-                (vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(from + LANES))));
-            if (has_zeros) low -= zeros[0], high -= zeros[1];
-            put_line(to, (__m512)(low * by[0]), (__m512)(high * by[1]));
+/* A tile of E2M1 by powers of two: exponents add up, but that of 0. */
+AVX512 INLINE void scaled_fp4(const char *exponents, const char *from, bf16 *to) {
+    const __m512i table = table_of_fp4();
+    __m512i grown = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)exponents));
+    grown = _mm512_slli_epi16(_mm512_sub_epi16(_mm512_or_si512(grown, _mm512_slli_epi32(grown, 16)),
+                                               _mm512_set1_epi16(127)), 7);
+    for (int lines = 0; lines < LANES; lines += 4, from += LINE, to += 4 * 2 * LANES) {
+        __m512i words = _mm512_loadu_si512(from);
+#pragma GCC unroll 4
+        for (int line = 0; line < 4; line++) {
+            __m512i numbers = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, line * 4), table);
+            __mmask32 is_any = _mm512_test_epi16_mask(numbers, _mm512_set1_epi16(0x7fff));
+            _mm512_storeu_si512(to + line * 2 * LANES, _mm512_maskz_add_epi16(is_any, numbers, grown));
         }
     }
 }
 
-AVX512_BF16 static void pairs_int8(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
-    integers is_zero = (f->zeros[0][0] == 0.0f) & (f->zeros[0][1] == 0.0f) & (f->zeros[1][0] == 0.0f) &
-                       (f->zeros[1][1] == 0.0f);
-    if (_mm512_movepi32_mask((__m512i)is_zero) == 0xffff) expand8(f, from, steps, to, 0);
-    else expand8(f, from, steps, to, 1);
+AVX512_BF16 INLINE void scaled_int8(const struct factors *factors, const char *from, bf16 *to, int has_zeros) {
+    struct line_factors by = in_line(*factors);
+    for (int line = 0; line < LANES; line++, from += 2 * LANES, to += 2 * LANES) {
+        vector low = (vector)float_of_bytes(from), high = (vector)float_of_bytes(from + LANES);
+        if (has_zeros) low -= by.zeros[0], high -= by.zeros[1];
+        _mm512_storeu_si512(to, line_of((__m512)(low * by.scales[0]), (__m512)(high * by.scales[1])));
+    }
 }
 
 /* As float16, which has as many bits of exponent and more, a code is 2^-8 times its number. */
-AVX512_BF16 static void pairs_fp8(const struct factors *f, const char *from, int64_t steps, bf16 *to) {
-    for (int64_t tile = 0; tile < 2 * steps; tile++) {
-        const vector *by = f->by[tile % 2];
-        for (int line = 0; line < LANES; line++, from += 2 * LANES, to += 2 * LANES) {
-            if (line % 2 == 0) _mm_prefetch(from + AHEAD, _MM_HINT_T0);
-            __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from));
-            codes = _mm512_and_si512(_mm512_slli_epi16(codes, 7), _mm512_set1_epi16((short)0xbfff));
-            put_line(to, _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(codes)), (__m512)by[0]),
-                     _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(codes, 1)), (__m512)by[1]));
-        }
+AVX512_BF16 INLINE void scaled_fp8(const struct factors *factors, const char *from, bf16 *to) {
+    struct line_factors by = in_line((struct factors){factors->scales * 256, factors->zeros});
+    for (int line = 0; line < LANES; line++, from += 2 * LANES, to += 2 * LANES) {
+        __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from));
+        codes = _mm512_and_si512(_mm512_slli_epi16(codes, 7), _mm512_set1_epi16((short)0xbfff));
+        __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(codes));
+        __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(codes, 1));
+        _mm512_storeu_si512(to, line_of(_mm512_mul_ps(low, (__m512)by.scales[0]), _mm512_mul_ps(high, (__m512)by.scales[1])));
     }
 }
 
-static expander *const pairs[] = {pairs_int4, pairs_fp4, pairs_int8, pairs_fp8};
-static const float units_of_pairs[] = {1, 1, 1, 256};
+/* How the numbers of a group are made. */
+enum form { SHORT_INT4, LONG_INT4, SMALL_FP4, ANY_FP4, SYMMETRIC_INT8, ANY_INT8, ANY_FP8 };
+
+AVX512 static enum form form_of(const struct codes *codes, const char *group) {
+    if (codes->code_kind == FP8) return ANY_FP8;
+    if (codes->code_kind == INT4) return codes->scales == SCALES_FLOAT32 ? LONG_INT4 : SHORT_INT4;
+    if (codes->code_kind == INT8) {
+        __m256i zeros = _mm256_loadu_si256((const void *)(group + PANEL * bytes_of_scale(codes->scales)));
+        return _mm256_testz_si256(zeros, zeros) ? SYMMETRIC_INT8 : ANY_INT8;
+    }
+    /* So that all products are numbers without a special form. */
+    __m256i less = _mm256_sub_epi8(_mm256_loadu_si256((const void *)group), _mm256_set1_epi8(2));
+    return _mm256_cmpgt_epu8_mask(less, _mm256_set1_epi8(-6)) ? ANY_FP4 : SMALL_FP4;
+}
+
+AVX512_BF16 INLINE void scale_steps(const struct factors by[2], const char *group, const char *from, int64_t steps,
+                                    bf16 *to, enum form form) {
+    const __m512 of_int4 = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 of_fp4 = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    int64_t bytes = form < SYMMETRIC_INT8 ? TILE / 2 : TILE;
+    for (int64_t tile = 0; tile < 2 * steps; tile++, from += bytes, to += TILE) {
+        const struct factors *of = by + tile % 2;
+        if (form == SHORT_INT4) scaled4(of, from, to, of_int4, 1);
+        else if (form == LONG_INT4) scaled4(of, from, to, of_int4, 0);
+        else if (form == SMALL_FP4) scaled_fp4(group + tile % 2 * LANES, from, to);
+        else if (form == ANY_FP4) scaled4(of, from, to, of_fp4, 0);
+        else if (form == ANY_FP8) scaled_fp8(of, from, to);
+        else scaled_int8(of, from, to, form == ANY_INT8);
+    }
+}
+
+AVX512_BF16 static void expand_scaled(const struct codes *codes, const char *group, const char *from, int64_t steps,
+                                      bf16 *to) {
+    enum form form = form_of(codes, group);
+    struct factors by[2];
+    for (int tile = 0; tile < 2 && form != SMALL_FP4; tile++) by[tile] = factors_of(codes, group, tile);
+    switch (form) {
+    case SHORT_INT4: scale_steps(by, group, from, steps, to, SHORT_INT4); break;
+    case LONG_INT4: scale_steps(by, group, from, steps, to, LONG_INT4); break;
+    case SMALL_FP4: scale_steps(by, group, from, steps, to, SMALL_FP4); break;
+    case ANY_FP4: scale_steps(by, group, from, steps, to, ANY_FP4); break;
+    case SYMMETRIC_INT8: scale_steps(by, group, from, steps, to, SYMMETRIC_INT8); break;
+    case ANY_INT8: scale_steps(by, group, from, steps, to, ANY_INT8); break;
+    case ANY_FP8: scale_steps(by, group, from, steps, to, ANY_FP8); break;
+    }
+}
 #endif
+
+struct numbers numbers_of(enum isa isa, const struct codes *codes) {
+    struct numbers numbers = {0, 0};
+#if HAS_X86
+    numbers.is_scaled = isa == WITH_AMX;
+    if ((isa == WITH_AVX2 || isa == WITH_AVX_VNNI) && codes->code_kind == INT4) numbers.bias = BIAS_OF_AVX2;
+#endif
+    (void)isa, (void)codes;
+    return numbers;
+}
 
 void expand_steps(enum isa isa, const struct codes *codes, const char *panel, int64_t first, int64_t steps, bf16 *to) {
     int64_t in_group = codes->group / DEPTH, bytes = bytes_of_codes(codes->code_kind);
-    expander *expand = portable[codes->code_kind];
-    float unit = units[codes->code_kind];
+    expander *expand = with_any[codes->code_kind];
 #if HAS_X86
-    int is_exact = codes->code_kind != INT4 || codes->scales != SCALES_FLOAT32;
-    if (isa >= WITH_AVX512_BF16 && is_exact) expand = pairs[codes->code_kind], unit = units_of_pairs[codes->code_kind];
+    if (isa >= WITH_AVX512) expand = with_avx512[codes->code_kind];
+    else if (isa >= WITH_AVX2) expand = with_avx2[codes->code_kind];
 #endif
     (void)isa;
     for (int64_t past = first + steps; first < past;) {
         const char *group = panel + first / in_group * bytes_of_group(codes);
+        const char *from = group + bytes_of_header(codes) + first % in_group * bytes;
         int64_t some = min64(past - first, in_group - first % in_group);
-        struct factors factors;
-        find_factors(codes, group, unit, &factors);
-        expand(&factors, group + bytes_of_header(codes) + first % in_group * bytes, some, to);
+#if HAS_X86
+        if (isa == WITH_AMX) expand_scaled(codes, group, from, some, to);
+        else
+#endif
+            expand(from, some, to);
         to += some * STEP, first += some;
     }
     __asm__ volatile("" ::: "memory"); /* To gcc 12 loading a tile reads no memory. */

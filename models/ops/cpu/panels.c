@@ -215,13 +215,70 @@ AMX static void multiply_beside_amx(const char *rows, int64_t count, const bf16 
     store_sums(sums, tiles);
 }
 
-AMX static void add_amx(const char *rows, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
-                        float *sums) {
+/* Of all three panels, so many lines. */
+static inline void fetch_side(const struct near_panels *near, int64_t from, int64_t past) {
+    for (int64_t line = from; line < past; line++)
+        for (int64_t panel = 0; panel < near->count; panel++)
+            _mm_prefetch(near->ahead + panel * near->ahead_apart + line * LINE, _MM_HINT_T0);
+}
+
+/* One tile of rows by three panels. */
+AMX static void add_side_amx(const bf16 *x, int64_t count, const struct near_panels *near, float *sums) {
+    enum { STRIDE = PANEL * sizeof(float) };
+    const bf16 *weight = near->first;
+    int64_t apart = near->apart, lines = near->stride * DEPTH / 2 / LINE;
+    float *second = sums + count * PANEL, *third = second + count * PANEL;
+    _tile_loadd(0, sums, STRIDE);
+    _tile_loadd(1, sums + LANES, STRIDE);
+    _tile_loadd(2, second, STRIDE);
+    _tile_loadd(3, second + LANES, STRIDE);
+    _tile_loadd(4, third, STRIDE);
+    _tile_loadd(5, third + LANES, STRIDE);
+    for (int64_t step = 0; step < near->steps; step++, x += TILE, weight += STEP) {
+        int64_t line = step * lines;
+        _tile_loadd(6, x, LINE);
+        _tile_loadd(7, weight, LINE);
+        _tile_dpbf16ps(0, 6, 7);
+        fetch_side(near, line, line + lines / 4);
+        _tile_loadd(7, weight + TILE, LINE);
+        _tile_dpbf16ps(1, 6, 7);
+        _tile_loadd(7, weight + apart, LINE);
+        _tile_dpbf16ps(2, 6, 7);
+        fetch_side(near, line + lines / 4, line + lines / 2);
+        _tile_loadd(7, weight + apart + TILE, LINE);
+        _tile_dpbf16ps(3, 6, 7);
+        fetch_side(near, line + lines / 2, line + lines * 3 / 4);
+        _tile_loadd(7, weight + 2 * apart, LINE);
+        _tile_dpbf16ps(4, 6, 7);
+        _tile_loadd(7, weight + 2 * apart + TILE, LINE);
+        _tile_dpbf16ps(5, 6, 7);
+        fetch_side(near, line + lines * 3 / 4, line + lines);
+    }
+    _tile_stored(0, sums, STRIDE);
+    _tile_stored(1, sums + LANES, STRIDE);
+    _tile_stored(2, second, STRIDE);
+    _tile_stored(3, second + LANES, STRIDE);
+    _tile_stored(4, third, STRIDE);
+    _tile_stored(5, third + LANES, STRIDE);
+}
+
+#define SIDE_PANELS_OF_AMX 3
+
+static int64_t side_panels_amx(int64_t count) { return count > LANES ? 1 : SIDE_PANELS_OF_AMX; }
+
+AMX static void add_amx(const char *rows, int64_t count, int64_t all, const struct near_panels *near, float *sums) {
     static const struct beside nothing = {NULL, NULL, 0, 0};
+    if (near->count == SIDE_PANELS_OF_AMX) {
+        add_side_amx((const bf16 *)rows, count, near, sums);
+        return;
+    }
     int tiles = (int)parts(count, LANES);
-    load_sums(sums, tiles);
-    add_steps((const bf16 *)rows, tiles, weight, steps, all, &nothing);
-    store_sums(sums, tiles);
+    fetch_side(near, 0, near->steps * near->stride * (DEPTH / 2) / LINE);
+    for (int64_t panel = 0; panel < near->count; panel++, sums += count * PANEL) {
+        load_sums(sums, tiles);
+        add_steps((const bf16 *)rows, tiles, near->first + panel * near->apart, near->steps, all, &nothing);
+        store_sums(sums, tiles);
+    }
 }
 
 AMX static void multiply_amx(const char *rows, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
@@ -262,21 +319,21 @@ AMX static int64_t spin_amx(int64_t rounds, float *sums) {
 }
 
 static const struct panel_products amx = {sizeof(bf16), multiply_amx,        add_amx,
-                                          multiply_beside_amx, pairs_round, pairs_put, spin_amx, NULL};
+                                          multiply_beside_amx, pairs_round, pairs_put, spin_amx, NULL, side_panels_amx};
 
-/* Eight tiles of 16 rows of a line. A constant: to gcc 12 the intrinsic reads but the first bytes, so that it would
- * leave out the stores to the rest of a variable. */
+/* Eight tiles of so many rows of a line, but 16 of the last, which is the weight's where rows fill one. Constants: to gcc
+ * 12 the intrinsic reads but the first bytes, so that it would leave out the stores to the rest of a variable. */
+#define PALETTE(n) {.palette = 1, .bytes = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE}, \
+                    .rows = {n, n, n, n, n, n, n, LANES}}
 static const struct ALIGNED {
     uint8_t palette, start_row, reserved[14];
     uint16_t bytes[16];
     uint8_t rows[16];
-} whole_tiles = {
-    .palette = 1,
-    .bytes = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE},
-    .rows = {LANES, LANES, LANES, LANES, LANES, LANES, LANES, LANES},
-};
+} palettes[LANES] = {PALETTE(1), PALETTE(2), PALETTE(3), PALETTE(4), PALETTE(5), PALETTE(6), PALETTE(7), PALETTE(8),
+                     PALETTE(9), PALETTE(10), PALETTE(11), PALETTE(12), PALETTE(13), PALETTE(14), PALETTE(15),
+                     PALETTE(16)};
 
-AMX static void load_palette(void) { _tile_loadconfig(&whole_tiles); }
+AMX static void load_palette(int64_t rows) { _tile_loadconfig(&palettes[min64(rows, LANES) - 1]); }
 
 AMX static void release_palette(void) { _tile_release(); }
 
@@ -299,11 +356,13 @@ void settle_rounded(void) {
 #endif
 }
 
-void prepare_tiles(enum isa isa) {
+void prepare_tiles(enum isa isa) { prepare_rows(isa, LANES); }
+
+void prepare_rows(enum isa isa, int64_t rows) {
 #if HAS_X86
-    if (isa == WITH_AMX) load_palette();
+    if (isa == WITH_AMX) load_palette(rows);
 #endif
-    (void)isa;
+    (void)isa, (void)rows;
 }
 
 void release_tiles(enum isa isa) {

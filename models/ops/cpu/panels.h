@@ -24,13 +24,22 @@ struct beside {
     int64_t first, past; /* rows */
 };
 
+/* Parts of panels that are near, as bfloat16, and what is to come from memory while rows meet them: `stride` bytes with
+ * each pair of inputs, of each panel. */
+struct near_panels {
+    const bf16 *first;
+    int64_t apart, count, steps;
+    const char *ahead;
+    int64_t ahead_apart, stride;
+};
+
 struct panel_products {
     int64_t staged_bytes; /* of an input of a staged row: bfloat16, or float32 where the processor multiplies those */
     /* Sums [48][32] of up to 48 staged rows and a panel of so many steps, which is fetched `ahead` bytes before. */
     void (*multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
-    /* The same of a part of a panel, not fetched before, added to what is there; rows have `all` steps. Sums in parts
-     * are those of the whole, bit for bit. */
-    void (*add)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps, float *sums);
+    /* The same of parts of panels, added to what is there [panel][count][32]; rows have `all` steps. Sums in parts are
+     * those of the whole, bit for bit. */
+    void (*add)(const char *staged, int64_t count, int64_t all, const struct near_panels *near, float *sums);
     /* As `multiply`, not fetched before, and what is done beside it. */
     void (*multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
                             const struct beside *beside);
@@ -45,6 +54,8 @@ struct panel_products {
      * [panel][count][32]. Returns how many those are, 0 where it made none. NULL where rows are padded to a tile. */
     int64_t (*multiply_side)(const char *staged, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
                              float *sums);
+    /* How many panels `add` multiplies so many rows by at once. */
+    int64_t (*side_panels)(int64_t count);
 };
 
 const struct panel_products *panel_products(enum isa isa);
@@ -57,8 +68,11 @@ void finish_panel(const struct linear *op, const struct panel_products *products
 /* After a thread's last `put`, or `round` of an operator with a large output, before others read it. */
 void settle_rounded(void);
 
-/* Before a thread's first product of an operator. */
+/* Before a thread's first product of an operator, of any rows. */
 void prepare_tiles(enum isa isa);
+
+/* Before products of so many rows at once: of less than a tile no more are multiplied, read and written. */
+void prepare_rows(enum isa isa, int64_t rows);
 
 #define SIDE_ROWS 4
 
