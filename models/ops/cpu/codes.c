@@ -86,13 +86,6 @@ CLONES static void add_up(const struct place *at, const struct codes *codes, int
     }
 }
 
-/* Some panels that lie next to each other. */
-struct panels {
-    const char *first;
-    int64_t bytes, steps; /* of each */
-    int64_t count;
-};
-
 /* Some steps of panels by staged rows, added to their sums [panel][rows][32]. */
 static void add_part(const struct place *at, const struct codes *codes, const struct panels *panels, int64_t first,
                      int64_t some, int64_t rows, float *sums) {
@@ -105,6 +98,13 @@ static void add_part(const struct place *at, const struct codes *codes, const st
                                .ahead = panels->first + later + next * panels->bytes,
                                .ahead_apart = panels->bytes,
                                .stride = of_step / (DEPTH / 2)};
+    if (rows == 1 && at->numbers.add_row && panels->count == at->numbers.row_panels) {
+        int64_t group = first / (codes->group / DEPTH);
+        const struct row_of_codes row = {
+            panels->first + (group + 1) * bytes_of_header(codes) + first * of_step, panels->bytes, some, near.ahead};
+        at->numbers.add_row(at->staged.rows + first * TILE * at->staged.bytes, &row, sums);
+        return;
+    }
     for (int64_t panel = 0; panel < panels->count; panel++)
         expand_steps(at->isa, codes, panels->first + panel * panels->bytes, first, some,
                      at->bench->near + panel * near.apart);
@@ -117,7 +117,8 @@ static void add_part(const struct place *at, const struct codes *codes, const st
 static void multiply_near(const struct place *at, const struct codes *codes, const struct panels *panels,
                           int64_t rows) {
     struct codes_bench *bench = at->bench;
-    int64_t at_once = rows > GROUP ? MORE_STEPS : panels->count > 1 ? SIDE_STEPS : NEAR_STEPS;
+    int is_side = panels->count > 1 && !(rows == 1 && at->numbers.add_row);
+    int64_t at_once = rows > GROUP ? MORE_STEPS : is_side ? SIDE_STEPS : NEAR_STEPS;
     int64_t steps = panels->steps, in_group = codes->group / DEPTH, bytes = panels->count * rows * PANEL * sizeof(float);
     memset(bench->sums, 0, rows > LANES ? parts(rows, LANES) * LANES * PANEL * (int64_t)sizeof(float) : bytes);
     if (at->numbers.is_scaled) {
@@ -130,10 +131,7 @@ static void multiply_near(const struct place *at, const struct codes *codes, con
         memset(bench->of_group, 0, bytes);
         for (int64_t done = group * in_group; done < past; done += at_once)
             add_part(at, codes, panels, done, min64(at_once, past - done), rows, bench->of_group);
-        for (int64_t panel = 0; panel < panels->count; panel++)
-            scale_sums(codes, panels->first + panel * panels->bytes + group * bytes_of_group(codes),
-                       bench->of_group + panel * rows * PANEL, at->totals ? at->totals + group : NULL,
-                       parts(steps, in_group), at->numbers.bias, rows, bench->sums + panel * rows * PANEL);
+        scale_sums(codes, panels, group, bench->of_group, at->totals, at->numbers.bias, rows, bench->sums);
     }
 }
 

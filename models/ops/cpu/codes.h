@@ -45,10 +45,22 @@ static inline int64_t bytes_of_panel(const struct codes *codes, int64_t inputs) 
     return parts(inputs, codes->group) * bytes_of_header(codes) + parts(inputs, DEPTH) * bytes_of_codes(codes->code_kind);
 }
 
+/* Some steps of one group of panels that lie `apart`, and what is fetched meanwhile. */
+struct row_of_codes {
+    const char *codes;
+    int64_t apart, steps;
+    const char *ahead;
+};
+
+/* A staged row by those, added to its sums [panel][32]. */
+typedef void row_adder(const char *x, const struct row_of_codes *row, float *sums);
+
 /* How an instruction set makes bfloat16 of codes. */
 struct numbers {
-    int is_scaled; /* as what the codes mean; otherwise sums of groups are yet to be scaled */
-    float bias;    /* that was added to every number that is not scaled */
+    int is_scaled;      /* as what the codes mean; otherwise sums of groups are yet to be scaled */
+    float bias;         /* that was added to every number that is not scaled */
+    row_adder *add_row; /* of `row_panels` panels at once, whose numbers it writes nowhere; or NULL */
+    int64_t row_panels;
 };
 
 struct numbers numbers_of(enum isa isa, const struct codes *codes);
@@ -56,8 +68,16 @@ struct numbers numbers_of(enum isa isa, const struct codes *codes);
 /* `steps` steps of a panel from `first` on, as steps of bfloat16; of one group where numbers are not scaled. */
 void expand_steps(enum isa isa, const struct codes *codes, const char *panel, int64_t first, int64_t steps, bf16 *to);
 
-/* The sums of a group [count][32], whose rows add up to `totals` [count][stride], to all sums. NULL: no zero points. */
-void scale_sums(const struct codes *codes, const char *group, const float *of_group, const float *totals,
-                int64_t stride, float bias, int64_t count, float *sums);
+/* Some panels that lie next to each other. */
+struct panels {
+    const char *first;
+    int64_t bytes, steps; /* of each */
+    int64_t count;
+};
+
+/* The sums of a group [panel][rows][32], whose inputs of a row add up to `totals` [rows][groups], to all sums. `totals`
+ * NULL: there are no zero points. */
+void scale_sums(const struct codes *codes, const struct panels *panels, int64_t group, const float *of_group,
+                const float *totals, float bias, int64_t rows, float *sums);
 
 #endif

@@ -55,19 +55,20 @@ INLINE struct factors factors_of(const struct codes *codes, const char *group, i
     return found;
 }
 
-CLONES void scale_sums(const struct codes *codes, const char *group, const float *of_group, const float *totals,
-                       int64_t stride, float bias, int64_t count, float *sums) {
-    for (int tile = 0; tile < 2; tile++) {
-        struct factors by = factors_of(codes, group, tile);
-        vector zeros = by.zeros + bias;
-        const float *from = of_group + tile * LANES;
-        float *to = sums + tile * LANES;
-        for (int64_t row = 0; row < count; row++, from += PANEL, to += PANEL) {
-            vector sum = load(from);
-            if (totals) sum -= zeros * totals[row * stride];
-            store(to, load(to) + sum * by.scales);
+CLONES void scale_sums(const struct codes *codes, const struct panels *panels, int64_t group, const float *of_group,
+                       const float *totals, float bias, int64_t rows, float *sums) {
+    int64_t groups = parts(panels->steps, codes->group / DEPTH);
+    const char *header = panels->first + group * bytes_of_group(codes);
+    for (int64_t panel = 0; panel < panels->count; panel++, header += panels->bytes)
+        for (int tile = 0; tile < 2; tile++) {
+            struct factors by = factors_of(codes, header, tile);
+            int64_t at = panel * rows * PANEL + tile * LANES;
+            for (int64_t row = 0; row < rows; row++, at += PANEL) {
+                vector sum = load(of_group + at);
+                if (totals) sum -= (by.zeros + bias) * totals[row * groups + group];
+                store(sums + at, load(sums + at) + sum * by.scales);
+            }
         }
-    }
 }
 
 /* ---- any processor ---- */
@@ -125,146 +126,232 @@ static expander *const with_any[] = {any_int4, any_fp4, any_int8, any_fp8};
 
 AVX2 INLINE __m256i avx2_load(const char *from) { return _mm256_loadu_si256((const void *)from); }
 
-AVX2 INLINE void avx2_store(bf16 *to, __m256i words) { _mm256_storeu_si256((void *)to, words); }
-
-/* Elements 0 to 7 and 16 to 23, and the others, of a line. */
-AVX2 INLINE void put_quarters(bf16 *to, __m256i even, __m256i odd) {
-    avx2_store(to, _mm256_permute2x128_si256(even, odd, 0x20));
-    avx2_store(to + LANES, _mm256_permute2x128_si256(even, odd, 0x31));
-}
-
 AVX2 INLINE __m256i twice(__m128i table) { return _mm256_broadcastsi128_si256(table); }
 
-AVX2 static void avx2_int4(const char *from, int64_t steps, bf16 *to) {
-    const __m256i mask = _mm256_set1_epi16(0x78), bias = _mm256_set1_epi16(0x4180);
-    for (int64_t i = 0; i < steps * (STEP / 2); i += LINE / 2) {
-        __m256i words = avx2_load(from + i);
-        __m256i moved[] = {_mm256_slli_epi16(words, 3), _mm256_srli_epi16(words, 1), _mm256_srli_epi16(words, 5),
-                           _mm256_srli_epi16(words, 9)};
-        for (int line = 0; line < 4; line++)
-            avx2_store(to + i / LINE * (4 * 2 * LANES) + line * 2 * LANES + i % LINE / 2,
-                       _mm256_or_si256(_mm256_and_si256(moved[line], mask), bias));
-    }
+AVX2 INLINE __m256i avx2_int4(__m256i words, int line) {
+    __m256i moved = line == 0 ? _mm256_slli_epi16(words, 3) : _mm256_srli_epi16(words, line * 4 - 3);
+    return _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi16(0x78)), _mm256_set1_epi16(0x4180));
 }
 
 /* Tables have the two bytes of each number. */
-AVX2 static void avx2_fp4(const char *from, int64_t steps, bf16 *to) {
+AVX2 INLINE __m256i avx2_fp4(__m256i words, int line) {
     const __m256i low = twice(_mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
     const __m256i high = twice(_mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64));
-    const __m256i mask = _mm256_set1_epi8(15), below = _mm256_set1_epi16(0xff);
-    for (int64_t i = 0; i < steps * (STEP / 2); i += LINE / 2) {
-        bf16 *lines = to + i / LINE * (4 * 2 * LANES) + i % LINE / 2;
-        __m256i words = avx2_load(from + i);
-        for (int line = 0; line < 2; line++, words = _mm256_srli_epi16(words, 4)) {
-            __m256i codes = _mm256_and_si256(words, mask);
-            __m256i l = _mm256_shuffle_epi8(low, codes), h = _mm256_shuffle_epi8(high, codes);
-            avx2_store(lines + line * 2 * LANES,
-                       _mm256_or_si256(_mm256_and_si256(l, below), _mm256_slli_epi16(h, 8)));
-            avx2_store(lines + (line + 2) * 2 * LANES,
-                       _mm256_or_si256(_mm256_srli_epi16(l, 8), _mm256_andnot_si256(below, h)));
-        }
-    }
-}
-
-AVX2 static void avx2_int8(const char *from, int64_t steps, bf16 *to) {
-    for (int64_t i = 0; i < steps * STEP; i += LANES) {
-        __m256i words[2];
-        for (int half = 0; half < 2; half++) {
-            __m128i codes = _mm_loadl_epi64((const void *)(from + i + half * 8));
-            words[half] = _mm256_srli_epi32((__m256i)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), 16);
-        }
-        avx2_store(to + i, _mm256_permute4x64_epi64(_mm256_packus_epi32(words[0], words[1]), 0xd8));
-    }
+    const __m256i below = _mm256_set1_epi16(0xff);
+    __m256i codes = _mm256_and_si256(_mm256_srli_epi16(words, line % 2 * 4), _mm256_set1_epi8(15));
+    __m256i l = _mm256_shuffle_epi8(low, codes), h = _mm256_shuffle_epi8(high, codes);
+    if (line < 2) return _mm256_or_si256(_mm256_and_si256(l, below), _mm256_slli_epi16(h, 8));
+    return _mm256_or_si256(_mm256_srli_epi16(l, 8), _mm256_andnot_si256(below, h));
 }
 
 /* The upper byte of a number has its sign and all but one bit of the exponent, which grows by 120. The codes without an
- * exponent are corrected by tables. */
-AVX2 static void avx2_fp8(const char *from, int64_t steps, bf16 *to) {
+ * exponent are corrected by tables. Gives elements 0 to 7 and 16 to 23, and the others. */
+AVX2 INLINE void avx2_fp8(__m256i codes, __m256i words[2]) {
     const __m256i high = twice(
         _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
     const __m256i less = twice(_mm_setr_epi8(60, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
     const __m256i other = twice(_mm_setr_epi8(0, 16, -96, -16, 64, 112, 32, 16, 0, 0, 0, 0, 0, 0, 0, 0));
     const __m256i mask = _mm256_set1_epi8(15), exponent = _mm256_set1_epi8(0x78);
-    for (int64_t i = 0; i < steps * STEP; i += LINE / 2) {
-        __m256i codes = avx2_load(from + i), rest = _mm256_and_si256(codes, mask);
-        __m256i h = _mm256_shuffle_epi8(high, _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask));
-        __m256i l = _mm256_slli_epi16(rest, 4);
-        __m256i is_tiny = _mm256_cmpeq_epi8(_mm256_and_si256(codes, exponent), _mm256_setzero_si256());
-        h = _mm256_sub_epi8(h, _mm256_and_si256(_mm256_shuffle_epi8(less, rest), is_tiny));
-        l = _mm256_xor_si256(l, _mm256_and_si256(_mm256_shuffle_epi8(other, rest), is_tiny));
-        put_quarters(to + i, _mm256_unpacklo_epi8(l, h), _mm256_unpackhi_epi8(l, h));
+    __m256i rest = _mm256_and_si256(codes, mask), l = _mm256_slli_epi16(rest, 4);
+    __m256i h = _mm256_shuffle_epi8(high, _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask));
+    __m256i is_tiny = _mm256_cmpeq_epi8(_mm256_and_si256(codes, exponent), _mm256_setzero_si256());
+    h = _mm256_sub_epi8(h, _mm256_and_si256(_mm256_shuffle_epi8(less, rest), is_tiny));
+    l = _mm256_xor_si256(l, _mm256_and_si256(_mm256_shuffle_epi8(other, rest), is_tiny));
+    words[0] = _mm256_unpacklo_epi8(l, h), words[1] = _mm256_unpackhi_epi8(l, h);
+}
+
+/* Halves of a line of a tile in order, or with FP8 its quarters as `avx2_fp8` gives them. */
+AVX2 INLINE void avx2_words_of(int kind, const char *tile, int pair, __m256i words[2]) {
+    if (kind == FP8) {
+        avx2_fp8(avx2_load(tile + pair * 2 * LANES), words);
+        return;
+    }
+    for (int half = 0; half < 2; half++) {
+        __m256i codes = avx2_load(tile + pair / 4 * LINE + half * (LINE / 2));
+        words[half] = kind == INT4 ? avx2_int4(codes, pair % 4) : avx2_fp4(codes, pair % 4);
     }
 }
 
-static expander *const with_avx2[] = {avx2_int4, avx2_fp4, avx2_int8, avx2_fp8};
+AVX2 INLINE __m256i avx2_swap(__m256i a, __m256i b, int upper) {
+    return upper ? _mm256_permute2x128_si256(a, b, 0x31) : _mm256_permute2x128_si256(a, b, 0x20);
+}
+
+/* 16 numbers. */
+AVX2 INLINE __m256i avx2_int8(const char *from) {
+    __m256i words[2];
+    for (int half = 0; half < 2; half++) {
+        __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + half * 8)));
+        words[half] = _mm256_srli_epi32((__m256i)_mm256_cvtepi32_ps(codes), 16);
+    }
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(words[0], words[1]), 0xd8);
+}
+
+AVX2 INLINE void avx2_expand(const char *from, int64_t steps, bf16 *to, int kind) {
+    for (int64_t tile = 0; tile < 2 * steps; tile++, from += bytes_of_codes(kind) / 2)
+#pragma GCC unroll 16
+        for (int pair = 0; pair < DEPTH / 2; pair++, to += 2 * LANES) {
+            __m256i words[2], line[2];
+            if (kind == INT8)
+                for (int half = 0; half < 2; half++)
+                    line[half] = avx2_int8(from + pair * 2 * LANES + half * LANES);
+            else {
+                avx2_words_of(kind, from, pair, words);
+                for (int half = 0; half < 2; half++)
+                    line[half] = kind == FP8 ? avx2_swap(words[0], words[1], half) : words[half];
+            }
+            for (int half = 0; half < 2; half++) _mm256_storeu_si256((void *)(to + half * LANES), line[half]);
+        }
+}
+
+AVX2 static void avx2_expand_int4(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, INT4); }
+AVX2 static void avx2_expand_fp4(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, FP4); }
+AVX2 static void avx2_expand_int8(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, INT8); }
+AVX2 static void avx2_expand_fp8(const char *from, int64_t steps, bf16 *to) { avx2_expand(from, steps, to, FP8); }
+static expander *const with_avx2[] = {avx2_expand_int4, avx2_expand_fp4, avx2_expand_int8, avx2_expand_fp8};
+
+typedef float avx2_floats __attribute__((vector_size(32)));
+
+AVX2 INLINE void avx2_floats_of(int kind, const char *tile, int pair, avx2_floats even[2], avx2_floats odd[2]) {
+    __m256i words[2];
+    if (kind != INT8) avx2_words_of(kind, tile, pair, words);
+    for (int v = 0; v < 2; v++) {
+        if (kind == INT8) {
+            words[v] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(tile + pair * 2 * LANES + v * LANES)));
+            even[v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words[v], 16), 16));
+            odd[v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(words[v], 16));
+        } else {
+            even[v] = (avx2_floats)_mm256_slli_epi32(words[v], 16);
+            odd[v] = (avx2_floats)_mm256_and_si256(words[v], _mm256_set1_epi32((int)0xffff0000));
+        }
+    }
+}
+
+AVX2 INLINE void avx2_load_sums(const float *from, avx2_floats s[2], int kind) {
+    __m256i sums[2] = {avx2_load((const char *)from), avx2_load((const char *)(from + 8))};
+    for (int half = 0; half < 2; half++)
+        s[half] = (avx2_floats)(kind == FP8 ? avx2_swap(sums[0], sums[1], half) : sums[half]);
+}
+
+AVX2 INLINE void avx2_store_sums(float *to, const avx2_floats s[2], int kind) {
+    for (int half = 0; half < 2; half++) {
+        __m256i sums = kind == FP8 ? avx2_swap((__m256i)s[0], (__m256i)s[1], half) : (__m256i)s[half];
+        _mm256_storeu_si256((void *)(to + half * 8), sums);
+    }
+}
+
+#define NAME(x) avx2_##x
+#define TARGET AVX2
+#define WIDTH 8
+#define PANELS 2
+#define PAIRS 0
+#include "codes_kernel.h"
 
 /* ---- AVX-512 ---- */
 
 /* The numbers of 16 codes, twice: a permutation reads five bits of a word. */
 AVX512 INLINE __m512i table_of_int4(void) {
-    return _mm512_castps_si512((__m512)_mm512_broadcast_i64x4(_mm256_setr_epi16(
-        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150,
-        0x4160, 0x4170)));
+    return _mm512_broadcast_i64x4(_mm256_setr_epi16(0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100,
+                                                    0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
 }
 
 AVX512 INLINE __m512i table_of_fp4(void) {
-    const __m256i of_seven = _mm256_setr_epi16(0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, -0x8000,
-                                               -0x4100, -0x4080, -0x4040, -0x4000, -0x3fc0, -0x3f80, -0x3f40);
-    return _mm512_broadcast_i64x4(of_seven);
-}
-
-AVX512 INLINE void avx512_table(const char *from, int64_t steps, bf16 *to, __m512i table) {
-    for (int64_t i = 0; i < steps * (STEP / 2); i += LINE, to += 4 * 2 * LANES) {
-        __m512i words = _mm512_loadu_si512(from + i);
-#pragma GCC unroll 4
-        for (int line = 0; line < 4; line++)
-            _mm512_storeu_si512(to + line * 2 * LANES,
-                                _mm512_permutexvar_epi16(_mm512_srli_epi16(words, line * 4), table));
-    }
-}
-
-AVX512 static void avx512_int4(const char *from, int64_t steps, bf16 *to) {
-    avx512_table(from, steps, to, table_of_int4());
-}
-
-AVX512 static void avx512_fp4(const char *from, int64_t steps, bf16 *to) {
-    avx512_table(from, steps, to, table_of_fp4());
+    return _mm512_broadcast_i64x4(_mm256_setr_epi16(0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, -0x8000,
+                                                    -0x4100, -0x4080, -0x4040, -0x4000, -0x3fc0, -0x3f80, -0x3f40));
 }
 
 AVX512 INLINE __m512i float_of_bytes(const char *from) {
     return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
 }
 
-AVX512 static void avx512_int8(const char *from, int64_t steps, bf16 *to) {
-    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
-                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    for (int64_t i = 0; i < steps * STEP; i += 2 * LANES) {
-        _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(float_of_bytes(from + i), upper,
-                                                              float_of_bytes(from + i + LANES)));
-    }
-}
-
 /* The bits of size move to where bfloat16 has them, and the exponent grows by 120. A table has the numbers of codes
  * without one. */
-AVX512 static void avx512_fp8(const char *from, int64_t steps, bf16 *to) {
+AVX512 INLINE __m512i avx512_fp8(const char *from) {
     const __m512i tiny = _mm512_zextsi128_si512(
         _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-    const __m512i sign = _mm512_set1_epi16((short)0x8000), grown = _mm512_set1_epi16(120 << 7);
-    for (int64_t i = 0; i < steps * STEP; i += 2 * LANES) {
-        __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)(from + i)));
-        __m512i moved = _mm512_slli_epi16(codes, 4);
-        __m512i size = _mm512_add_epi16(_mm512_and_si512(moved, _mm512_set1_epi16(0x7f0)), grown);
-        __mmask32 is_tiny = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
-        size = _mm512_mask_permutexvar_epi16(size, is_tiny, codes, tiny);
-        _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(size, moved, sign, 0xf8)); /* size | (moved & sign) */
-    }
+    __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from)), moved = _mm512_slli_epi16(codes, 4);
+    __m512i size = _mm512_and_si512(moved, _mm512_set1_epi16(0x7f0));
+    __mmask32 is_tiny = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+    size = _mm512_add_epi16(size, _mm512_set1_epi16(120 << 7));
+    size = _mm512_mask_permutexvar_epi16(size, is_tiny, codes, tiny);
+    return _mm512_ternarylogic_epi32(size, moved, _mm512_set1_epi16((short)0x8000), 0xf8); /* size | (moved & sign) */
 }
 
-static expander *const with_avx512[] = {avx512_int4, avx512_fp4, avx512_int8, avx512_fp8};
+/* A line of a tile. */
+AVX512 INLINE __m512i avx512_words_of(int kind, const char *tile, int pair) {
+    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const char *line = tile + pair * 2 * LANES;
+    if (kind == FP8) return avx512_fp8(line);
+    if (kind == INT8) return _mm512_permutex2var_epi16(float_of_bytes(line), upper, float_of_bytes(line + LANES));
+    __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(tile + pair / 4 * LINE), pair % 4 * 4);
+    return _mm512_permutexvar_epi16(codes, kind == INT4 ? table_of_int4() : table_of_fp4());
+}
 
-/* ---- AMX: numbers by their scales ---- */
+AVX512 INLINE void avx512_expand(const char *from, int64_t steps, bf16 *to, int kind) {
+    for (int64_t tile = 0; tile < 2 * steps; tile++, from += bytes_of_codes(kind) / 2)
+#pragma GCC unroll 16
+        for (int pair = 0; pair < DEPTH / 2; pair++, to += 2 * LANES)
+            _mm512_storeu_si512(to, avx512_words_of(kind, from, pair));
+}
+
+AVX512 static void avx512_expand_int4(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, INT4); }
+AVX512 static void avx512_expand_fp4(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, FP4); }
+AVX512 static void avx512_expand_int8(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, INT8); }
+AVX512 static void avx512_expand_fp8(const char *from, int64_t steps, bf16 *to) { avx512_expand(from, steps, to, FP8); }
+static expander *const with_avx512[] = {avx512_expand_int4, avx512_expand_fp4, avx512_expand_int8, avx512_expand_fp8};
+
+AVX512 INLINE void avx512_floats_of(int kind, const char *tile, int pair, vector even[1], vector odd[1]) {
+    if (kind == INT8) {
+        __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)(tile + pair * 2 * LANES)));
+        even[0] = (vector)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
+        odd[0] = (vector)_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
+        return;
+    }
+    bits words = (bits)avx512_words_of(kind, tile, pair);
+    even[0] = (vector)(words << 16), odd[0] = (vector)(words & 0xffff0000);
+}
+
+AVX512 INLINE void avx512_load_sums(const float *from, vector s[1], int kind) {
+    (void)kind;
+    s[0] = load(from);
+}
+
+AVX512 INLINE void avx512_store_sums(float *to, const vector s[1], int kind) {
+    (void)kind;
+    store(to, s[0]);
+}
+
+#define NAME(x) avx512_##x
+#define TARGET AVX512
+#define WIDTH 16
+#define PANELS 4
+#define PAIRS 0
+#include "codes_kernel.h"
+
+/* ---- AVX-512 with bfloat16 ---- */
 
 AVX512_BF16 INLINE __m512i line_of(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+
+AVX512_BF16 INLINE __m512 pairs_dot_pairs(__m512 sum, uint32_t both, __m512i words) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)words);
+}
+
+AVX512_BF16 INLINE __m512i pairs_words_of(int kind, const char *tile, int pair) {
+    const char *line = tile + pair * 2 * LANES;
+    if (kind == INT8) return line_of((__m512)float_of_bytes(line), (__m512)float_of_bytes(line + LANES));
+    return avx512_words_of(kind, tile, pair);
+}
+
+#define pairs_load_sums avx512_load_sums
+#define pairs_store_sums avx512_store_sums
+#define NAME(x) pairs_##x
+#define TARGET AVX512_BF16
+#define WIDTH 16
+#define PANELS 4
+#define PAIRS 1
+#include "codes_kernel.h"
+
+/* ---- AMX: numbers by their scales ---- */
 
 /* The factors of both elements of each output, in the order of a line. */
 struct line_factors {
@@ -385,10 +472,15 @@ AVX512_BF16 static void expand_scaled(const struct codes *codes, const char *gro
 #endif
 
 struct numbers numbers_of(enum isa isa, const struct codes *codes) {
-    struct numbers numbers = {0, 0};
+    struct numbers numbers = {0, 0, NULL, 0};
 #if HAS_X86
     numbers.is_scaled = isa == WITH_AMX;
-    if ((isa == WITH_AVX2 || isa == WITH_AVX_VNNI) && codes->code_kind == INT4) numbers.bias = BIAS_OF_AVX2;
+    if (isa == WITH_AVX512_BF16) numbers.add_row = pairs_rows[codes->code_kind], numbers.row_panels = 4;
+    if (isa == WITH_AVX512) numbers.add_row = avx512_rows[codes->code_kind], numbers.row_panels = 4;
+    if (isa == WITH_AVX2 || isa == WITH_AVX_VNNI) {
+        numbers.add_row = avx2_rows[codes->code_kind], numbers.row_panels = 2;
+        if (codes->code_kind == INT4) numbers.bias = BIAS_OF_AVX2;
+    }
 #endif
     (void)isa, (void)codes;
     return numbers;

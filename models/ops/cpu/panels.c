@@ -12,7 +12,6 @@
 #define SIDE_PANELS 4 /* at most, that few rows meet side by side */
 #define SIDE_AHEAD 2  /* steps by which these are fetched ahead */
 #define NEAR_STEPS 4 /* 8 KiB of a weight, which the first cache keeps beside the rows that meet them */
-#define STAGED_BYTES(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float))
 
 static inline int is_whole_lines(const bf16 *out, int64_t out_stride) {
     return ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;

@@ -9,6 +9,8 @@
 #define STEP (2 * TILE)      /* of a step of a panel */
 #define GROUP (3 * LANES)    /* rows at a time */
 
+#define STAGED_BYTES(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float)) /* of an input of a staged row */
+
 #define MANY_ROWS (8 * LANES) /* with more, three tiles are quicker than two: weights are met often enough to be near */
 
 /* Of `rows`, of which so many are left; of 64 not all but 16, which would take as long as 32. */
