@@ -80,8 +80,9 @@ def alone(checkpoint: Path) -> Iterator[LLMEngine]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[LLMEngine]:
-    """Two replicas, for tests that leave them alive. Steps are of few tokens, so that prompts come in parts."""
-    with engine_of(checkpoint, 2, **_IN_PARTS) as engine:
+    """Two replicas, for tests that leave them alive. Steps are of few tokens, so that prompts come in parts, and each
+    is launched before the one before it is read."""
+    with engine_of(checkpoint, 2, async_scheduling="on", **_IN_PARTS) as engine:
         yield engine
 
 
