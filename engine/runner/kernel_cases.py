@@ -43,12 +43,12 @@ def cases_of_model(
 
 
 def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: int) -> Iterator[Case]:
-    for q, k, cache, (options, sinks, norms, rotation) in observed.attended:
+    for q, k, cache, (options, sinks, norms, rotation, q_scales) in observed.attended:
         as_hardware_reads(cache, options, q.device)  # Raises where the hardware has no FP8.
         for tokens in sorted({1, query_len}):
             yield AttentionCase(
                 heads=q.shape[1],
-                kv_heads=k.shape[1],
+                kv_heads=cache.k_cache.shape[1],
                 head_dim=q.shape[2],
                 options=options,
                 dtype=dtype,
@@ -58,6 +58,8 @@ def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: 
                 norms=norms,
                 rotary_dim=None if rotation is None else rotation[0].shape[-1],
                 query_len=tokens,
+                has_q_scales=q_scales is not None,
+                stores=k is not None,
             )
     top_k = observed.indexed[0].top_k if observed.indexed else None
     for q, kv_b, latents, options, inputs in observed.latents:

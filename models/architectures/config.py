@@ -14,9 +14,21 @@ from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""Names of activations in config.json, by which several mean the same."""
 _MAX_LAYERS = 4096
 """Far above any checkpoint's: a damaged config.json must not make the loader build layers for hours."""
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,8 @@ class ModelConfig(CheckpointConfig):
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
+    activation: str
+    """That of feed-forward layers: a value of `ACTIVATIONS`."""
     sliding_windows: tuple[int | None, ...]
     """For each layer the number of tokens that a query sees, its own included; None: all before it."""
     fields: Fields = field(repr=False, compare=False)
@@ -80,7 +94,6 @@ class ModelConfig(CheckpointConfig):
         facts = ARCHITECTURES[architecture].facts
         config = config.with_defaults(facts.defaults)
         generation = read_generation_config(path)
-        _reject_unsupported(config)
         hidden_size = config.integer("hidden_size")
         num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
         heads = config.integer("num_attention_heads")
@@ -90,7 +103,12 @@ class ModelConfig(CheckpointConfig):
         head_dim = _head_dim(config, facts, hidden_size, heads)
         # One token of a prompt and one generated.
         max_position_embeddings = config.integer("max_position_embeddings", minimum=2)
-        rope = parse_rope(config, head_dim=head_dim, max_position_embeddings=max_position_embeddings)
+        rope = parse_rope(
+            config,
+            head_dim=head_dim,
+            max_position_embeddings=max_position_embeddings,
+            has_ntk_alpha=facts.has_ntk_alpha,
+        )
         bos = generation.token_ids("bos_token_id") or config.token_ids("bos_token_id")
         return cls(
             architecture=architecture,
@@ -102,13 +120,14 @@ class ModelConfig(CheckpointConfig):
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             max_model_len=max(max_position_embeddings, rope.scaled_max_len),
-            rms_norm_eps=config.number("rms_norm_eps"),
+            rms_norm_eps=config.number(facts.eps_field),
             rope=rope,
-            attention_bias=config.boolean(facts.biases_field or "attention_bias", False),
+            attention_bias=config.boolean(facts.biases_field or facts.bias_field, False),
             mlp_bias=config.boolean(facts.biases_field or "mlp_bias", False)
             if facts.biases_field or facts.has_mlp_bias
             else False,
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+            activation=_activation(config, facts),
             dtype=checkpoint_dtype(config),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
@@ -183,10 +202,12 @@ def _architecture(config: Fields) -> str:
     return str(names[0])
 
 
-def _reject_unsupported(config: Fields) -> None:
-    activation = config.string("hidden_act", "silu")
-    if activation != "silu":
-        raise config.invalid("hidden_act", '"silu"')
+def _activation(config: Fields, facts: ConfigFacts) -> str:
+    name, default = facts.activation
+    activation = config.string(name, default)
+    if activation not in ACTIVATIONS:
+        raise config.invalid(name, f"one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]
 
 
 def _head_dim(config: Fields, facts: ConfigFacts, hidden_size: int, heads: int) -> int:
@@ -200,11 +221,14 @@ def _head_dim(config: Fields, facts: ConfigFacts, hidden_size: int, heads: int) 
 def _sliding_windows(config: Fields, facts: ConfigFacts, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window, from `layer_types`, `use_sliding_window` or a bare `sliding_window`, whichever applies."""
     kinds = config.strings("layer_types")
+    windowed_kind, size_field = facts.windows
     if kinds:
-        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING} | facts.layer_kinds:
-            known = " or ".join((_FULL, _SLIDING, *sorted(facts.layer_kinds)))
+        if len(kinds) != num_layers or not set(kinds) <= {_FULL, windowed_kind} | facts.layer_kinds:
+            known = " or ".join((_FULL, windowed_kind, *sorted(facts.layer_kinds)))
             raise config.invalid("layer_types", f"a list of {num_layers} names, each {known}")
-        windowed = [kind == _SLIDING for kind in kinds]
+        windowed = [kind == windowed_kind for kind in kinds]
+    elif facts.windowed_layers is not None:
+        windowed = list(facts.windowed_layers(config, num_layers))
     elif facts.full_attention_every is not None:
         every = config.integer("sliding_window_pattern", facts.full_attention_every)
         windowed = [(layer + 1) % every != 0 for layer in range(num_layers)]
@@ -214,9 +238,11 @@ def _sliding_windows(config: Fields, facts: ConfigFacts, num_layers: int) -> tup
         windowed = [used and layer >= first for layer in range(num_layers)]
     else:
         windowed = [facts.is_windowed and config.has("sliding_window")] * num_layers
+    if facts.last_layer_is_full:
+        windowed[-1] = False
     if not any(windowed):
         return (None,) * num_layers
-    window = config.integer("sliding_window")
+    window = config.integer(size_field)
     return tuple(window if here else None for here in windowed)
 
 

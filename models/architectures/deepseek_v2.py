@@ -16,6 +16,7 @@ from models.layers.base import CacheSpec
 from models.layers.mla import LightningIndexer, MLAAttention, MLAShape
 from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.routing import GroupedRouter, Scoring, experts_per_token, groups_of_experts
+from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import TensorParallel
 
 _V32, _GLM5 = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
@@ -63,7 +64,8 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         shared = None
         if num_shared:
             shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared, reduces=False)
-        experts = FusedMoE(config.hidden_size, size, num_experts, parallel=parallel)
+        activation = gated_activation(config.activation)
+        experts = FusedMoE(config.hidden_size, size, num_experts, activation=activation, parallel=parallel)
         return SparseMoE(_router(config, num_experts), experts, shared)
 
     def kv_cache_layers(self) -> list[CacheSpec]:

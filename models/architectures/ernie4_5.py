@@ -10,6 +10,7 @@ from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.routing import GroupedRouter
+from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
@@ -60,7 +61,9 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
         shared = None
         if num_shared:
             shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared, reduces=False)
-        return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, parallel=parallel), shared)
+        activation = gated_activation(config.activation)
+        experts = FusedMoE(config.hidden_size, size, num_experts, activation=activation, parallel=parallel)
+        return SparseMoE(gate, experts, shared)
 
 
 def _is_sparse(fields: Fields, layer: int, num_layers: int) -> bool:

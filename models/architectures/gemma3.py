@@ -6,15 +6,12 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP, TwoRopesBody
+from models.architectures.llama import DecoderBody, LlamaForCausalLM, SandwichDecoderLayer, TwoRopesBody, soft_cap
 from models.architectures.qwen3 import Qwen3Attention
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.config.rope import RopeConfig, parse_rope
-from models.layers.linear import VocabParallelEmbedding
 from models.layers.norm import OffsetRMSNorm, RMSNorm
-from models.layers.rotary import RotaryEmbedding
-from models.ops.activation import geglu_tanh
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _LOCAL_THETA = 10000.0
@@ -32,54 +29,6 @@ class Gemma3Attention(Qwen3Attention):
         return float(config.fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
 
 
-class Gemma3MLP(LlamaMLP):
-    """Feed-forward layer gated by a GELU."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
-        super().__init__(config, parallel)
-        self.activation = geglu_tanh
-
-
-class Gemma3DecoderLayer(nn.Module):
-    """Attention and feed-forward, each between two norms, with residual connections."""
-
-    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
-        super().__init__()
-        self.is_local = config.sliding_windows[layer] is not None
-        self.self_attn = Gemma3Attention(config, layer, parallel)
-        self.mlp = Gemma3MLP(config, parallel)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = OffsetRMSNorm(size, eps)
-        self.post_attention_layernorm = OffsetRMSNorm(size, eps)
-        self.pre_feedforward_layernorm = OffsetRMSNorm(size, eps)
-        self.post_feedforward_layernorm = OffsetRMSNorm(size, eps)
-
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size], 2 x [tokens, 1, head_dim] -> [tokens, hidden_size]"""
-        attended = self.self_attn(self.input_layernorm(hidden), cos, sin)
-        hidden = self.post_attention_layernorm.norm_add(attended, hidden)
-        fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
-        return self.post_feedforward_layernorm.norm_add(fed_forward, hidden)
-
-
-class Gemma3Model(TwoRopesBody):
-    """Scaled embedding, decoder layers and final norm."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
-        super().__init__()
-        # Rounded to the model's dtype, as the model was trained.
-        scale: float = torch.tensor(config.hidden_size**0.5, device="cpu").item()
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, scale=scale, parallel=parallel
-        )
-        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
-        self.local_rotary_emb = RotaryEmbedding(_local_rope(config), config.max_model_len)
-        self.layers = nn.ModuleList(
-            Gemma3DecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
-        )
-        self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
 _FACTS = ConfigFacts(
     defaults={
         "head_dim": 256,
@@ -92,6 +41,7 @@ _FACTS = ConfigFacts(
         "tie_word_embeddings": True,
         "vocab_size": 262208,
     },
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
     full_attention_every=6,
 )
 
@@ -100,26 +50,29 @@ _FACTS = ConfigFacts(
 class Gemma3ForCausalLM(LlamaForCausalLM):
     """Gemma 3's text model with its language-model head."""
 
+    attention: ClassVar[type[nn.Module]] = Gemma3Attention
+
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         fields = config.fields
         _reject_unsupported(config)
         super().__init__(config, parallel)
-        self.soft_cap = fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else None
+        self.soft_cap = soft_cap(fields, "final_logit_softcapping")
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
-        return Gemma3Model(config, parallel)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
-        logits = super().compute_logits(hidden)
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        def make_layer(layer: int) -> nn.Module:
+            attention, feed_forward = self.attention, self.feed_forward
+            return SandwichDecoderLayer(config, layer, attention, feed_forward, parallel, norm=OffsetRMSNorm)
+
+        # Rounded to the model's dtype, as the model was trained.
+        scale: float = torch.tensor(config.hidden_size**0.5, device="cpu").item()
+        rope = _local_rope(config)
+        return TwoRopesBody(config, make_layer, parallel, local_rope=rope, norm=OffsetRMSNorm, embed_scale=scale)
 
 
 def _reject_unsupported(config: ModelConfig) -> None:
     fields = config.fields
-    if fields.string("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        raise fields.invalid("hidden_activation", '"gelu_pytorch_tanh"')
     if fields.boolean("use_bidirectional_attention", False) and not config.is_bidirectional:
         raise fields.invalid("use_bidirectional_attention", "false: a generated token sees only earlier ones")
     if fields.has("attn_logit_softcapping"):

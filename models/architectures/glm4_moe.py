@@ -10,6 +10,7 @@ from models.architectures.registry import ConfigFacts, architecture
 from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.norm import RMSNorm
 from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
+from models.ops.activation import gated_activation
 from models.ops.types import HeadNorms
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -59,4 +60,6 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
         )
         num_shared = fields.integer("n_shared_experts", 1)
         shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared, reduces=False)
-        return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, parallel=parallel), shared)
+        activation = gated_activation(config.activation)
+        experts = FusedMoE(config.hidden_size, size, num_experts, activation=activation, parallel=parallel)
+        return SparseMoE(gate, experts, shared)

@@ -9,9 +9,12 @@ from torch import nn
 from models.architectures.config import ModelConfig
 from models.architectures.registry import ConfigFacts, architecture
 from models.attention.context import get_forward_context
+from models.config.fields import Fields
+from models.config.rope import RopeConfig
 from models.layers.attention import Attention, EncoderAttention
 from models.layers.base import CacheSpec
 from models.layers.linear import (
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
@@ -21,9 +24,10 @@ from models.layers.linear import (
 from models.layers.moe import leave_sum_open
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
-from models.ops.activation import GatedActivation, gating_of, swiglu
+from models.ops.activation import ACTIVATIONS, GatedActivation, activate, gated_activation, gating_of
 from models.ops.columns import join_columns
-from models.ops.types import HeadNorms
+from models.ops.norm import add_rows
+from models.ops.types import Gating, HeadNorms
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 if TYPE_CHECKING:
@@ -37,6 +41,10 @@ class LlamaAttention(nn.Module):
     """Whether the output projection has a bias where the others have one."""
     rotates_pairs: ClassVar[bool] = False
     """Whether the checkpoint's queries and keys are rotated as adjacent pairs of dimensions, not as halves."""
+    is_rotated_first: ClassVar[bool] = False
+    """Whether the norms of queries and keys follow the rotation."""
+    is_chunked: ClassVar[bool] = False
+    """Whether windows are chunks of positions."""
     num_inputs: ClassVar[int] = 1
     """Vectors of `hidden_size` that the projections read next to each other."""
 
@@ -73,6 +81,9 @@ class LlamaAttention(nn.Module):
                 head_dim=config.head_dim,
                 scale=scale,
                 sliding_window=window,
+                soft_cap=self.score_cap(config),
+                is_chunked=self.is_chunked and window is not None,
+                is_rotated_first=self.is_rotated_first,
             )
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -80,8 +91,16 @@ class LlamaAttention(nn.Module):
         num_tokens = len(hidden)
         qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        rotation = (cos, sin) if self.rotates else None
-        attended = self.attn(q, k, v, self.sinks, norms=self.head_norms(), rotation=rotation)
+        q, k = self.prepared(q, k)
+        attended = self.attn(
+            q,
+            k,
+            v,
+            self.sinks,
+            norms=self.head_norms(),
+            rotation=(cos, sin) if self.rotates else None,
+            q_scales=self.query_scales(),
+        )
         return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
 
     @classmethod
@@ -96,12 +115,26 @@ class LlamaAttention(nn.Module):
         return True
 
     def head_norms(self) -> HeadNorms | None:
-        """Norms of queries and keys, applied before the rotation; None: there are none."""
+        """Norms of queries and keys that all heads share; None: there are none."""
+        return None
+
+    def prepared(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is done to queries and keys before the attention takes them. # [tokens, heads, head_dim] each"""
+        return q, k
+
+    def query_scales(self) -> torch.Tensor | None:
+        """Factors of the step's queries, after their rotation; None: there are none. # [tokens, 1] float32"""
         return None
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float | None:
         """The factor of the scores; None: `head_dim ** -0.5`."""
+        del config
+        return None
+
+    @staticmethod
+    def score_cap(config: ModelConfig) -> float | None:
+        """The soft cap of the scores; None: there is none."""
         del config
         return None
 
@@ -119,7 +152,7 @@ class LlamaMLP(nn.Module):
     ) -> None:
         """`reduces`: False where the output is this rank's part, which the caller adds up."""
         super().__init__()
-        self.activation: GatedActivation = swiglu
+        self.activation: GatedActivation = gated_activation(config.activation)
         size = config.intermediate_size if intermediate_size is None else intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, [size] * 2, bias=config.mlp_bias, parallel=parallel
@@ -141,6 +174,29 @@ class LlamaMLP(nn.Module):
             yield ActivationCase(len(self.gate_up_proj.weight) // 2, gating, dtype)
 
 
+class PlainMLP(nn.Module):
+    """Feed-forward layer whose activation gates nothing."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.up_proj = ColumnParallelLinear(config.hidden_size, size, bias=bias, parallel=parallel)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=bias, parallel=parallel)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(activate(self.up_proj(hidden), self.activation))  # type: ignore[no-any-return]
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The activation."""
+        from models.ops.triton.cases.elementwise import ActivationCase
+
+        del max_tokens
+        yield ActivationCase(len(self.up_proj.weight), Gating(self.activation), dtype, is_gated=False)
+
+
+MakeNorm: TypeAlias = Callable[..., RMSNorm]
+"""Makes the norm of vectors of a size, with an epsilon, and if it is to sum them over ranks, with these."""
 FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]
 """Makes the feed-forward layer of the decoder layer with this number."""
 
@@ -155,30 +211,123 @@ class LlamaDecoderLayer(nn.Module):
         attention: type[nn.Module],
         feed_forward: FeedForward,
         parallel: TensorParallel,
+        *,
+        norm: MakeNorm = RMSNorm,
+        residual_scale: float = 1.0,
     ) -> None:
+        """`residual_scale`: what the output of attention and feed-forward is multiplied by before it is added."""
         super().__init__()
+        self.residual_scale = residual_scale
         self.self_attn = attention(config, layer, parallel)
         self.mlp = feed_forward(config, layer, parallel)
         leave_sum_open(self.self_attn)
         leave_sum_open(self.mlp)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]
+        """Returns two tensors whose sum, the first scaled, is the layer's output: the next norm adds them.
 
         Of several ranks, the first is this rank's part, which the next norm sums over the ranks.
+
+        # [tokens, hidden_size] each
         """
-        if residual is None:
-            residual = hidden
-            hidden = self.input_layernorm(hidden)
-        else:
-            hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        hidden, residual = self.first_norm(hidden, residual)
         hidden = self.self_attn(hidden, cos, sin)
-        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual, self.residual_scale)
         return self.mlp(hidden), residual
+
+    def first_norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of what the layer receives, and that. # [tokens, hidden_size] each"""
+        if residual is None:
+            return self.input_layernorm(hidden), hidden
+        return self.input_layernorm.add_norm(hidden, residual, self.residual_scale)
+
+
+class ParallelDecoderLayer(LlamaDecoderLayer):
+    """Attention and feed-forward of one norm, both added to the residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        attention: type[nn.Module],
+        feed_forward: FeedForward,
+        parallel: TensorParallel,
+        *,
+        norm: MakeNorm = RMSNorm,
+        residual_scale: float = 1.0,
+    ) -> None:
+        super().__init__(config, layer, attention, feed_forward, parallel, norm=norm, residual_scale=residual_scale)
+        del self.post_attention_layernorm
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LlamaDecoderLayer`."""
+        hidden, residual = self.first_norm(hidden, residual)
+        attended, fed_forward = self.self_attn(hidden, cos, sin), self.mlp(hidden)
+        if self.input_layernorm.sums.size > 1:
+            return add_rows(attended, fed_forward), residual
+        return fed_forward, add_rows(residual, attended, self.residual_scale)
+
+
+class SandwichDecoderLayer(nn.Module):
+    """Attention and feed-forward, each between two norms, with residual connections."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        attention: type[nn.Module],
+        feed_forward: FeedForward,
+        parallel: TensorParallel,
+        *,
+        norm: MakeNorm = RMSNorm,
+    ) -> None:
+        super().__init__()
+        self.is_local = config.sliding_windows[layer] is not None
+        self.self_attn = attention(config, layer, parallel)
+        self.mlp = feed_forward(config, layer, parallel)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = norm(size, eps)
+        self.post_attention_layernorm = norm(size, eps)
+        self.pre_feedforward_layernorm = norm(size, eps)
+        self.post_feedforward_layernorm = norm(size, eps)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        attended = self.self_attn(self.input_layernorm(hidden), cos, sin)
+        hidden = self.post_attention_layernorm.norm_add(attended, hidden)
+        fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return self.post_feedforward_layernorm.norm_add(fed_forward, hidden)
+
+
+class PostNormDecoderLayer(nn.Module):
+    """Attention and feed-forward, each with a norm after it, with residual connections."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        attention: type[nn.Module],
+        feed_forward: FeedForward,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.is_local = config.sliding_windows[layer] is not None
+        self.self_attn = attention(config, layer, parallel)
+        self.mlp = feed_forward(config, layer, parallel)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        # The norm's sum overwrites its second operand, which the layer has read.
+        hidden = self.post_attention_layernorm.norm_add(self.self_attn(hidden, cos, sin), hidden)
+        return self.post_feedforward_layernorm.norm_add(self.mlp(hidden), hidden)
 
 
 class DecoderBody(nn.Module):
@@ -190,17 +339,36 @@ class DecoderBody(nn.Module):
 
 
 class TwoRopesBody(DecoderBody):
-    """A body whose windowed layers, those with `is_local`, have a rope of their own."""
+    """A body whose layers return their output whole, and whose windowed layers may have a rope of their own."""
 
-    rotary_emb: RotaryEmbedding
-    local_rotary_emb: RotaryEmbedding
-    layers: nn.ModuleList
-    norm: RMSNorm
+    def __init__(
+        self,
+        config: ModelConfig,
+        make_layer: Callable[[int], nn.Module],
+        parallel: TensorParallel,
+        *,
+        local_rope: RopeConfig | None = None,
+        norm: MakeNorm = RMSNorm,
+        embed_scale: float = 1.0,
+    ) -> None:
+        """`make_layer` by number; a layer has `is_local`. `local_rope`: of windowed layers; None: that of the others.
+
+        `embed_scale`: of embeddings.
+        """
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, scale=embed_scale, parallel=parallel
+        )
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.local_rotary_emb = None if local_rope is None else RotaryEmbedding(local_rope, config.max_model_len)
+        self.layers = nn.ModuleList(make_layer(layer) for layer in range(config.num_hidden_layers))
+        self.norm = norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
-        everywhere, nearby = self.rotary_emb(positions), self.local_rotary_emb(positions)
+        everywhere = self.rotary_emb(positions)
+        nearby = everywhere if self.local_rotary_emb is None else self.local_rotary_emb(positions)
         for layer in self.layers:
             hidden = layer(hidden, *(nearby if layer.is_local else everywhere))
         return self.norm(hidden)  # type: ignore[no-any-return]
@@ -217,15 +385,24 @@ class LlamaModel(DecoderBody):
         attention: type[nn.Module],
         feed_forward: FeedForward,
         parallel: TensorParallel,
+        *,
+        decoder_layer: type[LlamaDecoderLayer] = LlamaDecoderLayer,
+        norm: MakeNorm = RMSNorm,
+        embed_scale: float = 1.0,
+        residual_scale: float = 1.0,
     ) -> None:
+        """`embed_scale`: of embeddings. `residual_scale`: see `LlamaDecoderLayer`."""
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, scale=embed_scale, parallel=parallel
+        )
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.residual_scale = residual_scale
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer, attention, feed_forward, parallel)
+            decoder_layer(config, layer, attention, feed_forward, parallel, norm=norm, residual_scale=residual_scale)
             for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, parallel)
+        self.norm = norm(config.hidden_size, config.rms_norm_eps, parallel)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
@@ -235,18 +412,20 @@ class LlamaModel(DecoderBody):
         context = get_forward_context()
         for number, layer in enumerate(self.layers):
             if number in context.stream_layers:
-                context.streams[number] = _stream(cast(LlamaDecoderLayer, layer).input_layernorm, hidden, residual)
+                norm = cast(LlamaDecoderLayer, layer).input_layernorm
+                context.streams[number] = _stream(norm, hidden, residual, self.residual_scale)
             hidden, residual = layer(hidden, residual, cos, sin)
         assert residual is not None, "a model has at least one layer"
-        return self.norm.add_norm(hidden, residual)[0]
+        return self.norm.add_norm(hidden, residual, self.residual_scale)[0]
 
 
-def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
     """A copy of what a layer receives, whose memory later norms overwrite. # 2 x [tokens, hidden_size]"""
     if residual is None:
         return join_columns(hidden)
     # The operators have the sum together with a norm, whose result is not used. It may overwrite a rank's part.
-    return norm.add_norm(hidden if norm.sums.size == 1 else join_columns(hidden), join_columns(residual))[1]
+    part = hidden if norm.sums.size == 1 else join_columns(hidden)
+    return norm.add_norm(part, join_columns(residual), scale)[1]
 
 
 @architecture("LlamaForCausalLM", ConfigFacts(has_mlp_bias=True))
@@ -264,6 +443,9 @@ class LlamaForCausalLM(nn.Module):
     """Module of the checkpoint -> module of the model that holds it, and the part that it is there."""
     attention: ClassVar[type[nn.Module]] = LlamaAttention
     """The attention class, called with config, layer and parallel."""
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
+    """Scaled logits become `soft_cap * tanh(logits / soft_cap)`."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         super().__init__()
@@ -288,8 +470,17 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [rows, hidden_size] -> [rows, vocab_size] float32"""
-        return self.lm_head(hidden)  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.lm_head(hidden)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     def kv_cache_layers(self) -> list[CacheSpec]:
         """The attention layers, first to last."""
-        return [module.cache_spec for module in self.modules() if isinstance(module, Attention)]
+        layers = [module for module in self.modules() if isinstance(module, Attention)]
+        return [layer.cache_spec for layer in layers if layer.has_cache]
+
+
+def soft_cap(fields: Fields, name: str) -> float | None:
+    """The field with a soft cap; None where there is none."""
+    return fields.number(name) if fields.has(name) else None

@@ -10,6 +10,7 @@ from models.architectures.olmo import HeadsNormAttention
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
 from models.layers.routing import GroupedRouter, experts_per_token
+from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 5e6}
@@ -48,6 +49,12 @@ class MiniMaxM2ForCausalLM(LlamaForCausalLM):
             correction_name="e_score_correction_bias",
         )
         names = ExpertNames(gate="w1", up="w3", down="w2")
-        return SparseMoE(
-            gate, FusedMoE(config.hidden_size, config.intermediate_size, num_experts, names=names, parallel=parallel)
+        experts = FusedMoE(
+            config.hidden_size,
+            config.intermediate_size,
+            num_experts,
+            activation=gated_activation(config.activation),
+            names=names,
+            parallel=parallel,
         )
+        return SparseMoE(gate, experts)

@@ -10,6 +10,7 @@ from models.architectures.llama import LlamaAttention, LlamaForCausalLM
 from models.architectures.registry import ConfigFacts, architecture
 from models.attention.context import get_forward_context
 from models.config.fields import Fields
+from models.layers.rotary import position_scales
 from models.parallel.tensor_parallel import TensorParallel
 
 _BETA = "llama_4_scaling_beta"
@@ -24,16 +25,11 @@ class Ministral3Attention(LlamaAttention):
         self.beta = rope.number(_BETA) if rope.values.get(_BETA) else 0.0
         self.length = config.rope.original_max_len
 
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+    def query_scales(self) -> torch.Tensor | None:
+        """Factors of the step's queries. # [tokens, 1] float32"""
         if not self.beta:
-            return super().forward(hidden, cos, sin)
-        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        spans = (get_forward_context().context.positions // self.length).float()
-        q = q * (1 + self.beta * torch.log1p(spans))[:, None, None].to(q.dtype)
-        attended = self.attn(q, k, v, rotation=(cos, sin))
-        return self.o_proj(attended.view(len(hidden), -1))  # type: ignore[no-any-return]
+            return None
+        return position_scales(get_forward_context().context.positions, self.beta, self.length)
 
 
 @architecture("Ministral3ForCausalLM", ConfigFacts(defaults={"head_dim": 128}, is_windowed=True))

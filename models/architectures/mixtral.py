@@ -9,6 +9,7 @@ from models.architectures.llama import LlamaForCausalLM
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
 from models.layers.routing import SoftmaxRouter, experts_per_token
+from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import TensorParallel
 
 
@@ -28,6 +29,12 @@ class MixtralForCausalLM(LlamaForCausalLM):
             config.hidden_size, num_experts, experts_per_token(config.fields, num_experts), renormalize=True
         )
         names = ExpertNames(gate="w1", up="w3", down="w2")
-        return SparseMoE(
-            gate, FusedMoE(config.hidden_size, config.intermediate_size, num_experts, names=names, parallel=parallel)
+        experts = FusedMoE(
+            config.hidden_size,
+            config.intermediate_size,
+            num_experts,
+            activation=gated_activation(config.activation),
+            names=names,
+            parallel=parallel,
         )
+        return SparseMoE(gate, experts)

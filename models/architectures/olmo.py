@@ -6,13 +6,17 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaMLP, TwoRopesBody
+from models.architectures.llama import (
+    DecoderBody,
+    LlamaAttention,
+    LlamaForCausalLM,
+    PostNormDecoderLayer,
+    TwoRopesBody,
+)
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.config.rope import RopeConfig, parse_rope
-from models.layers.linear import VocabParallelEmbedding
-from models.layers.norm import HeadsRMSNorm, RMSNorm
-from models.layers.rotary import RotaryEmbedding
+from models.layers.norm import HeadsRMSNorm
 from models.ops.columns import join_columns
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -43,38 +47,6 @@ class HeadsNormAttention(LlamaAttention):
         return self.o_proj(attended.view(len(hidden), -1))  # type: ignore[no-any-return]
 
 
-class OlmoDecoderLayer(nn.Module):
-    """Attention and feed-forward, each with a norm after it, with residual connections."""
-
-    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
-        super().__init__()
-        self.is_local = config.sliding_windows[layer] is not None
-        self.self_attn = HeadsNormAttention(config, layer, parallel)
-        self.mlp = LlamaMLP(config, parallel)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
-        # The norm's sum overwrites its second operand, which the layer has read.
-        hidden = self.post_attention_layernorm.norm_add(self.self_attn(hidden, cos, sin), hidden)
-        return self.post_feedforward_layernorm.norm_add(self.mlp(hidden), hidden)
-
-
-class OlmoModel(TwoRopesBody):
-    """Embedding, decoder layers and final norm. Stretched ropes are of the layers without a window alone."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
-        super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
-        self.local_rotary_emb = RotaryEmbedding(_local_rope(config), config.max_model_len)
-        self.layers = nn.ModuleList(
-            OlmoDecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
 _OLMO2 = ConfigFacts(defaults={"rms_norm_eps": 1e-5})
 _OLMO3 = ConfigFacts(
     defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096}, full_attention_every=4
@@ -89,8 +61,13 @@ class OlmoForCausalLM(LlamaForCausalLM):
     attention: ClassVar[type[nn.Module]] = HeadsNormAttention
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
-        return OlmoModel(config, parallel)
+        """All below the head. Stretched ropes are of the layers without a window alone."""
+
+        def make_layer(layer: int) -> nn.Module:
+            return PostNormDecoderLayer(config, layer, self.attention, self.feed_forward, parallel)
+
+        has_windows = any(window is not None for window in config.sliding_windows)
+        return TwoRopesBody(config, make_layer, parallel, local_rope=_local_rope(config) if has_windows else None)
 
 
 def _local_rope(config: ModelConfig) -> RopeConfig:

@@ -9,6 +9,7 @@ from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.routing import SoftmaxRouter, experts_per_token
+from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import TensorParallel
 
 
@@ -35,7 +36,9 @@ def routed_experts(config: ModelConfig, parallel: TensorParallel) -> tuple[Softm
         experts_per_token(fields, num_experts),
         renormalize=fields.boolean("norm_topk_prob", False),
     )
-    return gate, FusedMoE(config.hidden_size, fields.integer("moe_intermediate_size"), num_experts, parallel=parallel)
+    size = fields.integer("moe_intermediate_size")
+    activation = gated_activation(config.activation)
+    return gate, FusedMoE(config.hidden_size, size, num_experts, activation=activation, parallel=parallel)
 
 
 def is_sparse(fields: Fields, layer: int) -> bool:

@@ -3,7 +3,7 @@
 A model's file registers its class with `architecture`, next to the facts that reading its config.json needs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -12,6 +12,8 @@ from models.registry import Registry
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from models.config.fields import Fields
 
 INDEXED_LAYERS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 """Names in `layer_types` of layers whose queries choose the tokens that they attend to. The second is transformers
@@ -27,17 +29,33 @@ class ConfigFacts:
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Values of fields that it may leave out."""
     head_dim_field: str = "head_dim"
-    """The field with the number of dimensions of a head that may be rotated."""
+    """The field with the number of dimensions of a head that may be rotated; "": a share of `hidden_size`."""
+    has_ntk_alpha: bool = False
+    """Whether `alpha` of a `dynamic` rope stretches its base, whatever the length."""
+    eps_field: str = "rms_norm_eps"
+    """The field with the epsilon of the norms."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """The field with the activation of feed-forward layers, and what it is without one."""
     has_mlp_bias: bool = False
     """Whether the field `mlp_bias` counts."""
+    bias_field: str = "attention_bias"
+    """The field for the biases of attention."""
     biases_field: str | None = None
-    """The one field for the biases of attention and feed-forward layers; None: `attention_bias` and `mlp_bias`."""
+    """The one field for the biases of attention and feed-forward layers; None: `bias_field` and `mlp_bias`."""
     is_windowed: bool = False
     """Whether a bare `sliding_window` means a window in every layer."""
     layer_kinds: frozenset[str] = frozenset()
     """Names in `layer_types` other than those of full and sliding-window attention."""
     full_attention_every: int | None = None
     """Without `layer_types`: one layer in this many attends to all tokens, the others in a window."""
+    windows: tuple[str, str] = ("sliding_attention", "sliding_window")
+    """The name in `layer_types` of windowed layers, and the field with the number of tokens."""
+    windowed_layers: Callable[["Fields", int], Sequence[bool]] | None = None
+    """Without `layer_types`: which of so many layers attend in a window."""
+    last_layer_is_full: bool = False
+    """Whether the last layer attends to all tokens whatever else is said."""
+    unread: Callable[["Fields"], tuple[str, ...]] = lambda _fields: ()
+    """Prefixes of tensors that checkpoints of this configuration may hold and nothing reads."""
     mtp_prefixes: tuple[str, ...] = ()
     """Prefixes of the tensors that predict further tokens, other than those of layers past the last one."""
 
@@ -58,6 +76,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "DeepseekV32ForCausalLM": "models.architectures.deepseek_v2",
         "DeepseekV3ForCausalLM": "models.architectures.deepseek_v2",
         "Gemma3ForCausalLM": "models.architectures.gemma3",
+        "Gemma4ForCausalLM": "models.architectures.gemma4",
         "Phi3ForCausalLM": "models.architectures.phi3",
         "LlamaForCausalLM": "models.architectures.llama",
         "MistralForCausalLM": "models.architectures.llama",
@@ -78,6 +97,21 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "Ernie4_5_MoeForCausalLM": "models.architectures.ernie4_5",
         "SeedOssForCausalLM": "models.architectures.seed_oss",
         "SmolLM3ForCausalLM": "models.architectures.smollm3",
+        "CohereForCausalLM": "models.architectures.cohere",
+        "Cohere2ForCausalLM": "models.architectures.cohere",
+        "GraniteForCausalLM": "models.architectures.granite",
+        "GraniteMoeForCausalLM": "models.architectures.granite",
+        "GlmForCausalLM": "models.architectures.glm",
+        "Glm4ForCausalLM": "models.architectures.glm",
+        "Exaone4ForCausalLM": "models.architectures.exaone4",
+        "ArceeForCausalLM": "models.architectures.plain_mlp",
+        "NemotronForCausalLM": "models.architectures.plain_mlp",
+        "Starcoder2ForCausalLM": "models.architectures.plain_mlp",
+        "StableLmForCausalLM": "models.architectures.stablelm",
+        "HunYuanDenseV1ForCausalLM": "models.architectures.hunyuan",
+        "HunYuanMoEV1ForCausalLM": "models.architectures.hunyuan",
+        "Qwen2MoeForCausalLM": "models.architectures.qwen2_moe",
+        "Llama4ForCausalLM": "models.architectures.llama4",
     },
 )
 
@@ -85,10 +119,12 @@ ARCHITECTURES: Registry[Architecture] = Registry(
 TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+        "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
         "KimiK25ForConditionalGeneration": {
             "kimi_k2": "DeepseekV3ForCausalLM",
             "deepseek_v3": "DeepseekV3ForCausalLM",
         },
+        "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
         "Mistral3ForConditionalGeneration": {
             "ministral3": "Ministral3ForCausalLM",
             "mistral": "MistralForCausalLM",

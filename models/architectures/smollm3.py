@@ -7,6 +7,7 @@ from torch import nn
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM
 from models.architectures.registry import ConfigFacts, architecture
+from models.config.fields import Fields
 
 
 class SmolLM3Attention(LlamaAttention):
@@ -15,13 +16,17 @@ class SmolLM3Attention(LlamaAttention):
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
         """Whether that layer's queries and keys are rotated: a 1 in `no_rope_layers`."""
-        fields = config.fields
-        flags = fields.integers("no_rope_layers")
-        if not flags:
-            return (layer + 1) % fields.integer("no_rope_layer_interval", 4) != 0
-        if len(flags) < config.num_hidden_layers or not set(flags) <= {0, 1}:
-            raise fields.invalid("no_rope_layers", f"a list of {config.num_hidden_layers} numbers, each 0 or 1")
-        return flags[layer] == 1
+        return rotates_layer(config.fields, layer, config.num_hidden_layers)
+
+
+def rotates_layer(fields: Fields, layer: int, num_layers: int) -> bool:
+    """What `no_rope_layers` says of a layer, or without it `no_rope_layer_interval`."""
+    flags = fields.integers("no_rope_layers")
+    if not flags:
+        return (layer + 1) % fields.integer("no_rope_layer_interval", 4) != 0
+    if len(flags) < num_layers or not set(flags) <= {0, 1}:
+        raise fields.invalid("no_rope_layers", f"a list of {num_layers} numbers, each 0 or 1")
+    return flags[layer] == 1
 
 
 _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}

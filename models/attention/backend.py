@@ -104,14 +104,15 @@ class AttentionBackend(ABC):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
         """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]
 
+        Without `k` and `v`, an earlier layer of the step has written them, normalised and rotated, to this cache.
         Queries and keys are normalised and rotated first where `inputs` has norms and a rotation; queries may be
         changed in place. Raises `ValueError` for a cache in FP8 that the hardware does not read.
         """

@@ -26,7 +26,7 @@ from models.attention.cpu_cache import (
 from models.attention.cpu_plan import MAX_MASK_ELEMENTS, CPUAttentionMetaData, DecodeBucket, PrefillSpan
 from models.ops.memory import Send
 from models.ops.norm import rms_norm
-from models.ops.torch_ops import deinterleave, rotate
+from models.ops.torch_ops import deinterleave, moved, rotate
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 _MAX_SCORES = 1 << 24
@@ -49,6 +49,8 @@ class AttentionMath:
     def first_key(self, position: int) -> int:
         """The first position that a query at `position` sees."""
         window = self._options.sliding_window
+        if window is not None and self._options.is_chunked:
+            return position // window * window
         return 0 if window is None else max(0, position - window + 1)
 
     def grouped_rows(
@@ -419,23 +421,30 @@ class CPUAttentionBackend(AttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
         """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
         assert isinstance(metadata, CPUAttentionMetaData)
-        options, sinks, norms, rotation = inputs
-        if norms is not None:
-            q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        options, sinks, norms, rotation, q_scales = inputs
+        is_first = options.is_rotated_first
+        q = moved(q, None if norms is None else norms.q, rotation, is_rotated_first=is_first, scales=q_scales)
         _, num_kv_heads, block_size, head_dim = cache.k_cache.shape
-        plan = metadata.plan(num_kv_heads, block_size, pages_of_block(cache.k_cache), options.sliding_window)
+        plan = metadata.plan(
+            num_kv_heads,
+            block_size,
+            pages_of_block(cache.k_cache),
+            options.sliding_window,
+            is_chunked=options.is_chunked,
+            reads_all=k is None,
+        )
         paged = PagedKV(cache, options, q.dtype, self._scratch)
-        k, v = paged.write(k, v, plan)
+        if k is not None and v is not None:
+            k = moved(k, None if norms is None else norms.k, rotation, is_rotated_first=is_first)
+            k, v = paged.write(k, v, plan)
         grouped = q.view(len(q), num_kv_heads, -1, head_dim)  # [T, Hkv, group, D]
         attention = AttentionMath(options, None if sinks is None else sinks.view(num_kv_heads, -1))
         out = torch.empty_like(grouped)
@@ -446,6 +455,8 @@ class CPUAttentionBackend(AttentionBackend):
             if span.pages:
                 _chunked_prefill(grouped[span.tokens], out[span.tokens], paged, span, plan.mask, attention)
             else:
+                assert k is not None
+                assert v is not None
                 _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], attention)
         return out.view(q.shape)
 

@@ -45,8 +45,8 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
@@ -55,9 +55,21 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         assert isinstance(metadata, NativeMetaData)
         if not attention_ops.attends(q, cache.k_cache):
             return super().forward(q, k, v, cache, metadata, inputs)
-        options, sinks, norms, rotation = inputs
-        q, k, v = (_with_adjacent_heads(part) for part in (q, k, v))
-        attention_ops.rope_store(q, k, v, cache.k_cache, cache.v_cache, metadata.step, norms=norms, rotation=rotation)
+        options, sinks, norms, rotation, q_scales = inputs
+        q = _with_adjacent_heads(q)
+        k, v = (None if part is None else _with_adjacent_heads(part) for part in (k, v))
+        attention_ops.rope_store(
+            q,
+            k,
+            v,
+            cache.k_cache,
+            cache.v_cache,
+            metadata.step,
+            norms=norms,
+            rotation=rotation,
+            q_scales=q_scales,
+            is_rotated_first=options.is_rotated_first,
+        )
         return attention_ops.attention(
             q, cache.k_cache, cache.v_cache, metadata.step, options, None if sinks is None else sinks.float()
         )

@@ -79,17 +79,29 @@ class CPUAttentionMetaData(AttentionMetaData):
     context_lens: Lengths  # [B], `seq_lens` on the host
     host_block_tables: Tables  # [B, max_blocks]
     host_slot_mapping: Lengths  # [T]
-    plans: dict[tuple[int, int, int, int | None], StepPlan] = field(default_factory=dict)
+    plans: dict["_Pager", StepPlan] = field(default_factory=dict)
 
-    def plan(self, num_kv_heads: int, block_size: int, num_pages: int, window: int | None = None) -> StepPlan:
-        """The plan for caches of this shape, `num_pages` from block to block, of layers that see `window` tokens."""
-        shape = num_kv_heads, block_size, num_pages, window
-        if shape not in self.plans:
-            self.plans[shape] = self._make_plan(*shape)
-        return self.plans[shape]
+    def plan(
+        self,
+        num_kv_heads: int,
+        block_size: int,
+        num_pages: int,
+        window: int | None = None,
+        *,
+        is_chunked: bool = False,
+        reads_all: bool = False,
+    ) -> StepPlan:
+        """The plan for caches of this shape, `num_pages` from block to block, of layers that see `window` tokens.
 
-    def _make_plan(self, num_kv_heads: int, block_size: int, num_pages: int, window: int | None) -> StepPlan:
-        pager = _Pager(num_kv_heads, block_size, num_pages, window)
+        `is_chunked` as in `AttentionOptions`. `reads_all`: the step's own keys are read from the cache too.
+        """
+        pager = _Pager(num_kv_heads, block_size, num_pages, window, is_chunked, reads_all)
+        if pager not in self.plans:
+            self.plans[pager] = self._make_plan(pager)
+        return self.plans[pager]
+
+    def _make_plan(self, pager: "_Pager") -> StepPlan:
+        block_size = pager.block_size
         decodes, spans = slice(0, self.num_decodes), slice(self.num_decodes, None)
         prefills, mask = _prefill_spans(
             pager,
@@ -127,12 +139,20 @@ class _Pager:
     block_size: int
     num_pages: int
     window: int | None
+    is_chunked: bool = False
+    reads_all: bool = False
 
-    def first_block(self, positions: Lengths) -> Lengths:
-        """The block of the first token that a query at each of these positions sees."""
+    def first_key(self, positions: Lengths) -> Lengths:
+        """The first token that a query at each of these positions sees."""
         if self.window is None:
             return np.zeros_like(positions)
-        return np.maximum(positions - self.window + 1, 0) // self.block_size
+        if self.is_chunked:
+            return positions // self.window * self.window
+        return np.maximum(positions - self.window + 1, 0)
+
+    def first_block(self, positions: Lengths) -> Lengths:
+        """The block of that token."""
+        return self.first_key(positions) // self.block_size
 
     def pages(self, first_blocks: Lengths, seq_lens: Lengths, block_tables: Tables) -> tuple[list[Pages], int]:
         """The pages of some rows from a block on, and the length to which they are padded.
@@ -172,7 +192,7 @@ def _decode_buckets(pager: _Pager, seq_lens: Lengths, block_tables: Tables) -> l
         keys = np.arange(length)
         hidden = keys >= gathered[rows][:, None, None, None]
         if pager.window is not None:
-            hidden |= keys < np.maximum(gathered[rows] - pager.window, 0)[:, None, None, None]
+            hidden |= keys < (pager.first_key(seq_lens[rows] - 1) - starts[rows])[:, None, None, None]
         mask = torch.from_numpy(np.where(hidden, _HIDDEN, _SEEN))
         which = None if count == len(seq_lens) else torch.from_numpy(rows)
         buckets.append(DecodeBucket(which, count, length, pages, mask))
@@ -185,13 +205,15 @@ def _prefill_spans(
     """The spans, whose tokens begin at `first_token`, and the mask that those with pages share."""
     spans = []
     chunk = longest = 0
+    if pager.is_chunked and len(query_lens):
+        query_lens, seq_lens, block_tables = _by_chunk(pager, query_lens, seq_lens, block_tables)
     first_blocks = pager.first_block(seq_lens - query_lens)
     for row, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
         tokens = slice(first_token, first_token + query_len)
         first_token += query_len
         pages: list[Pages] = []
         first_key = padded = 0
-        if query_len < seq_len or (pager.window is not None and query_len > pager.window):
+        if query_len < seq_len or pager.reads_all or (pager.window is not None and query_len > pager.window):
             of_row = slice(row, row + 1)
             pages, padded = pager.pages(first_blocks[of_row], seq_lens[of_row], block_tables[of_row])
             first_key = int(first_blocks[row]) * pager.block_size
@@ -202,6 +224,23 @@ def _prefill_spans(
     chunk = min(chunk, max(1, MAX_MASK_ELEMENTS // longest))
     mask = torch.full((chunk, longest), -torch.inf, dtype=torch.float32)
     mask.triu_(longest - chunk + 1)
-    if pager.window is not None:
+    if pager.window is not None and not pager.is_chunked:
         mask += torch.full_like(mask, -torch.inf).tril_(longest - chunk - pager.window)
     return spans, mask
+
+
+def _by_chunk(
+    pager: _Pager, query_lens: Lengths, seq_lens: Lengths, block_tables: Tables
+) -> tuple[Lengths, Lengths, Tables]:
+    """The same tokens in spans that end where a chunk of positions does: each query of one sees from its chunk on."""
+    assert pager.window is not None
+    lengths, ends, rows = [], [], []
+    for row, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+        first = seq_len - query_len
+        while first < seq_len:
+            end = min(seq_len, (first // pager.window + 1) * pager.window)
+            lengths.append(end - first)
+            ends.append(end)
+            rows.append(row)
+            first = end
+    return np.array(lengths, np.int64), np.array(ends, np.int64), block_tables[rows]

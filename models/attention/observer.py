@@ -13,7 +13,7 @@ class Attended(NamedTuple):
     """A layer's call of `forward`."""
 
     q: torch.Tensor
-    k: torch.Tensor
+    k: torch.Tensor | None
     cache: KVCacheTensor
     inputs: AttentionInputs
 
@@ -50,8 +50,8 @@ class ObservingBackend(GPUAttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
         inputs: AttentionInputs,

@@ -17,15 +17,15 @@ class TorchAttentionBackend(GPUAttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
         """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
-        options, sinks, norms, rotation = inputs
-        q = paged_attention.store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation)
+        options, sinks, norms, rotation, q_scales = inputs
+        q = paged_attention.store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation, q_scales)
         starts, lengths, tables = metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables
         return paged_attention.attend(q, cache, starts, lengths, tables, options, sinks)
 

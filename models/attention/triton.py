@@ -40,18 +40,19 @@ class TritonAttentionBackend(GPUAttentionBackend):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
         """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
         assert isinstance(metadata, TritonMetaData)
-        options, sinks, norms, rotation = inputs
-        q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
+        options, sinks, norms, rotation, q_scales = inputs
+        q = _with_dense_heads(q)
+        k, v = (None if x is None else _with_dense_heads(x) for x in (k, v))
         cache, options = as_hardware_reads(cache, options, q.device)
-        q = store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation)
+        q = store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation, q_scales)
         out = q.new_empty(*q.shape)
         self._attend(q, out, cache, metadata, options, sinks)
         return out

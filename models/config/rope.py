@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from models.config.fields import Fields
 from models.errors import CheckpointError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLD_NAMES = {"su": "longrope"}
 _DEFAULT_THETA = 10000.0
 
@@ -35,6 +35,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    turning_pairs: int | None = None
+    """The number of pairs of `rotary_dim` that turn, the first; None: all."""
 
     @property
     def scaled_max_len(self) -> int:
@@ -44,18 +46,26 @@ class RopeConfig:
 
 
 def parse_rope(
-    config: Fields, *, head_dim: int, max_position_embeddings: int, parameters: Fields | None = None
+    config: Fields,
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    parameters: Fields | None = None,
+    has_ntk_alpha: bool = False,
 ) -> RopeConfig:
     """The rotary embedding of config.json. Raises `CheckpointError` naming the field.
 
-    `parameters` replaces config.json's own rope parameters, for layers that differ from the rest.
+    `parameters` replaces config.json's own rope parameters, for layers that differ from the rest. `has_ntk_alpha`:
+    whether `alpha` of a `dynamic` rope stretches its base, whatever the length (HunYuan).
     """
     fields = _rope_fields(config) if parameters is None else parameters
     rope_type = _rope_type(fields)
     # MiniMax-M2 names the dimensions, others their share.
     named = config.integer("rotary_dim", head_dim) / head_dim
     share = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", named))
-    rotary_dim = int(head_dim * share)
+    # A proportional rope has frequencies as if all were rotated, and leaves the rest of them 0.
+    turning_pairs = int(share * head_dim // 2) if rope_type == "proportional" else None
+    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * share)
     # The exponent of dynamic scaling divides by rotary_dim - 2.
     minimum = 4 if rope_type == "dynamic" else 2
     if rotary_dim < minimum or rotary_dim % 2 or rotary_dim > head_dim:
@@ -67,12 +77,18 @@ def parse_rope(
     if theta <= 1:
         raise (fields if fields.has("rope_theta") else config).invalid("rope_theta", "a number above 1")
     original = max_position_embeddings
+    if rope_type == "dynamic" and has_ntk_alpha and fields.values.get("alpha"):
+        stretched_theta = theta * fields.number("alpha") ** (head_dim / (head_dim - 2))
+        return RopeConfig("default", stretched_theta, rotary_dim, original)
     if rope_type in ("yarn", "longrope", "llama3"):
         field = "original_max_position_embeddings"
         original = config.integer(field, fields.integer(field, max_position_embeddings))
     implied_factor = max_position_embeddings / original
     if rope_type == "default":
         return RopeConfig(rope_type, theta, rotary_dim, original)
+    if rope_type == "proportional":
+        factor = fields.number("factor", 1.0)
+        return RopeConfig(rope_type, theta, rotary_dim, original, factor, turning_pairs=turning_pairs)
     if rope_type in ("linear", "dynamic"):
         return RopeConfig(rope_type, theta, rotary_dim, original, fields.number("factor"))
     if rope_type == "llama3":

@@ -9,8 +9,7 @@ from torch import nn
 
 from models.attention.context import get_forward_context
 from models.layers.base import KVCacheSpec
-from models.ops.norm import rms_norm
-from models.ops.torch_ops import rotate
+from models.ops.torch_ops import moved
 from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
@@ -26,16 +25,23 @@ class Attention(nn.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        is_chunked: bool = False,
+        is_rotated_first: bool = False,
+        cache_of: str | None = None,
     ) -> None:
         """`layer_name` is the key of the layer's cache in the forward context. Heads are this rank's.
 
         `scale` of the scores is `head_dim ** -0.5` by default. With `sliding_window`, a query sees that many tokens,
-        its own included. With `soft_cap`, scores become `soft_cap * tanh(score / soft_cap)`.
+        its own included; with `is_chunked`, those of its own chunk of so many positions. With `soft_cap`, scores are
+        `soft_cap * tanh(score / soft_cap)`. With `is_rotated_first`, norms follow the rotation. `cache_of`: the layer
+        whose keys and values this one reads, and which has its form; it then has none of its own.
         """
         super().__init__()
         self.cache_spec = KVCacheSpec(layer_name, num_kv_heads, head_dim, sliding_window)
-        self.layer_name = layer_name
-        self.options = AttentionOptions(head_dim**-0.5 if scale is None else scale, sliding_window, soft_cap)
+        self.layer_name = layer_name if cache_of is None else cache_of
+        self.has_cache = cache_of is None
+        scale = head_dim**-0.5 if scale is None else scale
+        self.options = AttentionOptions(scale, sliding_window, soft_cap, is_chunked, is_rotated_first)
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """Set the checkpoint's scales for keys and values in an 8-bit cache."""
@@ -44,14 +50,17 @@ class Attention(nn.Module):
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         *,
         norms: HeadNorms | None = None,
         rotation: Rotation | None = None,
+        q_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend. See `AttentionInputs` for `sinks`, `norms` and `rotation`. Queries may be changed in place.
+        """Attend. See `AttentionInputs` for what follows `v`, which is None where another layer's cache is read.
+
+        Queries may be changed in place.
 
         # [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim], [heads] -> [tokens, heads, head_dim]
         """
@@ -59,7 +68,7 @@ class Attention(nn.Module):
         metadata = context.attn_metadata
         cache = context.kv_cache_data[self.layer_name]
         assert isinstance(cache, KVCacheTensor)
-        inputs = AttentionInputs(self.options, sinks, norms, rotation)
+        inputs = AttentionInputs(self.options, sinks, norms, rotation, q_scales)
         return metadata.backend.forward(q, k, v, cache, metadata, inputs)
 
 
@@ -88,16 +97,15 @@ class EncoderAttention(nn.Module):
         *,
         norms: HeadNorms | None = None,
         rotation: Rotation | None = None,
+        q_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Attention.forward`, without sinks.
 
         # [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]
         """
         assert sinks is None, "no encoder has sinks"
-        if norms is not None:
-            q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        q = moved(q, None if norms is None else norms.q, rotation, scales=q_scales)
+        k = moved(k, None if norms is None else norms.k, rotation)
         prompts = get_forward_context().context.prompts
         lengths = [len(q)] if prompts is None else prompts.lengths
         out = q.new_empty(q.shape)

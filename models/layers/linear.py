@@ -206,9 +206,11 @@ class QKVParallelLinear(PackedLinear):
         bias: bool = False,
         parallel: TensorParallel = SINGLE_RANK,
         paired_dims: int = 0,
+        kinds: str = "qkv",
     ) -> None:
         """`paired_dims`: the leading dimensions of a head that the checkpoint rotates as adjacent pairs; the layer has
-        queries and keys in the order of `models.ops.torch_ops.rotate`.
+        queries and keys in the order of `models.ops.torch_ops.rotate`. `kinds`: which of the three projections there
+        are.
         """
         local_heads = parallel.share(num_heads, "num_attention_heads")
         if num_kv_heads >= parallel.size:
@@ -224,9 +226,9 @@ class QKVParallelLinear(PackedLinear):
             first_kv_head = parallel.rank * num_kv_heads // parallel.size
         query = (num_heads * head_dim, parallel.rank * local_heads * head_dim, local_heads * head_dim)
         key = (num_kv_heads * head_dim, first_kv_head * head_dim, local_kv_heads * head_dim)
-        parts = _one_after_another({"q": query, "k": key, "v": key})
+        parts = _one_after_another({kind: query if kind == "q" else key for kind in kinds})
         if paired_dims:
-            parts |= {part: parts[part]._replace(pairs=(head_dim, paired_dims)) for part in "qk"}
+            parts |= {kind: parts[kind]._replace(pairs=(head_dim, paired_dims)) for kind in kinds if kind in "qk"}
         super().__init__(in_features, parts, bias=bias)
         self.num_heads, self.num_kv_heads = local_heads, local_kv_heads
 

@@ -105,6 +105,11 @@ _STACKED = "stacked"
 _GATE, _UP, _DOWN = "gate", "up", "down"
 
 
+def is_stacked(part: WeightPart) -> bool:
+    """Whether a tensor of the checkpoint holds all experts of a layer."""
+    return part == _STACKED
+
+
 class Routed(NamedTuple):
     """The input of a layer of experts."""
 
@@ -123,6 +128,9 @@ class ExpertNames(NamedTuple):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    stacked_gate_up: str = "experts.gate_up_proj"
+    """The tensor of all experts' gates and ups, where they are stacked."""
+    stacked_down: str = "experts.down_proj"
 
 
 class SparseMoE(nn.Module):
@@ -175,7 +183,7 @@ class FusedMoE(nn.Module):
             2 * local,
             hidden_size,
             weight_loader=self._load_gate_up,
-            sources=self._sources({names.gate: _GATE, names.up: _UP}, "gate_up_proj", "weight"),
+            sources=self._sources({names.gate: _GATE, names.up: _UP}, names.stacked_gate_up, "weight"),
             is_product=True,
         )
         self.w2 = empty_parameter(
@@ -183,7 +191,7 @@ class FusedMoE(nn.Module):
             hidden_size,
             local,
             weight_loader=self._load_down,
-            sources=self._sources({names.down: _DOWN}, "down_proj", "weight"),
+            sources=self._sources({names.down: _DOWN}, names.stacked_down, "weight"),
             is_product=True,
         )
         self.w13_bias: nn.Parameter | None = None
@@ -193,13 +201,13 @@ class FusedMoE(nn.Module):
                 here,
                 2 * local,
                 weight_loader=self._load_gate_up,
-                sources=self._sources({names.gate: _GATE, names.up: _UP}, "gate_up_proj_bias", "bias"),
+                sources=self._sources({names.gate: _GATE, names.up: _UP}, f"{names.stacked_gate_up}_bias", "bias"),
             )
             self.w2_bias = empty_parameter(
                 here,
                 hidden_size,
                 weight_loader=self._load_down,
-                sources=self._sources({names.down: _DOWN}, "down_proj_bias", "bias"),
+                sources=self._sources({names.down: _DOWN}, f"{names.stacked_down}_bias", "bias"),
             )
         self._routed: set[tuple[int, bool, bool]] = set()
         """Calls with suspended kernels: experts of a token, and whether there were shared experts and a gate."""
@@ -418,7 +426,7 @@ class FusedMoE(nn.Module):
             for expert in range(self.num_experts)
             for name, part in parts.items()
         }
-        return each, {f"experts.{stacked}": _STACKED}
+        return each, {stacked: _STACKED}
 
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         """Load the rank's rows of gate, then of up."""

@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from models.layers.parameter import WeightPart, empty_parameter, load_whole, require_shape
+from models.layers.lora import OutputPart
+from models.layers.parameter import SourceNames, WeightPart, empty_parameter, load_whole, require_shape
 from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime
 from models.ops.norm import rms_norm
-from models.ops.torch_ops import torch_rms_norm
+from models.ops.torch_ops import torch_norm
 from models.ops.types import NormWeight
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
@@ -26,6 +26,8 @@ class RMSNorm(nn.Module):
 
     offset: ClassVar[float] = 0.0
     """What is added to the weight."""
+    is_centred: ClassVar[bool] = False
+    """Whether it is shifted to mean 0 first."""
 
     # Methods read `self.weight` once: `nn.Module` looks parameters up in Python.
 
@@ -35,56 +37,88 @@ class RMSNorm(nn.Module):
         self.shape = (size,)
         self.eps, self.sums = eps, sums
         self.weight = empty_parameter(size, weight_loader=load_whole)
-        self._sums: set[str] = set()
-        """The sums that a pass with suspended kernels computed with the norm."""
+        self.bias: nn.Parameter | None = None
+        self._sums: set[tuple[str, float]] = set()
+        """The sums that a pass with suspended kernels computed with the norm, and their scales."""
 
     @property
     def operand(self) -> NormWeight:
         """The norm as operators take it."""
-        return NormWeight(self.weight, self.eps, self.offset)
+        return NormWeight(self.weight, self.eps, self.offset, self.bias, self.is_centred)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [..., size] -> [..., size]"""
         return rms_norm(x, self.operand)
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum, the next residual. Both arguments may be overwritten.
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `scale * x + residual`, and that sum, the next residual. Both arguments may be overwritten.
 
         # [..., size] each; `x` is this rank's part of it if there are several in `sums`
         """
+        weight, eps, offset, bias, is_centred = self.operand
         if self.sums.size > 1:
-            summed = self.sums.add_norm(x, residual, self.operand)
+            # The operator that sums over ranks has neither layer norms nor scales.
+            is_plain = scale == 1.0 and not is_centred
+            summed = self.sums.add_norm(x, residual, self.operand) if is_plain else None
             if summed is not None:
                 return summed
             x = self.sums.all_reduce(x)
-        weight = self.weight
         if x.dim() == 2 and runtime.runs(x, residual, weight):
-            return ops.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual), residual
-        if self.offset == 0.0 and aiter.runs("norm", x, residual, weight):
-            return dense.add_rms_norm(x, residual, weight, self.eps)
+            normed = ops.rms_norm(
+                x, weight, eps, offset=offset, bias=bias, is_centred=is_centred, residual=residual, x_scale=scale
+            )
+            return normed, residual
+        is_plain = offset == 0.0 and scale == 1.0 and not is_centred
+        if is_plain and aiter.runs("norm", x, residual, weight):
+            return dense.add_rms_norm(x, residual, weight, eps)
         if x.dim() == 2 and triton.runs(x, residual, weight, operator="norm"):
             import models.ops.triton.elementwise as kernels
 
-            how = kernels.ADD_NORM
-            return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how), residual
+            normed = kernels.rms_norm(
+                x,
+                weight,
+                eps,
+                offset=offset,
+                bias=bias,
+                is_centred=is_centred,
+                residual=residual,
+                mode=kernels.ADD_NORM,
+                x_scale=scale,
+            )
+            return normed, residual
         if triton.is_idle():
-            self._sums.add("ADD_NORM")
-        residual = x + residual
-        return torch_rms_norm(residual, self.operand), residual
+            self._sums.add(("ADD_NORM", scale))
+        residual = (x if scale == 1.0 else x * scale) + residual
+        return torch_norm(residual, self.operand), residual
 
-    def norm_add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The norm of `x`, plus `residual`, which may be overwritten. # [..., size] each"""
-        weight = self.weight
-        if x.dim() == 2 and runtime.runs(x, residual, weight):
-            return ops.add_rms_norm(residual, x, weight, self.eps, offset=self.offset)
-        if x.dim() == 2 and triton.runs(x, residual, weight, operator="norm"):
+    def norm_add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """The norm of `x`, plus `residual`, which may be overwritten; the sum times `scale`. # [..., size] each"""
+        weight, eps, offset, bias, is_centred = self.operand
+        is_rows = x.dim() == 2 or (x.dim() == 3 and x.stride(1) == residual.stride(1) == x.shape[2])
+        if is_rows and runtime.runs(x, residual, weight):
+            return ops.add_rms_norm(
+                residual, x, weight, eps, offset=offset, bias=bias, is_centred=is_centred, sum_scale=scale
+            )
+        if triton.runs(x, residual, weight, operator="norm"):
             import models.ops.triton.elementwise as kernels
 
-            how = kernels.NORM_ADD
-            return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how)
+            return kernels.rms_norm(
+                x,
+                weight,
+                eps,
+                offset=offset,
+                bias=bias,
+                is_centred=is_centred,
+                residual=residual,
+                mode=kernels.NORM_ADD,
+                sum_scale=scale,
+            )
         if triton.is_idle():
-            self._sums.add("NORM_ADD")
-        return residual + torch_rms_norm(x, self.operand)
+            self._sums.add(("NORM_ADD", scale))
+        total = residual + torch_norm(x, self.operand)
+        return total if scale == 1.0 else total * scale
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The norm by itself, and with the sums that a pass with suspended kernels computed."""
@@ -92,9 +126,29 @@ class RMSNorm(nn.Module):
         from models.ops.triton.cases.elementwise import NormCase
 
         del max_tokens
-        for mode in ("PLAIN", *sorted(self._sums)):
+        for mode, scale in (("PLAIN", 1.0), *sorted(self._sums)):
             modes = (getattr(elementwise, mode),)
-            yield NormCase(*self.shape, self.eps, self.offset, dtype, self.weight.dtype, modes)
+            yield NormCase(
+                self.shape[-1],
+                self.eps,
+                self.offset,
+                dtype,
+                self.weight.dtype,
+                modes,
+                has_bias=self.bias is not None,
+                is_centred=self.is_centred,
+                scale=scale,
+                weight_rows=self.weight.shape[0] if self.weight.dim() == 2 else 1,
+            )
+
+
+class UnitRMSNorm(RMSNorm):
+    """An `RMSNorm` without a weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        del self.weight
+        self.register_buffer("weight", torch.ones(size), persistent=False)
 
 
 class HeadsRMSNorm(RMSNorm):
@@ -125,19 +179,48 @@ class HeadsRMSNorm(RMSNorm):
         parameter.data.copy_(loaded[self.rows])
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(RMSNorm):
     """Shifts the last dimension to mean 0, scales it to variance 1, then by a weight, and adds a bias."""
 
-    def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
-        super().__init__()
-        self.shape = (size,)
-        self.eps = eps
-        self.weight = empty_parameter(size, weight_loader=load_whole)
+    is_centred: ClassVar[bool] = True
+
+    def __init__(self, size: int, eps: float, sums: TensorParallel = SINGLE_RANK, *, bias: bool = True) -> None:
+        super().__init__(size, eps, sums)
         self.bias = empty_parameter(size, weight_loader=load_whole) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """# [..., size] -> [..., size]"""
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+class OffsetLayerNorm(LayerNorm):
+    """A `LayerNorm` whose checkpoint stores the weight minus one (Nemotron)."""
+
+    offset: ClassVar[float] = 1.0
+
+
+class HeadsLayerNorm(LayerNorm):
+    """A `LayerNorm` of each head of a token, without bias, whose heads have weights of their own (Command R+)."""
+
+    def __init__(
+        self,
+        part: OutputPart,
+        head_dim: int,
+        eps: float,
+        sources: tuple[SourceNames, ...] = (),
+    ) -> None:
+        """`part`: that of the heads in their projection. `sources`: see `empty_parameter`; a part a head of all."""
+        super().__init__(head_dim, eps, bias=False)
+        (span,) = part.spans
+        self.part, self.rows = part, slice(span.first, span.first + span.local)
+        self.weight = empty_parameter(span.local // head_dim, head_dim, weight_loader=self._load, sources=sources)
+
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
+        dim = parameter.shape[1]
+        if isinstance(part, int):
+            require_shape(loaded, (dim,))
+            head = part - self.rows.start // dim
+            if 0 <= head < len(parameter):
+                parameter.data[head] = self.part.in_halves(loaded.view(dim))
+            return
+        require_shape(loaded, (self.part.whole // dim, dim))
+        parameter.data.copy_(self.part.in_halves(loaded.flatten())[self.rows].view(-1, dim))
 
 
 class OffsetRMSNorm(RMSNorm):

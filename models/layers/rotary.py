@@ -51,6 +51,17 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
 
+def position_scales(positions: torch.Tensor, factor: float, length: int, first: int = 0) -> torch.Tensor:
+    """Factors of queries that grow with the position: `1 + factor * log(1 + floor((position + first) / length))`.
+
+    # [tokens] int64 -> [tokens, 1] float32
+    """
+    if runtime.active() and positions.device.type == "cpu":
+        return attention_ops.position_scales(positions, factor, length, first)
+    spans = ((positions + first) // length).float()
+    return (1 + factor * torch.log1p(spans))[:, None]
+
+
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
     """Radians per position, for each pair of dimensions. # [rotary_dim / 2] float32"""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
@@ -58,6 +69,9 @@ def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
     match rope.rope_type:
         case "linear":
             return unscaled / rope.factor
+        case "proportional":
+            pairs = torch.arange(rope.rotary_dim // 2)
+            return torch.where(pairs < (rope.turning_pairs or 0), unscaled / rope.factor, 0.0)
         case "dynamic":
             stretch = rope.factor * max(max_model_len, rope.original_max_len) / rope.original_max_len
             power = rope.rotary_dim / (rope.rotary_dim - 2)

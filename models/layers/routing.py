@@ -185,22 +185,36 @@ def _load_correction(parameter: nn.Parameter, loaded: torch.Tensor, part: Weight
 class SoftmaxRouter(nn.Module):
     """`gate` of Mixtral and Qwen3."""
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, renormalize: bool) -> None:
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, *, renormalize: bool, scales_name: str | None = None
+    ) -> None:
+        """`scales_name`: of factors of the experts' weights in checkpoints, after the name of the router's parent."""
         super().__init__()
+        self.expert_scales = (
+            None
+            if scales_name is None
+            else empty_parameter(
+                num_experts, weight_loader=load_whole, dtype=torch.float32, sources=({scales_name: None},)
+            )
+        )
         self.top_k, self.renormalize = top_k, renormalize
         # Not rounded: it is small, and its errors choose other experts.
         self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
-        scores = logits(hidden, self.weight)
+        scores, scales = logits(hidden, self.weight), self.expert_scales
         if runtime.runs(hidden):
-            return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=self.renormalize)
+            return expert_ops.route(
+                scores, self.top_k, scoring=structures.SOFTMAX, renormalize=self.renormalize, expert_scales=scales
+            )
         if triton.runs(scores, operator="moe"):
             import models.ops.triton.expert_routing as kernels
 
-            return kernels.moe_route(scores, self.top_k, sigmoid=False, renormalize=self.renormalize)
-        return softmax_top_k(scores, self.top_k, renormalize=self.renormalize)
+            weights, ids = kernels.moe_route(scores, self.top_k, sigmoid=False, renormalize=self.renormalize)
+        else:
+            weights, ids = softmax_top_k(scores, self.top_k, renormalize=self.renormalize)
+        return (weights if scales is None else weights * scales[ids]), ids
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The choice of experts."""

@@ -27,7 +27,7 @@ from models.architectures.registry import ARCHITECTURES, ENCODERS
 from models.errors import CheckpointError, first_line
 from models.layers.attention import Attention
 from models.layers.base import CausalLM, DraftLM
-from models.layers.linear import VocabParallelEmbedding, can_pack, pack_filled_products
+from models.layers.linear import ParallelLinear, VocabParallelEmbedding, can_pack, pack_filled_products
 from models.layers.mla import MLAAttention
 from models.layers.moe import FusedMoE
 from models.layers.parameter import (
@@ -151,7 +151,7 @@ class CheckpointNames(NamedTuple):
 
 def checkpoint_names(config: ModelConfig | EncoderConfig) -> CheckpointNames:
     """The names of a language model's tensors."""
-    ignored = _mtp_prefixes(config)
+    ignored = _ignored_prefixes(config)
     is_text_part = isinstance(config, ModelConfig) and config.is_text_part
 
     def is_ignored(name: str) -> bool:
@@ -399,8 +399,10 @@ def wanted_tensors(model: nn.Module) -> dict[str, Target]:
         if spellings := sources_of(parameter):
             wanted |= _in_any_spelling(parameter, parent, spellings)
         elif kind in parts:
+            layer = cast(ParallelLinear, model.get_submodule(name.rpartition(".")[0]))
             for source, shard in parts[kind]:
-                wanted[f"{parent}.{source}.{leaf}"] = Target(parameter, shard)
+                if shard in layer.parts:
+                    wanted[f"{parent}.{source}.{leaf}"] = Target(parameter, shard)
         else:
             wanted[f"{module}.{leaf}"] = Target(parameter, None)
     return wanted
@@ -504,15 +506,16 @@ def _fill(target: Target, tensor: torch.Tensor, name: str, file: Path) -> None:
         raise CheckpointError(f"{name} in {file} has {error} by config.json") from error
 
 
-def _mtp_prefixes(config: ModelConfig | EncoderConfig) -> tuple[str, ...]:
-    """Prefixes of the tensors for multi-token prediction, which are not loaded: further layers, or modules of their
-    own.
+def _ignored_prefixes(config: ModelConfig | EncoderConfig) -> tuple[str, ...]:
+    """Prefixes of the tensors that are not loaded: those that nothing reads, and those for multi-token prediction,
+    which are further layers, or modules of their own.
     """
     if isinstance(config, EncoderConfig):
         return ()
     first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
     past = (f"model.layers.{layer}." for layer in range(first, first + count))
-    return (*past, *ARCHITECTURES[config.architecture].facts.mtp_prefixes)
+    facts = ARCHITECTURES[config.architecture].facts
+    return (*past, *facts.mtp_prefixes, *facts.unread(config.fields))
 
 
 def _is_redundant(name: str, config: ModelConfig | EncoderConfig) -> bool:

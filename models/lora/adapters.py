@@ -140,7 +140,8 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
         if isinstance(module, ParallelLinear):
             parent, _, kind = name.rpartition(".")
             for source, shard in parts.get(kind, ((kind, None),)):
-                targets[f"{parent}.{source}"] = _Target(module, shard)
+                if shard in module.parts:
+                    targets[f"{parent}.{source}"] = _Target(module, shard)
     return targets
 
 

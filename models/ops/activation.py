@@ -1,4 +1,4 @@
-"""Gated activations of feed-forward layers, each by the fastest operator that supports the tensor."""
+"""Activations of feed-forward layers, gated and alone, each by the fastest operator that supports the tensor."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,34 +10,59 @@ from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime
-from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, Gating
+from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 """Rows whose first half are gates, to their product with the second. # [tokens, 2 * features] -> [tokens, features]"""
 
+ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU, "relu2": RELU_SQUARED}
+"""The operators' numbers by name."""
+
+
+def gated_activation(name: str) -> GatedActivation:
+    """`activation(gate) * up` of a row's halves, of a name of `ACTIVATIONS` (Shazeer, 2020)."""
+    return _GATED[ACTIVATIONS[name]]
+
+
+def activate(gate: torch.Tensor, activation: int, up: torch.Tensor | None = None) -> torch.Tensor:
+    """`activation(gate) * up`, or without `up` the activation alone; by the operators' number. # [tokens, features]"""
+    if runtime.runs(gate) and (up is None or runtime.runs(up)):
+        return ops.activated(gate, activation, up)
+    if triton.runs(gate, operator="activation"):
+        import models.ops.triton.elementwise as kernels
+
+        return kernels.activated(gate, activation, up)
+    out = _by_torch(gate, activation)
+    return out if up is None else out * up
+
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` (Shazeer, 2020) of a row's halves. # [tokens, 2 * features] -> [tokens, features]"""
-    if runtime.runs(gate_up):
-        return ops.gated(gate_up, SILU)
-    if aiter.runs("activation", gate_up):
+    """`silu(gate) * up` of a row's halves. # [tokens, 2 * features] -> [tokens, features]"""
+    if not runtime.runs(gate_up) and aiter.runs("activation", gate_up):
         return dense.silu_and_mul(gate_up)
-    if triton.runs(gate_up, operator="activation"):
-        return _by_kernel(gate_up, Gating(SILU))
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _gated(gate_up, SILU)
 
 
 def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` of a row's halves, GELU by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
-    if runtime.runs(gate_up):
-        return ops.gated(gate_up, GELU_TANH)
-    if aiter.runs("activation", gate_up):
+    if not runtime.runs(gate_up) and aiter.runs("activation", gate_up):
         return dense.gelu_tanh_and_mul(gate_up)
-    if triton.runs(gate_up, operator="activation"):
-        return _by_kernel(gate_up, Gating(GELU_TANH))
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return _gated(gate_up, GELU_TANH)
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` of a row's halves. # [tokens, 2 * features] -> [tokens, features]"""
+    return _gated(gate_up, GELU)
+
+
+def reglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`relu(gate) * up` of a row's halves. # [tokens, 2 * features] -> [tokens, features]"""
+    return _gated(gate_up, RELU)
+
+
+def squared_reglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`relu(gate)^2 * up` of a row's halves. # [tokens, 2 * features] -> [tokens, features]"""
+    return _gated(gate_up, RELU_SQUARED)
 
 
 def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
@@ -54,11 +79,13 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
 
 
+_GATED = {SILU: swiglu, GELU_TANH: geglu_tanh, GELU: geglu, RELU: reglu, RELU_SQUARED: squared_reglu}
+_OPERATORS: dict[GatedActivation, int] = {gated: number for number, gated in _GATED.items()}
+
+
 def operator_of(activation: GatedActivation) -> int | None:
     """The activation's number in `models.ops.types`; None where it has none, or has parameters."""
-    if activation is swiglu:
-        return SILU
-    return GELU_TANH if activation is geglu_tanh else None
+    return None if isinstance(activation, partial) else _OPERATORS.get(activation)
 
 
 def gating_of(activation: GatedActivation) -> Gating | None:
@@ -67,6 +94,23 @@ def gating_of(activation: GatedActivation) -> Gating | None:
         return Gating(CLAMPED_SILU, **activation.keywords)
     operator = operator_of(activation)
     return None if operator is None else Gating(operator)
+
+
+def _gated(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+    if runtime.runs(gate_up):
+        return ops.gated(gate_up, activation)
+    if triton.runs(gate_up, operator="activation"):
+        return _by_kernel(gate_up, Gating(activation))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _by_torch(gate, activation) * up
+
+
+def _by_torch(x: torch.Tensor, activation: int) -> torch.Tensor:
+    if activation == SILU:
+        return F.silu(x)
+    if activation in (GELU, GELU_TANH):
+        return F.gelu(x, approximate="none" if activation == GELU else "tanh")
+    return F.relu(x) if activation == RELU else F.relu(x).square()
 
 
 def _by_kernel(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:

@@ -1,24 +1,42 @@
-"""Root-mean-square norm (Zhang and Sennrich, 2019) of one tensor, by the fastest operator that takes it."""
+"""Norms of one tensor (Zhang and Sennrich, 2019; Ba, 2016), by the fastest operator that takes it."""
 
 import torch
 
 from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
+from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime
-from models.ops.torch_ops import torch_rms_norm
+from models.ops.torch_ops import torch_norm
 from models.ops.types import NormWeight
 
 
+def add_rows(residual: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """`residual + scale * x`, in the memory of `residual` where operators compute it. # [rows, size] each"""
+    if runtime.runs(residual, x):
+        return ops.add(residual, x, scale)
+    return residual + (x if scale == 1.0 else x * scale)
+
+
+def scale_rows(x: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows times their scales, and scales of 1 in place of these. # [rows, size], [rows, 1] float32 -> the same"""
+    ones = torch.ones(len(x), 1, device=x.device)
+    if runtime.runs(x):
+        # A sum of one expert's output, weighted, at its own position.
+        return expert_ops.combine(x, scales, torch.arange(len(x))[:, None]), ones
+    return (x * scales).to(x.dtype), ones
+
+
 def rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (weight + offset)`, computed in float32. # [..., size] -> [..., size]"""
-    weight, eps, offset = norm
-    if x.dim() == 2 and runtime.runs(x, weight):
-        return ops.rms_norm(x, weight, eps, offset=offset)
-    if offset == 0.0 and aiter.runs("norm", x, weight):
+    """See `NormWeight`; computed in float32. # [..., size] -> [..., size]; of 3, the heads lie next to each other"""
+    weight, eps, offset, bias, is_centred = norm
+    is_rows = x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])
+    if is_rows and runtime.runs(x, weight):
+        return ops.rms_norm(x, weight, eps, offset=offset, bias=bias, is_centred=is_centred)
+    if offset == 0.0 and not is_centred and aiter.runs("norm", x, weight):
         return dense.rms_norm(x, weight, eps)
     if triton.runs(x, weight, operator="norm"):
         import models.ops.triton.elementwise as kernels
 
-        return kernels.rms_norm(x, weight, eps, offset=offset)
-    return torch_rms_norm(x, norm)
+        return kernels.rms_norm(x, weight, eps, offset=offset, bias=bias, is_centred=is_centred)
+    return torch_norm(x, norm)

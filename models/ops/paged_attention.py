@@ -2,25 +2,27 @@
 
 import torch
 
-from models.ops.torch_ops import rotate, torch_rms_norm
+from models.ops.torch_ops import moved
 from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
 def store(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     cache: KVCacheTensor,
     slots: torch.Tensor,
     options: AttentionOptions,
     norms: HeadNorms | None = None,
     rotation: Rotation | None = None,
+    q_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `models.ops.triton.cache_store.store`."""
-    if norms is not None:
-        q, k = torch_rms_norm(q, norms.q), torch_rms_norm(k, norms.k)
-    if rotation is not None:
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    is_first = options.is_rotated_first
+    q = moved(q, None if norms is None else norms.q, rotation, is_rotated_first=is_first, scales=q_scales)
+    if k is None or v is None:
+        return q
+    k = moved(k, None if norms is None else norms.k, rotation, is_rotated_first=is_first)
     kept = slots >= 0
     block_size = cache.k_cache.shape[2]
     blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
@@ -87,7 +89,8 @@ def _attend_row(
     positions = keys[length - num_queries :, None]
     hidden = keys > positions
     if options.sliding_window is not None:
-        hidden |= keys <= positions - options.sliding_window
+        window = options.sliding_window
+        hidden |= keys < (positions // window * window if options.is_chunked else positions - window + 1)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         beside = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)

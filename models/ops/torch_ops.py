@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from models.ops.types import NormWeight
 
 
-def torch_rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (weight + offset)`; a weight with an offset is applied in float32.
-
-    # [..., size] -> [..., size]
-    """
-    weight, eps, offset = norm
+def torch_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
+    """See `NormWeight`; a weight with an offset is applied in float32. # [..., size] -> [..., size]"""
+    weight, eps, offset, bias, is_centred = norm
+    if is_centred:
+        exact = F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (offset + weight.float())
+        return (exact if bias is None else exact + bias.float()).to(x.dtype)
     if offset == 0.0:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, offset + weight.float(), eps).to(x.dtype)
@@ -28,6 +28,24 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     if rotary_dim < x.shape[-1]:
         return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin).to(x.dtype)
+
+
+def moved(
+    x: torch.Tensor,
+    norm: NormWeight | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    is_rotated_first: bool = False,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Heads normalised, rotated and scaled, in the order that `HeadNorms` says. # [tokens, heads, head_dim]"""
+    if norm is not None and not is_rotated_first:
+        x = torch_norm(x, norm)
+    if rotation is not None:
+        x = rotate(x, *rotation)
+    if norm is not None and is_rotated_first:
+        x = torch_norm(x, norm)
+    return x if scales is None else (x * scales[..., None]).to(x.dtype)
 
 
 def deinterleave(x: torch.Tensor) -> torch.Tensor:

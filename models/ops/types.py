@@ -11,8 +11,8 @@ import torch
 if TYPE_CHECKING:
     from models.ops.cpu.latent_attention import PackedHeads
 
-SILU, GELU_TANH, CLAMPED_SILU = range(3)
-"""Activations of a gated feed-forward layer, as the operators number them."""
+SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED = range(6)
+"""Activations of a feed-forward layer, as the operators number them."""
 FP8_GROUP = 128
 """Inputs that share an FP8 weight's scale, where scales are of blocks."""
 
@@ -54,16 +54,19 @@ Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class NormWeight(NamedTuple):
-    """What a root-mean-square norm multiplies by: `x / sqrt(mean(x^2) + eps) * (weight + offset)`."""
+    """A norm's parameters: `x / sqrt(mean(x^2) + eps) * (weight + offset) + bias`."""
 
-    weight: torch.Tensor  # [size]
+    weight: torch.Tensor  # [size], or [heads, size] where each head has its own
     eps: float
     offset: float
     """What is added to the weight: 1 where the checkpoint holds the weight less one."""
+    bias: torch.Tensor | None = None  # as the weight
+    is_centred: bool = False
+    """Whether `x` is first shifted to mean 0, as a layer norm does."""
 
 
 class HeadNorms(NamedTuple):
-    """Norms of each head's query and key, before they are rotated."""
+    """Norms of each head's query and key, by root mean square."""
 
     q: NormWeight
     k: NormWeight
@@ -79,6 +82,10 @@ class AttentionOptions:
     """Tokens that a query sees, its own included; None: all before it."""
     soft_cap: float | None = None
     """Scores become `soft_cap * tanh(score / soft_cap)`."""
+    is_chunked: bool = False
+    """Whether a query sees those tokens of its own chunk of `sliding_window` positions that are not after it."""
+    is_rotated_first: bool = False
+    """Whether queries and keys are rotated before their norm, not after it."""
     k_scale: float = 1.0
     """What keys, or latents, in an 8-bit cache are multiplied by."""
     v_scale: float = 1.0
@@ -93,7 +100,9 @@ class AttentionInputs(NamedTuple):
     """[Hq], logits that take part in the softmax and have no value."""
     norms: HeadNorms | None = None
     rotation: Rotation | None = None
-    """Applied after the norms."""
+    """Applied after the norms, unless the options say otherwise."""
+    q_scales: torch.Tensor | None = None
+    """[T, 1] float32, factors of the queries, applied last."""
 
 
 @dataclass(frozen=True, slots=True)

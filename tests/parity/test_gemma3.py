@@ -31,7 +31,7 @@ def test_a_config_as_published_is_read_like_transformers_reads_it(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("hidden_activation", "silu"), ("use_bidirectional_attention", True), ("attn_logit_softcapping", 50.0)],
+    [("hidden_activation", "mish"), ("use_bidirectional_attention", True), ("attn_logit_softcapping", 50.0)],
 )
 def test_what_would_be_computed_wrong_is_refused(tmp_path: Path, field: str, value: object) -> None:
     path = make_checkpoint(tmp_path, VARIANTS[0].family)

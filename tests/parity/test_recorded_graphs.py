@@ -31,9 +31,11 @@ from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
 from tests.parity.variants import (
     DERIVED,
     Variant,
+    attention_families,
     attention_only,
     deepseek,
     gemma3,
+    gemma4,
     gpt_oss,
     llama,
     moe,
@@ -68,7 +70,7 @@ ARCHITECTURES = [
             id=name,
             marks=SLOW if name in DERIVED else (),
         )
-        for variants in (qwen3_5.VARIANTS, attention_only.VARIANTS)
+        for variants in (qwen3_5.VARIANTS, gemma4.VARIANTS, attention_only.VARIANTS, attention_families.VARIANTS)
         for name in sorted({each.architecture for each in variants})
     ),
 ]

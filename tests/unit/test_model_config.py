@@ -120,7 +120,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"num_attention_heads": 7}, "is 7; it must be a divisor of hidden_size, 64"),
         ({"attention_bias": 1}, "is 1; it must be true or false"),
         ({"dtype": "int8"}, 'is "int8"; it must be one of float32, bfloat16, float16'),
-        ({"hidden_act": "gelu"}, 'is "gelu"; it must be "silu"'),
+        ({"hidden_act": "mish"}, 'is "mish"; it must be one of silu, swish, gelu, gelu_new'),
         ({"eos_token_id": -1}, "is -1; it must be a token id"),
         ({"eos_token_id": 2**31}, "is 2147483648; it must be a token id"),
         ({"rope_theta": 10**400}, "it must be a number above 0 and at most 1e+18"),

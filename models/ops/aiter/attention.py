@@ -29,13 +29,17 @@ class Rows(NamedTuple):
     """An upper bound."""
 
 
-def takes_unified(_options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
+def takes_unified(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
     """Whether `unified` supports these options."""
+    if options.is_chunked:
+        return False
     return sinks is None or accepts("unified_attention", "sinks")
 
 
 def takes_paged(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
     """Whether `paged` supports these options."""
+    if options.is_chunked:
+        return False
     return sinks is None and (options.sliding_window is None or accepts("paged_attention_v1", "sliding_window"))
 
 

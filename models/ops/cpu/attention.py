@@ -23,32 +23,45 @@ def rope_table(positions: torch.Tensor, frequencies: torch.Tensor, factor: float
     return cos, sin
 
 
+def position_scales(positions: torch.Tensor, factor: float, length: int, first: int) -> torch.Tensor:
+    """`1 + factor * log(1 + floor((position + first) / length))`. # [rows] int64 -> [rows, 1] float32"""
+    runtime = current()
+    out = runtime.rows(len(positions), 1, torch.float32)
+    arguments = structures.PositionScales(out.data_ptr(), first, length, factor)
+    step = Step(num_tokens=len(positions), positions=positions.data_ptr())
+    runtime.run(arguments, step, (positions, out))
+    return out
+
+
 def rope_store(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     step: Step,
     *,
     norms: HeadNorms | None = None,
     rotation: Rotation | None = None,
+    q_scales: torch.Tensor | None = None,
+    is_rotated_first: bool = False,
 ) -> None:
-    """Normalise and rotate queries, in place, and keys; write keys and values to the cache.
+    """Normalise, rotate and scale queries, in place, and keys; write keys and values to the cache, if there are any.
 
-    # q [T, heads, dim], k and v [T, kv_heads, dim], caches [blocks, kv_heads, block_size, dim]
+    # q [T, heads, dim], k and v [T, kv_heads, dim], caches [blocks, kv_heads, block_size, dim], q_scales [T, 1] f32
     """
+    assert (k is None) == (v is None)
     cos, sin = (None, None) if rotation is None else rotation
     arguments = structures.RopeStore(
         q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
+        pointer(k),
+        pointer(v),
         q.stride(0),
-        k.stride(0),
-        v.stride(0),
+        0 if k is None else k.stride(0),
+        0 if v is None else v.stride(0),
         q.shape[1],
-        k.shape[1],
-        k.shape[2],
+        0 if k is None else k.shape[1],
+        q.shape[2],
         None if norms is None else norms.q.weight.data_ptr(),
         None if norms is None else norms.k.weight.data_ptr(),
         0.0 if norms is None else norms.q.offset,
@@ -56,13 +69,15 @@ def rope_store(
         pointer(cos),
         pointer(sin),
         0 if cos is None else cos.shape[-1],
+        is_rotated_first,
+        pointer(q_scales),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         k_cache.shape[2],
         k_cache.stride(0),
     )
     weights = () if norms is None else (norms.q.weight, norms.k.weight)
-    current().run(arguments, step, (q, k, v, *weights, cos, sin, k_cache, v_cache))
+    current().run(arguments, step, (q, k, v, *weights, cos, sin, q_scales, k_cache, v_cache))
 
 
 def attention(
@@ -91,6 +106,7 @@ def attention(
         k_cache.stride(0),
         options.scale,
         options.sliding_window or 0,
+        options.is_chunked,
         options.soft_cap or 0.0,
         pointer(sinks),
     )

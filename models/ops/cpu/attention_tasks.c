@@ -2,12 +2,17 @@
 
 #include "attention_tasks.h"
 
+static int64_t first_key_of(const struct attention *op, int64_t position) {
+    if (op->window == 0) return 0;
+    return op->is_chunked ? position / op->window * op->window : max64(0, position - op->window + 1);
+}
+
 struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context, int64_t group) {
     struct columns made = {.count = min64(LANES, columns - first_column)};
     for (int lane = 0; lane < LANES; lane++) {
         int64_t query = (first_column + (lane < made.count ? lane : 0)) / group, position = context + query;
         made.last[lane] = (int32_t)position;
-        made.first[lane] = op->window ? (int32_t)max64(0, position - op->window + 1) : 0;
+        made.first[lane] = (int32_t)first_key_of(op, position);
     }
     int64_t final = made.last[made.count - 1];
     made.least = made.first[0], made.past = final + 1;

@@ -12,6 +12,7 @@ from models.ops.cpu import structures
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Arguments, Step
 from models.ops.memory import mapped_zeros
+from models.ops.types import NormWeight
 from models.ops.weight_formats import RUN, Codes, mxfp4_of
 
 PANEL, DEPTH = 32, 32
@@ -213,44 +214,80 @@ def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0, fir
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    bias: torch.Tensor | None = None,
+    is_centred: bool = False,
+    residual: torch.Tensor | None = None,
+    x_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The norm of `x`, or of its sum with `residual`, which then holds that sum. # [rows, size]"""
-    out = current().rows(*x.shape)
-    _norm(x, weight, eps, offset, residual, out)
+    """The norm of a `NormWeight` of `x`, or of `x_scale * x + residual`, which `residual` then holds.
+
+    # [rows, size], or [rows, heads, size] whose heads are next to each other; weights [size] or [heads, size]
+    """
+    out = current().rows(len(x), x.shape[1:].numel()).view(x.shape)
+    _norm(x, NormWeight(weight, eps, offset, bias, is_centred), residual, out, x_scale=x_scale)
     return out
 
 
 def add_rms_norm(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    bias: torch.Tensor | None = None,
+    is_centred: bool = False,
+    sum_scale: float = 1.0,
 ) -> torch.Tensor:
-    """`residual`, to which the norm of `x` was added. # [rows, size]"""
-    _norm(x, weight, eps, offset, residual, None)
+    """`residual`, which becomes `sum_scale * (residual + norm of x)`. # [rows, size], or [rows, heads, size]"""
+    norm = NormWeight(weight, eps, offset, bias, is_centred)
+    _norm(x, norm, residual, None, is_added=True, sum_scale=sum_scale)
+    return residual
+
+
+def add(residual: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """`residual`, to which `scale * x` was added. # [rows, size]"""
+    # No norm is computed, so that its weight is not read.
+    _norm(x, NormWeight(x, 0.0, 0.0), residual, None, x_scale=scale)
     return residual
 
 
 def _norm(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
+    norm: NormWeight,
     residual: torch.Tensor | None,
     out: torch.Tensor | None,
+    *,
+    is_added: bool = False,
+    x_scale: float = 1.0,
+    sum_scale: float = 1.0,
 ) -> None:
+    weight, eps, offset, bias, is_centred = norm
     arguments = structures.RMSNorm(
         x.data_ptr(),
         x.stride(0),
         pointer(residual),
         0 if residual is None else residual.stride(0),
         weight.data_ptr(),
+        pointer(bias),
         pointer(out),
         0 if out is None else out.stride(0),
-        x.shape[1],
-        out is None,
+        x.shape[-1],
+        x.shape[1] if x.dim() == 3 else 1,
+        weight.shape[1] if weight.dim() == 2 else 0,
+        is_added,
+        is_centred,
         offset,
         eps,
+        x_scale,
+        sum_scale,
     )
-    current().run(arguments, Step(num_tokens=len(x)), (x, residual, weight, out))
+    current().run(arguments, Step(num_tokens=len(x)), (x, residual, weight, bias, out))
 
 
 def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: float = 0.0) -> torch.Tensor:
@@ -258,21 +295,31 @@ def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: 
 
     `alpha` and `limit` are the clamped activation's: see `models.ops.activation`.
     """
+    gate, up = gate_up.chunk(2, dim=1)
+    return activated(gate, activation, up, alpha=alpha, limit=limit)
+
+
+def activated(
+    gate: torch.Tensor, activation: int, up: torch.Tensor | None, *, alpha: float = 1.0, limit: float = 0.0
+) -> torch.Tensor:
+    """`activation(gate) * up`, or without `up` the activation alone. # [rows, size] each"""
     runtime = current()
-    num_rows = len(gate_up)
-    out = runtime.rows(num_rows, gate_up.shape[1] // 2)
+    num_rows, size = gate.shape
+    out = runtime.rows(num_rows, size)
     arguments = structures.Gated(
-        gate_up.data_ptr(),
-        gate_up.stride(0),
+        gate.data_ptr(),
+        gate.stride(0),
+        pointer(up),
+        0 if up is None else up.stride(0),
         out.data_ptr(),
         out.stride(0),
-        out.shape[1],
+        size,
         runtime.per_token(num_rows),
         activation,
         alpha,
         limit,
     )
-    runtime.run(arguments, Step(num_tokens=num_rows), (gate_up, out))
+    runtime.run(arguments, Step(num_tokens=num_rows), (gate, up, out))
     return out
 
 

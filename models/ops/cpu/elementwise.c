@@ -47,11 +47,11 @@ INLINE struct both squares_of(const bf16 *x, int64_t size) {
 
 INLINE vector as_bf16(vector v) { return (vector)(rounded(v) & 0xffff0000); }
 
-/* The row added to its residual, and the squares of the sum. */
-INLINE struct both add_residual(const bf16 *x, bf16 *residual, int64_t size) {
+/* The row, scaled and added to its residual, and the squares of the sum. */
+INLINE struct both add_residual(const bf16 *x, bf16 *residual, int64_t size, float by) {
     struct both squares = {{0}, {0}};
     FOR_PARTS(i, width, size, {
-        struct both sum = plus(load_both(x + i, width), load_both(residual + i, width));
+        struct both sum = plus(scaled(load_both(x + i, width), by), load_both(residual + i, width));
         struct both v = {as_bf16(sum.even), as_bf16(sum.odd)};
         store_both(residual + i, v, width);
         squares = plus(squares, times(v, v));
@@ -59,18 +59,54 @@ INLINE struct both add_residual(const bf16 *x, bf16 *residual, int64_t size) {
     return squares;
 }
 
-CLONES static void norm_row(const struct rms_norm *op, const bf16 *x, bf16 *residual, bf16 *out) {
+INLINE float mean_of(const bf16 *x, int64_t size) {
+    struct both sums = {{0}, {0}};
+    FOR_PARTS(i, width, size, { sums = plus(sums, load_both(x + i, width)); });
+    return sum_of(sums.even + sums.odd) / (float)size;
+}
+
+/* Of the distances to the mean. */
+INLINE struct both centred_squares(const bf16 *x, int64_t size, float mean) {
+    struct both squares = {{0}, {0}};
+    FOR_PARTS(i, width, size, {
+        struct both v = shifted(load_both(x + i, width), -mean);
+        squares = plus(squares, times(v, v));
+    });
+    /* Of the last part, those past the row's end were as far from the mean as 0 is. */
+    squares.even[0] -= (float)(-size & (2 * LANES - 1)) * mean * mean;
+    return squares;
+}
+
+CLONES static void norm_row(const struct rms_norm *op, const bf16 *x, const bf16 *weights, const bf16 *bias,
+                            bf16 *residual, bf16 *out) {
     int64_t size = op->size;
     int is_first = residual && !op->is_added; /* whether the residual is added before */
-    struct both squares = is_first ? add_residual(x, residual, size) : squares_of(x, size);
-    float scale = scale_of(squares, size, (float)op->eps), offset = (float)op->offset;
+    struct both squares = is_first ? add_residual(x, residual, size, (float)op->x_scale) : squares_of(x, size);
     if (is_first) x = residual;
+    if (!op->is_added && !out) return;
+    float mean = op->is_centred ? mean_of(x, size) : 0;
+    if (op->is_centred) squares = centred_squares(x, size, mean);
+    float scale = scale_of(squares, size, (float)op->eps), offset = (float)op->offset;
     FOR_PARTS(i, width, size, {
-        struct both weight = shifted(load_both(op->weight + i, width), offset);
-        struct both v = times(scaled(load_both(x + i, width), scale), weight);
-        if (op->is_added) store_both(residual + i, plus(load_both(residual + i, width), v), width);
+        struct both v = load_both(x + i, width);
+        if (op->is_centred) v = shifted(v, -mean);
+        v = scaled(v, scale);
+        v = times(v, shifted(load_both(weights + i, width), offset));
+        if (bias) v = plus(v, load_both(bias + i, width));
+        if (op->is_added)
+            store_both(residual + i, scaled(plus(load_both(residual + i, width), v), (float)op->sum_scale), width);
         else store_both(out + i, v, width);
     });
+}
+
+static void norm_token(const struct rms_norm *op, int64_t token) {
+    for (int64_t head = 0; head < op->heads; head++) {
+        int64_t at = head * op->size, step = head * op->weight_step;
+        norm_row(op, op->x + token * op->x_stride + at, op->weight + step,
+                 op->bias ? op->bias + step : NULL,
+                 op->residual ? op->residual + token * op->residual_stride + at : NULL,
+                 op->out ? op->out + token * op->out_stride + at : NULL);
+    }
 }
 
 /* Tasks: runs of tokens. */
@@ -79,9 +115,17 @@ void rms_norm(const void *arguments, const struct step *step, struct worker *wor
     int64_t run = tokens_of_task(step->num_tokens, worker->threads);
     for (int64_t task; (task = take_task(worker)) < parts(step->num_tokens, run);)
         for (int64_t token = task * run; token < min64(step->num_tokens, task * run + run); token++)
-            norm_row(op, op->x + token * op->x_stride,
-                     op->residual ? op->residual + token * op->residual_stride : NULL,
-                     op->out + token * op->out_stride);
+            norm_token(op, token);
+}
+
+/* Tasks: one, as there is so little of it. */
+void position_scales(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct position_scales *op = arguments;
+    if (take_task(worker) != 0) return;
+    for (int64_t token = 0; token < step->num_tokens; token++) {
+        int64_t spans = (step->positions[token] + op->first) / op->length;
+        op->out[token] = (float)(1 + op->factor * log1p((double)spans));
+    }
 }
 
 /* Tasks: tokens. */
@@ -102,6 +146,8 @@ void rope_table(const void *arguments, const struct step *step, struct worker *w
 struct turn {
     int64_t pairs, dim;
     float offset, eps;
+    float by;             /* a factor of the result */
+    int is_rotated_first; /* whether the norm's weight multiplies what is rotated */
     float cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2]; /* by pair */
 };
 
@@ -119,7 +165,14 @@ INLINE struct both load_angles(const float *from) { return (struct both){load(fr
 INLINE struct both normed(const struct turn *turn, const bf16 *x, const bf16 *weight, float scale, int64_t width) {
     struct both v = load_both(x, width);
     if (!weight) return v;
+    if (turn->is_rotated_first) return scaled(v, scale);
     return times(v, scaled(shifted(load_both(weight, width), turn->offset), scale));
+}
+
+/* What was rotated, by the norm's weight if that is still due. */
+INLINE struct both finished(const struct turn *turn, struct both v, const bf16 *weight, int64_t width) {
+    if (weight && turn->is_rotated_first) v = times(v, shifted(load_both(weight, width), turn->offset));
+    return scaled(v, turn->by);
 }
 
 /* A head's vector, normalised where there is a weight, its first dimensions rotated by pairs (i, i + pairs). */
@@ -130,12 +183,14 @@ INLINE void turn_head(const struct turn *turn, const bf16 *x, const bf16 *weight
         struct both cos = load_angles(turn->cos + i), sin = load_angles(turn->sin + i);
         struct both a = normed(turn, x + i, weight ? weight + i : NULL, scale, width);
         struct both b = normed(turn, x + j, weight ? weight + j : NULL, scale, width);
-        store_both(out + i, minus(times(a, cos), times(b, sin)), width);
-        store_both(out + j, plus(times(b, cos), times(a, sin)), width);
+        struct both low = minus(times(a, cos), times(b, sin)), high = plus(times(b, cos), times(a, sin));
+        store_both(out + i, finished(turn, low, weight ? weight + i : NULL, width), width);
+        store_both(out + j, finished(turn, high, weight ? weight + j : NULL, width), width);
     });
     FOR_PARTS(rest, width, turn->dim - 2 * pairs, {
         int64_t i = 2 * pairs + rest;
-        store_both(out + i, normed(turn, x + i, weight ? weight + i : NULL, scale, width), width);
+        struct both v = normed(turn, x + i, weight ? weight + i : NULL, scale, width);
+        store_both(out + i, finished(turn, v, weight ? weight + i : NULL, width), width);
     });
 }
 
@@ -182,11 +237,13 @@ static void store_values(const struct rope_store *op, int64_t slot, int64_t toke
 static void store_keys(const struct rope_store *op, int64_t slot, int64_t token) {
     int64_t dim = op->dim;
     struct turn turn = {
-        .pairs = op->rotary_dim / 2, .dim = dim, .offset = (float)op->offset, .eps = (float)op->eps};
+        .pairs = op->rotary_dim / 2, .dim = dim, .offset = (float)op->offset, .eps = (float)op->eps,
+        .by = op->q_scales ? op->q_scales[token] : 1, .is_rotated_first = (int)op->is_rotated_first};
     set_angles(&turn, op->cos + token * op->rotary_dim, op->sin + token * op->rotary_dim);
     bf16 *q = op->q + token * op->q_stride;
     bf16 *to = op->k_cache + slot / op->block_size * op->block_stride + slot % op->block_size * dim;
-    if (op->q_norm || op->rotary_dim) turn_heads(&turn, q, op->q_norm, op->heads, q, dim);
+    if (op->q_norm || op->rotary_dim || op->q_scales) turn_heads(&turn, q, op->q_norm, op->heads, q, dim);
+    turn.by = 1;
     turn_heads(&turn, op->k + token * op->k_stride, op->k_norm, op->kv_heads, to, op->block_size * dim);
 }
 
@@ -239,6 +296,9 @@ INLINE vector gate_clamped(const struct activation *by, vector gate, vector up) 
 
 INLINE vector gate(const struct activation *by, vector x, vector up) {
     if (by->activation == SILU) return up * (x * sigmoid_of(x));
+    if (by->activation == RELU) return up * choose(x < 0.0f, all(0), x);
+    if (by->activation == RELU_SQUARED) return up * choose(x < 0.0f, all(0), x * x);
+    if (by->activation == GELU) return up * gelu_of(x);
     if (by->activation == GELU_TANH)
         return up * (0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))));
     return gate_clamped(by, x, up);
@@ -246,7 +306,8 @@ INLINE vector gate(const struct activation *by, vector x, vector up) {
 
 CLONES static void gate_row(const struct activation *by, const bf16 *gates, const bf16 *ups, int64_t size, bf16 *out) {
     FOR_PARTS(i, width, size, {
-        struct both x = load_both(gates + i, width), up = load_both(ups + i, width);
+        struct both x = load_both(gates + i, width), up = {all(1), all(1)};
+        if (ups) up = load_both(ups + i, width);
         store_both(out + i, (struct both){gate(by, x.even, up.even), gate(by, x.odd, up.odd)}, width);
     });
 }
@@ -261,7 +322,7 @@ void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, 
 void gated(const void *arguments, const struct step *step, struct worker *worker) {
     const struct gated *op = arguments;
     for (int64_t row; (row = take_task(worker)) < step->num_tokens * op->per_token;)
-        gate_row(&op->by, op->gate_up + row * op->stride, op->gate_up + row * op->stride + op->size, op->size,
+        gate_row(&op->by, op->gate + row * op->stride, op->up ? op->up + row * op->up_stride : NULL, op->size,
                  op->out + row * op->out_stride);
 }
 

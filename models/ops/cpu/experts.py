@@ -31,13 +31,14 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
     scaling_factor: float = 1.0,
+    expert_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and ids of a token's experts, the best first; the lower id of equal ones. See `models.layers.routing`.
 
-    # [tokens, experts] float32, [experts] float32 -> [tokens, top_k] float32, [tokens, top_k] int64
+    # [tokens, experts] float32, 2 x [experts] float32 -> [tokens, top_k] float32, [tokens, top_k] int64
     """
     assert logits.dtype is torch.float32
-    assert correction is None or correction.dtype is torch.float32
+    assert all(each is None or each.dtype is torch.float32 for each in (correction, expert_scales))
     runtime = current()
     num_tokens, experts = logits.shape
     weights = runtime.rows(num_tokens, top_k, torch.float32)
@@ -55,8 +56,9 @@ def route(
         scoring,
         renormalize,
         scaling_factor,
+        pointer(expert_scales),
     )
-    runtime.run(arguments, Step(num_tokens=num_tokens), (logits, correction, weights, ids))
+    runtime.run(arguments, Step(num_tokens=num_tokens), (logits, correction, weights, ids, expert_scales))
     return weights, ids
 
 

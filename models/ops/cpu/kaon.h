@@ -13,7 +13,7 @@ typedef uint16_t bf16;
 #define LANES 16  /* float32 of a vector; also rows and columns of an AMX tile */
 #define DEPTH 32  /* bfloat16 of a vector: inputs that one step of a product takes */
 #define PANEL 32  /* outputs that a packed weight keeps together */
-#define MAX_HEAD_DIM 256
+#define MAX_HEAD_DIM 512
 #define MAX_LATENT_DIM 640
 #define LINE 64   /* bytes of a cache line */
 

@@ -18,7 +18,7 @@ operator *const operators[OPERATORS] = {
     [READ_LIMIT] = read_limit, [PRODUCT_LIMIT] = product_limit,
     [CODED_LINEAR] = coded_linear, [EXPAND_CODES] = expand_codes, [CODED_PACK] = coded_pack,
     [CODED_GROUPED_LINEAR] = coded_grouped_linear, [TAKE_DRAFTS] = take_drafts,
-    [ACCEPT_DRAFTS] = accept_drafts,
+    [ACCEPT_DRAFTS] = accept_drafts, [POSITION_SCALES] = position_scales,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -62,6 +62,7 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [CODED_GROUPED_LINEAR] = sizeof(struct coded_grouped_linear),
     [TAKE_DRAFTS] = sizeof(struct take_drafts),
     [ACCEPT_DRAFTS] = sizeof(struct accept_drafts),
+    [POSITION_SCALES] = sizeof(struct position_scales),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

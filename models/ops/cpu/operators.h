@@ -28,7 +28,7 @@ enum {
     COPY_ROWS, SHARE_TOKENS, AWAIT_ANSWERS, ON_STEP,
     READ_LIMIT, PRODUCT_LIMIT,
     CODED_LINEAR, EXPAND_CODES, CODED_PACK, CODED_GROUPED_LINEAR,
-    TAKE_DRAFTS, ACCEPT_DRAFTS,
+    TAKE_DRAFTS, ACCEPT_DRAFTS, POSITION_SCALES,
     OPERATORS
 };
 
@@ -68,18 +68,30 @@ struct embed {
     int64_t first_row, num_rows; /* rows of this rank, of a weight that is split over ranks */
 };
 
-/* The norm of a row. With `residual`, that is added to the row first, and then holds the sum; or with `is_added` the
- * norm is added to it, which then holds the result, and `out` is not written. */
+/* The norm of each of a token's rows, which lie next to each other: by root mean square, or of the distance to the mean
+ * with `is_centred`. With `residual`, the row times `x_scale` is added to that first, which then holds the sum, and
+ * without `out` that is all; or with `is_added` the norm is added to it, which then holds the result times `sum_scale`,
+ * and `out` is not written. */
 struct rms_norm {
     const bf16 *x;
     int64_t x_stride;
     bf16 *residual; /* or NULL */
     int64_t residual_stride;
-    const bf16 *weight; /* [size], of which `offset` is added */
+    const bf16 *weight; /* [size], to which `offset` is added */
+    const bf16 *bias;   /* [size], or NULL */
     bf16 *out;
     int64_t out_stride;
-    int64_t size, is_added;
-    double offset, eps;
+    int64_t size, heads;  /* rows of a token */
+    int64_t weight_step;  /* from row to row of a token; 0: all have the same weight and bias */
+    int64_t is_added, is_centred;
+    double offset, eps, x_scale, sum_scale;
+};
+
+/* 1 + factor * log(1 + floor((position + first) / length)) */
+struct position_scales {
+    float *out; /* [tokens] */
+    int64_t first, length;
+    double factor;
 };
 
 struct rope_table {
@@ -89,7 +101,8 @@ struct rope_table {
     double factor;
 };
 
-/* Queries and keys normalised, where they are, and rotated; keys and values into the cache; queries stay in place. */
+/* Queries and keys normalised, where they are, and rotated; keys and values into the cache; queries stay in place. With
+ * no `kv_heads` nothing is stored: another layer did. */
 struct rope_store {
     bf16 *q;       /* [tokens, heads, dim] */
     const bf16 *k; /* [tokens, kv_heads, dim] */
@@ -100,6 +113,8 @@ struct rope_store {
     double offset, eps;          /* of the norms */
     const float *cos, *sin;      /* as of rope_table */
     int64_t rotary_dim;          /* 0: nothing is rotated */
+    int64_t is_rotated_first;    /* whether the norms' weights multiply what is rotated */
+    const float *q_scales;       /* [tokens] factors of the queries, or NULL */
     bf16 *k_cache, *v_cache;     /* see attention.c */
     int64_t block_size, block_stride;
 };
@@ -113,21 +128,24 @@ struct attention {
     int64_t heads, kv_heads, dim, block_size, block_stride;
     double scale;
     int64_t window;  /* keys that a query sees, its own included; 0: all */
+    int64_t is_chunked; /* whether it sees those of its own chunk of `window` positions */
     double soft_cap; /* 0: none */
     const float *sinks; /* [heads], or NULL */
 };
 
 /* act(gate) * up. */
 struct activation {
-    int64_t activation; /* SILU, GELU_TANH or CLAMPED_SILU */
+    int64_t activation; /* one of those below */
     double alpha, limit; /* of CLAMPED_SILU */
 };
-enum { SILU, GELU_TANH, CLAMPED_SILU };
+enum { SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED };
 
-/* The same of rows that hold gate and up, one after the other. */
+/* The same of rows of gates, and of what they gate. */
 struct gated {
-    const bf16 *gate_up; /* [tokens * per_token, 2 * size] */
+    const bf16 *gate; /* [tokens * per_token, size] */
     int64_t stride;
+    const bf16 *up; /* [tokens * per_token, size], or NULL: 1 */
+    int64_t up_stride;
     bf16 *out; /* [tokens * per_token, size] */
     int64_t out_stride;
     int64_t size, per_token;
@@ -240,6 +258,7 @@ struct route {
     int64_t scoring;     /* SOFTMAX or SIGMOID */
     int64_t renormalize; /* whether a token's weights add up to 1, before they are scaled */
     double scaling_factor;
+    const float *expert_scales; /* [experts] factors of the weights, or NULL */
 };
 enum { SOFTMAX, SIGMOID };
 
@@ -479,6 +498,7 @@ operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
 operator greedy_head, greedy_choice, take_drafts, accept_drafts;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
+operator position_scales;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
 operator coded_linear, expand_codes, coded_pack, coded_grouped_linear;
 operator float_linear, route, sort_pairs, combine;

@@ -146,6 +146,7 @@ static void route_token(const struct route *op, const float *logits, float *weig
     /* All scores of a token may vanish in float32. */
     float divisor = op->renormalize ? total + 1e-20f : 1;
     for (int64_t i = 0; i < op->top_k; i++) weights[i] = weights[i] / divisor * (float)op->scaling_factor;
+    for (int64_t i = 0; op->expert_scales && i < op->top_k; i++) weights[i] *= op->expert_scales[ids[i]];
 }
 
 /* Tasks: tokens. */

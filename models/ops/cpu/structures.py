@@ -22,7 +22,7 @@ def _declared(declaration: str) -> list[tuple[str, Any]]:
 
 SOFTMAX, SIGMOID = range(2)
 """Scorings of `Route`."""
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
 MAX_IN_FEATURES = 1 << 16
 """Most inputs of a row: a thread's scratch holds sixteen rows."""
@@ -77,7 +77,8 @@ class RMSNorm(Arguments):
 
     kind = 3
     _fields_: ClassVar = _declared(
-        "*x x_stride *residual residual_stride *weight *out out_stride size is_added offset:double eps:double"
+        "*x x_stride *residual residual_stride *weight *bias *out out_stride size heads weight_step is_added "
+        "is_centred offset:double eps:double x_scale:double sum_scale:double"
     )
 
 
@@ -94,7 +95,7 @@ class RopeStore(Arguments):
     kind = 5
     _fields_: ClassVar = _declared(
         "*q *k *v q_stride k_stride v_stride heads kv_heads dim *q_norm *k_norm offset:double eps:double *cos *sin "
-        "rotary_dim *k_cache *v_cache block_size block_stride"
+        "rotary_dim is_rotated_first *q_scales *k_cache *v_cache block_size block_stride"
     )
 
 
@@ -104,7 +105,7 @@ class Attention(Arguments):
     kind = 6
     _fields_: ClassVar = _declared(
         "*q q_stride *out out_stride *k_cache *v_cache heads kv_heads dim block_size block_stride scale:double "
-        "window soft_cap:double *sinks"
+        "window is_chunked soft_cap:double *sinks"
     )
 
 
@@ -113,7 +114,7 @@ class Gated(Arguments):
 
     kind = 7
     _fields_: ClassVar = _declared(
-        "*gate_up stride *out out_stride size per_token activation alpha:double limit:double"
+        "*gate stride *up up_stride *out out_stride size per_token activation alpha:double limit:double"
     )
 
 
@@ -139,7 +140,7 @@ class Route(Arguments):
     kind = 10
     _fields_: ClassVar = _declared(
         "*logits stride *correction *weights *ids experts top_k groups top_groups scoring renormalize "
-        "scaling_factor:double"
+        "scaling_factor:double *expert_scales"
     )
 
 
@@ -303,6 +304,13 @@ class CodedGroupedLinear(Arguments):
 
     kind = 37
     _fields_: ClassVar = [*GroupedLinear._fields_, *_CODES]
+
+
+class PositionScales(Arguments):
+    """`struct position_scales`."""
+
+    kind = 40
+    _fields_: ClassVar = _declared("*out first length factor:double")
 
 
 class Largest(Arguments):

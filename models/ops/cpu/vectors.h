@@ -143,6 +143,20 @@ INLINE vector tanh_of(vector x) {
     return choose(is_negative, -t, t);
 }
 
+/* x * (1 + erf(x / sqrt(2))) / 2, within 2e-7 of x: Abramowitz and Stegun, 7.1.26. What is missing from 1 is computed, so
+ * that the tail is as exact as the rest. */
+INLINE vector gelu_of(vector x) {
+    integers is_negative = x < 0.0f;
+    vector a = 0.7071067812f * choose(is_negative, -x, x), t = reciprocal_of(1.0f + 0.3275911f * a);
+    vector p = all(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    vector missing = p * t * exp_of(-a * a);
+    return 0.5f * x * choose(is_negative, missing, 2.0f - missing);
+}
+
 /* 0 below -87, where the reciprocal has no bits left. */
 INLINE vector sigmoid_of(vector x) {
     integers is_shut = x < -87.0f;

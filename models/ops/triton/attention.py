@@ -94,6 +94,7 @@ def attend_tile(
     head_dim,  # HEAD_DIM, as the compiler does not know it: of parts whose number it knows it would load all at once
     IS_MASKED: tl.constexpr,  # whether some query may not see all keys
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,  # whether the window is the query's own chunk of positions
     HAS_SOFT_CAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -128,7 +129,11 @@ def attend_tile(
     if IS_MASKED:
         is_seen = (keys[None, :] <= positions[:, None]) & is_key[None, :]
         if HAS_WINDOW:
-            is_seen &= keys[None, :] > positions[:, None] - window
+            firsts = positions - window + 1
+            if IS_CHUNKED:
+                # The position of a padding query is -1.
+                firsts = tl.maximum(positions, 0) // window * window
+            is_seen &= keys[None, :] >= firsts[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
@@ -165,6 +170,7 @@ def attention_prefill_kernel(
     window,
     head_dim,  # as in attend_tile
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -214,6 +220,8 @@ def attention_prefill_kernel(
     first_seen = 0
     if HAS_WINDOW:
         first_seen = tl.maximum(first_position - window + 1, 0)
+        if IS_CHUNKED:
+            first_seen = first_position // window * window
         start = first_seen // BLOCK_N * BLOCK_N
     else:
         # Tiles of keys that every query sees need no mask.
@@ -221,14 +229,14 @@ def attention_prefill_kernel(
         for key in range(0, start, BLOCK_N):
             acc, peak, total = attend_tile(
                 q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
-                kv_head, block_stride, scale, soft_cap, window, head_dim, False, False, HAS_SOFT_CAP, BLOCK_SIZE,
-                HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
+                kv_head, block_stride, scale, soft_cap, window, head_dim, False, False, False, HAS_SOFT_CAP,
+                BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
             )  # fmt: skip
     for key in range(start, end, BLOCK_N):
         acc, peak, total = attend_tile(
             q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
-            kv_head, block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE,
-            HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
+            kv_head, block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, IS_CHUNKED, HAS_SOFT_CAP,
+            BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
         )  # fmt: skip
 
     out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
@@ -292,6 +300,7 @@ def attention_prefill(
         options.sliding_window or 0,
         head_dim,
         HAS_WINDOW=options.sliding_window is not None,
+        IS_CHUNKED=options.is_chunked,
         HAS_SOFT_CAP=options.soft_cap is not None,
         HAS_SINKS=sinks is not None,
         KV_HEADS=kv_heads,
@@ -332,6 +341,7 @@ def attention_decode_kernel(
     window,
     head_dim,  # as in attend_tile
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -370,6 +380,9 @@ def attention_decode_kernel(
         if HAS_WINDOW:
             # From the first key that the row's first query sees. None may be left: the piece then adds nothing.
             first_seen = tl.maximum(length - QUERY_LEN - window + 1, 0)
+            if IS_CHUNKED:
+                # A padding row has no length.
+                first_seen = tl.maximum(length - QUERY_LEN, 0) // window * window
             start = tl.maximum(start, first_seen // BLOCK_N * BLOCK_N)
         positions = tl.where(is_query, length - QUERY_LEN + tokens, -1)
         if DEPTH < D_TILE:
@@ -383,8 +396,8 @@ def attention_decode_kernel(
         for key in range(start, end, BLOCK_N):
             acc, peak, total = attend_tile(
                 q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
-                kv_head, block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE,
-                HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
+                kv_head, block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, IS_CHUNKED, HAS_SOFT_CAP,
+                BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
             )  # fmt: skip
         is_any = total > 0
         safe = tl.where(is_any, total, 1.0)
@@ -446,6 +459,7 @@ def attention_decode(
         options.sliding_window or 0,
         head_dim,
         HAS_WINDOW=options.sliding_window is not None,
+        IS_CHUNKED=options.is_chunked,
         HAS_SOFT_CAP=options.soft_cap is not None,
         QUERY_LEN=query_len,
         KV_HEADS=kv_heads,

@@ -94,8 +94,11 @@ def _move_heads(
     sin_ptr,
     scale,
     limit,
+    by,  # a factor of the result, which is computed where HAS_FACTOR
     HAS_NORM: tl.constexpr,
+    IS_ROTATED_FIRST: tl.constexpr,  # whether the norm's weight multiplies what is rotated
     HAS_ROTATION: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     IS_FP8: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -119,6 +122,7 @@ def _move_heads(
         if REST > 0:
             squares += tl.sum(rest * rest, 1)
         inverse_rms = tl.rsqrt(squares / HEAD_DIM + eps)
+    if HAS_NORM and not IS_ROTATED_FIRST:
         first = _weighted(first, inverse_rms, weight_ptr, offset, dims, DTYPE, HALF)
         second = _weighted(second, inverse_rms, weight_ptr + HALF, offset, dims, DTYPE, HALF)
         if REST > 0:
@@ -130,6 +134,16 @@ def _move_heads(
         unrotated = first
         first = (first * cos + second * sin).to(DTYPE).to(tl.float32)
         second = (second * cos - unrotated * sin).to(DTYPE).to(tl.float32)
+    if HAS_NORM and IS_ROTATED_FIRST:
+        first = _weighted(first, inverse_rms, weight_ptr, offset, dims, DTYPE, HALF)
+        second = _weighted(second, inverse_rms, weight_ptr + HALF, offset, dims, DTYPE, HALF)
+        if REST > 0:
+            rest = _weighted(rest, inverse_rms, weight_ptr + 2 * HALF, offset, rest_dims, DTYPE, REST)
+    if HAS_FACTOR:
+        first *= by
+        second *= by
+        if REST > 0:
+            rest *= by
     _store(out_ptr, first, has_head, dims, scale, limit, HALF, IS_FP8)
     _store(out_ptr + HALF, second, has_head, dims, scale, limit, HALF, IS_FP8)
     if REST > 0:
@@ -147,6 +161,7 @@ def store_kernel(
     slots_ptr,
     cos_ptr,
     sin_ptr,
+    q_scales_ptr,  # [T] float32
     q_weight_ptr,
     k_weight_ptr,
     q_stride,
@@ -167,7 +182,9 @@ def store_kernel(
     ROTARY_DIM: tl.constexpr,  # HEAD_DIM where nothing rotates
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_ROTATED_FIRST: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
+    HAS_Q_SCALES: tl.constexpr,
     IS_FP8: tl.constexpr,
     HALF_TILE: tl.constexpr,
     REST_TILE: tl.constexpr,
@@ -183,10 +200,13 @@ def store_kernel(
     sin_ptr += token * ROTARY_DIM
     if part < Q_TILES:
         heads = part * BLOCK_H + tl.arange(0, BLOCK_H)
+        by = 1.0
+        if HAS_Q_SCALES:
+            by = tl.load(q_scales_ptr + token)
         _move_heads(
             q_ptr + token * q_stride, q_out_ptr + (token * Q_HEADS + heads[:, None]) * HEAD_DIM,
             heads * q_head_stride, heads < Q_HEADS, q_weight_ptr, eps, norm_offset, cos_ptr, sin_ptr, 1.0, limit,
-            HAS_NORM, HAS_ROTATION, False, HEAD_DIM, HALF, HALF_TILE, REST_TILE,
+            by, HAS_NORM, IS_ROTATED_FIRST, HAS_ROTATION, HAS_Q_SCALES, False, HEAD_DIM, HALF, HALF_TILE, REST_TILE,
         )  # fmt: skip
         return
     slot = tl.load(slots_ptr + token)
@@ -198,28 +218,31 @@ def store_kernel(
         _move_heads(
             k_ptr + token * k_stride, k_cache_ptr + page + heads[:, None] * (BLOCK_SIZE * HEAD_DIM),
             heads * k_head_stride, heads < KV_HEADS, k_weight_ptr, eps, norm_offset, cos_ptr, sin_ptr, k_scale, limit,
-            HAS_NORM, HAS_ROTATION, IS_FP8, HEAD_DIM, HALF, HALF_TILE, REST_TILE,
+            1.0, HAS_NORM, IS_ROTATED_FIRST, HAS_ROTATION, False, IS_FP8, HEAD_DIM, HALF, HALF_TILE, REST_TILE,
         )  # fmt: skip
     else:
         heads = (part - Q_TILES - KV_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
         _move_heads(
             v_ptr + token * v_stride, v_cache_ptr + page + heads[:, None] * (BLOCK_SIZE * HEAD_DIM),
             heads * v_head_stride, heads < KV_HEADS, k_weight_ptr, eps, norm_offset, cos_ptr, sin_ptr, v_scale, limit,
-            False, False, IS_FP8, HEAD_DIM, HALF, HALF_TILE, REST_TILE,
+            1.0, False, False, False, False, IS_FP8, HEAD_DIM, HALF, HALF_TILE, REST_TILE,
         )  # fmt: skip
 
 
 def store(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     cache: KVCacheTensor,
     slots: torch.Tensor,
     options: AttentionOptions,
     norms: HeadNorms | None = None,
     rotation: Rotation | None = None,
+    q_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate q and k, and write k and v to their slots; the queries to attend with. # -> [T, Hq, D]
+
+    Without k and v nothing is written. `q_scales` [T, 1] float32: factors of the queries, applied last.
 
     q [T, Hq, D], k and v [T, Hkv, D]: any strides but the last, 1. `slots` [T] int64: block * block_size + offset; a
     token of slot -1 is kept nowhere. Caches [num_blocks, Hkv, block_size, D], pages contiguous, of the model's type
@@ -227,11 +250,12 @@ def store(
     The queries are new where something is done to them, else the same.
     """
     num_tokens, q_heads, head_dim = q.shape
-    kv_heads, block_size = cache.k_cache.shape[1:3]
-    is_changed = norms is not None or rotation is not None
+    kv_heads, block_size = 0 if k is None else k.shape[1], cache.k_cache.shape[2]
+    is_changed = norms is not None or rotation is not None or q_scales is not None
     q_out = q.new_empty(num_tokens, q_heads, head_dim) if is_changed else q
-    if num_tokens == 0:
+    if num_tokens == 0 or (k is None and not is_changed):
         return q_out
+    k, v = q if k is None else k, q if v is None else v
     rotary_dim = head_dim if rotation is None else rotation[0].shape[-1]
     cos, sin = (slots, slots) if rotation is None else rotation
     weights = (q, k) if norms is None else (norms.q.weight, norms.k.weight)
@@ -249,6 +273,7 @@ def store(
         slots,
         cos,
         sin,
+        slots if q_scales is None else q_scales,
         *weights,
         *q.stride()[:2],
         *k.stride()[:2],
@@ -265,7 +290,9 @@ def store(
         ROTARY_DIM=rotary_dim,
         BLOCK_SIZE=block_size,
         HAS_NORM=norms is not None,
+        IS_ROTATED_FIRST=options.is_rotated_first,
         HAS_ROTATION=rotation is not None,
+        HAS_Q_SCALES=q_scales is not None,
         IS_FP8=cache_dtype.itemsize == 1,
         **store_tiles(head_dim, rotary_dim),
         **{**launch.keywords, "BLOCK_H": block_h},

@@ -1,4 +1,4 @@
-"""Row-wise layers: root-mean-square norm (Zhang and Sennrich, 2019) and gated activations (Shazeer, 2020).
+"""Row-wise layers: norms (Zhang and Sennrich, 2019; Ba, 2016) and activations, gated ones included (Shazeer, 2020).
 
 The norm is fused with the residual sum before it or after it.
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
-from models.ops.types import GELU_TANH, SILU
+from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, SILU
 
 PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
 """What becomes of the residual: there is none; it is added to first, and kept; the norm is added to it."""
@@ -20,16 +20,23 @@ _ADD_NORM, _NORM_ADD = tl.constexpr(ADD_NORM), tl.constexpr(NORM_ADD)
 def rms_norm_kernel(
     x,  # [num_rows, SIZE]
     residual,  # [num_rows, SIZE], the sum is written there where MODE is ADD_NORM; any pointer where it is PLAIN
-    weight,  # [SIZE]
+    weight,  # [WEIGHT_ROWS, SIZE]
+    bias,  # [WEIGHT_ROWS, SIZE]; any pointer where there is none
     out,  # [num_rows, SIZE]
     x_stride,
     residual_stride,
     num_rows,
     eps,
+    x_scale,  # Of what is added to the residual
+    sum_scale,  # Of the sum of the norm and the residual
     SIZE: tl.constexpr,
     TILE: tl.constexpr,  # SIZE filled up to a power of two
     OFFSET: tl.constexpr,  # Added to the weight
     MODE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CENTRED: tl.constexpr,  # Rows are shifted to mean 0 first
+    IS_SCALED: tl.constexpr,  # Whether `x_scale` or `sum_scale` is not 1
+    WEIGHT_ROWS: tl.constexpr,  # By which the rows have weights in turn
     ROWS: tl.constexpr,
 ):
     """ROWS whole rows, read once and kept in registers in float32. Grid: (tiles of rows,)."""
@@ -41,15 +48,28 @@ def rms_norm_kernel(
     if MODE == _ADD_NORM:
         beside = residual + rows * residual_stride + columns
         # The next residual is rounded, and the norm is of what was kept.
-        values = (values.to(tl.float32) + tl.load(beside, mask=inside, other=0.0).to(tl.float32)).to(values.dtype)
+        added = values.to(tl.float32)
+        if IS_SCALED:
+            added = (added * x_scale).to(values.dtype).to(tl.float32)
+        values = (added + tl.load(beside, mask=inside, other=0.0).to(tl.float32)).to(values.dtype)
         tl.store(beside, values, mask=inside)
     exact = values.to(tl.float32)
+    if IS_CENTRED:
+        exact = tl.where(inside, exact - (tl.sum(exact, 1) / SIZE)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(exact * exact, 1) / SIZE + eps)[:, None]
-    weights = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32) + OFFSET
-    normed = (exact * scale * weights).to(out.dtype.element_ty)
+    places = columns
+    if WEIGHT_ROWS > 1:
+        places = rows % WEIGHT_ROWS * SIZE + columns
+    weights = tl.load(weight + places, mask=columns < SIZE, other=0.0).to(tl.float32) + OFFSET
+    normed = exact * scale * weights
+    if HAS_BIAS:
+        normed += tl.load(bias + places, mask=columns < SIZE, other=0.0).to(tl.float32)
+    normed = normed.to(out.dtype.element_ty)
     if MODE == _NORM_ADD:
         kept = tl.load(residual + rows * residual_stride + columns, mask=inside, other=0.0)
         normed = (kept.to(tl.float32) + normed.to(tl.float32)).to(out.dtype.element_ty)
+        if IS_SCALED:
+            normed = (normed.to(tl.float32) * sum_scale).to(out.dtype.element_ty)
     tl.store(out + rows * SIZE + columns, normed, mask=inside)
 
 
@@ -59,13 +79,19 @@ def rms_norm(
     eps: float,
     *,
     offset: float = 0.0,
+    bias: torch.Tensor | None = None,
+    is_centred: bool = False,
     residual: torch.Tensor | None = None,
     mode: int = PLAIN,
+    x_scale: float = 1.0,
+    sum_scale: float = 1.0,
 ) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` in float32, rounded once. # [..., size], [size] -> [..., size]
+    """The norm of a `NormWeight`, in float32, rounded once.
 
-    `ADD_NORM`: of `x + residual`, rounded, which `residual` becomes. `NORM_ADD`: and `residual` added to it, rounded
-    again. The rows of `residual` must lie at one stride.
+    # [..., size] -> [..., size]; with weights [heads, size], x [..., heads, size]
+
+    `ADD_NORM`: of `x_scale * x + residual`, rounded, which `residual` becomes. `NORM_ADD`: and `residual` added to it,
+    rounded again, times `sum_scale`. The rows of `residual` must lie at one stride.
     """
     rows = x if x.dim() == 2 else x.flatten(0, -2)
     num_rows, size = rows.shape
@@ -76,23 +102,31 @@ def rms_norm(
         rows,
         beside,
         weight,
+        weight if bias is None else bias,
         out,
         rows.stride(0),
         beside.stride(0),
         num_rows,
         eps,
+        x_scale,
+        sum_scale,
         SIZE=size,
         TILE=next_power_of_2(size),
         OFFSET=offset,
         MODE=mode,
+        HAS_BIAS=bias is not None,
+        IS_CENTRED=is_centred,
+        IS_SCALED=(x_scale, sum_scale) != (1.0, 1.0),
+        WEIGHT_ROWS=weight.shape[0] if weight.dim() == 2 else 1,
         **launch.keywords,
     )
     return out if rows is x else out.view(x.shape)
 
 
-# The gated activation of a feed-forward layer: `activation(gate) * up`.
+# The activation of a feed-forward layer: `activation(gate) * up`, or without `up` the activation alone.
 
-_SILU, _GELU_TANH = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
+_SILU, _GELU_TANH, _CLAMPED_SILU = tl.constexpr(SILU), tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED_SILU)
+_GELU, _RELU = tl.constexpr(GELU), tl.constexpr(RELU)
 
 
 @triton.jit
@@ -103,44 +137,73 @@ def gated_product(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == _GELU_TANH:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3)
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    if ACTIVATION == _CLAMPED_SILU:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    if ACTIVATION == _GELU:
+        return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    rest = tl.maximum(gate, 0.0)
+    if ACTIVATION == _RELU:
+        return rest * up
+    return rest * rest * up
 
 
 @triton.jit
 def gated_kernel(
-    gate_up,  # [rows, 2 * features]
+    gates,  # [rows, features]
+    ups,  # [rows, features]; any pointer where there are none
     out,  # [rows, features]
     stride,
+    up_stride,
     features,
     alpha,
     limit,
     ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,  # Whether there are ups
     FEATURES: tl.constexpr,  # Of one program
 ):
     """A run of one row's features. Grid: (rows, runs)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     inside = columns < features
-    gates = gate_up + row * stride + columns
-    gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gates + features, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.full([FEATURES], 1.0, tl.float32)
+    if IS_GATED:
+        up = tl.load(ups + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     product = gated_product(gate, up, alpha, limit, ACTIVATION)
     tl.store(out + row * features + columns, product.to(out.dtype.element_ty), mask=inside)
 
 
 def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 0.0, limit: float = 0.0) -> torch.Tensor:
-    """`SILU`: `silu(gate) * up`; `GELU_TANH`: gelu by tanh; `CLAMPED_SILU`: gpt-oss's. In float32, rounded once.
+    """`SILU`: `silu(gate) * up`; `GELU_TANH`: gelu by tanh; `CLAMPED_SILU`: gpt-oss's; and so on.
 
-    # [..., 2 * features], gates before what they gate -> [..., features]
+    In float32, rounded once. # [..., 2 * features], gates before what they gate -> [..., features]
     """
     rows = gate_up if gate_up.dim() == 2 else gate_up.flatten(0, -2)
-    num_rows, width = rows.shape
-    features = width // 2
-    out = rows.new_empty(num_rows, features)
-    launch = launch_of("gated", gate_up.device)
+    gate, up = rows.chunk(2, dim=1)
+    out = activated(gate, activation, up, alpha=alpha, limit=limit)
+    return out if rows is gate_up else out.view(*gate_up.shape[:-1], -1)
+
+
+def activated(
+    gate: torch.Tensor, activation: int, up: torch.Tensor | None, *, alpha: float = 0.0, limit: float = 0.0
+) -> torch.Tensor:
+    """`activation(gate) * up`, or without `up` the activation alone. # [rows, features] each"""
+    num_rows, features = gate.shape
+    out = gate.new_empty(num_rows, features)
+    launch = launch_of("gated", gate.device)
     gated_kernel[(num_rows, cdiv(features, launch.blocks["FEATURES"]))](
-        rows, out, rows.stride(0), features, alpha, limit, ACTIVATION=activation, **launch.keywords
+        gate,
+        gate if up is None else up,
+        out,
+        gate.stride(0),
+        0 if up is None else up.stride(0),
+        features,
+        alpha,
+        limit,
+        ACTIVATION=activation,
+        IS_GATED=up is not None,
+        **launch.keywords,
     )
-    return out if rows is gate_up else out.view(*gate_up.shape[:-1], features)
+    return out

@@ -22,12 +22,15 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
-PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Ministral3ForCausalLM"})
+PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
 
 DERIVED = frozenset(
     {
         *("Ernie4_5_MoeForCausalLM", "GlmMoeDsaForCausalLM", "Ministral3ForCausalLM", "MiniMaxM2ForCausalLM"),
+        *("ArceeForCausalLM", "CohereForCausalLM", "Exaone4ForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM"),
+        *("GraniteForCausalLM", "GraniteMoeForCausalLM", "HunYuanMoEV1ForCausalLM", "NemotronForCausalLM"),
+        *("Qwen2MoeForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
     }
 )

@@ -47,6 +47,9 @@ class AttentionCase(Case):
     rotary_dim: int | None
     query_len: int = 1
     """Tokens of a decode; more than 1 where they verify drafts."""
+    has_q_scales: bool = False
+    stores: bool = True
+    """Whether the layer has keys and values of its own."""
 
     @property
     def key(self) -> Hashable:
@@ -61,17 +64,25 @@ class AttentionCase(Case):
         q, k, v = step.queries_keys_values()
         rotation, norms = step.rotation, self.norms
         cache, options = as_hardware_reads(step.cache, self.options, problems.device)
-        stored_q = store(q, k, v, cache, step.slots, options, norms, rotation)
+        q_scales = problems.near_one(len(q), 1) if self.has_q_scales else None
+        is_first = options.is_rotated_first
+        stored_q = store(q, k, v, cache, step.slots, options, norms, rotation, q_scales)
+        if not self.stores:
+            before = step.pool.clone()
+            stored_q = store(q, None, None, cache, step.slots, options, norms, rotation, q_scales)
+            is_same = torch.equal(before.view(torch.uint8), step.pool.view(torch.uint8))
+            yield Finding(f"a cache that {self} only reads", exact_match(is_same))
+            before = step.pool.clone()
         rounded, of = rounding_bound(self.dtype), str(self)
-        if norms is not None or rotation is not None:
-            exact, magnitude = _moved(q, None if norms is None else norms.q, rotation)
+        if norms is not None or rotation is not None or q_scales is not None:
+            exact, magnitude = _moved(q, None if norms is None else norms.q, rotation, is_first, q_scales)
             yield Finding(f"queries of {of}", relative_error(stored_q, exact, rounded * magnitude))
         sides = (
             ("keys", k, cache.k_cache, options.k_scale, None if norms is None else norms.k, rotation),
             ("values", v, cache.v_cache, options.v_scale, None, None),
         )
         for what, x, pages, scale, norm, turned in sides:
-            exact, magnitude = _moved(x, norm, turned)
+            exact, magnitude = _moved(x, norm, turned, is_first)
             bound = rounded * magnitude
             found = step.stored(pages)
             if pages.dtype.itemsize == 1:
@@ -92,7 +103,8 @@ class AttentionCase(Case):
     def __str__(self) -> str:
         window = self.options.sliding_window
         parts = [f"{self.heads} heads to {self.kv_heads} of {self.head_dim}"]
-        parts += [f"a window of {window}"] if window is not None else []
+        kind = "chunks" if self.options.is_chunked else "a window"
+        parts += [f"{kind} of {window}"] if window is not None else []
         parts += ["a soft cap"] if self.options.soft_cap is not None else []
         parts += ["sinks"] if self.has_sinks else []
         parts += [f"{self.query_len} tokens a row"] if self.query_len > 1 else []
@@ -177,16 +189,29 @@ def _joined(slots: list[torch.Tensor], parts: list[slice], device: torch.device)
     return torch.cat([of_row[part] for of_row, part in zip(slots, parts, strict=True)]).to(device)
 
 
-def _moved(x: torch.Tensor, norm: NormWeight | None, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _moved(
+    x: torch.Tensor,
+    norm: NormWeight | None,
+    rotation: Rotation | None,
+    is_rotated_first: bool = False,
+    q_scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Heads as they are stored, in float32, and the magnitude of each number's terms."""
     exact = x.float()
+    weight = torch.ones(x.shape[-1], device=x.device)
     if norm is not None:
-        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.eps)
-        exact = exact * scale * (norm.weight.float() + norm.offset)
-    if rotation is None:
-        return exact, exact.abs()
-    cos, sin = rotation
-    return rotate(exact, cos, sin), rotate(exact.abs(), cos.abs(), sin.abs())
+        weight = norm.weight.float() + norm.offset
+        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.eps)
+    if not is_rotated_first:
+        exact = exact * weight
+    magnitude = exact.abs()
+    if rotation is not None:
+        cos, sin = rotation
+        exact, magnitude = rotate(exact, cos, sin), rotate(magnitude, cos.abs(), sin.abs())
+    if is_rotated_first:
+        exact, magnitude = exact * weight, magnitude * weight.abs()
+    by = 1.0 if q_scales is None else q_scales[:, None]
+    return exact * by, magnitude * by
 
 
 def _absolute(values: torch.Tensor) -> torch.Tensor:
@@ -240,11 +265,19 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         q, k = (NormWeight(problems.near_one(16) - offset, 1e-6, offset) for _ in range(2))
         return HeadNorms(q, k)
 
+    chunked = AttentionOptions(0.3, sliding_window=20, is_chunked=True)
+    later = replace(chunked, is_rotated_first=True)
     windowed = AttentionOptions(0.3, sliding_window=20, soft_cap=5.0)
     return {
         "attention in bf16": case(_BF16, _BF16),
         "attention that verifies drafts": case(_BF16, _BF16, query_len=5),
         "attention with norms in bf16": case(_BF16, _BF16, norms=norms(1.0)),
         "attention in fp16, its cache in FP8": case(_FP16, _FP8, norms=norms(0.0)),
+        "chunks, scaled queries, norms after the rotation": case(
+            _BF16, _BF16, options=later, norms=norms(0.0), has_q_scales=True, rotary_dim=8
+        ),
+        "chunks of the last tokens, in another layer's cache": case(
+            _FP16, _FP16, options=chunked, query_len=3, stores=False
+        ),
         "windows, soft caps and sinks, FP8": case(_BF16, _FP8, options=windowed, has_sinks=True, rotary_dim=8),
     }

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from models.ops.self_test import FLOAT32, Case, Finding, Problems, relative_error, rounding_bound
-from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, gated, rms_norm
-from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, Gating
+from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, activated, rms_norm
+from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
 
 
 def reference_rms_norm(
@@ -18,18 +18,26 @@ def reference_rms_norm(
     eps: float,
     *,
     offset: float = 0.0,
+    bias: torch.Tensor | None = None,
+    is_centred: bool = False,
     residual: torch.Tensor | None = None,
     mode: int = PLAIN,
+    x_scale: float = 1.0,
+    sum_scale: float = 1.0,
 ) -> torch.Tensor:
     """As the kernel's launcher; `residual` becomes the sum where `mode` is `ADD_NORM`."""
     if mode == ADD_NORM:
         assert residual is not None
-        x = residual.copy_(x.float() + residual.float())
+        x = residual.copy_(x_scale * x.float() + residual.float())
     exact = x.float()
+    if is_centred:
+        exact = exact - exact.mean(-1, keepdim=True)
     normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+    if bias is not None:
+        normed = normed + bias.float()
     if mode == NORM_ADD:
         assert residual is not None
-        return (residual.float() + normed.to(x.dtype).float()).to(x.dtype)
+        return (sum_scale * (residual.float() + normed.to(x.dtype).float())).to(x.dtype)
     return normed.to(x.dtype)
 
 
@@ -40,6 +48,10 @@ def reference_gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 0.
         product = F.silu(gate) * up
     elif activation == GELU_TANH:
         product = F.gelu(gate, approximate="tanh") * up
+    elif activation == GELU:
+        product = F.gelu(gate) * up
+    elif activation in (RELU, RELU_SQUARED):
+        product = F.relu(gate) ** (1 if activation == RELU else 2) * up
     else:
         gate = gate.clamp(max=limit)
         product = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
@@ -61,50 +73,74 @@ class NormCase(Case):
     dtype: torch.dtype
     weight_dtype: torch.dtype
     modes: tuple[int, ...] = (PLAIN, ADD_NORM, NORM_ADD)
+    has_bias: bool = False
+    is_centred: bool = False
+    scale: float = 1.0
+    """Of what is added to the residual, or of the sum with it."""
+    weight_rows: int = 1
+    """Heads of a row that have weights of their own."""
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: each mode on the same rows."""
-        x, residual = (problems.normal(_ROWS, self.size, dtype=self.dtype) for _ in range(2))
-        weight = (problems.near_one(self.size) - self.offset).to(self.weight_dtype)
+        rows = self.weight_rows
+        shape = (_ROWS, self.size) if rows == 1 else (_ROWS, rows, self.size)
+        x, residual = (problems.normal(*shape, dtype=self.dtype) for _ in range(2))
+        weight = (problems.near_one(*shape[1:]) - self.offset).to(self.weight_dtype)
+        bias = problems.normal(*shape[1:], dtype=self.weight_dtype) if self.has_bias else None
+        how: dict[str, Any] = {"offset": self.offset, "bias": bias, "is_centred": self.is_centred}
         share, name = rounding_bound(self.dtype), f"a norm of {self.size}"
         for mode in self.modes:
             summed = None if mode == PLAIN else residual.clone()
-            found = rms_norm(x, weight, self.eps, offset=self.offset, residual=summed, mode=mode)
+            scales: dict[str, Any] = {"x_scale": self.scale} if mode == ADD_NORM else {"sum_scale": self.scale}
+            found = rms_norm(x, weight, self.eps, residual=summed, mode=mode, **how, **scales)
             if mode == NORM_ADD:
-                normed = self._exact(x, weight)
-                total = residual.float() + normed
-                yield Finding(
-                    f"a sum after {name}", relative_error(found, total, share * (total.abs() + normed.abs()))
-                )
+                normed, _ = self._exact(x, weight, bias)
+                total = self.scale * (residual.float() + normed)
+                bound = share * (total.abs() + self.scale * normed.abs())
+                yield Finding(f"a sum after {name}", relative_error(found, total, bound))
                 continue
             if summed is not None:
-                total = x.float() + residual.float()
-                yield Finding(f"the sum before {name}", relative_error(summed, total, share * total.abs()))
-            exact = self._exact(x if summed is None else summed, weight)
+                added = self.scale * x.float()
+                total = added + residual.float()
+                bound = share * (total.abs() + added.abs() * (self.scale != 1.0))
+                yield Finding(f"the sum before {name}", relative_error(summed, total, bound))
+            exact, magnitude = self._exact(x if summed is None else summed, weight, bias)
             yield Finding(
-                name if summed is None else f"{name} of a sum", relative_error(found, exact, share * exact.abs())
+                name if summed is None else f"{name} of a sum", relative_error(found, exact, share * magnitude)
             )
 
-    def _exact(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return reference_rms_norm(x.float(), weight.float(), self.eps, offset=self.offset)
+    def _exact(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm, and the magnitude of its terms."""
+        arguments = (x.float(), weight.float(), self.eps)
+        scaled = reference_rms_norm(*arguments, offset=self.offset, is_centred=self.is_centred)
+        if bias is None:
+            return scaled, scaled.abs()
+        return scaled + bias.float(), scaled.abs() + bias.float().abs()
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationCase(Case):
-    """A gated activation of rows."""
+    """An activation of rows, gated or alone."""
 
     operator: ClassVar[str] = "activation"
     features: int
     gating: Gating
     dtype: torch.dtype
+    is_gated: bool = True
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         gate_up = problems.normal(_ROWS, 2 * self.features, dtype=self.dtype, scale=3.0)
         activation, alpha, limit = self.gating
-        found = gated(gate_up, activation, alpha=alpha, limit=limit)
+        gates, ups = gate_up.chunk(2, -1)
+        if not self.is_gated:
+            ups.fill_(1.0)
+        found = activated(gates, activation, ups if self.is_gated else None, alpha=alpha, limit=limit)
         exact = reference_gated(gate_up.float(), activation, alpha=alpha, limit=limit)
         gate, up = gate_up.float().abs().chunk(2, -1)
-        bound = rounding_bound(self.dtype) * exact.abs() + FLOAT32 * gate * (up + 1)
+        steepness = gate if activation == RELU_SQUARED else 1.0
+        bound = rounding_bound(self.dtype) * exact.abs() + FLOAT32 * gate * (up + 1) * steepness
         yield Finding(f"an activation of {self.features}", relative_error(found, exact, bound))
 
 
@@ -125,5 +161,12 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         "norm of 300, its weight less one, in fp16": NormCase(300, 1e-5, 1.0, _FP16, _FP16),
         "SwiGLU in bf16": ActivationCase(72, Gating(SILU), _BF16),
         "GeGLU in fp16": ActivationCase(40, Gating(GELU_TANH), _FP16),
+        "layer norm of 40 with a bias, scaled sums, in bf16": NormCase(
+            40, 1e-5, 0.0, _BF16, _BF16, has_bias=True, is_centred=True, scale=0.25
+        ),
+        "layer norm of 24 by head, in fp16": NormCase(24, 1e-5, 1.0, _FP16, _FP16, is_centred=True, weight_rows=3),
+        "gated GELU in bf16": ActivationCase(40, Gating(GELU), _BF16),
+        "gated ReLU in fp16": ActivationCase(40, Gating(RELU), _FP16),
+        "squared ReLU, not gated, in bf16": ActivationCase(72, Gating(RELU_SQUARED), _BF16, is_gated=False),
         "clamped SwiGLU in bf16": ActivationCase(40, Gating(CLAMPED_SILU, 1.702, 7.0), _BF16),
     }

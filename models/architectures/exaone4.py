@@ -1,0 +1,49 @@
+"""EXAONE 4: norms after attention and feed-forward; with windows, layers that see all have no positions."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import DecoderBody, LlamaForCausalLM, PostNormDecoderLayer, TwoRopesBody
+from models.architectures.qwen3 import Qwen3Attention
+from models.architectures.registry import ConfigFacts, architecture
+from models.config.fields import Fields
+from models.parallel.tensor_parallel import TensorParallel
+
+
+class Exaone4Attention(Qwen3Attention):
+    """Grouped-query attention that normalises queries and keys, and rotates them or does not."""
+
+    @staticmethod
+    def is_rotated(config: ModelConfig, layer: int) -> bool:
+        """Whether that layer's queries and keys are rotated."""
+        return config.sliding_windows[layer] is not None or not config.fields.has("sliding_window")
+
+
+def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
+    """One layer in `sliding_window_pattern` sees all tokens: a number, or as many letters, L for a window."""
+    if not fields.has("sliding_window"):
+        return [False] * num_layers
+    pattern = fields.values.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        windowed = [pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]
+        return [*windowed[:-1], False]
+    every = fields.integer("sliding_window_pattern", 4)
+    return [(layer + 1) % every != 0 for layer in range(num_layers)]
+
+
+@architecture("Exaone4ForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-5}, windowed_layers=_windowed))
+class Exaone4ForCausalLM(LlamaForCausalLM):
+    """EXAONE 4 with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = Exaone4Attention
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+
+        def make_layer(layer: int) -> nn.Module:
+            return PostNormDecoderLayer(config, layer, self.attention, self.feed_forward, parallel)
+
+        return TwoRopesBody(config, make_layer, parallel)

@@ -1,0 +1,69 @@
+"""IBM's Granite 3: Llama with factors of embeddings, scores, residuals and logits; dense, or of experts."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaModel
+from models.architectures.registry import ConfigFacts, architecture
+from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
+from models.layers.routing import SoftmaxRouter, experts_per_token
+from models.ops.activation import gated_activation
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+
+class GraniteAttention(LlamaAttention):
+    """Grouped-query attention with a scale of its own."""
+
+    @staticmethod
+    def score_scale(config: ModelConfig) -> float:
+        """The factor of the scores."""
+        return config.fields.number("attention_multiplier", 1.0)
+
+
+@architecture("GraniteForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-6}, has_mlp_bias=True))
+class GraniteForCausalLM(LlamaForCausalLM):
+    """Granite 3 with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = GraniteAttention
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
+        super().__init__(config, parallel)
+        self.logit_scale = 1.0 / config.fields.number("logits_scaling", 1.0)
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        return LlamaModel(
+            config,
+            self.attention,
+            self.feed_forward,
+            parallel,
+            embed_scale=config.fields.number("embedding_multiplier", 1.0),
+            residual_scale=config.fields.number("residual_multiplier", 1.0),
+        )
+
+
+@architecture("GraniteMoeForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-6}))
+class GraniteMoeForCausalLM(GraniteForCausalLM):
+    """Granite 3 of experts with its language-model head."""
+
+    checkpoint_modules: ClassVar[dict[str, str]] = {"mlp": "block_sparse_moe", "gate": "router.layer"}
+    """Module of the model -> its name in checkpoints."""
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """Experts, in every layer."""
+        del layer
+        fields = config.fields
+        num_experts = fields.integer("num_local_experts", 8)
+        gate = SoftmaxRouter(config.hidden_size, num_experts, experts_per_token(fields, num_experts), renormalize=True)
+        experts = FusedMoE(
+            config.hidden_size,
+            config.intermediate_size,
+            num_experts,
+            activation=gated_activation(config.activation),
+            names=ExpertNames(stacked_gate_up="input_linear.weight", stacked_down="output_linear.weight"),
+            parallel=parallel,
+        )
+        return SparseMoE(gate, experts)

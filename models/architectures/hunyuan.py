@@ -1,0 +1,92 @@
+"""Tencent's Hunyuan: norms of queries and keys after their rotation; dense, or of experts with a shared one."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.registry import ConfigFacts, architecture
+from models.config.fields import Fields
+from models.layers.moe import FusedMoE
+from models.layers.norm import RMSNorm
+from models.layers.routing import GroupedRouter
+from models.ops.activation import gated_activation
+from models.ops.types import HeadNorms
+from models.parallel.tensor_parallel import TensorParallel
+
+
+class HunYuanAttention(LlamaAttention):
+    """Grouped-query attention that rotates queries and keys before it normalises them."""
+
+    is_rotated_first: ClassVar[bool] = True
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
+        self.query_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.key_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def head_norms(self) -> HeadNorms:
+        """Norms of queries and keys."""
+        return HeadNorms(self.query_layernorm.operand, self.key_layernorm.operand)
+
+
+class HunYuanMoE(nn.Module):
+    """Routed experts, and a shared one."""
+
+    def __init__(self, config: ModelConfig, num_experts: int, top_k: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.gate = GroupedRouter(
+            config.hidden_size, num_experts, top_k, renormalize=True, scoring="softmax", has_correction_bias=False
+        )
+        self.experts = FusedMoE(
+            config.hidden_size,
+            config.intermediate_size,
+            num_experts,
+            activation=gated_activation(config.activation),
+            parallel=parallel,
+        )
+        self.shared_mlp = LlamaMLP(config, parallel, reduces=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
+        return self.experts(hidden, *self.gate(hidden), self.shared_mlp(hidden))  # type: ignore[no-any-return]
+
+
+_FACTS = ConfigFacts(defaults={"rms_norm_eps": 1e-5}, has_ntk_alpha=True)
+
+
+@architecture("HunYuanDenseV1ForCausalLM", _FACTS)
+class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
+    """Hunyuan with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = HunYuanAttention
+
+
+@architecture("HunYuanMoEV1ForCausalLM", _FACTS)
+class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
+    """Hunyuan-A13B with its language-model head."""
+
+    checkpoint_modules: ClassVar[dict[str, str]] = {"gate": "gate.wg"}
+    """Module of the model -> its name in checkpoints."""
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """Experts, in every layer."""
+        fields = config.fields
+        num_experts = _of_layer(fields, "num_experts", layer)
+        top_k = _of_layer(fields, "moe_topk", layer)
+        if top_k > num_experts:
+            raise fields.invalid("moe_topk", f"at most num_experts, {num_experts}")
+        return HunYuanMoE(config, num_experts, top_k, parallel)
+
+
+def _of_layer(fields: Fields, name: str, layer: int) -> int:
+    """A field that is one number, or one for each layer."""
+    if not isinstance(fields.values.get(name), list):
+        return fields.integer(name, 1)
+    values = fields.integers(name, minimum=1)
+    if layer >= len(values):
+        raise fields.invalid(name, "a number, or one for each layer")
+    return values[layer]
