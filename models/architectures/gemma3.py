@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
+from models.architectures.gemma import embedding_scale, require_causal
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, SandwichDecoderLayer, TwoRopesBody, soft_cap
 from models.architectures.qwen3 import Qwen3Attention
 from models.architectures.registry import ConfigFacts, architecture
@@ -65,16 +65,13 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
             attention, feed_forward = self.attention, self.feed_forward
             return SandwichDecoderLayer(config, layer, attention, feed_forward, parallel, norm=OffsetRMSNorm)
 
-        # Rounded to the model's dtype, as the model was trained.
-        scale: float = torch.tensor(config.hidden_size**0.5, device="cpu").item()
-        rope = _local_rope(config)
+        rope, scale = _local_rope(config), embedding_scale(config)
         return TwoRopesBody(config, make_layer, parallel, local_rope=rope, norm=OffsetRMSNorm, embed_scale=scale)
 
 
 def _reject_unsupported(config: ModelConfig) -> None:
     fields = config.fields
-    if fields.boolean("use_bidirectional_attention", False) and not config.is_bidirectional:
-        raise fields.invalid("use_bidirectional_attention", "false: a generated token sees only earlier ones")
+    require_causal(config)
     if fields.has("attn_logit_softcapping"):
         raise fields.invalid("attn_logit_softcapping", "null: Gemma 3 normalises queries and keys instead")
 

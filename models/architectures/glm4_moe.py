@@ -38,7 +38,7 @@ class Glm4MoeAttention(LlamaAttention):
 class Glm4MoeForCausalLM(LlamaForCausalLM):
     """GLM-4.5 with its language-model head."""
 
-    attention: ClassVar[type[LlamaAttention]] = Glm4MoeAttention
+    attention: ClassVar[type[nn.Module]] = Glm4MoeAttention
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:

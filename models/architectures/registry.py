@@ -112,6 +112,10 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "HunYuanMoEV1ForCausalLM": "models.architectures.hunyuan",
         "Qwen2MoeForCausalLM": "models.architectures.qwen2_moe",
         "Llama4ForCausalLM": "models.architectures.llama4",
+        "GemmaForCausalLM": "models.architectures.gemma",
+        "Gemma2ForCausalLM": "models.architectures.gemma",
+        "Dots1ForCausalLM": "models.architectures.dots1",
+        "OlmoeForCausalLM": "models.architectures.olmoe",
     },
 )
 

@@ -30,7 +30,7 @@ class Foreign(NamedTuple):
 
 GPT2 = Foreign("GPT2", head="LMHeadModel")
 GEMMA2 = Foreign("Gemma2", {"sliding_window": 20, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0})
-GRANITE = Foreign("Granite", {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5})
+APERTUS = Foreign("Apertus")
 
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _MLA = {
@@ -58,7 +58,7 @@ _INDEXED = {
 GLM_MOE_DSA = Foreign("GlmMoeDsa", {**_INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]})
 
 SERVED = [
-    Foreign("Apertus"),
+    APERTUS,
     Foreign("Arcee"),
     Foreign("Cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
     Foreign("Cohere2", {"sliding_window": 20, "sliding_window_pattern": 2, "num_hidden_layers": 4}),
@@ -69,7 +69,7 @@ SERVED = [
     GPT2,
     Foreign("GPTBigCode"),
     Foreign("GPTNeoX", {"rotary_pct": 0.5}),
-    GRANITE,
+    Foreign("Granite", {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}),
     Foreign("GraniteMoe", _EXPERTS),
     Foreign("HunYuanDenseV1"),
     Foreign("JetMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),

@@ -17,7 +17,7 @@ from models.loading.transformers_attention import PagedAttention
 from models.loading.transformers_model import TransformersModel
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import edit_json, make_checkpoint
-from tests.parity.foreign_models import GEMMA2, GLM_MOE_DSA, GPT2, GRANITE, REFUSED, SERVED, Foreign
+from tests.parity.foreign_models import APERTUS, GEMMA2, GLM_MOE_DSA, GPT2, REFUSED, SERVED, Foreign
 from tests.parity.paged_model import CPU, PagedModel, Reference, assert_computes, prompt
 from tests.parity.test_architectures import GREEDY_TOKENS, generate
 from tests.parity.test_worker_model_runner import runner_for
@@ -171,7 +171,7 @@ def test_a_config_that_is_not_of_a_decoder_is_refused_in_a_sentence(
 
 
 def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -> None:
-    path = GRANITE.checkpoint(tmp_path)
+    path = APERTUS.checkpoint(tmp_path)
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -180,14 +180,14 @@ def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -
 
 
 def test_a_format_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    path = GRANITE.checkpoint(tmp_path)
+    path = APERTUS.checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config={"quant_method": "unheard-of"})
     with pytest.raises(CheckpointError, match=r'quant_method of .* is "unheard-of"; it must be one of'):
         PagedModel(path)
 
 
 def test_ranks_that_would_each_run_the_whole_model_are_refused(tmp_path: Path) -> None:
-    path = GRANITE.checkpoint(tmp_path)
+    path = APERTUS.checkpoint(tmp_path)
     parallel = TensorParallel(0, 2, cast(Any, object()))
     with pytest.raises(CheckpointError, match="tensor_parallel_size is 2"):
         load_model(
@@ -198,10 +198,10 @@ def test_ranks_that_would_each_run_the_whole_model_are_refused(tmp_path: Path) -
 def test_a_state_between_tokens_that_no_config_names_is_found_by_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = GRANITE.checkpoint(tmp_path)
-    own = transformers.models.granite.modeling_granite.GraniteMLP.forward
+    path = APERTUS.checkpoint(tmp_path)
+    own = transformers.models.apertus.modeling_apertus.ApertusMLP.forward
     monkeypatch.setattr(
-        transformers.models.granite.modeling_granite.GraniteMLP,
+        transformers.models.apertus.modeling_apertus.ApertusMLP,
         "forward",
         lambda self, x: own(self, x) + x.roll(1, dims=1),
     )
@@ -216,7 +216,7 @@ def test_a_window_in_calls_that_their_masks_do_not_have_is_refused(
     starcoder2 = transformers.models.starcoder2.modeling_starcoder2
     monkeypatch.setattr(starcoder2, "create_sliding_window_causal_mask", starcoder2.create_causal_mask)
     with pytest.raises(CheckpointError, match="a sliding window of 24 tokens in its calls"):
-        PagedModel(path)
+        PagedModel(path, model_impl="transformers")
 
 
 def test_the_context_is_as_long_as_the_table_of_positions(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_the_context_is_as_long_as_the_table_of_positions(tmp_path: Path) -> Non
 
 def test_our_code_runs_what_it_has_unless_told_otherwise(tmp_path: Path) -> None:
     native = make_checkpoint(tmp_path / "native")
-    foreign = GRANITE.checkpoint(tmp_path / "foreign")
+    foreign = APERTUS.checkpoint(tmp_path / "foreign")
     assert isinstance(read_checkpoint_config(native), ModelConfig)
     assert isinstance(read_checkpoint_config(native, "transformers"), TransformersConfig)
     assert isinstance(read_checkpoint_config(foreign), TransformersConfig)

@@ -30,6 +30,7 @@ DERIVED = frozenset(
         *("Ernie4_5_MoeForCausalLM", "GlmMoeDsaForCausalLM", "Ministral3ForCausalLM", "MiniMaxM2ForCausalLM"),
         *("ArceeForCausalLM", "CohereForCausalLM", "Exaone4ForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM"),
         *("GraniteForCausalLM", "GraniteMoeForCausalLM", "HunYuanMoEV1ForCausalLM", "NemotronForCausalLM"),
+        *("Dots1ForCausalLM", "Gemma2ForCausalLM", "GemmaForCausalLM", "OlmoeForCausalLM"),
         *("Qwen2MoeForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
     }

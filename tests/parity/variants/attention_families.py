@@ -9,8 +9,14 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -27,6 +33,8 @@ from transformers import (
     Llama4TextConfig,
     NemotronConfig,
     NemotronForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     StableLmConfig,
@@ -93,6 +101,27 @@ _LLAMA4 = Family(
         "interleave_moe_layer_step": 2,
     },
 )
+
+_GEMMA = Family(GemmaConfig, GemmaForCausalLM, norm_mean=0.0)
+_GEMMA2 = Family(
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    {"num_hidden_layers": 3, "query_pre_attn_scalar": 16, "sliding_window": 24, "tie_word_embeddings": False},
+    norm_mean=0.0,
+)
+_DOTS1 = Family(
+    Dots1Config,
+    Dots1ForCausalLM,
+    {
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+    },
+)
+_OLMOE = Family(OlmoeConfig, OlmoeForCausalLM, {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40})
 
 VARIANTS = [
     Variant("CohereForCausalLM", "norms of each head's own, scaled logits", _COHERE, {"use_qk_norm": True}),
@@ -320,6 +349,86 @@ VARIANTS = [
             "use_sliding_window": True,
             "sliding_window": 20,
             "max_window_layers": 1,
+        },
+    ),
+    Variant("GemmaForCausalLM", "tied, one KV head", _GEMMA, {"num_key_value_heads": 1}),
+    Variant(
+        "GemmaForCausalLM",
+        "untied, a GELU by name, heads of 24",
+        _GEMMA,
+        {"tie_word_embeddings": False, "hidden_act": "gelu", "head_dim": 24},
+    ),
+    Variant(
+        "GemmaForCausalLM",
+        "biases, a KV head a query head",
+        _GEMMA,
+        {"attention_bias": True, "num_key_value_heads": 4},
+    ),
+    Variant(
+        "Gemma2ForCausalLM",
+        "capped scores and logits, layers in turn windowed",
+        _GEMMA2,
+        {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    Variant(
+        "Gemma2ForCausalLM",
+        "no caps, tied, a scale of its own",
+        _GEMMA2,
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 40,
+        },
+    ),
+    Variant(
+        "Gemma2ForCausalLM",
+        "all windowed, one KV head, biases",
+        _GEMMA2,
+        {
+            "layer_types": ["sliding_attention"] * 3,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "sliding_window": 16,
+        },
+    ),
+    Variant("Dots1ForCausalLM", "first layer dense, two of four experts, two shared", _DOTS1, {}),
+    Variant(
+        "Dots1ForCausalLM",
+        "groups of experts, weights that add up to 1, tied",
+        _DOTS1,
+        {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Variant(
+        "Dots1ForCausalLM",
+        "upper layers windowed, biases, one KV head",
+        _DOTS1,
+        {"sliding_window": 20, "max_window_layers": 1, "attention_bias": True, "num_key_value_heads": 1},
+    ),
+    Variant("OlmoeForCausalLM", "two of five experts", _OLMOE, {}),
+    Variant(
+        "OlmoeForCausalLM",
+        "weights that add up to 1, tied, one KV head",
+        _OLMOE,
+        {"norm_topk_prob": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    Variant(
+        "OlmoeForCausalLM",
+        "every expert, biases, six heads",
+        _OLMOE,
+        {
+            "num_experts": 3,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "num_attention_heads": 6,
+            "hidden_size": 96,
         },
     ),
     Variant("Llama4ForCausalLM", "chunks, one layer in four without positions, every other of experts", _LLAMA4, {}),

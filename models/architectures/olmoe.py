@@ -1,0 +1,39 @@
+"""OLMoE: experts in every layer, and norms over all heads of a token."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaForCausalLM
+from models.architectures.olmo import HeadsNormAttention
+from models.architectures.registry import ConfigFacts, architecture
+from models.layers.moe import FusedMoE, SparseMoE
+from models.layers.routing import SoftmaxRouter, experts_per_token
+from models.ops.activation import gated_activation
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+
+@architecture("OlmoeForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-5, "num_experts_per_tok": 8}))
+class OlmoeForCausalLM(LlamaForCausalLM):
+    """OLMoE with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = HeadsNormAttention
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
+        if config.fields.has("clip_qkv"):
+            raise config.fields.invalid("clip_qkv", "null: clipped queries, keys and values are not implemented")
+        super().__init__(config, parallel)
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """Experts, in every layer."""
+        del layer
+        fields, size = config.fields, config.intermediate_size
+        num_experts = fields.integer("num_experts", 64)
+        top_k, renormalize = experts_per_token(fields, num_experts), fields.boolean("norm_topk_prob", False)
+        gate = SoftmaxRouter(config.hidden_size, num_experts, top_k, renormalize=renormalize)
+        activation = gated_activation(config.activation)
+        return SparseMoE(
+            gate, FusedMoE(config.hidden_size, size, num_experts, activation=activation, parallel=parallel)
+        )
