@@ -119,6 +119,12 @@ def packed_parts(model: nn.Module) -> dict[str, list[tuple[str, str | int]]]:
     return parts
 
 
+def checkpoint_name(name: str, model: nn.Module) -> str:
+    """The name in checkpoints of one of the model's modules or parameters."""
+    renamed: Mapping[str, str] = getattr(model, "checkpoint_modules", {})
+    return ".".join(renamed.get(part, part) for part in name.split("."))
+
+
 def mark_read_directly(parameter: nn.Parameter) -> None:
     """Declare that a layer reads the weight directly, so that it stays dense."""
     _own_weight(parameter).is_product = False

@@ -34,6 +34,7 @@ from models.layers.parameter import (
     SourceNames,
     WeightPart,
     WeightShapeError,
+    checkpoint_name,
     is_product,
     keep_codes,
     pack_products,
@@ -342,7 +343,7 @@ def _remote_experts(model: nn.Module) -> Callable[[str], bool]:
     prefixes: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
-            base = _checkpoint_name(f"{name}.w13", model).rpartition(".")[0]
+            base = checkpoint_name(f"{name}.w13", model).rpartition(".")[0]
             prefixes |= {f"{base}.{expert}" for expert in set(range(module.num_experts)) - set(module.local_experts)}
 
     def is_remote(name: str) -> bool:
@@ -394,7 +395,7 @@ def wanted_tensors(model: nn.Module) -> dict[str, Target]:
     parts = packed_parts(model)
     wanted: dict[str, Target] = {}
     for name, parameter in model.named_parameters():
-        module, _, leaf = _checkpoint_name(name, model).rpartition(".")
+        module, _, leaf = checkpoint_name(name, model).rpartition(".")
         parent, _, kind = module.rpartition(".")
         if spellings := sources_of(parameter):
             wanted |= _in_any_spelling(parameter, parent, spellings)
@@ -486,12 +487,6 @@ def expert_names(wanted: Mapping[str, Target], stack: str) -> ExpertNames:
     """The wanted tensors of single experts that a stack of them replaces; empty where `stack` is none."""
     rivals = wanted[stack].rivals if stack in wanted else ()
     return {shard: name for name in rivals if name in wanted and isinstance(shard := wanted[name].shard, tuple)}
-
-
-def _checkpoint_name(name: str, model: nn.Module) -> str:
-    """A parameter's name in the checkpoint."""
-    renamed: Mapping[str, str] = getattr(model, "checkpoint_modules", {})
-    return ".".join(renamed.get(part, part) for part in name.split("."))
 
 
 def _fill(target: Target, tensor: torch.Tensor, name: str, file: Path) -> None:

@@ -22,7 +22,7 @@ from models.layers.base import CausalLM
 from models.layers.linear import ParallelLinear
 from models.layers.lora import LinearLoRA, OutputPart, Span
 from models.layers.mla import MLAAttention
-from models.layers.parameter import WeightShapeError, packed_parts
+from models.layers.parameter import WeightShapeError, checkpoint_name, packed_parts
 from models.lora.config import LoRAConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -138,7 +138,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     parts, targets = packed_parts(model), {}
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
-            parent, _, kind = name.rpartition(".")
+            parent, _, kind = checkpoint_name(name, model).rpartition(".")
             for source, shard in parts.get(kind, ((kind, None),)):
                 if shard in module.parts:
                     targets[f"{parent}.{source}"] = _Target(module, shard)

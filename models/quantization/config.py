@@ -17,6 +17,8 @@ from models.registry import Registry
 
 MXFP4_GROUP = 32
 """Inputs that share a power of two (OCP microscaling formats 1.0)."""
+NVFP4_GROUP = 16
+"""Inputs that share an FP8 scale in NVIDIA's 4-bit format."""
 
 WeightBits: TypeAlias = Literal[4, 8, 16]
 """Bits of one value of a weight; 16: bfloat16."""
@@ -49,7 +51,7 @@ class LayerQuantConfig:
     storage: str
     """A name of `models.quantization.layouts.STORAGE`."""
     quant_dtype: str
-    """`fp8`, `int8`, `int4` or `mxfp4`."""
+    """`fp8`, `int8`, `int4`, `mxfp4` or `nvfp4`."""
     quant_type: Granularity
     bits: int
     group_size: int | None = None

@@ -23,6 +23,7 @@ _ATTENTION_PARTS = (".attn", ".mla_attn", ".k_proj", ".v_proj", ".qkv_proj", ".k
 _UNUSED_PARTS = frozenset(
     {
         "activation_scale",
+        "input_global_scale",
         "input_scale",
         "input_scale_ub",
         "input_zero_point",
@@ -224,7 +225,7 @@ def _canonical(part: str, layer: LayerQuantConfig) -> str:
         return "weight_scale"
     if part.endswith("_activation_scale"):
         return "activation_scale"
-    if part == "weight_packed" and layer.storage == "mxfp4":
+    if part == "weight_packed" and layer.storage in ("mxfp4", "nvfp4"):
         return "weight"
     return part
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from models.errors import CheckpointError
 from models.ops.types import FP8_GROUP
 from models.ops.weight_formats import RUN, Codes, nibbles
-from models.quantization.config import MXFP4_GROUP, Granularity, LayerQuantConfig
+from models.quantization.config import MXFP4_GROUP, NVFP4_GROUP, Granularity, LayerQuantConfig
 from models.quantization.stored import QuantizedStack
 from models.registry import Registry
 
@@ -99,7 +99,10 @@ class StorageLayout(ABC):
 
 STORAGE: Registry[type[StorageLayout]] = Registry(
     "storage layout",
-    dict.fromkeys(("scaled", "mxfp4", "mxfp4-experts", "packed", "awq", "gptq"), "models.quantization.layouts"),
+    dict.fromkeys(
+        ("scaled", "mxfp4", "mxfp4-experts", "nvfp4", "nvfp4-modelopt", "packed", "awq", "gptq"),
+        "models.quantization.layouts",
+    ),
 )
 
 
@@ -265,6 +268,56 @@ class MXFP4(StorageLayout):
         return _mxfp4_codes(pairs, scale, dense)
 
 
+@STORAGE.register("nvfp4")
+class NVFP4(StorageLayout):
+    """Two codes of 4 bits per byte, an FP8 scale for each 16 inputs, and a scale of all, as compressed-tensors has it.
+
+    The last is what the FP8 scales were multiplied by.
+    """
+
+    global_scale: ClassVar[str] = "weight_global_scale"
+    """The part with the scale of all."""
+
+    @property
+    def required_parts(self) -> frozenset[str]:
+        return frozenset({"weight", "weight_scale", self.global_scale})
+
+    def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """# weight [O, I / 2] uint8, weight_scale [O, I / 16] float8, and one number"""
+        codes, scale, whole = parts["weight"], parts["weight_scale"], parts[self.global_scale]
+        self._require_dtype(module, "weight", codes, torch.uint8)
+        self._require_dtype(module, "weight_scale", scale, torch.float8_e4m3fn)
+        pairs_of_group = NVFP4_GROUP // 2
+        if codes.ndim != 2 or codes.shape[1] % pairs_of_group:
+            wanted = f"[out_features, in_features / 2], in_features a multiple of {NVFP4_GROUP}"
+            raise self._misfit(module, "weight", codes, wanted)
+        rows, half = codes.shape
+        self._require_shape(module, "weight_scale", scale, rows, half // pairs_of_group)
+        if whole.numel() != 1:
+            raise self._misfit(module, self.global_scale, whole, "[1]")
+        factor, pairs = self._factor(whole.float().view(())), _pairs_of_e2m1()
+
+        def part(some: slice) -> torch.Tensor:
+            values = F.embedding(codes[some].int(), pairs).view(-1, half // pairs_of_group, NVFP4_GROUP)
+            return values.mul_((scale[some].float() * factor)[..., None]).view(-1, 2 * half)
+
+        return _by_rows(rows, 2 * half, dtype, part)
+
+    def _factor(self, whole: torch.Tensor) -> torch.Tensor:
+        """What the FP8 scales are multiplied by. # []"""
+        return 1 / whole
+
+
+@STORAGE.register("nvfp4-modelopt")
+class ModelOptNVFP4(NVFP4):
+    """The same as ModelOpt has it: the scale of all multiplies the others."""
+
+    global_scale: ClassVar[str] = "weight_scale_2"
+
+    def _factor(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+
 @STORAGE.register("mxfp4-experts")
 class MXFP4Experts(StorageLayout):
     """All experts' weights, as blocks of 32 inputs, with their powers of two."""
@@ -314,10 +367,17 @@ def _mxfp4_codes(pairs: torch.Tensor, exponents: torch.Tensor, dense: Callable[[
     return Codes("mxfp4", pairs, exponents, None, MXFP4_GROUP, dense, is_paired=True)
 
 
+@cache
+def _pairs_of_e2m1() -> torch.Tensor:
+    """The two numbers of each byte, the low four bits first. # [256, 2] float32"""
+    numbers = [(_E2M1[code % 16], _E2M1[code // 16]) for code in range(256)]
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
 def _mxfp4_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """# [rows, I / 2] uint8, [rows, I / 32] uint8 -> [rows, I]"""
     rows, half = codes.shape
-    pairs = torch.tensor([(_E2M1[code % 16], _E2M1[code // 16]) for code in range(256)], dtype=torch.float32)
+    pairs = _pairs_of_e2m1()
 
     def part(some: slice) -> torch.Tensor:
         values = F.embedding(codes[some].int(), pairs).view(-1, half // 16, 32)

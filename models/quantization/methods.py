@@ -13,6 +13,7 @@ from models.errors import CheckpointError
 from models.quantization.config import (
     METHODS,
     MXFP4_GROUP,
+    NVFP4_GROUP,
     ROUNDING_FIELD,
     ROUNDINGS,
     Granularity,
@@ -122,13 +123,16 @@ _STORAGES = {
     "naive-quantized": ("scaled", None),
     "pack-quantized": ("packed", "int"),
     "mxfp4-pack-quantized": ("mxfp4", "float"),
+    "nvfp4-pack-quantized": ("nvfp4", "float"),
 }
 """The layout of each format, and the number type that it must hold; None: either."""
+_FP4_GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
 _GRANULARITIES = {
     "tensor": Granularity.TENSOR,
     "channel": Granularity.CHANNEL,
     "block": Granularity.BLOCK,
     "group": Granularity.GROUP,
+    "tensor_group": Granularity.GROUP,
 }
 _EVERY_LINEAR = ("Linear", "FusedMoELinear")
 """Class names that are accepted as targets; others, which begin with a capital letter, are not."""
@@ -174,7 +178,7 @@ def _compressed_layer(storage_format: str, group: Fields, weights: Fields) -> La
         raise scheme_error(group, f"has the format {storage_format!r}; it must be one of {', '.join(_STORAGES)}")
     storage, wanted = _STORAGES[storage_format]
     kind, bits = weights.string("type", "int"), weights.integer("num_bits", 8)
-    allowed = {"scaled": (8,), "packed": (4, 8), "mxfp4": (4,)}[storage]
+    allowed = {"scaled": (8,), "packed": (4, 8)}.get(storage, (4,))
     if kind not in ("int", "float") or (wanted is not None and kind != wanted):
         raise weights.invalid("type", f'"{wanted or "int"}" in the format {storage_format}')
     if bits not in allowed:
@@ -184,11 +188,12 @@ def _compressed_layer(storage_format: str, group: Fields, weights: Fields) -> La
     if strategy not in _GRANULARITIES:
         raise weights.invalid("strategy", f"one of {', '.join(_GRANULARITIES)}")
     granularity = _GRANULARITIES[strategy]
-    if storage == "mxfp4" and (granularity, weights.values.get("group_size")) != (Granularity.GROUP, MXFP4_GROUP):
-        raise weights.invalid("group_size", f"{MXFP4_GROUP}, with the strategy group, in the format {storage_format}")
+    size = _FP4_GROUPS.get(storage)
+    if size is not None and (granularity, weights.values.get("group_size")) != (Granularity.GROUP, size):
+        raise weights.invalid("group_size", f"{size}, with a strategy of groups, in the format {storage_format}")
     return LayerQuantConfig(
         storage,
-        "mxfp4" if storage == "mxfp4" else "fp8" if kind == "float" else f"int{bits}",
+        storage if size is not None else "fp8" if kind == "float" else f"int{bits}",
         granularity,
         bits,
         group_size=group_size(weights, "group_size") if granularity is Granularity.GROUP else None,
@@ -321,12 +326,26 @@ def _gptq_layer(section: Fields, zero_offset: int) -> LayerQuantConfig:
 
 @METHODS.register("modelopt")
 def parse_modelopt(section: Fields, method: str) -> QuantizationConfig:
-    """NVIDIA ModelOpt's FP8. The algorithm is under `quantization` in its own file, at the top level in
-    config.json.
+    """NVIDIA ModelOpt's FP8 and NVFP4, or some modules of each. The algorithm is under `quantization` in its own file,
+    at the top level in config.json.
     """
     inner = section.section("quantization") or section
-    if inner.string("quant_algo", "") != "FP8":
-        raise inner.invalid("quant_algo", '"FP8"')
-    layer = LayerQuantConfig("scaled", "fp8", Granularity.TENSOR, 8)
     exclude = inner.strings("exclude_modules") + inner.strings("ignore")
-    return QuantizationConfig(method, layer, exclude_layers=exclude)
+    if inner.string("quant_algo", "") != "MIXED_PRECISION":
+        return QuantizationConfig(method, _modelopt_layer(inner), exclude_layers=exclude)
+    layers = inner.section("quantized_layers") or Fields({}, inner.where)
+    named = tuple((name, _modelopt_layer(layers.section(name) or layers)) for name in layers.values)
+    if not named:
+        raise inner.invalid("quantized_layers", "an object of modules, with quant_algo MIXED_PRECISION")
+    return QuantizationConfig(method, None, named, exclude_layers=exclude)
+
+
+def _modelopt_layer(section: Fields) -> LayerQuantConfig:
+    algorithm = section.string("quant_algo", "")
+    if algorithm == "FP8":
+        return LayerQuantConfig("scaled", "fp8", Granularity.TENSOR, 8)
+    if algorithm != "NVFP4":
+        raise section.invalid("quant_algo", '"FP8" or "NVFP4"')
+    if section.integer("group_size", NVFP4_GROUP) != NVFP4_GROUP:
+        raise section.invalid("group_size", f"{NVFP4_GROUP} for NVFP4")
+    return LayerQuantConfig("nvfp4-modelopt", "nvfp4", Granularity.GROUP, 4, group_size=NVFP4_GROUP)

@@ -174,6 +174,30 @@ def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": packed, "weight_scale": scale}, meant.view(rows, columns)
 
 
+def nvfp4(weight: torch.Tensor, *, by_modelopt: bool = False) -> tuple[Tensors, torch.Tensor]:
+    """compressed-tensors' or ModelOpt's: FP8 scales of 16 inputs below one of the whole weight."""
+    rows, columns = weight.shape
+    grouped = weight.view(rows, columns // 16, 16)
+    factor = weight.abs().max() / (6 * 448)
+    local = (grouped.abs().amax(-1) / 6 / factor).to(torch.float8_e4m3fn)
+    scale = local.float()[..., None] * factor
+    scaled = grouped / scale
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    meant = E2M1[codes] * torch.sign(scaled) * scale
+    codes = (codes + 8 * (scaled < 0)).view(rows, columns)
+    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    if by_modelopt:
+        parts = {"weight": packed, "weight_scale": local, "weight_scale_2": factor, "input_scale": torch.tensor(0.5)}
+    else:
+        parts = {
+            "weight_packed": packed,
+            "weight_scale": local,
+            "weight_global_scale": (1 / factor).view(1),
+            "input_global_scale": torch.tensor([2.0]),
+        }
+    return parts, meant.view(rows, columns)
+
+
 class Groups(NamedTuple):
     """Integer groups of a weight: `(q - zero) * scale`, one zero and scale a row and group."""
 

@@ -60,6 +60,14 @@ FORMATS: dict[str, tuple[q.Quantize, dict[str, Any]]] = {
         lambda weight: ({f"weight{k[6:] or '_packed'}": v for k, v in q.mxfp4(weight)[0].items()}, q.mxfp4(weight)[1]),
         q.compressed_tensors("mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32),
     ),
+    "compressed-tensors nvfp4": (
+        q.nvfp4,
+        q.compressed_tensors("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+    ),
+    "modelopt nvfp4": (
+        lambda weight: q.nvfp4(weight, by_modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    ),
     "quark mxfp4": (q.mxfp4, q.quark_config("fp4", "per_group", group_size=32, scale_format="e8m0")),
     "quark fp8 tensor": (q.fp8_tensor, q.quark_config("fp8_e4m3", "per_tensor")),
     "quark fp8 channel": (q.fp8_channel, q.quark_config("fp8_e4m3", "per_channel")),

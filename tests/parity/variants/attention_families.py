@@ -274,10 +274,13 @@ VARIANTS = [
         _NEMOTRON,
         {"hidden_act": "silu", "num_key_value_heads": 1, "head_dim": 24},
     ),
-    Variant("Starcoder2ForCausalLM", "biases, tied, windowed", _STARCODER2, {"sliding_window": 20}),
     Variant(
-        "Starcoder2ForCausalLM", "no biases, untied", _STARCODER2, {"use_bias": False, "tie_word_embeddings": False}
+        "Starcoder2ForCausalLM",
+        "biases, untied, windowed",
+        _STARCODER2,
+        {"sliding_window": 20, "tie_word_embeddings": False},
     ),
+    Variant("Starcoder2ForCausalLM", "no biases, tied", _STARCODER2, {"use_bias": False}),
     Variant(
         "Starcoder2ForCausalLM",
         "ReLU, one KV head, six heads",
