@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from models.ops.torch_ops import torch_rms_norm
+from models.ops.torch_ops import torch_norm
 from models.ops.types import NormWeight
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class PeerSums:
         normed, kept = self._memory.add_norm(x, before.clone(), norm)
         expected = self._memory.all_reduce(x) + before
         self._memory.limit = limit
-        is_right = torch.allclose(normed.float(), torch_rms_norm(expected, norm).float(), rtol=2**-6, atol=2**-6)
+        is_right = torch.allclose(normed.float(), torch_norm(expected, norm).float(), rtol=2**-6, atol=2**-6)
         if not (is_right and torch.equal(kept, expected)):
             _log.warning("sums with a norm of %d features are not fused: the kernel is wrong", x.shape[1])
             return False

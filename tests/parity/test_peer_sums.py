@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from models.ops.torch_ops import torch_rms_norm
+from models.ops.torch_ops import torch_norm
 from models.ops.triton import peer_sums
 from models.ops.triton.peer_sums import PeerMemory, flag_bytes
 from models.ops.types import NormWeight
@@ -110,7 +110,7 @@ def test_a_sum_with_a_residual_and_a_norm_has_the_bits_of_one_after_the_other(mo
         normed, beside, again = found[0][3 * call : 3 * call + 3]
         assert beside == kept.flatten().float().tolist()
         assert again == summed.flatten().float().tolist()
-        expected = torch_rms_norm(kept, norm_of(shape[1])).flatten().float()
+        expected = torch_norm(kept, norm_of(shape[1])).flatten().float()
         assert torch.allclose(torch.tensor(normed), expected, rtol=2**-9, atol=1e-6)
 
 
@@ -152,7 +152,7 @@ class Doubled:
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight) -> tuple[torch.Tensor, torch.Tensor]:
         self.num_norms += 1
         kept = 2 * x + residual
-        return torch_rms_norm(kept, norm) + self.wrong_norm, kept
+        return torch_norm(kept, norm) + self.wrong_norm, kept
 
 
 def test_sums_are_used_where_all_ranks_found_them_right() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
-from models.ops.torch_ops import torch_rms_norm
+from models.ops.torch_ops import torch_norm
 from models.ops.types import NormWeight
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import make_checkpoint
@@ -81,7 +81,7 @@ class Fusing(ThreadCollectives):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.num_norms += 1
         residual = super().all_reduce(x) + residual
-        return torch_rms_norm(residual, norm), residual
+        return torch_norm(residual, norm), residual
 
 
 def test_sums_before_norms_are_one_kernel_where_there_is_one(tmp_path: Path) -> None:
