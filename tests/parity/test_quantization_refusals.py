@@ -124,7 +124,10 @@ def test_a_scale_of_a_cache_that_no_layer_has_is_left_over(tmp_path: Path) -> No
         (q.AWQ_CONFIG | {"zero_point": False}, "zero_point of"),
         (q.gptq_config(bits=3), "is 3; it must be 4 or 8"),
         (q.gptq_config(checkpoint_format="marlin"), 'is "marlin"; it must be "gptq" or "gptq_v2"'),
-        (q.compressed_tensors("nvfp4-pack-quantized", type="float", num_bits=4), "'nvfp4-pack-quantized'; it must be"),
+        (
+            q.compressed_tensors("nvfp4-pack-quantized", type="float", num_bits=4),
+            "it must be 16, with a strategy of groups",
+        ),
         (q.compressed_tensors("marlin-24"), "'marlin-24'"),
         (q.compressed_tensors("int-quantized", strategy="token"), "strategy of"),
         (q.compressed_tensors("int-quantized", num_bits=4), "num_bits of"),

@@ -21,8 +21,23 @@ NUM_TOKENS = 12
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
 
 
-SUMS_OF_HEAD_NORMS = {"Olmo2ForCausalLM": 2, "Olmo3ForCausalLM": 2, "MiniMaxM2ForCausalLM": 2}
-"""Sums of a layer whose norms of queries and keys are over the heads of all ranks."""
+SUMS_OF_A_LAYER = {
+    # Norms of queries and keys are over the heads of all ranks.
+    **dict.fromkeys(("MiniMaxM2ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM"), 4),
+    # Attention and feed-forward are added up before they are summed.
+    **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), 1),
+}
+"""Where they are not two: one of attention, and one of the feed-forward layer, shared experts included."""
+
+
+def num_sums(variant: Variant, num_layers: int) -> int:
+    """Sums over ranks of a step: the embedding's, and those of each layer."""
+    fields = {**variant.family.defaults, **variant.overrides}
+    a_layer = 1 if fields.get("use_parallel_residual") else SUMS_OF_A_LAYER.get(variant.architecture, 2)
+    # Gemma 4 has experts next to a dense network, and a second embedding.
+    a_layer += bool(fields.get("enable_moe_block"))
+    return 1 + bool(fields.get("hidden_size_per_layer_input")) + a_layer * num_layers
+
 
 KIND = "DeepseekV3ForCausalLM"
 """Of real processes in the short form: with latents, experts and dense layers."""
@@ -66,9 +81,7 @@ def test_ranks_in_one_process_give_the_tokens_of_transformers(variant: Variant, 
     assert isinstance(collectives, ThreadCollectives)
     collectives.num_sums = 0
     at_once([partial(model.step, [(Row(PROMPTS[0]), 7)]) for model in models])
-    # The embedding's; then of each layer attention's and the feed-forward layer's, shared experts included.
-    a_layer = 2 + SUMS_OF_HEAD_NORMS.get(variant.architecture, 0)
-    assert collectives.num_sums == 1 + a_layer * models[0].config.num_hidden_layers
+    assert collectives.num_sums == num_sums(variant, models[0].config.num_hidden_layers)
 
 
 class Fusing(ThreadCollectives):
