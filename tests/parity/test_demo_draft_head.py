@@ -100,7 +100,7 @@ def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
         assert runner.drafter is not None
         assert runner.drafter.is_recorded
         if not is_at_once:
-            assert verified.count(True) > 50 or by == "another"
+            assert verified.count(True) > 10 or by == "another"
             runner.drafter._passes.chain = None
         drafting = Recorded(runner)
         drafting.made = []
