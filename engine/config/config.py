@@ -667,7 +667,9 @@ class Config(Section):
     """Threads that compute on a CPU; default: one for each physical core of one NUMA node, less one from four
     cores on."""
 
-    cpu_isa: Literal["auto", "portable", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx"] = "auto"
+    cpu_isa: Literal["auto", "portable", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16"] = (
+        "auto"
+    )
     """Instruction set of the compiled operators on a CPU; `auto`: the fastest that the processor runs."""
 
     cpu_operators: bool = True

@@ -8,7 +8,6 @@ import time
 from ipaddress import ip_address
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from engine.distributed.cluster import CurvePair, is_loopback
 
@@ -31,6 +30,9 @@ class CurveAuthenticator:
     """Admits clients by their public keys, on every listening socket of a context."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        # It brings asyncio, which cores of one host need not import.
+        from zmq.auth.thread import ThreadAuthenticator
+
         self._keys: set[bytes] = set()
         self._authenticator = ThreadAuthenticator(context, log=_log)
         self._authenticator.start()

@@ -18,8 +18,9 @@ from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
-from models.ops.cpu.dense import QuantizedWeight
+from models.ops.cpu.dense import CodedWeight, QuantizedWeight
 from models.ops.types import CLAMPED_SILU, SILU, AttentionOptions
+from models.ops.weight_formats import Codes, nibbles
 from tests.parity.test_cpu_delta import layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents
 from tests.parity.test_cpu_latents import reference as latent_reference
@@ -35,6 +36,7 @@ def fuzz(rounds: int, paths: Sequence[int]) -> None:
         runtime.start(draw.choice((1, 2, 3)), draw.choice(paths))
         _products(draw, number)
         _quantized_products(draw, number)
+        _coded_products(draw, number)
         _rows(draw, number)
         _attention(draw, number)
         _experts(draw, number)
@@ -86,6 +88,29 @@ def _quantized_products(draw: random.Random, seed: int) -> None:
     pairs, stack = bf16(sum(counts), inputs, seed=seed), QuantizedWeight(len(counts) * 32, inputs, 4)
     stack.put(0, bf16(len(counts) * 32, inputs, seed=seed))
     ops.grouped_linear(pairs, stack, None, torch.tensor(counts))
+
+
+def _coded_products(draw: random.Random, seed: int) -> None:
+    rows, inputs, outputs = draw.choice((1, 3, 17, 70)), 64 * draw.randint(1, 5), draw.randint(1, 100)
+    torch.manual_seed(seed)
+    x, first = bf16(rows, inputs, seed=seed), draw.randint(0, outputs - 1)
+    pairs = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    exponents = torch.randint(122, 130, (outputs, inputs // 32), dtype=torch.uint8)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])[nibbles(pairs).long()]
+    meant = numbers * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    floats = Codes("mxfp4", pairs, exponents, None, 32, lambda: meant, is_paired=True)
+    values, zeros = (torch.randint(-128, 128, (outputs, n), dtype=torch.int8) for n in (inputs, inputs // 32))
+    scales = torch.rand(outputs, inputs // 32).add(0.1)
+    shifted = (values.float() - zeros.float().repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
+    integers = Codes("int8", values, scales, zeros, 32, lambda: shifted)
+    for codes, dense in ((floats, meant), (integers, shifted)):
+        weight = CodedWeight(outputs, inputs)
+        for begin, end in ((0, first), (first, outputs)):
+            part = codes.part(0, begin, end)
+            assert part is not None
+            assert weight.takes(part)
+            weight.put_codes(begin, part)
+        _close(ops.linear(x, weight, dtype=torch.float32), x.float() @ dense.bfloat16().float().T)
 
 
 def _rows(draw: random.Random, seed: int) -> None:

@@ -41,6 +41,23 @@ int kaon_runs(int isa) {
     default: return 0;
     }
 }
+#elif HAS_NEON
+#include <sys/auxv.h>
+
+/* As the kernel's headers have them, which may be older than the processor. */
+enum { DOT_PRODUCTS = 1 << 20 };                              /* of AT_HWCAP */
+enum { INT8_MATRICES = 1 << 13, BFLOAT16_PRODUCTS = 1 << 14 }; /* of AT_HWCAP2 */
+
+int kaon_runs(int isa) {
+    int dots = (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0;
+    unsigned long more = getauxval(AT_HWCAP2);
+    switch (isa) {
+    case PORTABLE: return 1;
+    case WITH_NEON: return dots;
+    case WITH_NEON_BF16: return dots && (more & BFLOAT16_PRODUCTS) && (more & INT8_MATRICES);
+    default: return 0;
+    }
+}
 #else
 int kaon_runs(int isa) { return isa == PORTABLE; }
 #endif

@@ -43,8 +43,26 @@ typedef uint16_t bf16;
 #define HAS_X86 0
 #endif
 
-/* Instruction sets, by speed: one path of code each. See isa.c. */
-enum isa { PORTABLE, WITH_AVX2, WITH_AVX_VNNI, WITH_AVX512, WITH_AVX512_BF16, WITH_AMX, ISAS };
+#if defined(__aarch64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 16)
+#define HAS_NEON 1
+#define NEON __attribute__((target("arch=armv8.2-a+dotprod")))
+#define NEON_BF16 __attribute__((target("arch=armv8.2-a+dotprod+bf16+i8mm")))
+#else
+#define HAS_NEON 0
+#endif
+
+/* Instruction sets, of a processor's architecture by speed: one path of code each. See isa.c. */
+enum isa {
+    PORTABLE,
+    WITH_AVX2,
+    WITH_AVX_VNNI,
+    WITH_AVX512,
+    WITH_AVX512_BF16,
+    WITH_AMX,
+    WITH_NEON,
+    WITH_NEON_BF16,
+    ISAS
+};
 
 /* The step that a program runs on: B rows of T tokens together, as models/attention/backend.py has it. */
 struct step {

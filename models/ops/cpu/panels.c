@@ -6,6 +6,8 @@
 
 #if HAS_X86
 #include <immintrin.h>
+#elif HAS_NEON
+#include <arm_neon.h>
 #endif
 
 #define STEP_LINES (STEP * (int)sizeof(bf16) / LINE)
@@ -41,6 +43,32 @@ static inline void stream_line(bf16 *out, const bf16 *line) {
 #define SUMS 8
 #define PAIRS 0
 #include "panel_kernel.h"
+
+#if HAS_NEON
+/* ---- Arm: twice as many registers as other vectors of 128 bits have, without products of bfloat16 and with them ---- */
+
+#define NAME(x) neon_##x
+#define TARGET NEON
+#define WIDTH 4
+#define ROWS 8
+#define SUMS 16
+#define PAIRS 0
+#include "panel_kernel.h"
+
+NEON_BF16 INLINE float32x4_t neon_bf16_dot_pairs(float32x4_t sum, uint32_t both, uint32x4_t w) {
+    return vbfdotq_f32(sum, vreinterpretq_bf16_u32(w), vreinterpretq_bf16_u32(vdupq_n_u32(both)));
+}
+
+NEON_BF16 INLINE uint16x4_t neon_bf16_narrow(float32x4_t v) { return vreinterpret_u16_bf16(vcvt_bf16_f32(v)); }
+
+#define NAME(x) neon_bf16_##x
+#define TARGET NEON_BF16
+#define WIDTH 4
+#define ROWS 8
+#define SUMS 16
+#define PAIRS 1
+#include "panel_kernel.h"
+#endif
 
 #if HAS_X86
 /* ---- AVX2 and AVX-512 without products of bfloat16 ---- */
@@ -344,6 +372,9 @@ const struct panel_products *panel_products(enum isa isa) {
     if (isa == WITH_AVX512_BF16) return &pairs_products;
     if (isa == WITH_AVX512) return &avx512_products;
     if (isa >= WITH_AVX2) return &avx2_products;
+#elif HAS_NEON
+    if (isa == WITH_NEON_BF16) return &neon_bf16_products;
+    if (isa == WITH_NEON) return &neon_products;
 #endif
     (void)isa;
     return &portable_products;

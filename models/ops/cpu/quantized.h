@@ -65,6 +65,7 @@ struct quantized_products {
 };
 
 extern const struct quantized_products quantized_avx2, quantized_avx_vnni, quantized_avx512, quantized_amx; /* x86 */
+extern const struct quantized_products quantized_neon;                                            /* Arm */
 
 /* For so many rows at once. A processor gives the same sums for any number of them. */
 const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits);

@@ -97,6 +97,8 @@ const struct quantized_products *quantized_products(enum isa isa, int64_t rows, 
     if (isa >= WITH_AVX512) return &quantized_avx512;
     if (isa == WITH_AVX_VNNI) return &quantized_avx_vnni;
     if (isa == WITH_AVX2) return &quantized_avx2;
+#elif HAS_NEON
+    if (isa >= WITH_NEON) return &quantized_neon;
 #endif
     (void)isa, (void)rows, (void)bits;
     return &portable;

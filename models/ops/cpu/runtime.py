@@ -20,9 +20,9 @@ from models.ops.cpu.structures import Arguments, Step
 
 _log = logging.getLogger(__name__)
 
-INSTRUCTION_SETS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx")
-"""The instruction sets that have a path of their own, by number, from the slowest to the fastest: see isa.c."""
-PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX = range(len(INSTRUCTION_SETS))
+INSTRUCTION_SETS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
+"""The instruction sets that have a path of their own, by number, of one architecture by speed: see isa.c."""
+PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX, NEON, NEON_BF16 = range(len(INSTRUCTION_SETS))
 
 
 class _Operation(ctypes.Structure):

@@ -1,0 +1,35 @@
+/* Products with quantised weights on Arm, see quantized.h. */
+
+#include "quantized.h"
+#include "vectors.h"
+
+#if HAS_NEON
+#include <arm_neon.h>
+
+/* Some lines of what is multiplied next. */
+static inline void fetch(struct lines *ahead) {
+    if (ahead->is_near)
+        for (int line = 0; line < ahead->lines; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 3);
+    else
+        for (int line = 0; line < ahead->lines; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 2);
+    ahead->at += ahead->lines * LINE;
+}
+
+#define ROWS 4    /* at a time, in registers */
+#define AT_ONCE 2 /* vectors of outputs */
+
+typedef long long pair_of_words __attribute__((vector_size(16)));
+
+/* Each 32-bit sum and four bytes of the weight times four of a row, all with a sign. */
+NEON INLINE pair_of_words neon_dot_fours(pair_of_words sum, pair_of_words weight, pair_of_words x) {
+    return (pair_of_words)vdotq_s32((int32x4_t)sum, (int8x16_t)weight, (int8x16_t)x);
+}
+#define NAME(x) neon_##x
+#define TARGET NEON
+#define WIDTH 4
+#define OFFSET 0
+#include "quantized_kernel.h"
+
+const struct quantized_products quantized_neon = {0, neon_multiply};
+
+#endif
