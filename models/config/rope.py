@@ -93,8 +93,8 @@ def parse_rope(
         return RopeConfig(rope_type, theta, rotary_dim, original, fields.number("factor"))
     if rope_type == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
-        if high <= low:
-            raise fields.invalid("high_freq_factor", f"above low_freq_factor, {low:g}")
+        if high < low:
+            raise fields.invalid("high_freq_factor", f"at least low_freq_factor, {low:g}")
         return RopeConfig(
             rope_type,
             theta,

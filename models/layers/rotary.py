@@ -114,10 +114,12 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, with a ramp between."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_len / rope.low_freq_factor
+    scaled = torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)
+    if rope.high_freq_factor == rope.low_freq_factor:
+        return scaled  # Llama 4 Scout has no ramp.
     shortest = rope.original_max_len / rope.high_freq_factor
     smooth = (rope.original_max_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
     ramp = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
-    scaled = torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)
     return torch.where((wavelengths >= shortest) & (wavelengths <= longest), ramp, scaled)

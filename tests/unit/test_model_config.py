@@ -139,8 +139,8 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
             "short_factor of rope_scaling of",
         ),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
-            "it must be above low_freq_factor, 4",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 2}},
+            "it must be at least low_freq_factor, 4",
         ),
     ],
 )

@@ -9,10 +9,12 @@ _STRIDES = ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "v_stride"
 _SCALARS = ("eps", "norm_offset", "k_scale", "v_scale", "limit")
 
 
-def _compilation(variant: str, target: Target, cache_type: str, head_dim: int, rotary_dim: int) -> Compilation:
+def _compilation(
+    variant: str, target: Target, cache_type: str, head_dim: int, rotary_dim: int, *, is_rotated_first: bool = False
+) -> Compilation:
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
     pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache_type)
-    pointers |= {"slots_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    pointers |= {"slots_ptr": "*i64", **dict.fromkeys(("cos_ptr", "sin_ptr", "q_scales_ptr"), "*fp32")}
     return Compilation(
         kernel=store_kernel,
         variant=variant,
@@ -26,14 +28,16 @@ def _compilation(variant: str, target: Target, cache_type: str, head_dim: int, r
             "ROTARY_DIM": rotary_dim,
             "BLOCK_SIZE": 16,
             "HAS_NORM": True,
+            "IS_ROTATED_FIRST": is_rotated_first,
             "HAS_ROTATION": True,
+            "HAS_Q_SCALES": is_rotated_first,
             "IS_FP8": "fp8" in cache_type,
             **store_tiles(head_dim, rotary_dim),
         },
         divisible=frozenset(_STRIDES),
         large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
-        # A thread may have one dimension of each norm's weight, in the three tiles of a head.
-        narrow_loads=6,
+        # A thread may have one dimension of each norm's weight, in the three tiles of a head, and the query's scale.
+        narrow_loads=6 + is_rotated_first,
     )
 
 
@@ -43,6 +47,8 @@ _STORE_COMPILATIONS = tuple(
     for compilation in (
         _compilation("bf16 d128", target, "*bf16", 128, 128),
         _compilation("bf16 d80, 32 of it rotated", target, "*bf16", 80, 32),
+        _compilation("bf16 d128, norms last, scaled queries", target, "*bf16", 128, 128, is_rotated_first=True),
+        _compilation("bf16 d512", target, "*bf16", 512, 512),
         *((_compilation("FP8 d128", target, target.fp8_pointer, 128, 128),) if target.fp8 else ()),
     )
 )

@@ -170,6 +170,7 @@ class Row:
 
 
 ALL = (*TARGETS, INTERPRETER.arch)
+_WIDE: Mapping[str, range | tuple[object, ...]] = {"head_dim": range(257, 513)}
 
 # One entry a kernel, and in each the more special rows before the more general.
 CONFIGS: dict[str, tuple[Row, ...]] = {
@@ -178,6 +179,10 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(RDNA, Config({"BLOCK_N": 16, "DEPTH": 32}, 8), {"element": (4,)}),
         Row(ALL, Config({"BLOCK_N": 32}), {"element": (4,)}),
         Row((INTERPRETER.arch,), Config({"BLOCK_N": 16})),
+        # Heads of 512, of Gemma 4.
+        Row(CDNA, Config({"BLOCK_N": 16}, 4, 1, 16), _WIDE),
+        Row(RDNA, Config({"BLOCK_N": 16, "DEPTH": 64}, 8, 1), _WIDE),
+        Row(("sm_90",), Config({"BLOCK_N": 16}, 8, 1), _WIDE),
         Row(("gfx950",), Config({"BLOCK_N": 64}, 4, 1, 16), {"head_dim": range(129)}),
         Row(CDNA, Config({"BLOCK_N": 32}, 4, 1, 16)),
         Row(RDNA, Config({"BLOCK_N": 32}, 4, 1), {"head_dim": range(65)}),
@@ -196,6 +201,10 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(("sm_90",), Config({"BLOCK_M": 32, "BLOCK_N": 16}, 8), {"element": (4,)}),
         Row(ALL, Config({"BLOCK_M": 32, "BLOCK_N": 32}), {"element": (4,)}),
         Row((INTERPRETER.arch,), Config({"BLOCK_M": 16, "BLOCK_N": 16})),
+        Row(CDNA, Config({"BLOCK_M": 32, "BLOCK_N": 16}, 4, 1, 16), _WIDE),
+        Row(RDNA, Config({"BLOCK_M": 16, "BLOCK_N": 16, "DEPTH": 64}, 8, 1), _WIDE),
+        Row(AMPERE, Config({"BLOCK_M": 32, "BLOCK_N": 16}, 8, 1), _WIDE),
+        Row(("sm_90",), Config({"BLOCK_M": 32, "BLOCK_N": 32}, 8, 1), _WIDE),
         Row(("gfx950",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 4, 1, 16), {"head_dim": range(129)}),
         # Of keys more than these take a wave over 256 registers, and leave one wave a SIMD.
         Row(CDNA, Config({"BLOCK_M": 128, "BLOCK_N": 32}, 4, 1, 16), {"head_dim": range(129)}),
