@@ -1,7 +1,8 @@
 """`Adapters`: LoRA adapters by the names that requests use, loaded and unloaded while the server runs."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +12,25 @@ from engine.config.config import Config
 from server.errors import AdapterNotLoaded, BadRequest, ModelNotFound, NotReady, PathNotAllowed
 
 _Result = TypeVar("_Result")
+
+
+def allowed_directory(path: str, directories: Sequence[Path], *, param: str, setting: str) -> Path | None:
+    """The directory `path` beneath one of `directories`, links followed; None where there is none.
+
+    Raises `PathNotAllowed` for a path elsewhere, which does not say whether there is anything.
+    """
+    try:
+        resolved = Path(path).resolve()
+    except (OSError, ValueError, RuntimeError):  # a loop of links, or a null character
+        resolved = None
+    if resolved is None or not any(resolved.is_relative_to(directory) for directory in directories):
+        raise PathNotAllowed(
+            f"{param} is {path[:200]!r}, which is not beneath a directory of {setting}; move it there", param=param
+        )
+    try:
+        return resolved if resolved.is_dir() else None
+    except OSError:  # a name that is too long, or a directory above that may not be searched
+        return None
 
 
 class Adapters:
@@ -52,6 +72,14 @@ class Adapters:
             raise ModelNotFound("the LoRA adapter of this request was unloaded before it began", param="model")
         return self._names[number]
 
+    @asynccontextmanager
+    async def unchanged(self) -> AsyncIterator[None]:
+        """No adapter is loaded or unloaded meanwhile. Raises `NotReady` where one that is unloaded is still in use."""
+        async with self._loading:
+            if self._leaving:
+                raise NotReady("a LoRA adapter is unloaded after its last request; try again in a moment")
+            yield
+
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """Load the adapter in the directory `path`. Requests may use it once this returns.
 
@@ -68,7 +96,12 @@ class Adapters:
                 f"lora_name is {name[:60]!r}, which is no adapter of this server; /v1/models lists them",
                 param="lora_name",
             )
-        await self._finish(self._unload(number))
+        await self._finish(self._unload_now(number))
+
+    async def _unload_now(self, number: int) -> None:
+        async with self._loading:
+            leaving = self._unload(number)
+        await leaving
 
     async def _load(self, name: str, path: Path, in_place: bool) -> None:
         async with self._loading:
@@ -82,12 +115,16 @@ class Adapters:
                 raise BadRequest(f"LoRA adapter {name} cannot be served: {error}", param="lora_path") from error
             previous = self._numbers.get(name)
             self._numbers[name], self._names[number] = number, name
-        if previous is not None:
-            self._start(self._unload(previous))
+            if previous is not None:
+                self._unload(previous)
 
-    async def _unload(self, number: int) -> None:
+    def _unload(self, number: int) -> asyncio.Task[None]:
+        """Refuse new requests for an adapter; unloads it after those that are live."""
         del self._names[number]
         self._leaving += 1
+        return self._start(self._leave(number))
+
+    async def _leave(self, number: int) -> None:
         try:
             await self._core.unload_adapter(number)
         finally:
@@ -108,7 +145,8 @@ class Adapters:
                 param="lora_name",
             )
         count = len(self._numbers) + self._leaving
-        if count >= self._most:
+        # One that is replaced may stay until its live requests have ended.
+        if count - (name in self._numbers) >= self._most:
             raise BadRequest(
                 f"{count} LoRA adapters are loaded, and this server loads {self._most} at most (max_lora_adapters); "
                 "unload one first",
@@ -116,26 +154,13 @@ class Adapters:
             )
 
     def _allowed(self, path: str) -> Path:
-        """The directory, if it may be read. Raises `PathNotAllowed`, which does not say whether there is one."""
         if not self._directories:
             raise PathNotAllowed(
                 "this server loads no LoRA adapters while it runs; start it with --lora-directories DIRECTORY",
                 param="lora_path",
             )
-        try:
-            resolved = Path(path).resolve()
-        except (OSError, ValueError, RuntimeError):  # a loop of links, or a null character
-            resolved = None
-        if resolved is None or not any(resolved.is_relative_to(directory) for directory in self._directories):
-            raise PathNotAllowed(
-                f"lora_path is {path[:200]!r}, which is not beneath a directory of lora_directories; move the adapter",
-                param="lora_path",
-            )
-        try:
-            is_directory = resolved.is_dir()
-        except OSError:  # a name that is too long, or a directory above that may not be searched
-            is_directory = False
-        if not is_directory:
+        resolved = allowed_directory(path, self._directories, param="lora_path", setting="lora_directories")
+        if resolved is None:
             raise AdapterNotLoaded(f"lora_path is {path[:200]!r}, which is not a directory", param="lora_path")
         return resolved
 

@@ -8,11 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from starlette.types import Scope
 
-from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.client.core_manager import CoreManager, EngineDeadError, WeightsError
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.config.release import release
@@ -26,8 +27,8 @@ from engine.text.structured.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from models.architectures.pooling import PoolingConfig, read_pooling
 from models.errors import CheckpointError
-from server.adapters import Adapters
-from server.errors import ModelNotFound, NotReady, ShuttingDown, WrongTask
+from server.adapters import Adapters, allowed_directory
+from server.errors import BadRequest, ModelNotFound, NotReady, PathNotAllowed, ShuttingDown, WrongTask
 from server.limits.accounts import Accounts
 from server.limits.admission import Admission
 from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
@@ -293,6 +294,45 @@ class Frontend:
                 except EngineDeadError as error:
                     raise NotReady(f"the server cannot serve: {error}") from error
 
+    async def update_weights(self, path: str, *, alongside: bool | None = None) -> Path:
+        """Serve the checkpoint in the directory `path` in place of the present weights; its resolved path.
+
+        `alongside`: whether both are in memory meanwhile; None: where the memory seems to suffice. It goes on where
+        the caller is cancelled. Raises an `ApiError`, a sentence; then all is as before.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._update_weights(path, alongside)))
+
+    async def _update_weights(self, path: str, alongside: bool | None) -> Path:
+        async with self._sleeping, self.adapters.unchanged():
+            directories = [Path(each).resolve() for each in self.config.server_config.weights_directories]
+            if not directories:
+                raise PathNotAllowed(
+                    "this server replaces no weights while it runs; start it with --weights-directories DIRECTORY",
+                    param="model_path",
+                )
+            found = allowed_directory(path, directories, param="model_path", setting="weights_directories")
+            if found is None:
+                raise BadRequest(f"model_path is {path[:200]!r}, which is not a directory", param="model_path")
+            self.check_ready()
+            try:
+                size = await asyncio.to_thread(_check_replacement, resolve_checkpoint(self.config.model), found)
+                began = time.monotonic()
+                self._is_waking = True
+                await self._core.update_weights(str(found), size, alongside=alongside)
+            except EngineDeadError as error:
+                raise NotReady(f"the server cannot serve: {error}") from error
+            except WeightsError as error:
+                sentence = f"the present weights stay in use: {error}"
+                if error.is_temporary:
+                    raise NotReady(sentence) from error
+                raise BadRequest(sentence, param="model_path") from error
+            except (ValueError, OSError) as error:
+                raise BadRequest(f"the present weights stay in use: {error}", param="model_path") from error
+            finally:
+                self._is_waking = False
+            _log.warning("the weights of %s are served now, after %.1f s", found, time.monotonic() - began)
+            return found
+
     async def _wake_core(self) -> None:
         self._is_waking = True
         try:
@@ -373,6 +413,31 @@ class Frontend:
     def adapter_of(self, name: str) -> int:
         """Number of the LoRA adapter with the served name `name`; 0 if the name is the model's own."""
         return self.adapters.number_of(name)
+
+
+def _check_replacement(present: Path, new: Path) -> int:
+    """Bytes of a checkpoint's weights. Raises `ValueError`, a sentence, unless it is whole and has the same tokenizer.
+
+    The engine checks shapes and names; this is what would cost its end and start to learn.
+    """
+    for name in ("config.json", "tokenizer.json", "tokenizer.model"):
+        if (present / name).is_file() != (new / name).is_file():
+            raise ValueError(f"one of {present} and {new} has {name}, and the other has not")
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (new / name).is_file() and (new / name).read_bytes() != (present / name).read_bytes():
+            raise ValueError(f"{name} of {new} is not that of the model; weights can be replaced, vocabularies cannot")
+    files = list(new.glob("*.safetensors"))
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if 8 + length > size:
+                raise ValueError(f"{file} ends within its header; it is not written to its end")
+            header = msgspec.json.decode(opened.read(length), type=dict[str, Any])
+        ends = [value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"]
+        if 8 + length + max(ends, default=0) != size:
+            raise ValueError(f"{file} has {size} bytes, and its header says otherwise; it is not written to its end")
+    return sum(file.stat().st_size for file in files)
 
 
 def owner_of(scope: Scope) -> Owner:

@@ -155,6 +155,11 @@ class Models:
         return any(frontend.config.server_config.lora_directories for frontend in self.all)
 
     @property
+    def has_budget(self) -> bool:
+        """Whether loaded models share a bounded memory."""
+        return self._budget is not None
+
+    @property
     def all(self) -> list[Frontend]:
         """The front ends of all models, loaded or not."""
         return [entry.frontend for entry in self._entries]

@@ -12,6 +12,7 @@ from typing import Any
 from server.openapi import Field, fields_of, request_models, request_schemas
 from server.schemas.body import NO_CHANGE
 from server.schemas.tolerated import TOLERATED
+from tools.written import write_or_compare
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
@@ -19,21 +20,9 @@ _NOT_SUPPORTED = "Not supported"
 _BAR = "\\|"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the page, or with `--check` only compare it; the exit code: 1 if it is out of date."""
-    check = list(argv) == ["--check"]
-    if argv and not check:
-        sys.stderr.write("usage: python -m tools.api_docs [--check]\n")
-        return 2
-    text = PAGE.read_text(encoding="utf-8")
-    updated = with_tables(text)
-    if text == updated:
-        return 0
-    if check:
-        sys.stderr.write(f"docs/{PAGE.name} is not what server/schemas says; run make docs\n")
-        return 1
-    PAGE.write_text(updated, encoding="utf-8")
-    return 0
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    return write_or_compare({PAGE: with_tables(PAGE.read_text("utf-8"))}, arguments, "make docs")
 
 
 def with_tables(page: str) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine.config.settings import SETTINGS, Setting
+from tools.written import write_or_compare
 
 OPENING = "<!-- configuration table: written by `make docs` -->\n"
 CLOSING = "<!-- end of the configuration table -->"
-
-_ROOT = Path(__file__).parent.parent
 
 
 def full_tables() -> str:
@@ -26,25 +25,12 @@ def full_tables() -> str:
     return "".join(lines) + "\n"
 
 
-PAGE = "docs/configuration.md"
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the page, or with `--check` only compare; 1 when it is out of date."""
-    check = list(argv) == ["--check"]
-    if argv and not check:
-        sys.stderr.write("usage: python -m tools.config_docs [--check]\n")
-        return 2
-    path = _ROOT / PAGE
-    text = path.read_text(encoding="utf-8")
-    updated = with_table(text, full_tables())
-    if text == updated:
-        return 0
-    if check:
-        sys.stderr.write(f"{PAGE} is not what engine/config/config.py says; run make docs\n")
-        return 1
-    path.write_text(updated, encoding="utf-8")
-    return 0
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    return write_or_compare({PAGE: with_table(PAGE.read_text("utf-8"), full_tables())}, arguments, "make docs")
 
 
 def with_table(page: str, table: str) -> str:

@@ -3,11 +3,12 @@
 Needs the extra `kaon[ops]`. `PAGES` alone, which other modules may read, needs nothing.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tools.written import write_or_compare
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "grafana"
 
@@ -443,44 +444,44 @@ REPLICAS = Page(
     },
 )
 
+
+def _gpus(gpu: str, busy: str, memory: str, power: str, part: str, faults: Panel) -> list[Panel]:
+    """A group of panels: `gpu` is the legend of each GPU, `part` of it draws the power, the others are metrics."""
+    return [
+        Panel("Busy", "percent", {gpu: busy}, "Share of time with a kernel.", top=100),
+        Panel("Memory in use", "decmbytes", {gpu: memory}, "Of each GPU."),
+        Panel("Power", "watt", {gpu: power}, f"Of the {part}."),
+        faults,
+    ]
+
+
+_AMD, _NVIDIA = "{{hostname}} {{gpu_id}}", "{{Hostname}} {{gpu}}"
+
 GPUS = Page(
     "kaon-gpus",
     "Kaon: GPUs",
     {
-        "AMD (device-metrics-exporter)": [
-            Panel(
-                "Busy",
-                "percent",
-                {"{{hostname}} {{gpu_id}}": "gpu_gfx_activity"},
-                "Share of time with a kernel.",
-                top=100,
-            ),
-            Panel("Memory in use", "decmbytes", {"{{hostname}} {{gpu_id}}": "gpu_used_vram"}, "Of each GPU."),
-            Panel("Power", "watt", {"{{hostname}} {{gpu_id}}": "gpu_package_power"}, "Of the package."),
+        "AMD (device-metrics-exporter)": _gpus(
+            _AMD,
+            "gpu_gfx_activity",
+            "gpu_used_vram",
+            "gpu_package_power",
+            "package",
             Panel(
                 "Uncorrectable memory errors",
                 "short",
-                {"{{hostname}} {{gpu_id}}": "gpu_ecc_uncorrect_total"},
+                {_AMD: "gpu_ecc_uncorrect_total"},
                 "Since the driver was loaded.",
             ),
-        ],
-        "NVIDIA (dcgm-exporter)": [
-            Panel(
-                "Busy",
-                "percent",
-                {"{{Hostname}} {{gpu}}": "DCGM_FI_DEV_GPU_UTIL"},
-                "Share of time with a kernel.",
-                top=100,
-            ),
-            Panel("Memory in use", "decmbytes", {"{{Hostname}} {{gpu}}": "DCGM_FI_DEV_FB_USED"}, "Of each GPU."),
-            Panel("Power", "watt", {"{{Hostname}} {{gpu}}": "DCGM_FI_DEV_POWER_USAGE"}, "Of the board."),
-            Panel(
-                "XID errors",
-                "short",
-                {"{{Hostname}} {{gpu}}": "DCGM_FI_DEV_XID_ERRORS"},
-                "Number of the last one; 0: none.",
-            ),
-        ],
+        ),
+        "NVIDIA (dcgm-exporter)": _gpus(
+            _NVIDIA,
+            "DCGM_FI_DEV_GPU_UTIL",
+            "DCGM_FI_DEV_FB_USED",
+            "DCGM_FI_DEV_POWER_USAGE",
+            "board",
+            Panel("XID errors", "short", {_NVIDIA: "DCGM_FI_DEV_XID_ERRORS"}, "Number of the last one; 0: none."),
+        ),
     },
 )
 
@@ -553,17 +554,7 @@ def files() -> Iterator[tuple[Path, str]]:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not up to date")
-    stale = [(path, text) for path, text in files() if not path.exists() or path.read_text() != text]
-    if parser.parse_args(arguments).check:
-        for path, _ in stale:
-            sys.stderr.write(f"{path.name} is not up to date; run python -m tools.dashboards\n")
-        return 1 if stale else 0
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for path, text in stale:
-        path.write_text(text)
-    return 0
+    return write_or_compare(dict(files()), arguments, "python -m tools.dashboards")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """`python -m tools.manifests [--check]`: writes deploy/kubernetes/kaon.yaml, the chart rendered with its own values.
 
+It also writes the chart's copy of the alert rules.
+
 Needs the extra `kaon[ops]`, whose helm-python-sdk is Helm as a library: `helm template kaon deploy/helm/kaon` renders
 the same. So the base for kustomize and the chart are one source.
 """
@@ -10,9 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.written import write_or_compare
+
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm" / "kaon"
 BASE = ROOT / "deploy" / "kubernetes" / "kaon.yaml"
+PROMETHEUS = ROOT / "deploy" / "prometheus" / "rules.yaml"
+RULES = CHART / "rules.yaml"
+"""A chart reads no files outside of its own folder."""
+_RULES_HEADER = "# Written by `make rendered`: a copy of deploy/prometheus/rules.yaml.\n"
 
 _HEADER = """\
 # Written by `make rendered` from deploy/helm/kaon with its own values: change those, or make an overlay of this folder
@@ -38,14 +46,10 @@ def rendered(values: Mapping[str, Any] | None = None, name: str = "kaon") -> str
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
-    text = _HEADER + rendered()
-    if "--check" in arguments:
-        if BASE.read_text() != text:
-            sys.stderr.write(f"{BASE.name} is not what the chart renders; run python -m tools.manifests\n")
-            return 1
-        return 0
-    BASE.write_text(text)
-    return 0
+    texts = {RULES: _RULES_HEADER + PROMETHEUS.read_text()}
+    if list(arguments) != ["--check"]:
+        write_or_compare(texts, [], "")  # The chart renders what it holds.
+    return write_or_compare({**texts, BASE: _HEADER + rendered()}, arguments, "python -m tools.manifests")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.locks import FOLDER, ROOT, pins
+from tools.written import write_or_compare
 
 FILE = ROOT / "deploy" / "sbom.cdx.json"
 _REF = "pkg:pypi/kaon@{version}"
@@ -51,14 +52,7 @@ def _component(name: str, version: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
-    text = json.dumps(document(), indent=1) + "\n"
-    if "--check" in arguments:
-        if FILE.read_text() != text:
-            sys.stderr.write(f"{FILE.name} is not up to date; run python -m tools.sbom\n")
-            return 1
-        return 0
-    FILE.write_text(text)
-    return 0
+    return write_or_compare({FILE: json.dumps(document(), indent=1) + "\n"}, arguments, "python -m tools.sbom")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import zmq
 from engine.client.adapters import AdapterError, AdapterLedger
 from engine.client.placement import Placement
 from engine.client.relocation import Relocation
-from engine.client.replica import Replica, ReplicaEvents
+from engine.client.replica import Replica, ReplicaEvents, Successor
 from engine.client.supervisor import CoreLink
 from engine.config.config import Config
 from engine.distributed.cluster import place_evenly
@@ -34,12 +34,26 @@ _POLL_SECONDS = 0.05
 """Between two looks at what an operator waits for: the last request of an adapter, the end or start of a core."""
 
 
+_WIDENED = 2
+"""Most memory of a weight, in bytes of the checkpoint's: 16 bits that are computed as 32."""
+_ENGINE_BYTES = 2**30
+"""Memory of a core besides its weights, before its cache fills."""
+
+
 class EngineDeadError(RuntimeError):
     """No engine core can serve; one sentence says why. `usage` marks a mistake of the user."""
 
     def __init__(self, error: str, usage: bool = False) -> None:
         super().__init__(error)
         self.usage = usage
+
+
+class WeightsError(RuntimeError):
+    """New weights cannot be served; one sentence says why. `is_temporary`: the same may work in a moment."""
+
+    def __init__(self, error: str, is_temporary: bool = False) -> None:
+        super().__init__(error)
+        self.is_temporary = is_temporary
 
 
 class CoreManager:
@@ -277,6 +291,70 @@ class CoreManager:
             if self.failure is not None:
                 raise EngineDeadError(self.failure.error, self.failure.usage)
             await asyncio.sleep(_POLL_SECONDS)
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, path: str, num_bytes: int, *, alongside: bool | None = None) -> None:
+        """Serve the checkpoint directory `path`, of the same shape and `num_bytes`, in place of the present one.
+
+        Cores with the new weights are started, `alongside` the present ones or in their place; None: as the host's
+        memory seems to allow. Once all serve, every request goes on in them, behind the tokens that it has, which are
+        computed again. Raises `WeightsError`, a sentence; then all requests go on with the present weights.
+        """
+        ready, parallel = self.ready, self._config.parallel_config
+        if ready is None or self.is_asleep or len(self.serving) < len(self._replicas):
+            raise WeightsError("the engine is being started again; send the request again in a moment", True)
+        if self._hosts is not None or parallel.in_lockstep or parallel.has_remote_ranks:
+            raise WeightsError(
+                "replicas that compute in lockstep (enable_expert_parallel) and engines on several hosts cannot "
+                "replace their weights; start the server again with the new model"
+            )
+        if alongside is None:
+            needed = len(self._replicas) * (_WIDENED * num_bytes + _ENGINE_BYTES)
+            alongside = ready.model.device == "cpu" and available_host_memory() > needed
+            # A port is of one process.
+            alongside = alongside and self._config.kv_events_config.kv_events_endpoint is None
+        if not alongside:
+            await self.sleep(2)
+        successors: list[Successor] = []
+        try:
+            for replica in self._replicas:
+                config = replica.supervisor.config.model_copy(update={"model": path})
+                successors.append(replica.begin_successor(config))
+            await self._wait_successors(successors, ready)
+            if alongside:
+                await self.sleep(2)
+            if not all(each.supervisor.is_serving for each in successors):
+                raise WeightsError("an engine core with the new weights died before it served; try again", True)
+        except BaseException as error:
+            for each in successors:
+                each.supervisor.retire()
+            if self.is_asleep:
+                await self.wake_up()
+            if isinstance(error, OSError | ValueError):
+                raise WeightsError(str(error)) from error
+            raise
+        self._config = self._config.model_copy(update={"model": path})
+        self.is_asleep = False
+        for replica, successor in zip(self._replicas, successors, strict=True):
+            replica.succeed(successor)
+
+    async def _wait_successors(self, successors: "Sequence[Successor]", present: Ready) -> None:
+        """Return when all serve. Raises `WeightsError` where one fails, or is not of the same shape as `present`."""
+        loop = asyncio.get_running_loop()
+        for each in successors:
+            each.supervisor.attach(loop)
+        while not all(each.supervisor.is_serving for each in successors):
+            for each in successors:
+                if each.failure is not None:
+                    raise WeightsError(each.failure.error, is_temporary=not each.failure.usage)
+            await asyncio.sleep(_POLL_SECONDS)
+        for each in successors:
+            assert each.ready is not None
+            for name in ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "num_kvcache_blocks"):
+                new, old = getattr(each.ready.model, name), getattr(present.model, name)
+                if new != old:
+                    raise WeightsError(f"{name} of the new weights is {new}, and of the present ones {old}")
 
     def _begin_anew(self) -> None:
         """Make asleep replicas, in the place of those that have failed, whose requests have all ended."""

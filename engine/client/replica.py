@@ -431,6 +431,24 @@ class Replica:
             return not self.supervisor.has_core
         return not self.is_serving or not (self._awaits_release or self.journal.has_work)
 
+    def begin_successor(self, config: Config) -> "Successor":
+        """Start a core of another configuration next to this replica's, for `succeed`."""
+        share = self._share._replace(available_bytes=None)
+
+        def new_core(config: Config) -> CoreProcess:
+            return CoreProcess(self._adapters.config_of_core(config), share, cpus=self._cpus)
+
+        return Successor(config, self.supervisor.name, new_core)
+
+    def succeed(self, successor: "Successor") -> None:
+        """Continue all requests, which sleep, in the core of `successor`, which serves."""
+        assert successor.ready is not None
+        self.supervisor.retire()
+        self.supervisor = successor.supervisor
+        self.supervisor.serve_for(self)
+        self._is_asleep = False
+        self.on_core_ready(successor.ready, again=True)
+
     def wake_up(self) -> None:
         """Start a core, if it was ended, and continue all requests where they were."""
         self._is_asleep = False
@@ -534,3 +552,51 @@ class Replica:
         """End every live request with an error, as there will be no other core."""
         self._events.on_end(self, failure)
         self._deliver(self.journal.end_all(failure.error))
+
+
+class Successor:
+    """The keeper of a core on trial, which has no requests."""
+
+    has_work = waits_for_peers = False
+
+    def __init__(self, config: Config, name: str, new_core: Callable[[Config], CoreHandle]) -> None:
+        """Start the core. Raises `ValueError`, `OSError` when it cannot be started."""
+        self.ready: Ready | None = None
+        """Its core's message, once that was ready to serve."""
+        self.failure: Failed | None = None
+        """Why there is no core."""
+        self._name, self._new_core = name, new_core
+        self.supervisor = Supervisor(config, self, name)
+
+    @property
+    def live(self) -> Collection[int]:
+        """None."""
+        return ()
+
+    def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]", /) -> CoreLink:
+        """See `Keeper`."""
+        return CoreLink(self._new_core(config), context, self._name)
+
+    def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
+        """Note that it serves."""
+        self.ready = ready
+
+    def on_end(self, failure: Failed, /) -> None:
+        """Note why it does not."""
+        self.failure = failure
+
+    def on_core_death(self, in_step: Collection[int] | None, /, *, killed: bool) -> bool:
+        """See `Keeper`."""
+        return False
+
+    def on_step(self, step: StepOutputs, /) -> None:
+        """See `Keeper`."""
+
+    def on_adapter_changed(self, answer: AdapterChanged, /) -> None:
+        """See `Keeper`."""
+
+    def on_cache_released(self) -> None:
+        """See `Keeper`."""
+
+    def on_unavailable(self) -> None:
+        """See `Keeper`."""

@@ -390,6 +390,21 @@ class Supervisor:
         """Whether there is a core, from its start until it is gone."""
         return bool(self._links)
 
+    @property
+    def config(self) -> Config:
+        """What further cores are started with."""
+        return self._config
+
+    def serve_for(self, keeper: Keeper) -> None:
+        """From now on, report to `keeper`."""
+        self._keeper = keeper
+
+    def retire(self) -> None:
+        """End the core, if there is one, and start no other; nothing is reported any more."""
+        self._closing = True
+        if self.failure is None:
+            self._free(Failed(f"{self.name} was replaced"))
+
     def suspend(self) -> None:
         """Have the core end, which has no requests any more; the next starts after `resume`."""
         self.is_suspended = True
@@ -607,13 +622,16 @@ class Supervisor:
         link.close(why)
 
     def _end(self, failure: Failed) -> None:
-        """Free all that belongs to a core."""
+        """Free all that belongs to a core, and report that."""
+        self._free(failure)
+        self._keeper.on_end(failure)
+
+    def _free(self, failure: Failed) -> None:
         for link in list(self._links):
             self._unlink(link, failure.error if failure.usage else "")
         self.failure = failure
         self._start_at = None
         self._release()
-        self._keeper.on_end(failure)
 
 
 def _release(links: list[CoreLink], context: "zmq.Context[zmq.Socket[bytes]]") -> None:

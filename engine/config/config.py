@@ -232,6 +232,10 @@ class ServerConfig(Section):
     """Directories beneath which `/v1/load_lora_adapter` finds adapters; without one, none is loaded while the server
     runs."""
 
+    weights_directories: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Directories beneath which `/update_weights` finds checkpoints; without one, weights are not replaced while the
+    server runs."""
+
     max_lora_adapters: Annotated[int, Field(ge=1)] = 64
     """Most LoRA adapters that are loaded at a time, those of `lora` included."""
 
@@ -746,6 +750,8 @@ class Config(Section):
             name, _, path = item.partition("=")
             if not name or not path:
                 raise ValueError(f"lora is {item!r}; each item must be NAME=DIRECTORY")
+            if not name.isprintable():
+                raise ValueError(f"lora is {item!r}, whose name has a character that cannot be shown; leave it out")
             if sum(other.partition("=")[0] == name for other in value) > 1:
                 raise ValueError(f"lora names two adapters {name}; each needs a name of its own")
         return value

@@ -391,6 +391,7 @@ _OF_ONE_MODEL = (
     "tool_call_parser",
     "reasoning_parser",
     "lora_directories",
+    "weights_directories",
     "max_lora_adapters",
     "max_tokens_overflow",
 )

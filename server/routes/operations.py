@@ -5,10 +5,11 @@ from fastapi.responses import PlainTextResponse
 
 from server.endpoints import ENDPOINTS, EndpointFamily, query_integer, query_parameter
 from server.errors import BadRequest
-from server.frontend import Frontend
+from server.frontend import Frontend, owner_of
 from server.models import Models
+from server.request_builder import read_request
 from server.schemas.body import as_json
-from server.schemas.operations import ReloadResult, SleepState
+from server.schemas.operations import ReloadResult, SleepState, UpdateWeightsRequest, WeightsUpdated
 
 endpoints = ENDPOINTS.register("operations")(EndpointFamily())
 
@@ -45,6 +46,24 @@ async def wake_up(http: Request) -> Response:
 async def is_sleeping(http: Request) -> Response:
     """Whether the server sleeps. Needs a key of the scope admin."""
     return as_json(SleepState(_frontend(http).is_asleep))
+
+
+@endpoints.post(
+    "/update_weights",
+    WeightsUpdated,
+    request=UpdateWeightsRequest,
+    example={"model_path": "/weights/step-200"},
+    scope="admin",
+)
+async def update_weights(http: Request) -> Response:
+    """Serve other weights of the same model. Streams go on with them; where they cannot be served, the present ones
+    stay. Needs a key of the scope admin."""
+    models = Models.of(http.app)
+    request = await read_request(http, UpdateWeightsRequest, models.config.server_config)
+    async with models.use(models.chosen(request.model).model_names[0], owner_of(http.scope)) as frontend:
+        alongside = False if models.has_budget and request.alongside is None else request.alongside
+        path = await frontend.update_weights(request.model_path, alongside=alongside)
+    return as_json(WeightsUpdated(model_path=str(path)))
 
 
 @endpoints.post("/kaon/reload", ReloadResult, scope="admin")

@@ -2,11 +2,18 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from server.schemas.body import RequestModel
+from server.schemas.body import RequestModel, sentence
 
-_Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise sentence("lora_name has a line break or another character that cannot be shown; leave it out")
+    return name
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)]
 
 
 class LoadAdapterRequest(RequestModel):
@@ -16,7 +23,7 @@ class LoadAdapterRequest(RequestModel):
     """The name by which requests select it as `model`."""
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     """Its directory on the server, beneath one of `lora_directories`."""
-    model: _Name | None = None
+    model: str | None = None
     """The model that it adapts; needed only where the server has several models."""
     load_inplace: bool = False
     """Replace the adapter of that name, which requests that are running go on to use."""

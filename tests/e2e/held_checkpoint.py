@@ -1,4 +1,4 @@
-"""`HeldCheckpoint`: the embedded model in a directory of its own, where engine cores that start can be held up.
+"""`HeldCheckpoint`: a model in a directory of its own, where engine cores that start can be held up.
 
 A stopped process would not do: the server sees that it is stopped, and replaces it.
 """
@@ -17,10 +17,11 @@ _FILE = "generation_config.json"
 class HeldCheckpoint:
     """At `path`, from the start on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, of: Path = CHECKPOINT_DIR) -> None:
+        """`of`: another checkpoint than the embedded one."""
         self.path = path
         path.mkdir()
-        for file in CHECKPOINT_DIR.iterdir():
+        for file in of.iterdir():
             (path / file.name).symlink_to(file)
 
     @contextlib.contextmanager

@@ -254,8 +254,13 @@ def test_what_may_not_be_loaded_is_refused_in_words(
     assert refusal(load("base", "wide"))[:2] == (400, "lora_name")
     assert refusal(unload(served, "mine"))[:2] == (404, "lora_name")
     assert served.post("/v1/load_lora_adapter", {"lora_name": "mine"}).status_code == 400
+    for name in ("a\nb", "\u2028", "a\x1b[2K"):
+        status, param, message = refusal(load(name, "wide"))
+        assert (status, param) == (400, "lora_name")
+        assert "a line break or another character that cannot be shown" in message
     for name in ("a", "b", "c"):
         assert load(name, "wide").status_code == 200
+    assert load("a", "narrow", load_inplace=True).status_code == 200
     status, param, message = refusal(load("a", "wide"))
     assert (status, param) == (400, "lora_name")
     assert "set load_inplace to true" in message
@@ -300,6 +305,34 @@ def test_a_core_that_is_killed_while_it_loads_loses_nothing(
     assert tokens_of(complete(served, "mine")) == expected["wide"]
     assert load("other", "narrow").status_code == 200
     assert tokens_of(complete(served, "other")) == expected["narrow"]
+
+
+def test_a_core_that_is_killed_while_it_reads_an_adapter_loses_nothing(
+    served: KaonServer, directory: Path, expected: dict[str, list[int]], load: Callable[..., httpx.Response]
+) -> None:
+    path = directory / "allowed" / "endless"
+    shutil.copytree(directory / "allowed" / "wide", path)
+    config = path / "adapter_config.json"
+    content = config.read_bytes()
+    config.unlink()
+    os.mkfifo(config)
+    stream = Stream(served, "base", 1500)
+    answer: list[httpx.Response] = []
+    loading = threading.Thread(target=lambda: answer.append(load("endless")))
+    loading.start()
+    # This open returns once the core has opened the file to read it.
+    with config.open("wb"):
+        eventually(stream.has_begun)
+        served.core.kill()
+        loading.join()
+    assert answer[0].status_code == 503
+    assert "died while it loaded the adapter, which is not loaded" in answer[0].json()["error"]["message"]
+    assert listed(served) == ["base"]
+    assert stream.join()[:TOKENS] == expected["base"]
+    config.unlink()
+    config.write_bytes(content)
+    assert load("endless").status_code == 200
+    assert tokens_of(complete(served, "endless")) == expected["wide"]
 
 
 @pytest.mark.slow

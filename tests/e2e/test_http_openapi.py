@@ -35,7 +35,8 @@ BATCHES = {
 """`test_http_batches` answers with these."""
 GETS += ["/kaon/limits", "/kaon/owners"]
 ADMIN = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/kaon/reload"}
-"""`test_http_adapters`, `test_http_sleep` and `test_reload` answer with these."""
+ADMIN |= {"/update_weights"}
+"""`test_http_adapters`, `test_http_sleep`, `test_http_weights` and `test_reload` answer with these."""
 STORED = {
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",

@@ -88,6 +88,29 @@ CUSTOM = {
     ),
     "monitoring.coreos.com/v1 ServiceMonitor": shape("selector", "endpoints", **MONITOR, endpoints=ENDPOINTS),
     "monitoring.coreos.com/v1 PodMonitor": shape("selector", **MONITOR, podMetricsEndpoints=ENDPOINTS),
+    "monitoring.coreos.com/v1 PrometheusRule": shape(
+        "groups",
+        groups={
+            "type": "array",
+            "items": shape(
+                "name",
+                name=TEXT,
+                interval=TEXT,
+                rules={
+                    "type": "array",
+                    "items": shape(
+                        "expr",
+                        expr=TEXT,
+                        record=TEXT,
+                        alert=TEXT,
+                        labels=ANYTHING,
+                        annotations=ANYTHING,
+                        **{"for": TEXT},
+                    ),
+                },
+            ),
+        },
+    ),
     "cert-manager.io/v1 Certificate": shape(
         "secretName",
         "issuerRef",

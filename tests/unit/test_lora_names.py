@@ -37,6 +37,7 @@ def test_the_flag_can_be_repeated_and_paths_may_hold_equals_signs() -> None:
     ("flags", "sentence"),
     [
         (["--lora", "/a/1"], "--lora is '/a/1'; each item must be NAME=DIRECTORY"),
+        (["--lora", "a\nb=/a/1"], "--lora is 'a\\nb=/a/1', whose name has a character that cannot be shown"),
         (["--lora", "=/a/1"], "--lora is '=/a/1'; each item must be NAME=DIRECTORY"),
         (["--lora", "x=/1,x=/2"], "--lora names two adapters x; each needs a name of its own"),
         (["m", "--lora", "m=/1"], "--lora names an adapter m, which is the model's own name; choose another"),
