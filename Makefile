@@ -32,8 +32,8 @@ test-paths: $(VENV)/.installed-test ## Run the parity tests with each set of ins
 test-gpu: $(VENV)/.installed-test ## Run the tests that need a GPU, on the one that there is
 	@exec $(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
-test-ops: $(VENV)/.installed-ops ## Test what deploy/ holds with Prometheus (apt-get install prometheus) and Helm
-	@exec $(VENV)/bin/python -m pytest -m ops tests/ops $(ARGS)
+test-ops: $(VENV)/.installed-ops ## Test what deploy/ holds (apt-get install prometheus buildah debootstrap); image: as root
+	@exec $(VENV)/bin/python -m pytest -m ops $(if $(filter tests/%,$(ARGS)),,tests/ops) $(ARGS)
 
 chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in every way, and show the figures
 	@exec $(VENV)/bin/python -m pytest tests/chaos -rP $(ARGS)

@@ -39,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str], command: str) -> int:
-    from engine.config.settings import SettingsError, load_config
+    from engine.config.settings import SettingsError, load_config, read_models
 
     try:
         config = load_config(arguments)
+        read_models(config)  # A mistake in their file is bad usage too, and not a failure to try again after.
     except SettingsError as error:
         return _complain(f"kaon serve: {error}", _BAD_USAGE)
     from server.process import run

@@ -1,6 +1,9 @@
 """A server that sleeps gives memory back, refuses requests in words, and continues every stream where it was."""
 
+import json
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.kaon_server import KaonServer, eventually, free_port
-from tests.e2e.test_http_adapters import Stream, complete, tokens_of
+from tests.e2e.kaon_server import MODEL, KaonServer, eventually, free_port
+from tests.e2e.test_http_adapters import PROMPT, Stream, complete, tokens_of
+from tests.e2e.test_http_models import STUB_CORES
 from tests.parity.checkpoints import make_checkpoint
 
 LENGTH = 1500
@@ -134,4 +138,42 @@ def test_what_it_does_not_do_is_refused(served: KaonServer, path: str, words: st
 def test_a_sleeping_server_ends_in_order(tmp_path: Path) -> None:
     running = KaonServer(tmp_path / "log", free_port(), model=str(make_checkpoint(tmp_path / "base"))).ready()
     assert call(running, "/sleep?level=2").status_code == 200
+    assert running.stop() == 0
+
+
+def test_replicas_and_a_batch_sleep_together(tmp_path: Path) -> None:
+    """Lines that run are held, and those that begin meanwhile are tried again until the server is awake."""
+    running = KaonServer(
+        tmp_path / "log",
+        free_port(),
+        before=STUB_CORES,
+        environment={"STUB_CORE_COUNTS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        parallel_config={"data_parallel_size": 2},
+        server_config={"batch_concurrency": 8},
+    ).ready()
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body} for number in range(12)
+    ]
+    with running.client() as client:
+        text = "\n".join(map(json.dumps, lines)).encode()
+        file = client.files.create(file=("lines.jsonl", text), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        streams = [Stream(running, MODEL, LENGTH) for _ in range(2)]
+        eventually(lambda: all(stream.has_begun() for stream in streams))
+        eventually(lambda: running.metric("kaon_requests_live") > 2)
+        assert call(running, "/sleep?level=2").status_code == 200
+        held = [len(stream.token_ids) for stream in streams]
+        assert (
+            running.metric('kaon_core_serving{replica="0"}') == running.metric('kaon_core_serving{replica="1"}') == 0
+        )
+        assert [len(stream.token_ids) for stream in streams] == held
+        assert call(running, "/wake_up").status_code == 200
+        first = 1000 + len(PROMPT)
+        assert [stream.join() for stream in streams] == [list(range(first, first + LENGTH))] * 2
+        eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+        done = client.batches.retrieve(batch.id)
+        assert done.request_counts is not None
+        assert (done.request_counts.completed, done.request_counts.failed) == (12, 0)
+    assert running.metric('kaon_core_restarts_total{replica="0"}') == 0
     assert running.stop() == 0

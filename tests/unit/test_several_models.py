@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.settings import SettingsError, load_config, read_models
+from server.cli import main
 
 GIB = 2**30
 
@@ -96,6 +97,6 @@ def test_what_several_models_cannot_have_is_refused(flags: list[str], sentence: 
     assert sentence.split(" ", 1)[1] in str(error.value)
 
 
-def test_a_missing_file_is_said() -> None:
-    with pytest.raises(SettingsError, match=r"models is m.yaml, but there is no such file"):
-        read_models(load_config(["--models", "m.yaml"]))
+def test_a_missing_file_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--models", "m.yaml"]) == 2
+    assert capsys.readouterr().err == "kaon serve: models is m.yaml, but there is no such file\n"

@@ -1,0 +1,158 @@
+"""The image for CPUs, built by buildah on a base of Debian's: as its own user, small over torch, and it serves.
+
+Needs root, buildah and debootstrap (apt-get install buildah debootstrap), and the registries of Debian and Python.
+No image is pulled: the base is made by debootstrap, with the torch of the Python that runs the tests.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.kaon_server import free_port
+
+pytestmark = [pytest.mark.ops, pytest.mark.timeout(3600)]
+
+ROOT = Path(__file__).parents[2]
+MIRROR = "http://deb.debian.org/debian"
+SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}
+"""Debian's releases by their Python, which must be that of the torch that is copied."""
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+MOST_BYTES = 250 * 10**6
+"""Of the image over its base, which has torch."""
+BASE, IMAGE = "localhost/kaon-test-base", "localhost/kaon-test"
+
+
+class Buildah:
+    """buildah with a store of its own: files in place of mounts, chroot in place of namespaces."""
+
+    def __init__(self, store: Path) -> None:
+        program = shutil.which("buildah")
+        assert program is not None, "buildah is not installed: apt-get install buildah"
+        assert os.geteuid() == 0, "without root, run the tests by `buildah unshare`"
+        self.command = [
+            program,
+            "--storage-driver",
+            "vfs",
+            "--root",
+            str(store / "root"),
+            "--runroot",
+            str(store / "run"),
+        ]
+
+    def __call__(self, *arguments: str | Path) -> str:
+        done = subprocess.run(
+            [*self.command, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout.strip()
+
+
+def make_base(directory: Path) -> None:
+    """Debian with its Python and the torch of this one, as `docker.io/library/python` with a torch would be."""
+    assert shutil.which("debootstrap") is not None, "debootstrap is not installed: apt-get install debootstrap"
+    suite = SUITES.get(sys.version_info[:2])
+    assert suite is not None, f"run the tests with one of Python {SUITES}, whose torch Debian's Python can load"
+    include = "--include=python3,python3-venv,ca-certificates"
+    subprocess.run(["debootstrap", "--variant=minbase", include, suite, directory, MIRROR], check=True)
+    shutil.copy(CERTIFICATES, directory / CERTIFICATES.relative_to("/"))
+    version = sysconfig.get_python_version()
+    packages = directory / f"usr/local/lib/python{version}/dist-packages"
+    packages.mkdir(parents=True, exist_ok=True)
+    for pattern in ("torch", "torchgen", "functorch", "torch-*.dist-info"):
+        for path in Path(sysconfig.get_path("purelib")).glob(pattern):
+            shutil.copytree(path, packages / path.name, symlinks=True)
+
+
+def num_bytes(directory: Path) -> int:
+    """Of all files beneath a directory."""
+    files = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    return sum(path.lstat().st_size for path in files)
+
+
+@pytest.fixture(scope="module")
+def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
+    directory = tmp_path_factory.mktemp("image")
+    run = Buildah(directory / "store")
+    make_base(directory / "base")
+    container = run("from", "scratch")
+    run("add", "--quiet", container, directory / "base", "/")
+    run("commit", "--quiet", "--rm", container, BASE)
+    context = directory / "context"
+    context.mkdir()
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (context / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, context / name, follow_symlinks=False)
+    built = ("--isolation", "chroot", "--layers=false", "--target", "cpu", "--build-arg", f"PYTHON_BASE={BASE}")
+    run("bud", *built, "-t", IMAGE, context)
+    yield run
+    # What a build leaves belongs to other users, and has gigabytes.
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def container(buildah: Buildah) -> str:
+    return buildah("from", IMAGE)
+
+
+def run(buildah: Buildah, container: str, *command: str) -> str:
+    return buildah("run", "--isolation", "chroot", container, "--", *command)
+
+
+def test_it_runs_as_a_user_of_its_own(buildah: Buildah, container: str) -> None:
+    config = json.loads(buildah("inspect", "--type", "image", IMAGE))["OCIv1"]["config"]
+    assert config["User"] == "kaon"
+    assert config["Entrypoint"] == ["/opt/kaon/.venv/bin/kaon"]
+    assert run(buildah, container, "id", "-u") == "10001"
+    refused = subprocess.run(
+        [*buildah.command, "run", "--isolation", "chroot", container, "--", "touch", "/opt/kaon/server/app.py"],
+        capture_output=True,
+        check=False,
+    )
+    assert refused.returncode != 0
+
+
+def test_it_is_small_over_torch_and_has_no_compiler(buildah: Buildah, container: str) -> None:
+    base = buildah("from", BASE)
+    added = num_bytes(Path(buildah("mount", container))) - num_bytes(Path(buildah("mount", base)))
+    sys.stdout.write(f"over its base with torch, the image has {added / 10**6:.0f} MB\n")
+    assert 0 < added <= MOST_BYTES
+    root = Path(buildah("mount", container))
+    assert not list(root.glob("usr/bin/*gcc*"))
+    assert list(root.glob("opt/kaon/models/ops/cpu/_library*.so")), "the operators in C were not compiled"
+
+
+def test_it_serves_and_ends_in_order(buildah: Buildah, container: str, tmp_path: Path) -> None:
+    port = free_port()
+    serve = ["/opt/kaon/.venv/bin/kaon", "serve", "--port", str(port), "--cpu-kvcache-gib", "0.25"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [*buildah.command, "run", "--isolation", "chroot", container, "--", *serve],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert server.stdout is not None
+            assert "serving kaon-demo on" in server.stdout.readline(), (tmp_path / "log").read_text()
+            body = {"model": "kaon-demo", "prompt": "Once upon a time", "max_tokens": 8}
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120)
+            assert answer.json()["usage"]["completion_tokens"] == 8
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+            code = server.wait(120)
+    assert code == 0
+    assert "operators" in (tmp_path / "log").read_text(), "torch computes in place of the operators in C"
