@@ -1,5 +1,6 @@
 """Adapters come and go while the server runs: streams go on, faults change nothing, and a new core has them all."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -308,31 +309,28 @@ def test_a_core_that_is_killed_while_it_loads_loses_nothing(
 
 
 def test_a_core_that_is_killed_while_it_reads_an_adapter_loses_nothing(
-    served: KaonServer, directory: Path, expected: dict[str, list[int]], load: Callable[..., httpx.Response]
+    served: KaonServer,
+    directory: Path,
+    expected: dict[str, list[int]],
+    load: Callable[..., httpx.Response],
 ) -> None:
-    path = directory / "allowed" / "endless"
-    shutil.copytree(directory / "allowed" / "wide", path)
-    config = path / "adapter_config.json"
-    content = config.read_bytes()
-    config.unlink()
-    os.mkfifo(config)
     stream = Stream(served, "base", 1500)
     answer: list[httpx.Response] = []
-    loading = threading.Thread(target=lambda: answer.append(load("endless")))
-    loading.start()
-    # This open returns once the core has opened the file to read it.
-    with config.open("wb"):
-        eventually(stream.has_begun)
+    loading = threading.Thread(target=lambda: answer.append(load("late", "wide")))
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # By default it would end this process when the lease is asked for.
+    with (directory / "allowed" / "wide" / "adapter_model.safetensors").open("rb+") as held:
+        # Whoever opens the file waits until the lease ends.
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        loading.start()
+        eventually(lambda: stream.has_begun() and fcntl.fcntl(held, fcntl.F_GETLEASE) != fcntl.F_WRLCK)
         served.core.kill()
         loading.join()
     assert answer[0].status_code == 503
     assert "died while it loaded the adapter, which is not loaded" in answer[0].json()["error"]["message"]
     assert listed(served) == ["base"]
     assert stream.join()[:TOKENS] == expected["base"]
-    config.unlink()
-    config.write_bytes(content)
-    assert load("endless").status_code == 200
-    assert tokens_of(complete(served, "endless")) == expected["wide"]
+    assert load("late", "wide").status_code == 200
+    assert tokens_of(complete(served, "late")) == expected["wide"]
 
 
 @pytest.mark.slow
