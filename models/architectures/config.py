@@ -3,6 +3,7 @@
 Importing this module imports no torch; reading a `ModelConfig` imports the architecture's model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,7 +93,12 @@ class ModelConfig(CheckpointConfig):
         config, text_architecture = text_part(whole)
         architecture = architecture or text_architecture or _architecture(config)
         facts = ARCHITECTURES[architecture].facts
-        config = config.with_defaults(facts.defaults)
+        config = config.with_names(facts.renamed).with_defaults(facts.defaults)
+        if facts.complete is not None:
+            config = facts.complete(config)
+        if facts.body_prefix is not None and config.has("quantization_config"):
+            named = with_names(config.values["quantization_config"], body_name(facts.body_prefix))
+            config = Fields({**config.values, "quantization_config": named}, config.where)
         generation = read_generation_config(path)
         hidden_size = config.integer("hidden_size")
         num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
@@ -171,7 +177,7 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
         values.pop("quantization_config", None)
     values = {**section.values, **values}
     if "quantization_config" in values:
-        values["quantization_config"] = _with_text_names(values["quantization_config"])
+        values["quantization_config"] = with_names(values["quantization_config"], lambda name: text_name(name) or name)
     return Fields(values, section.where), known[kind]
 
 
@@ -183,14 +189,19 @@ def text_name(name: str) -> str | None:
     return name if name.startswith(("lm_head", "mtp.")) else None
 
 
-def _with_text_names(value: Any) -> Any:
-    """A JSON value with the text part's names in place of those of the whole."""
+def body_name(prefix: str) -> Callable[[str], str]:
+    """The name of a tensor or module by its name in checkpoints whose body has another prefix than `model.`."""
+    return lambda name: f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+
+
+def with_names(value: Any, rename: Callable[[str], str]) -> Any:
+    """A JSON value with modules' other names."""
     if isinstance(value, str):
-        return text_name(value) or value
+        return rename(value)
     if isinstance(value, list):
-        return [_with_text_names(item) for item in value]
+        return [with_names(item, rename) for item in value]
     if isinstance(value, dict):
-        return {_with_text_names(name): _with_text_names(item) for name, item in value.items()}
+        return {rename(name): with_names(item, rename) for name, item in value.items()}
     return value
 
 

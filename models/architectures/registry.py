@@ -28,6 +28,10 @@ class ConfigFacts:
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Values of fields that it may leave out."""
+    complete: "Callable[[Fields], Fields] | None" = None
+    """Adds values of fields that follow from others."""
+    renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Its own names of fields that others call by the second name."""
     head_dim_field: str = "head_dim"
     """The field with the number of dimensions of a head that may be rotated; "": a share of `hidden_size`."""
     has_ntk_alpha: bool = False
@@ -58,6 +62,8 @@ class ConfigFacts:
     """Prefixes of tensors that checkpoints of this configuration may hold and nothing reads."""
     mtp_prefixes: tuple[str, ...] = ()
     """Prefixes of the tensors that predict further tokens, other than those of layers past the last one."""
+    body_prefix: str | None = None
+    """How the names of the body's tensors begin in published checkpoints; None: with `model.`."""
 
 
 class Architecture(NamedTuple):
@@ -116,6 +122,12 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "Gemma2ForCausalLM": "models.architectures.gemma",
         "Dots1ForCausalLM": "models.architectures.dots1",
         "OlmoeForCausalLM": "models.architectures.olmoe",
+        "BambaForCausalLM": "models.architectures.bamba",
+        "FalconH1ForCausalLM": "models.architectures.falcon_h1",
+        "GraniteMoeHybridForCausalLM": "models.architectures.granite_hybrid",
+        "Lfm2ForCausalLM": "models.architectures.lfm2",
+        "Lfm2MoeForCausalLM": "models.architectures.lfm2",
+        "NemotronHForCausalLM": "models.architectures.nemotron_h",
     },
 )
 

@@ -36,6 +36,11 @@ class Fields:
         missing = {name: value for name, value in defaults.items() if not self.has(name)}
         return Fields({**self.values, **missing}, self.where)
 
+    def with_names(self, names: Mapping[str, str]) -> "Fields":
+        """The same object, in which fields that have one of these names have the second as well."""
+        found = {new: self.values[old] for old, new in names.items() if self.has(old)}
+        return Fields({**self.values, **found}, self.where)
+
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 

@@ -16,9 +16,11 @@ from models.layers.attention import Attention
 from models.layers.base import CausalLM
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import ParallelLinear, RowParallelLinear
+from models.layers.mamba2 import Mamba2Mixer
 from models.layers.mla import LightningIndexer, MLAAttention
 from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
+from models.layers.short_conv import ShortConv
 from models.ops.stored_weight import stored_of
 
 DEFAULT_BACKEND: str | Callable[..., Any] = "inductor"
@@ -68,7 +70,7 @@ def _exclude(module: nn.Module) -> None:
     """Have compiled code call a module eagerly that it cannot trace, or would run slower."""
     if isinstance(module, MLAAttention):
         module._attend = _eager(module._attend)  # type: ignore[method-assign]
-    elif isinstance(module, Attention | GatedDeltaNet | LightningIndexer | FusedMoE):
+    elif isinstance(module, Attention | GatedDeltaNet | Mamba2Mixer | ShortConv | LightningIndexer | FusedMoE):
         module.forward = _eager(module.forward)  # type: ignore[method-assign]
     elif isinstance(module, RMSNorm) and module.sums.size > 1:
         module.add_norm = _eager(module.add_norm)  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from models.layers.base import StateCacheSpec
 from models.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from models.layers.lora import OutputPart, Span
 from models.layers.parameter import WeightLoader, WeightPart, empty_parameter, load_whole, require_shape
+from models.layers.recurrent import plan_of, row_spans, single_tokens
 from models.ops import triton
 from models.ops.cpu import gated_delta as delta_ops
 from models.ops.gated_delta_rule import delta_rule_span, delta_rule_step
@@ -22,7 +23,6 @@ from models.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from models.ops.self_test import Case
-    from models.ops.triton.gated_delta import DeltaPlan
 
 _NORM_EPS = 1e-6
 """The epsilon under the norms of queries and keys."""
@@ -145,7 +145,7 @@ class GatedDeltaNet(nn.Module):
             (self.norm.weight, self.norm.eps),
             inputs,
             states,
-            _plan_of(metadata),
+            plan_of(metadata),
             key_heads=self.num_key_heads,
         )
 
@@ -179,14 +179,14 @@ class GatedDeltaNet(nn.Module):
         assert metadata.slots is not None
         conv_states, states = cache.tensors
         read = decay.new_zeros(*decay.shape, self.value_dim)
-        for tokens, before, after in _single_tokens(metadata):
+        for tokens, before, after in single_tokens(metadata):
             window = torch.cat((conv_states[before], mixed[tokens, :, None]), dim=-1)
             conv_states[after] = window[..., 1:]
             q, k, v = self._heads(self.conv1d(window)[..., 0])
             state = states[before]
             read[tokens] = delta_rule_step(q, k, v, decay[tokens], beta[tokens], state)
             states[after] = state
-        for slot, tokens, is_first in _spans(metadata):
+        for slot, tokens, is_first in row_spans(metadata):
             if is_first:
                 conv_states[slot], states[slot] = 0, 0
             inputs = torch.cat((conv_states[slot], mixed[tokens].T), dim=-1)
@@ -244,24 +244,6 @@ def _grouped(
     return found
 
 
-def _plan_of(metadata: TritonMetaData) -> "DeltaPlan":
-    """The step's plan, made at its first layer; that of a captured graph has decodes only."""
-    import models.ops.triton.gated_delta as kernels
-
-    assert metadata.slots is not None
-    by_token = None
-    if metadata.slots_after is not None:
-        by_token = kernels.ByToken(metadata.cu_seqlens_q, metadata.slots_after)
-    if metadata.lengths is None:
-        return kernels.DeltaPlan(metadata.num_decodes, metadata.slots, by_token=by_token)
-    if "delta" not in metadata.plans:
-        queries, contexts = metadata.lengths.queries.tolist(), metadata.lengths.contexts.tolist()
-        num_decodes = metadata.num_decodes if by_token is None else metadata.num_by_token
-        metadata.plans["delta"] = kernels.make_plan(queries, contexts, metadata.slots, num_decodes, by_token)
-    plan: DeltaPlan = metadata.plans["delta"]
-    return plan
-
-
 class GatedRMSNorm(nn.Module):
     """A root-mean-square norm whose output is gated."""
 
@@ -286,44 +268,3 @@ class _Convolution(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [batch, channels, kernel_size - 1 + n] -> [batch, channels, n]"""
         return F.silu(F.conv1d(x, self.weight, groups=len(self.weight)))
-
-
-def _single_tokens(metadata: AttentionMetaData) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The decodes' tokens, one of each row at a time: their indexes, and those of the states before and after them."""
-    assert metadata.slots is not None
-    slots, after = metadata.slots, metadata.slots_after
-    if after is None:
-        if count := metadata.num_decodes:
-            yield slice(0, count), slots[:count], slots[:count]
-        return
-    count = metadata.num_by_token
-    if metadata.query_len > 1:
-        # A captured graph must not read from the device. A token that changes no state writes into the last one, which
-        # is of padding rows.
-        length = metadata.query_len
-        before = slots[:count]
-        for index in range(length):
-            tokens = slice(index, count * length, length)
-            yield tokens, before, after[tokens]
-            before = torch.where(after[tokens] < 0, before, after[tokens])
-        return
-    starts = metadata.cu_seqlens_q.long()
-    counts = starts[1 : count + 1] - starts[:count]
-    before = slots[:count]
-    for index in range(int(counts.max())):
-        rows = torch.nonzero(counts > index)[:, 0]
-        of_rows = starts[rows] + index
-        yield of_rows, before[rows], after[of_rows]
-        before = before.index_copy(0, rows, after[of_rows])
-
-
-def _spans(metadata: AttentionMetaData) -> list[tuple[int, slice, bool]]:
-    """Slot and tokens of each row after the decodes, and whether it starts its sequence."""
-    assert metadata.slots is not None
-    num_decodes = metadata.num_decodes if metadata.slots_after is None else metadata.num_by_token
-    if num_decodes == len(metadata.slots):
-        return []  # A captured graph must not read from the device.
-    ends = metadata.cu_seqlens_q.tolist()
-    rows = range(num_decodes, len(metadata.slots))
-    slots, lengths = metadata.slots.tolist(), metadata.seq_lens.tolist()
-    return [(slots[row], slice(ends[row], ends[row + 1]), lengths[row] == ends[row + 1] - ends[row]) for row in rows]

@@ -125,7 +125,8 @@ class Routed(NamedTuple):
 class ExpertNames(NamedTuple):
     """The names of one expert's projections in a family's checkpoints."""
 
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"
+    """None: the experts have no gates."""
     up: str = "up_proj"
     down: str = "down_proj"
     stacked_gate_up: str = "experts.gate_up_proj"
@@ -148,7 +149,7 @@ class SparseMoE(nn.Module):
 
 
 class FusedMoE(nn.Module):
-    """Gated feed-forward experts, each split over the tensor-parallel ranks along its intermediate dimension.
+    """Feed-forward experts, each split over the tensor-parallel ranks along its intermediate dimension.
 
     With expert parallelism a rank has some of them, whole, instead of a part of each. Checkpoints have a tensor per
     expert (`experts.3.gate_proj.weight`) or all experts stacked (`experts.gate_up_proj`).
@@ -178,12 +179,15 @@ class FusedMoE(nn.Module):
         self.split = parallel if parallel.experts is None else SINGLE_RANK
         """How each expert is sharded over ranks."""
         here, local = len(self.local_experts), self.split.share(intermediate_size, "the experts' intermediate size")
+        self.names = names
+        self.first_parts = 1 if names.gate is None else 2
+        """Projections of an expert that share its input."""
         self.w13 = empty_parameter(
             here,
-            2 * local,
+            self.first_parts * local,
             hidden_size,
             weight_loader=self._load_gate_up,
-            sources=self._sources({names.gate: _GATE, names.up: _UP}, names.stacked_gate_up, "weight"),
+            sources=self._sources(self._first_names, names.stacked_gate_up, "weight"),
             is_product=True,
         )
         self.w2 = empty_parameter(
@@ -199,9 +203,9 @@ class FusedMoE(nn.Module):
         if bias:
             self.w13_bias = empty_parameter(
                 here,
-                2 * local,
+                self.first_parts * local,
                 weight_loader=self._load_gate_up,
-                sources=self._sources({names.gate: _GATE, names.up: _UP}, f"{names.stacked_gate_up}_bias", "bias"),
+                sources=self._sources(self._first_names, f"{names.stacked_gate_up}_bias", "bias"),
             )
             self.w2_bias = empty_parameter(
                 here,
@@ -420,7 +424,12 @@ class FusedMoE(nn.Module):
         indices[self.local_experts.start : self.local_experts.stop] = torch.arange(len(self.local_experts))
         return indices
 
-    def _sources(self, parts: dict[str, str], stacked: str, kind: str) -> tuple[SourceNames, SourceNames]:
+    @property
+    def _first_names(self) -> dict[str, str]:
+        gate, up = self.names.gate, self.names.up
+        return {up: _UP} if gate is None else {gate: _GATE, up: _UP}
+
+    def _sources(self, parts: dict[str, str], stacked: str, kind: str) -> tuple[SourceNames, ...]:
         each = {
             f"experts.{expert}.{name}.{kind}": (expert, part)
             for expert in range(self.num_experts)
@@ -429,20 +438,21 @@ class FusedMoE(nn.Module):
         return each, {stacked: _STACKED}
 
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
-        """Load the rank's rows of gate, then of up."""
-        whole, local = self.intermediate_size, parameter.shape[1] // 2
+        """Load the rank's rows of gate, where there are gates, then of up."""
+        whole, local = self.intermediate_size, parameter.shape[1] // self.first_parts
         first = self.split.rank * local
         if shard == _STACKED:
-            require_shape(loaded, (self.num_experts, 2 * whole, *parameter.shape[2:]))
+            require_shape(loaded, (self.num_experts, self.first_parts * whole, *parameter.shape[2:]))
             for index, number in enumerate(self.local_experts):
-                fill_rows(parameter, 0, loaded[number][first : first + local], index)
-                fill_rows(parameter, local, loaded[number][whole + first : whole + first + local], index)
+                for row in range(self.first_parts):
+                    start = row * whole + first
+                    fill_rows(parameter, row * local, loaded[number][start : start + local], index)
             return
         assert isinstance(shard, tuple)
         number, part = shard
         require_shape(loaded, (whole, *parameter.shape[2:]))
         if number in self.local_experts:
-            row = local if part == _UP else 0
+            row = local if part == _UP and self.first_parts > 1 else 0
             fill_rows(parameter, row, loaded[first : first + local], number - self.local_experts.start)
 
     def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:

@@ -199,7 +199,13 @@ class SoftmaxRouter(nn.Module):
         )
         self.top_k, self.renormalize = top_k, renormalize
         # Not rounded: it is small, and its errors choose other experts.
-        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
+        self.weight = empty_parameter(
+            num_experts,
+            hidden_size,
+            weight_loader=load_whole,
+            is_product=True,
+            min_bits=16,
+        )
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from models.architectures.config import CheckpointConfig, ModelConfig, text_name
+from models.architectures.config import CheckpointConfig, ModelConfig, body_name, text_name
 from models.architectures.encoder_config import EncoderConfig
 from models.architectures.registry import ARCHITECTURES, ENCODERS
 from models.errors import CheckpointError, first_line
@@ -159,7 +159,7 @@ def checkpoint_names(config: ModelConfig | EncoderConfig) -> CheckpointNames:
         own = text_name(name) if is_text_part else name
         return own is None or own.startswith(ignored)
 
-    return CheckpointNames(is_ignored, (lambda name: text_name(name) or name) if is_text_part else (lambda name: name))
+    return CheckpointNames(is_ignored, _renaming(config))
 
 
 def load_draft_head(
@@ -253,6 +253,17 @@ def _model_class(config: ModelConfig | EncoderConfig) -> type[nn.Module]:
     return ARCHITECTURES[config.architecture].model_class
 
 
+def _renaming(config: ModelConfig | EncoderConfig) -> Callable[[str], str]:
+    """The model's name of a tensor, by its name in the checkpoint."""
+    if isinstance(config, ModelConfig):
+        if config.is_text_part:
+            return lambda name: text_name(name) or name
+        prefix = ARCHITECTURES[config.architecture].facts.body_prefix
+        if prefix is not None:
+            return body_name(prefix)
+    return lambda name: name
+
+
 def _require_one_rank(config: CheckpointConfig, parallel: TensorParallel) -> None:
     """Raise `CheckpointError` where a model of transformers would be shared by several ranks."""
     if parallel.experts is not None:
@@ -296,7 +307,7 @@ def _read(
     seen: dict[str, Path] = {}
     unexpected: list[str] = []
     for file in bar:
-        found = tensors_of_file(file, seen, lambda name: is_ignored(name) or is_remote(name))
+        found = tensors_of_file(file, seen, lambda name: is_ignored(name) or is_remote(rename(name)))
         tensors: Iterator[tuple[str, torch.Tensor]] = ((rename(name), tensor) for name, tensor in found)
         if body_names is not None:
             tensors = _of_body(tensors, body_names)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj"),
+    *("in_proj", "input_linear", "output_linear", "w1", "w2", "w3", "fc1_latent_proj", "fc2_latent_proj"),
     *("in_proj_qkvz", "in_proj_ba", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
 Weights = dict[str, torch.Tensor]
@@ -72,7 +73,7 @@ def make_adapter(
     tensors, deltas = {}, {}
     for name, weight in base.items():
         module = name.removesuffix(".weight")
-        if module == name or module.rpartition(".")[2] not in leaves or ".experts." in name:
+        if module == name or module.rpartition(".")[2] not in leaves or ".experts." in name or weight.dim() != 2:
             continue
         r, own_alpha = next((ranks for end, ranks in own.items() if module.endswith(end)), (rank, alpha))
         out_features, in_features = weight.shape

@@ -178,7 +178,14 @@ class Reference:
         tokens, step, cache = list(prompt), list(prompt), None
         for _ in range(count):
             with torch.inference_mode():
-                output = self.model(torch.tensor([step], device=self.device), past_key_values=cache, use_cache=True)
+                # As its `generate` does: by itself Bamba counts positions from the start of each call.
+                positions = torch.arange(len(tokens) - len(step), len(tokens), device=self.device)[None]
+                output = self.model(
+                    torch.tensor([step], device=self.device),
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
             cache, step = output.past_key_values, [int(output.logits[0, -1].argmax())]
             tokens += step
         return tokens[len(prompt) :]

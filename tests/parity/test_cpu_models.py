@@ -68,6 +68,12 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Ernie4_5_MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "MiniMaxM2ForCausalLM": {"head_dim": 32, "intermediate_size": 64},
     "Qwen3_5ForCausalLM": {"head_dim": 32},
+    "BambaForCausalLM": {"head_dim": 32},
+    "FalconH1ForCausalLM": {"head_dim": 32},
+    "GraniteMoeHybridForCausalLM": {"head_dim": 32, "hidden_size": 96},
+    "Lfm2ForCausalLM": {"head_dim": 32},
+    "Lfm2MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
+    "NemotronHForCausalLM": {"head_dim": 32, "moe_intermediate_size": 64},
     "Qwen3_5MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 48},
 }
 # One token of these goes to another expert, nearly as good a choice, than in float32, and those after it attend to it.

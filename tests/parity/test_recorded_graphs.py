@@ -37,7 +37,9 @@ from tests.parity.variants import (
     gemma3,
     gemma4,
     gpt_oss,
+    lfm2,
     llama,
+    mamba2,
     moe,
     phi3,
     qwen3_5,
@@ -70,7 +72,14 @@ ARCHITECTURES = [
             id=name,
             marks=SLOW if name in DERIVED else (),
         )
-        for variants in (qwen3_5.VARIANTS, gemma4.VARIANTS, attention_only.VARIANTS, attention_families.VARIANTS)
+        for variants in (
+            qwen3_5.VARIANTS,
+            gemma4.VARIANTS,
+            attention_only.VARIANTS,
+            attention_families.VARIANTS,
+            mamba2.VARIANTS,
+            lfm2.VARIANTS,
+        )
         for name in sorted({each.architecture for each in variants})
     ),
 ]

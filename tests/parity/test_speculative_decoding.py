@@ -31,7 +31,7 @@ from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, moe, qwen3_5, qwen3_next
+from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, lfm2, mamba2, moe, qwen3_5, qwen3_next
 
 __all__ = ["checkpoint", "triton_kernels"]
 
@@ -101,6 +101,8 @@ ARCHITECTURES = [
     pytest.param(next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64), id="v32"),
     pytest.param(qwen3_next.VARIANTS[2], id="qwen3_next"),
     pytest.param(qwen3_5.VARIANTS[0], id="qwen3_5"),
+    pytest.param(mamba2.VARIANTS[2], id="bamba"),
+    pytest.param(lfm2.VARIANTS[0], id="lfm2"),
 ]
 RECURRENT = qwen3_next.VARIANTS[0]
 _SIZES_OF_OPERATORS = {"head_dim": 32, "moe_intermediate_size": 48, "vocab_size": 160}

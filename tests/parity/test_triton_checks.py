@@ -64,6 +64,7 @@ SLOW = {
     "a weight in fp8 in fp16",
     "a weight in mxfp4",
     "delta net in bf16",
+    "Mamba-2 in bf16",
 }
 """As others, in other types."""
 
@@ -112,6 +113,12 @@ BROKEN = {
     "delta_inverse_kernel": "delta net in fp16",
     "gated_delta_span_kernel": "delta net in fp16",
     "gated_norm_kernel": "delta net in fp16",
+    "short_conv_kernel": "short convolution in bf16",
+    "short_conv_step_kernel": "short convolution in bf16",
+    "keep_last_inputs_kernel": "short convolution in bf16",
+    "state_space_step_kernel": "Mamba-2 in fp16",
+    "state_space_span_kernel": "Mamba-2 in fp16",
+    "group_norm_kernel": "Mamba-2 in fp16",
     "adjust_kernel": "sampling",
     "mask_kernel": "sampling",
     "argmax_kernel": "sampling",

@@ -19,6 +19,7 @@ operator *const operators[OPERATORS] = {
     [CODED_LINEAR] = coded_linear, [EXPAND_CODES] = expand_codes, [CODED_PACK] = coded_pack,
     [CODED_GROUPED_LINEAR] = coded_grouped_linear, [TAKE_DRAFTS] = take_drafts,
     [ACCEPT_DRAFTS] = accept_drafts, [POSITION_SCALES] = position_scales,
+    [SHORT_CONV] = short_conv, [STATE_SPACE] = state_space, [GROUP_NORM] = group_norm, [SCALE_ROWS] = scale_rows,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -63,6 +64,10 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [TAKE_DRAFTS] = sizeof(struct take_drafts),
     [ACCEPT_DRAFTS] = sizeof(struct accept_drafts),
     [POSITION_SCALES] = sizeof(struct position_scales),
+    [SHORT_CONV] = sizeof(struct short_conv),
+    [STATE_SPACE] = sizeof(struct state_space),
+    [GROUP_NORM] = sizeof(struct group_norm),
+    [SCALE_ROWS] = sizeof(struct scale_rows),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

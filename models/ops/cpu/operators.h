@@ -29,6 +29,7 @@ enum {
     READ_LIMIT, PRODUCT_LIMIT,
     CODED_LINEAR, EXPAND_CODES, CODED_PACK, CODED_GROUPED_LINEAR,
     TAKE_DRAFTS, ACCEPT_DRAFTS, POSITION_SCALES,
+    SHORT_CONV, STATE_SPACE, GROUP_NORM, SCALE_ROWS,
     OPERATORS
 };
 
@@ -493,7 +494,62 @@ struct product_limit {
     int64_t *products; /* [threads] multiplications and additions that each made */
 };
 
+/* A causal depthwise convolution of each row's tokens and the last inputs of its sequence. */
+struct short_conv {
+    const bf16 *x; /* [tokens, channels] */
+    int64_t x_stride;
+    const bf16 *before, *after; /* [tokens, channels] what inputs and outputs are multiplied by, or both NULL */
+    int64_t gate_stride;
+    const bf16 *weight; /* [kernel, channels] */
+    const bf16 *bias;   /* [channels], or NULL */
+    bf16 *inputs;       /* [slots, kernel - 1, channels] the last */
+    bf16 *out;          /* [tokens, channels] */
+    int64_t out_stride;
+    int64_t channels, kernel, has_silu;
+};
+
+/* The selective state space of Mamba-2: groups of consecutive heads share their keys and queries. */
+struct state_space {
+    const bf16 *x; /* [tokens, heads * dim + 2 * groups * state]: values, keys, queries */
+    int64_t x_stride;
+    const bf16 *dt; /* [tokens, heads] */
+    int64_t dt_stride;
+    const float *a_log, *d, *dt_bias; /* [heads] */
+    float *states;                    /* [slots, heads, state, dim] */
+    bf16 *out;                        /* [tokens, heads, dim] */
+    int64_t out_stride;
+    int64_t heads, dim, groups, state;
+    double least, most; /* what time steps are clamped to */
+};
+
+/* x times SiLU of the gate; with a weight, a root-mean-square norm of each group after it or before it. */
+struct group_norm {
+    const bf16 *x; /* [tokens, groups * size] */
+    int64_t x_stride;
+    const bf16 *gate; /* the same shape */
+    int64_t gate_stride;
+    const bf16 *weight; /* [groups * size], or NULL */
+    bf16 *out;          /* [tokens, groups * size] */
+    int64_t out_stride;
+    int64_t groups, size, is_gated_first;
+    double eps;
+};
+
+/* Each number times its column's factor, or times `scale`, plus a second matrix where there is one. */
+struct scale_rows {
+    const bf16 *x; /* [tokens * per_token, columns] */
+    int64_t x_stride;
+    const float *by; /* [columns], or NULL */
+    double scale;
+    const bf16 *added; /* the shape of x, or NULL */
+    int64_t added_stride;
+    bf16 *out; /* [tokens * per_token, columns] */
+    int64_t out_stride;
+    int64_t columns, per_token;
+};
+
 operator read_limit, product_limit;
+operator short_conv, state_space, group_norm, scale_rows;
 operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
 operator greedy_head, greedy_choice, take_drafts, accept_drafts;

@@ -313,6 +313,43 @@ class PositionScales(Arguments):
     _fields_: ClassVar = _declared("*out first length factor:double")
 
 
+class ShortConv(Arguments):
+    """`struct short_conv`."""
+
+    kind = 41
+    _fields_: ClassVar = _declared(
+        "*x x_stride *before *after gate_stride *weight *bias *inputs *out out_stride channels kernel has_silu"
+    )
+
+
+class StateSpace(Arguments):
+    """`struct state_space`."""
+
+    kind = 42
+    _fields_: ClassVar = _declared(
+        "*x x_stride *dt dt_stride *a_log *d *dt_bias *states *out out_stride heads dim groups state least:double "
+        "most:double"
+    )
+
+
+class GroupNorm(Arguments):
+    """`struct group_norm`."""
+
+    kind = 43
+    _fields_: ClassVar = _declared(
+        "*x x_stride *gate gate_stride *weight *out out_stride groups size is_gated_first eps:double"
+    )
+
+
+class ScaleRows(Arguments):
+    """`struct scale_rows`."""
+
+    kind = 44
+    _fields_: ClassVar = _declared(
+        "*x x_stride *by scale:double *added added_stride *out out_stride columns per_token"
+    )
+
+
 class Largest(Arguments):
     """`struct largest`."""
 

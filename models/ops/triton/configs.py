@@ -1,7 +1,7 @@
 """Targets and tile configurations: `TARGETS`, and `CONFIGS` with a row for each kernel on each target.
 
 Every number that depends on a chip is here, family by family: attention, dense layers with experts and sampling,
-latent attention with gated delta nets, quantized products. Nothing is tuned while serving.
+latent attention with recurrent layers, quantized products. Nothing is tuned while serving.
 """
 
 import functools
@@ -360,7 +360,7 @@ def launch_of(kernel: str, device: torch.device, **shape: object) -> Launch:
     return Launch(config.blocks, {**config.blocks, **config.options(target)})
 
 
-# Latent attention, its indexer, and gated delta nets.
+# Latent attention, its indexer, and recurrent layers.
 
 _INTERPRETER = (INTERPRETER.arch,)
 
@@ -427,6 +427,30 @@ CONFIGS["delta_inverse"] = (
     Row(("sm_90",), _latent_config(4, CHUNK=16)),
 )
 CONFIGS["gated_norm"] = (Row(ALL, _latent_config(1)),)
+CONFIGS["short_conv"] = (
+    Row(_INTERPRETER, _latent_config(1, COLUMNS=32)),
+    Row(CDNA, _latent_config(1, COLUMNS=512)),
+    Row(ALL, _latent_config(1, COLUMNS=256)),
+)
+CONFIGS["state_space_step"] = (
+    Row(_INTERPRETER, _latent_config(1, VALUES=16)),
+    Row(ALL, _latent_config(4, VALUES=32)),
+)
+CONFIGS["state_space_span"] = (
+    Row(_INTERPRETER, _latent_config(1, CHUNK=16, VALUES=16)),
+    Row(CDNA, _latent_config(8, CHUNK=64, VALUES=32), {"keys": range(129)}),
+    Row(CDNA, _latent_config(8, CHUNK=32, VALUES=32, DEPTH=128)),
+    Row(RDNA, _latent_config(8, CHUNK=16, VALUES=16, DEPTH=16), {"keys": range(129)}),
+    Row(("gfx1100",), _latent_config(16, CHUNK=16, VALUES=16, DEPTH=16)),
+    Row(("gfx1201",), _latent_config(16, CHUNK=16, VALUES=16, DEPTH=32)),
+    Row(("sm_90",), _latent_config(4, CHUNK=16, VALUES=32), {"keys": range(129)}),
+    Row(("sm_90",), _latent_config(8, CHUNK=16, VALUES=32)),
+)
+CONFIGS["group_norm"] = (
+    Row(_INTERPRETER, _latent_config(1, BLOCK=32)),
+    Row(CDNA, _latent_config(4, BLOCK=2048)),
+    Row(ALL, _latent_config(4, BLOCK=1024)),
+)
 
 
 # Products with quantized weights.

@@ -32,7 +32,7 @@ def _channels(head, columns, num_key_heads, KEY: tl.constexpr, VALUES: tl.conste
 
 
 @triton.jit
-def _token_range(starts, row, HAS_STARTS: tl.constexpr):
+def token_range(starts, row, HAS_STARTS: tl.constexpr):
     """The tokens of a row that goes token by token: one, or those between its starts. # first, past"""
     first, past = row, row + 1
     if HAS_STARTS:
@@ -67,7 +67,7 @@ def delta_conv_step_kernel(
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    first, past = _token_range(starts, row, HAS_STARTS)
+    first, past = token_range(starts, row, HAS_STARTS)
     for index in range(past - first):
         token = first + index
         to = tl.load(after + token)
@@ -313,7 +313,7 @@ def gated_delta_step_kernel(
     mask = has_key[:, None] & has_value[None, :]
     at = head * (KEY * VALUE) + keys[:, None] * VALUE + values[None, :]
     state = tl.load(states + slot * num_heads * (KEY * VALUE) + at, mask=mask, other=0.0)
-    first, past = _token_range(starts, program, HAS_STARTS)
+    first, past = token_range(starts, program, HAS_STARTS)
     for index in range(past - first):
         token = first + index
         to = tl.load(after + token)

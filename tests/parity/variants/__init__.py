@@ -32,6 +32,7 @@ DERIVED = frozenset(
         *("GraniteForCausalLM", "GraniteMoeForCausalLM", "HunYuanMoEV1ForCausalLM", "NemotronForCausalLM"),
         *("Dots1ForCausalLM", "Gemma2ForCausalLM", "GemmaForCausalLM", "OlmoeForCausalLM"),
         *("Qwen2MoeForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
+        *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
     }
 )

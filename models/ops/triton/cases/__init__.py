@@ -16,9 +16,10 @@ from models.ops.triton.cases import (
     latent_attention,
     quantized_products,
     sampling,
+    state_space,
 )
 
-FAMILIES = (attention, latent_attention, elementwise, experts, quantized_products, gated_delta, sampling)
+FAMILIES = (attention, latent_attention, elementwise, experts, quantized_products, gated_delta, state_space, sampling)
 
 
 def common_cases(device: torch.device) -> dict[str, list[Case]]:

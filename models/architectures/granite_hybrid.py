@@ -1,0 +1,128 @@
+"""Granite 4: Mamba-2 layers or attention, each followed by a shared network and, in most sizes, experts."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.granite import GraniteAttention
+from models.architectures.hybrid import (
+    LAYER_KINDS,
+    MAMBA_DEFAULTS,
+    RECURRENT_KINDS,
+    HybridDecoderLayer,
+    HybridForCausalLM,
+    HybridModel,
+    dt_limits,
+    mamba_mixer,
+)
+from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
+from models.architectures.registry import ConfigFacts, architecture
+from models.layers.mamba2 import Mamba2Options
+from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
+from models.layers.routing import SoftmaxRouter, experts_per_token
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+
+class GraniteHybridAttention(GraniteAttention):
+    """Grouped-query attention whose scores have a factor of their own, with or without rotary positions."""
+
+    @staticmethod
+    def is_rotated(config: ModelConfig, layer: int) -> bool:
+        """In all layers or in none."""
+        del layer
+        return config.fields.string("position_embedding_type", "nope") == "rope"
+
+
+class GraniteDecoderLayer(HybridDecoderLayer):
+    """A Mamba-2 layer or attention, then a shared network and experts, where there are any."""
+
+    def __init__(self, config: ModelConfig, layer: int, options: Mamba2Options, parallel: TensorParallel) -> None:
+        fields = config.fields
+        kinds = fields.strings("layer_types")
+        is_recurrent = not kinds or kinds[layer] in RECURRENT_KINDS
+        super().__init__(
+            config,
+            None,
+            self_attn=None if is_recurrent else GraniteHybridAttention(config, layer, parallel),
+            recurrent=mamba_mixer(config, layer, parallel, options) if is_recurrent else None,
+            residual_multiplier=fields.number("residual_multiplier", 1.0),
+        )
+        num_experts = fields.integer("num_local_experts", 8, minimum=0)
+        # The shared network has no biases, whatever other layers have. Experts add its parts up with theirs.
+        self.shared_mlp = LlamaMLP(
+            replace(config, mlp_bias=False),
+            parallel,
+            intermediate_size=fields.integer("shared_intermediate_size", 1024),
+            reduces=not num_experts,
+        )
+        self.block_sparse_moe = _experts(config, num_experts, parallel) if num_experts else None
+
+    def feed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> the same"""
+        shared: torch.Tensor = self.shared_mlp(hidden)
+        moe = self.block_sparse_moe
+        return shared if moe is None else moe.experts(hidden, *moe.gate(hidden), shared)
+
+
+def _experts(config: ModelConfig, num_experts: int, parallel: TensorParallel) -> SparseMoE:
+    fields = config.fields.with_defaults({"num_experts_per_tok": 2})
+    gate = SoftmaxRouter(config.hidden_size, num_experts, experts_per_token(fields, num_experts), renormalize=True)
+    names = ExpertNames(stacked_gate_up="input_linear.weight", stacked_down="output_linear.weight")
+    experts = FusedMoE(config.hidden_size, config.intermediate_size, num_experts, names=names, parallel=parallel)
+    return SparseMoE(gate, experts)
+
+
+@architecture(
+    "GraniteMoeHybridForCausalLM",
+    ConfigFacts(
+        defaults={
+            **MAMBA_DEFAULTS,
+            "rms_norm_eps": 1e-6,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+        },
+        renamed={"layers_block_type": "layer_types"},
+        layer_kinds=LAYER_KINDS,
+    ),
+)
+class GraniteMoeHybridForCausalLM(HybridForCausalLM):
+    """Granite 4 with its language-model head."""
+
+    checkpoint_modules: ClassVar[dict[str, str]] = {
+        "recurrent": "mamba",
+        "final_norm": "norm",
+        "gate": "router.layer",
+        "gate_up_proj": "input_linear",
+        "down_proj": "output_linear",
+    }
+    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
+        super().__init__(config, parallel)
+        self.logit_scale = 1.0 / config.fields.number("logits_scaling", 1.0)
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        fields = config.fields
+        has_bias = fields.boolean("mamba_proj_bias", False)
+        options = Mamba2Options(
+            in_bias=has_bias,
+            out_bias=has_bias,
+            conv_bias=fields.boolean("mamba_conv_bias", True),
+            eps=config.rms_norm_eps,
+            dt_limits=dt_limits(fields),
+        )
+
+        def decoder_layer(layer: int) -> nn.Module:
+            return GraniteDecoderLayer(config, layer, options, parallel)
+
+        return HybridModel(
+            config,
+            decoder_layer,
+            parallel,
+            embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+            residual_multiplier=fields.number("residual_multiplier", 1.0),
+        )

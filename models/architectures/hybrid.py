@@ -1,0 +1,191 @@
+"""What models of recurrent layers and attention share: the body, its layers, and the reading of Mamba-2's sizes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import DecoderBody, LlamaForCausalLM
+from models.config.fields import Fields
+from models.layers.attention import Attention
+from models.layers.base import CacheSpec
+from models.layers.linear import VocabParallelEmbedding
+from models.layers.mamba2 import Mamba2Mixer, Mamba2Options, Mamba2Shape
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryEmbedding
+from models.layers.short_conv import ShortConv
+from models.parallel.tensor_parallel import TensorParallel
+
+RECURRENT_KINDS = frozenset({"linear_attention", "mamba"})
+"""Names in `layer_types` of Mamba-2 layers; the second is that of transformers 4."""
+LAYER_KINDS = RECURRENT_KINDS | {"attention"}
+"""Names in `layer_types` other than those of attention layers in transformers 5."""
+
+
+class HybridDecoderLayer(nn.Module):
+    """A recurrent layer or attention, then a feed-forward layer, each with a norm before it and a residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        feed_forward: nn.Module | None,
+        *,
+        self_attn: nn.Module | None = None,
+        recurrent: nn.Module | None = None,
+        residual_multiplier: float = 1.0,
+    ) -> None:
+        """`residual_multiplier`: of what is added to the residual stream."""
+        super().__init__()
+        self.self_attn, self.recurrent, self.feed_forward = self_attn, recurrent, feed_forward
+        self.residual_multiplier = residual_multiplier
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors, of which the next norm adds the first, times the multiplier, to the second.
+
+        # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
+        """
+        if residual is None:
+            residual = hidden
+            hidden = self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm.add_norm(hidden, residual, self.residual_multiplier)
+        hidden = self.mix(hidden, cos, sin)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual, self.residual_multiplier)
+        return self.feed(hidden), residual
+
+    def feed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The feed-forward layer. # [tokens, hidden_size] -> the same"""
+        assert self.feed_forward is not None, "a layer without one computes it in a subclass"
+        return self.feed_forward(hidden)  # type: ignore[no-any-return]
+
+    def mix(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """What tokens read of those before them. # [tokens, hidden_size] -> the same"""
+        if self.recurrent is not None:
+            return self.recurrent(hidden)  # type: ignore[no-any-return]
+        assert self.self_attn is not None, "a layer is recurrent or attends"
+        return self.self_attn(hidden, cos, sin)  # type: ignore[no-any-return]
+
+
+class HybridModel(DecoderBody):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder_layer: Callable[[int], nn.Module],
+        parallel: TensorParallel,
+        *,
+        embedding_multiplier: float = 1.0,
+        residual_multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.residual_multiplier = residual_multiplier
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, scale=embedding_multiplier, parallel=parallel
+        )
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.layers = nn.ModuleList(decoder_layer(layer) for layer in range(config.num_hidden_layers))
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(positions)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, cos, sin)
+        assert residual is not None, "a model has at least one layer"
+        return self.final_norm.add_norm(hidden, residual, self.residual_multiplier)[0]
+
+
+class HybridForCausalLM(LlamaForCausalLM):
+    """A model of recurrent layers and attention with its language-model head."""
+
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """The caches of the layers, first to last."""
+        return [
+            module.cache_spec for module in self.modules() if isinstance(module, Attention | Mamba2Mixer | ShortConv)
+        ]
+
+
+_MAMBA_FIELDS: dict[str, object] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+MAMBA_DEFAULTS = {**_MAMBA_FIELDS, "rms_norm_eps": 1e-5}
+"""Of Bamba and the families that are made like it."""
+
+
+def with_kv_heads(fields: Fields) -> Fields:
+    """With eight key-value heads where config.json leaves them out; null means one a query head."""
+    if "num_key_value_heads" in fields.values:
+        return fields
+    return Fields({**fields.values, "num_key_value_heads": 8}, fields.where)
+
+
+def mamba_mixer(
+    config: ModelConfig,
+    layer: int,
+    parallel: TensorParallel,
+    options: Mamba2Options,
+    *,
+    inner: int | None = None,
+) -> Mamba2Mixer:
+    """The Mamba-2 layer of Bamba and the families whose fields are named like its own.
+
+    `inner`: features of all heads; None: `mamba_expand` times the hidden size.
+    """
+    fields = config.fields
+    if config.activation != "silu":
+        raise fields.invalid("hidden_act", '"silu", which is the convolution\'s too')
+    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
+    if inner is None:
+        inner = fields.integer("mamba_expand") * config.hidden_size
+    if inner % heads:
+        raise fields.invalid("mamba_n_heads", f"a divisor of the {inner} features of all heads")
+    dim = inner // heads
+    if fields.values.get("mamba_d_head", "auto") not in ("auto", None, dim):
+        raise fields.invalid("mamba_d_head", f"{dim}: {inner} features shared by mamba_n_heads, {heads}")
+    require_divisor(fields, "mamba_n_groups", groups, "mamba_n_heads", heads)
+    shape = Mamba2Shape(
+        config.hidden_size,
+        heads,
+        dim,
+        groups,
+        fields.integer("mamba_d_state"),
+        fields.integer("mamba_d_conv", minimum=2),
+    )
+    return Mamba2Mixer(f"model.layers.{layer}.mamba", shape, options, parallel)
+
+
+def require_divisor(fields: Fields, name: str, value: int, whole_name: str, whole: int) -> None:
+    """Raise `CheckpointError` for groups that do not divide what they share."""
+    if whole % value:
+        raise fields.invalid(name, f"a divisor of {whole_name}, {whole}")
+
+
+def dt_limits(fields: Fields, name: str = "time_step_limit") -> tuple[float, float]:
+    """The smallest and the largest time step of config.json, which may be infinite."""
+    value = fields.values.get(name)
+    if value is None:
+        return 0.0, float("inf")
+    # JSON has no infinity: transformers writes a name, or an object with one.
+    pair = [_number(item) for item in value] if isinstance(value, list) and len(value) == 2 else [None]
+    least, most = pair[0], pair[-1]
+    if least is None or most is None or not 0 <= least <= most:
+        raise fields.invalid(name, "a list of two numbers, from 0 on and in order")
+    return least, most
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, dict) and value.get("__float__") == "Infinity":
+        return float("inf")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,157 @@
+"""LFM2: gated short convolutions and attention, each followed by a dense network or, in the larger sizes, experts."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.hybrid import HybridDecoderLayer, HybridForCausalLM, HybridModel
+from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.registry import ConfigFacts, architecture
+from models.config.fields import Fields
+from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
+from models.layers.norm import RMSNorm
+from models.layers.routing import GroupedRouter, experts_per_token
+from models.layers.short_conv import ShortConv
+from models.ops.types import HeadNorms
+from models.parallel.tensor_parallel import TensorParallel
+
+
+class Lfm2Attention(LlamaAttention):
+    """Grouped-query attention with norms on queries and keys."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def head_norms(self) -> HeadNorms | None:
+        """Norms of queries and keys."""
+        return HeadNorms(self.q_norm.operand, self.k_norm.operand)
+
+
+def _complete(fields: Fields) -> Fields:
+    """The kinds of layers, and what older names of fields say."""
+    values = {**fields.values, "rms_norm_eps": fields.number("norm_eps", 1e-5)}
+    # transformers prefers these names where a config has both.
+    for old, new in (("tie_embedding", "tie_word_embeddings"), ("block_ff_dim", "intermediate_size")):
+        if fields.has(old):
+            values[new] = values[old]
+    if not fields.has("layer_types"):
+        layers = range(fields.integer("num_hidden_layers"))
+        attending = fields.integers("full_attn_idxs") if fields.has("full_attn_idxs") else layers
+        values["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in layers]
+    return Fields(values, fields.where)
+
+
+def _complete_dense(fields: Fields) -> Fields:
+    """And the size of the networks, which config.json names before it is adjusted."""
+    fields = _complete(fields)
+    size = fields.integer("intermediate_size")
+    if fields.boolean("block_auto_adjust_ff_dim", True):
+        size = int(2 * size / 3)
+        if fields.values.get("block_ffn_dim_multiplier", 1.0) is not None:
+            multiple = fields.integer("block_multiple_of", 256)
+            size = int(fields.number("block_ffn_dim_multiplier", 1.0) * size)
+            size = multiple * -(-size // multiple)
+    return Fields({**fields.values, "intermediate_size": size}, fields.where)
+
+
+_DEFAULTS = {
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
+
+def _facts(**fields: object) -> dict[str, object]:
+    return {**_DEFAULTS, **fields}
+
+
+@architecture(
+    "Lfm2ForCausalLM",
+    ConfigFacts(
+        defaults=_facts(hidden_size=2560, intermediate_size=12288),
+        complete=_complete_dense,
+        layer_kinds=frozenset({"conv"}),
+    ),
+)
+class Lfm2ForCausalLM(HybridForCausalLM):
+    """LFM2 with its language-model head."""
+
+    checkpoint_modules: ClassVar[dict[str, str]] = {
+        "recurrent": "conv",
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "final_norm": "embedding_norm",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        "o_proj": "out_proj",
+        "down_proj": "w2",
+    }
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
+        **LlamaForCausalLM.packed_modules_mapping,
+        "w1": ("gate_up_proj", 0),
+        "w3": ("gate_up_proj", 1),
+    }
+    for _name in ("gate_proj", "up_proj"):
+        packed_modules_mapping.pop(_name)
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        fields = config.fields
+        kinds = fields.strings("layer_types")
+        if "sliding_attention" in kinds:
+            raise fields.invalid("layer_types", "a list without sliding_attention")
+        kernel_size, bias = fields.integer("conv_L_cache", 3, minimum=2), fields.boolean("conv_bias", False)
+
+        def decoder_layer(layer: int) -> nn.Module:
+            feed_forward = self.feed_forward(config, layer, parallel)
+            if kinds[layer] == "full_attention":
+                return HybridDecoderLayer(config, feed_forward, self_attn=Lfm2Attention(config, layer, parallel))
+            name = f"model.layers.{layer}.conv"
+            conv = ShortConv(name, config.hidden_size, kernel_size, bias=bias, parallel=parallel)
+            return HybridDecoderLayer(config, feed_forward, recurrent=conv)
+
+        return HybridModel(config, decoder_layer, parallel)
+
+
+@architecture(
+    "Lfm2MoeForCausalLM",
+    ConfigFacts(
+        defaults=_facts(
+            hidden_size=2048,
+            intermediate_size=7168,
+            moe_intermediate_size=1792,
+            num_dense_layers=2,
+            num_experts=32,
+            num_experts_per_tok=4,
+        ),
+        complete=_complete,
+        layer_kinds=frozenset({"conv"}),
+    ),
+)
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """LFM2 of experts with its language-model head."""
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """A dense network in the first layers, experts in the others."""
+        fields = config.fields
+        if layer < fields.integer("num_dense_layers", minimum=0):
+            return LlamaMLP(config, parallel)
+        num_experts = fields.integer("num_experts")
+        gate = GroupedRouter(
+            config.hidden_size,
+            num_experts,
+            experts_per_token(fields, num_experts),
+            renormalize=fields.boolean("norm_topk_prob", True),
+            has_correction_bias=fields.boolean("use_expert_bias", True),
+            correction_name="expert_bias",
+            scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        )
+        size = fields.integer("moe_intermediate_size")
+        names = ExpertNames("w1", "w3", "w2")
+        return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, names=names, parallel=parallel))

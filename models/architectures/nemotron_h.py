@@ -1,0 +1,265 @@
+"""Nemotron-H and Nemotron 3: layers of one part each, Mamba-2, attention without positions, a network or experts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.hybrid import HybridForCausalLM, HybridModel, require_divisor, with_kv_heads
+from models.architectures.llama import DecoderBody, LlamaAttention
+from models.architectures.registry import ConfigFacts, architecture
+from models.config.fields import Fields
+from models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from models.layers.mamba2 import Mamba2Mixer, Mamba2Options, Mamba2Shape
+from models.layers.moe import ExpertNames, FusedMoE
+from models.layers.norm import RMSNorm
+from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
+from models.ops.activation import activate
+from models.ops.scale import scale
+from models.ops.types import RELU_SQUARED, Gating
+from models.parallel.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
+
+_KINDS = {
+    "M": "linear_attention",
+    "E": "moe",
+    "*": "full_attention",
+    "-": "mlp",
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+}
+"""transformers' present names of layers, by the letters of `hybrid_override_pattern` and by its earlier names."""
+_OLD_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+}
+
+
+class NemotronHAttention(LlamaAttention):
+    """Grouped-query attention without positions."""
+
+    @staticmethod
+    def is_rotated(config: ModelConfig, layer: int) -> bool:
+        """In no layer."""
+        del config, layer
+        return False
+
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """The square of what is above 0 (So et al., 2021). # [rows, features] -> the same"""
+    return activate(x, RELU_SQUARED)
+
+
+class NemotronHMLP(nn.Module):
+    """A network without gates, whose activation is the square of ReLU."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: TensorParallel,
+        *,
+        intermediate_size: int | None = None,
+        reduces: bool = True,
+    ) -> None:
+        """`reduces`: False where the output is this rank's part, which the caller adds up."""
+        super().__init__()
+        size = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.up_proj = ColumnParallelLinear(config.hidden_size, size, bias=config.mlp_bias, parallel=parallel)
+        self.down_proj = RowParallelLinear(
+            size, config.hidden_size, bias=config.mlp_bias, parallel=parallel, reduces=reduces
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> the same"""
+        return self.down_proj(relu_squared(self.up_proj(hidden)))  # type: ignore[no-any-return]
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The activation."""
+        from models.ops.triton.cases.elementwise import ActivationCase
+
+        del max_tokens
+        yield ActivationCase(len(self.up_proj.weight), Gating(RELU_SQUARED), dtype, is_gated=False)
+
+
+class NemotronHExperts(nn.Module):
+    """Routed experts, which may read and write a smaller vector than the layer, and a shared one."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        fields = config.fields
+        num_experts = fields.integer("n_routed_experts")
+        num_groups, top_groups = groups_of_experts(fields, num_experts, corrected=True)
+        self.gate = GroupedRouter(
+            config.hidden_size,
+            num_experts,
+            experts_per_token(fields, num_experts // num_groups * top_groups),
+            renormalize=fields.boolean("norm_topk_prob", True),
+            num_groups=num_groups,
+            top_groups=top_groups,
+            scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        )
+        latent = fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None
+        size = config.hidden_size if latent is None else latent
+        self.experts = FusedMoE(
+            size,
+            fields.integer("moe_intermediate_size"),
+            num_experts,
+            activation=relu_squared,
+            names=ExpertNames(gate=None, stacked_gate_up="experts.up_proj"),
+            parallel=parallel,
+        )
+        self.shared_experts = NemotronHMLP(
+            config,
+            parallel,
+            intermediate_size=fields.integer("moe_shared_expert_intermediate_size"),
+            reduces=latent is not None,
+        )
+        self.fc1_latent_proj: ColumnParallelLinear | None = None
+        self.fc2_latent_proj: ColumnParallelLinear | None = None
+        if latent is not None:  # Every rank's part of an expert reads all of the smaller vector.
+            self.fc1_latent_proj = ColumnParallelLinear(config.hidden_size, latent, bias=config.mlp_bias)
+            self.fc2_latent_proj = ColumnParallelLinear(latent, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> the same"""
+        weights, ids = self.gate(hidden)
+        shared: torch.Tensor = self.shared_experts(hidden)
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            return self.experts(hidden, weights, ids, shared)  # type: ignore[no-any-return]
+        routed = self.experts(self.fc1_latent_proj(hidden), weights, ids)
+        return scale(self.fc2_latent_proj(routed), 1.0, shared)
+
+
+class NemotronHDecoderLayer(nn.Module):
+    """One part with a norm before it and a residual connection."""
+
+    def __init__(self, config: ModelConfig, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]"""
+        if residual is None:
+            residual = hidden
+            hidden = self.norm(hidden)
+        else:
+            hidden, residual = self.norm.add_norm(hidden, residual)
+        attends = isinstance(self.mixer, NemotronHAttention)
+        return self.mixer(hidden, cos, sin) if attends else self.mixer(hidden), residual
+
+
+def _complete(fields: Fields) -> Fields:
+    """The kinds of layers by their present names, and the number of layers, which is theirs alone."""
+    values = dict(fields.values)
+    # transformers prefers these names where a config has both.
+    values |= {new: values[old] for old, new in _OLD_NAMES.items() if fields.has(old)}
+    kinds = list(fields.strings("layers_block_type") or fields.strings("layer_types"))
+    if not kinds:
+        pattern = fields.string("hybrid_override_pattern", "ME*-")
+        if not pattern or not set(pattern) <= set("ME*-"):
+            raise fields.invalid("hybrid_override_pattern", "a string of the letters M, E, * and -")
+        kinds = list(pattern)
+    values["layer_types"] = [_KINDS.get(kind, kind) for kind in kinds]
+    values["num_hidden_layers"] = len(kinds)
+    # Published configs have `rms_norm_eps` as well, which transformers does not read.
+    values["rms_norm_eps"] = fields.number("layer_norm_epsilon", 1e-5)
+    return with_kv_heads(Fields(values, fields.where))
+
+
+@architecture(
+    "NemotronHForCausalLM",
+    ConfigFacts(
+        defaults={
+            "conv_kernel": 4,
+            "head_dim": 128,
+            "hidden_size": 4096,
+            "intermediate_size": 21504,
+            "mamba_head_dim": 64,
+            "mamba_num_heads": 128,
+            "max_position_embeddings": 4096,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "n_group": 1,
+            "n_groups": 8,
+            "n_routed_experts": 8,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 2,
+            "ssm_state_size": 128,
+            "topk_group": 1,
+            "vocab_size": 131072,
+        },
+        complete=_complete,
+        renamed={"num_local_experts": "n_routed_experts"},
+        activation=("mlp_hidden_act", "relu2"),
+        has_mlp_bias=True,
+        layer_kinds=frozenset({"linear_attention", "moe", "mlp"}),
+        mtp_prefixes=("mtp.",),
+        body_prefix="backbone.",
+    ),
+)
+class NemotronHForCausalLM(HybridForCausalLM):
+    """Nemotron-H with its language-model head."""
+
+    checkpoint_modules: ClassVar[dict[str, str]] = {"embed_tokens": "embeddings", "final_norm": "norm_f"}
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+    }
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        fields = config.fields
+        for name, known in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
+            if fields.string(name, known) != known:
+                raise fields.invalid(name, f'"{known}"')
+        config = replace(config, attention_bias=False)  # Which transformers does not read.
+        kinds = fields.strings("layer_types")
+        if "sliding_attention" in kinds:
+            raise fields.invalid("layer_types", "a list without sliding_attention")
+
+        def decoder_layer(layer: int) -> nn.Module:
+            kind = kinds[layer]
+            if kind == "linear_attention":
+                return NemotronHDecoderLayer(config, _mamba_mixer(config, layer, parallel))
+            if kind == "full_attention":
+                return NemotronHDecoderLayer(config, NemotronHAttention(config, layer, parallel))
+            mixer = NemotronHExperts(config, parallel) if kind == "moe" else NemotronHMLP(config, parallel)
+            return NemotronHDecoderLayer(config, mixer)
+
+        return HybridModel(config, decoder_layer, parallel)
+
+
+def _mamba_mixer(config: ModelConfig, layer: int, parallel: TensorParallel) -> Mamba2Mixer:
+    fields = config.fields
+    heads, groups = fields.integer("mamba_num_heads"), fields.integer("n_groups")
+    require_divisor(fields, "n_groups", groups, "mamba_num_heads", heads)
+    has_bias = fields.boolean("use_bias", False)
+    least = fields.values.get("time_step_min")
+    shape = Mamba2Shape(
+        config.hidden_size,
+        heads,
+        fields.integer("mamba_head_dim"),
+        groups,
+        fields.integer("ssm_state_size"),
+        fields.integer("conv_kernel", minimum=2),
+    )
+    options = Mamba2Options(
+        in_bias=has_bias,
+        out_bias=has_bias,
+        conv_bias=fields.boolean("use_conv_bias", True),
+        eps=config.rms_norm_eps,
+        # As transformers does, which reads no other limit of the time steps.
+        dt_limits=(0.0 if least == 0 else fields.number("time_step_min", 1e-3), float("inf")),
+    )
+    return Mamba2Mixer(f"model.layers.{layer}.mixer", shape, options, parallel)

@@ -1,0 +1,292 @@
+"""`Mamba2Mixer`: the selective state space layer of Mamba-2, with one state per sequence."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.attention.backend import AttentionMetaData
+from models.attention.context import get_forward_context
+from models.attention.gpu import TritonMetaData
+from models.layers.base import StateCacheSpec
+from models.layers.linear import PackedLinear, RowParallelLinear
+from models.layers.lora import OutputPart, Span
+from models.layers.parameter import WeightPart, empty_parameter, require_shape
+from models.layers.recurrent import ShortConvolution, plan_of, row_spans, single_tokens
+from models.ops import triton
+from models.ops.cpu import recurrent as ops
+from models.ops.scale import scale
+from models.ops.state_space import state_space_span, state_space_step
+from models.ops.types import StateCache
+from models.parallel.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
+
+Gate: TypeAlias = Literal["alone", "before the norm", "after the norm"]
+"""Where SiLU of the gates multiplies what was read; alone: there is no norm."""
+
+
+class Mamba2Shape(NamedTuple):
+    """Sizes of a layer, those of all ranks together."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Groups of consecutive heads that share keys and queries, and a norm."""
+    state_size: int
+    kernel_size: int
+
+
+class Mamba2Options(NamedTuple):
+    """What differs between the families' layers."""
+
+    in_bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = True
+    gate: Gate = "before the norm"
+    eps: float = 1e-5
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    """The smallest and the largest time step of a token."""
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Of what is projected: gates, values, keys, queries and time steps."""
+
+
+class Mamba2Mixer(nn.Module):
+    """Short causal convolution, selective state space, gated norm (Dao and Gu, 2024); sharded by head.
+
+    What is projected lies in this order: gates, values, keys (B), queries (C), time steps. Where there are fewer
+    groups than ranks, consecutive ranks hold the same one's keys and queries.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        shape: Mamba2Shape,
+        options: Mamba2Options,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.layer_name, self.parallel, self.options = layer_name, parallel, options
+        heads, dim, groups, state = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_size
+        self.num_heads = parallel.share(heads, "the number of heads of Mamba layers")
+        self.head_dim, self.state_size = dim, state
+        self.num_groups = _local_groups(groups, parallel)
+        first_group = parallel.rank * groups // parallel.size
+        first_head = parallel.rank * self.num_heads
+        self.inner, self.keys = self.num_heads * dim, self.num_groups * state
+        values = (first_head * dim, self.inner)
+        group_span = (first_group * state, self.keys)
+        sections = [
+            (heads * dim, *values),
+            (heads * dim, *values),
+            (groups * state, *group_span),
+            (groups * state, *group_span),
+            (heads, first_head, self.num_heads),
+        ]
+        self.in_proj = PackedLinear(shape.hidden_size, sections_of(sections), bias=options.in_bias)
+        self.out_proj = RowParallelLinear(heads * dim, shape.hidden_size, bias=options.out_bias, parallel=parallel)
+        start, channels = 0, []
+        for whole, first, count in sections[1:4]:
+            channels.append((start + first, count))
+            start += whole
+        self.conv1d = ShortConvolution(
+            self.inner + 2 * self.keys,
+            shape.kernel_size,
+            tuple(channels),
+            start,
+            bias=options.conv_bias,
+            has_silu=True,
+        )
+        # In float32: they are few, and the exponents of every later token.
+        self.dt_bias, self.A_log, self.D = (
+            empty_parameter(self.num_heads, weight_loader=self._load_heads, dtype=torch.float32) for _ in range(3)
+        )
+        self.norm = (
+            GroupNorm(self.inner, heads * dim, groups, options.eps, options.gate, parallel)
+            if options.gate != "alone"
+            else None
+        )
+        self.multipliers: torch.Tensor | None
+        self.register_buffer("multipliers", self._column_multipliers(), persistent=False)
+        self.cache_spec = StateCacheSpec(
+            layer_name,
+            (self.conv1d.state_shape, (self.num_heads, state, dim)),
+            (None, torch.float32),
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
+        projected = self.in_proj(hidden)
+        if self.multipliers is not None:
+            projected = scale(projected, self.multipliers)
+        context = get_forward_context()
+        metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
+        assert isinstance(cache, StateCache)
+        inputs, states = cache.tensors
+        inner, wide = self.inner, self.inner + 2 * self.keys
+        convolved = self.conv1d(projected[:, inner : inner + wide], inputs, metadata)
+        read = self._read(convolved, projected[:, inner + wide :], states, metadata)
+        return self.out_proj(self._gated(read, projected[:, :inner]))  # type: ignore[no-any-return]
+
+    def _read(
+        self, convolved: torch.Tensor, dt: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """# [tokens, inner + 2 * keys], [tokens, heads] -> [tokens, inner]"""
+        weights = self.A_log, self.D, self.dt_bias
+        limits, groups = self.options.dt_limits, self.num_groups
+        if metadata.step is not None and ops.remembers(convolved, dt, states):
+            return ops.state_space(convolved, dt, *weights, states, metadata.step, groups=groups, limits=limits)
+        if isinstance(metadata, TritonMetaData) and triton.runs(convolved, dt, states, operator="recurrent"):
+            import models.ops.triton.state_space as kernels
+
+            plan = plan_of(metadata)
+            return kernels.state_space(convolved, dt, *weights, states, plan, groups=groups, limits=limits)
+        return self._read_by_torch(convolved, dt, states, metadata)
+
+    def _read_by_torch(
+        self, convolved: torch.Tensor, dt: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """Decodes together, then prefills one by one."""
+        assert metadata.slots is not None
+        tokens = len(convolved)
+        x, b, c = torch.split(convolved.float(), [self.inner, self.keys, self.keys], dim=1)
+        x = x.view(tokens, self.num_heads, -1)
+        b, c = (part.view(tokens, self.num_groups, -1) for part in (b, c))
+        dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.options.dt_limits)
+        a, read = -self.A_log.exp(), torch.zeros_like(x)
+        for single, before, after in single_tokens(metadata):
+            state = states[before]
+            read[single] = state_space_step(x[single], b[single], c[single], dt[single], a, self.D, state)
+            states[after] = state
+        for slot, span, is_first in row_spans(metadata):
+            if is_first:
+                states[slot] = 0
+            state = states[slot]
+            read[span] = state_space_span(x[span], b[span], c[span], dt[span], a, self.D, state)
+        return read.view(tokens, -1).to(convolved.dtype)
+
+    def _gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if self.norm is not None:
+            return self.norm(read, gate)  # type: ignore[no-any-return]
+        return gated_norm(read, gate, None, 1, 0.0, "alone")
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The layer between its projections."""
+        from models.ops.triton.cases.state_space import Mamba2Case
+
+        del max_tokens
+        norm = self.norm
+        yield Mamba2Case(
+            self.num_heads,
+            self.head_dim,
+            self.num_groups,
+            self.state_size,
+            len(self.conv1d.weight),
+            self.conv1d.bias is not None,
+            self.options.gate if norm is None or not norm.is_split else "alone",
+            self.options.eps,
+            self.options.dt_limits,
+            dtype,
+        )
+
+    def _column_multipliers(self) -> torch.Tensor | None:
+        """Of each projected feature; None: all are 1. # [features] float32"""
+        if set(self.options.multipliers) == {1.0}:
+            return None
+        counts = (self.inner, self.inner, self.keys, self.keys, self.num_heads)
+        pairs = zip(self.options.multipliers, counts, strict=True)
+        return torch.cat([torch.full((count,), value, dtype=torch.float32) for value, count in pairs])
+
+    def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
+        require_shape(loaded, (len(parameter) * self.parallel.size,))
+        parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
+
+
+class GroupNorm(nn.Module):
+    """A root-mean-square norm of groups of features, before or after its output's gate."""
+
+    def __init__(
+        self, local: int, whole: int, num_groups: int, eps: float, gate: Gate, parallel: TensorParallel
+    ) -> None:
+        """`local` and `whole`: the features of this rank, and of all."""
+        super().__init__()
+        self.whole, self.eps, self.gate, self.parallel = whole, eps, gate, parallel
+        self.num_groups = num_groups
+        self.weight = empty_parameter(local, weight_loader=self._load)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several ranks hold parts of one group."""
+        return self.num_groups < self.parallel.size
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens, the rank's features] -> the same"""
+        if not self.is_split:
+            groups = self.num_groups // self.parallel.size
+            return gated_norm(x, gate, self.weight, groups, self.eps, self.gate)
+        exact, open_gate = x.float(), F.silu(gate.float())
+        if self.gate == "before the norm":
+            exact = exact * open_gate
+        own = self.parallel.rank * self.num_groups // self.parallel.size
+        sums = exact.new_zeros(len(x), self.num_groups)
+        sums[:, own] = exact.square().sum(-1)
+        mean = self.parallel.all_reduce(sums)[:, own : own + 1] / (self.whole // self.num_groups)
+        normed = exact * torch.rsqrt(mean + self.eps) * self.weight
+        return (normed if self.gate == "before the norm" else normed * open_gate).to(x.dtype)
+
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
+        require_shape(loaded, (self.whole,))
+        parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, groups: int, eps: float, where: Gate
+) -> torch.Tensor:
+    """`x` times SiLU of `gate`, with the norm of each group of features that `where` says. # 2 x [tokens, features]"""
+    if ops.gates(x, gate):
+        return ops.gated_norm(x, gate, weight, groups, eps, is_gated_first=where == "before the norm")
+    if triton.runs(x, gate, operator="recurrent"):
+        import models.ops.triton.state_space as kernels
+
+        return kernels.group_norm(x, gate, weight, groups, eps, is_gated_first=where == "before the norm")
+    return torch_gated_norm(x, gate, weight, groups, eps, where)
+
+
+def torch_gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, groups: int, eps: float, where: Gate
+) -> torch.Tensor:
+    """`gated_norm` by torch."""
+    exact, open_gate = x.float(), F.silu(gate.float())
+    if weight is None:
+        return (exact * open_gate).to(x.dtype)
+    if where == "before the norm":
+        exact = exact * open_gate
+    by_group = exact.view(len(x), groups, -1)
+    normed = F.rms_norm(by_group, by_group.shape[-1:], eps=eps).view(exact.shape) * weight
+    return (normed if where == "before the norm" else normed * open_gate).to(x.dtype)
+
+
+def _local_groups(groups: int, parallel: TensorParallel) -> int:
+    if groups >= parallel.size:
+        return parallel.share(groups, "the number of groups of Mamba layers")
+    if parallel.size % groups:
+        raise ValueError(
+            f"the number of groups of Mamba layers is {groups}, which {parallel.size} tensor-parallel ranks cannot "
+            "share evenly; choose a size that divides it or that it divides"
+        )
+    return 1
+
+
+def sections_of(sections: list[tuple[int, int, int]]) -> dict[str | int | None, OutputPart]:
+    """One tensor whose sections follow each other: of each its features, and this rank's first and their number."""
+    spans: list[Span] = []
+    start = row = 0
+    for whole, first, count in sections:
+        spans.append(Span(start + first, count, row))
+        start += whole
+        row += count
+    return {None: OutputPart(start, tuple(spans))}

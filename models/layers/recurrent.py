@@ -1,0 +1,183 @@
+"""What recurrent layers share: the rows of a step as their states see them, and the short causal convolution."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.attention.backend import AttentionMetaData
+from models.attention.gpu import TritonMetaData
+from models.layers.base import StateCacheSpec
+from models.layers.parameter import WeightPart, empty_parameter, require_shape
+from models.ops import triton
+from models.ops.cpu import recurrent as ops
+
+if TYPE_CHECKING:
+    from models.ops.triton.gated_delta import DeltaPlan
+
+
+class RowSpan(NamedTuple):
+    """The tokens of a row that is no decode."""
+
+    slot: int
+    tokens: slice
+    is_first: bool
+    """Whether they begin their sequence, whose state is then zero."""
+
+
+def row_spans(metadata: AttentionMetaData) -> list[RowSpan]:
+    """The rows after the decodes."""
+    assert metadata.slots is not None
+    num_decodes = metadata.num_decodes if metadata.slots_after is None else metadata.num_by_token
+    if num_decodes == len(metadata.slots):
+        return []  # A captured graph must not read from the device.
+    ends = metadata.cu_seqlens_q.tolist()
+    rows = range(num_decodes, len(metadata.slots))
+    slots, lengths = metadata.slots.tolist(), metadata.seq_lens.tolist()
+    return [
+        RowSpan(slots[row], slice(ends[row], ends[row + 1]), lengths[row] == ends[row + 1] - ends[row]) for row in rows
+    ]
+
+
+def single_tokens(metadata: AttentionMetaData) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The decodes' tokens, one of each row at a time: their indexes, and those of the states before and after them."""
+    assert metadata.slots is not None
+    slots, after = metadata.slots, metadata.slots_after
+    if after is None:
+        if count := metadata.num_decodes:
+            yield slice(0, count), slots[:count], slots[:count]
+        return
+    count = metadata.num_by_token
+    if metadata.query_len > 1:
+        # A captured graph must not read from the device. A token that changes no state writes into the last one, which
+        # is of padding rows.
+        length = metadata.query_len
+        before = slots[:count]
+        for index in range(length):
+            tokens = slice(index, count * length, length)
+            yield tokens, before, after[tokens]
+            before = torch.where(after[tokens] < 0, before, after[tokens])
+        return
+    starts = metadata.cu_seqlens_q.long()
+    counts = starts[1 : count + 1] - starts[:count]
+    before = slots[:count]
+    for index in range(int(counts.max())):
+        rows = torch.nonzero(counts > index)[:, 0]
+        of_rows = starts[rows] + index
+        yield of_rows, before[rows], after[of_rows]
+        before = before.index_copy(0, rows, after[of_rows])
+
+
+def plan_of(metadata: TritonMetaData) -> "DeltaPlan":
+    """The step's plan for kernels, made at its first layer; that of a captured graph has decodes only."""
+    import models.ops.triton.gated_delta as kernels
+
+    assert metadata.slots is not None
+    by_token = None
+    if metadata.slots_after is not None:
+        by_token = kernels.ByToken(metadata.cu_seqlens_q, metadata.slots_after)
+    if metadata.lengths is None:
+        return kernels.DeltaPlan(metadata.num_decodes, metadata.slots, by_token=by_token)
+    if "delta" not in metadata.plans:
+        queries, contexts = metadata.lengths.queries.tolist(), metadata.lengths.contexts.tolist()
+        num_decodes = metadata.num_decodes if by_token is None else metadata.num_by_token
+        metadata.plans["delta"] = kernels.make_plan(queries, contexts, metadata.slots, num_decodes, by_token)
+    plan: DeltaPlan = metadata.plans["delta"]
+    return plan
+
+
+class ShortConvolution(nn.Module):
+    """A causal depthwise convolution over each sequence's last tokens, with a bias or SiLU where the model has them.
+
+    The checkpoint's weight is [channels, 1, taps]; here it is [taps, channels], as channels are next to each other in
+    what it multiplies. A sequence's last `taps - 1` inputs are kept the same way.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        taps: int,
+        spans: tuple[tuple[int, int], ...],
+        whole: int,
+        *,
+        bias: bool,
+        has_silu: bool,
+    ) -> None:
+        """`spans`: first and number of the rank's channels in the checkpoint, which has `whole` of them."""
+        super().__init__()
+        self.spans, self.whole, self.has_silu = spans, whole, has_silu
+        self.weight = empty_parameter(taps, channels, weight_loader=self._load)
+        self.bias = empty_parameter(channels, weight_loader=self._load) if bias else None
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Of the inputs that are kept of a sequence."""
+        taps, channels = self.weight.shape
+        return taps - 1, channels
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        inputs: torch.Tensor,
+        metadata: AttentionMetaData,
+        gates: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """# [tokens, channels], [slots, taps - 1, channels] -> [tokens, channels]
+
+        `gates`: what `x` is multiplied by before, and the output after. # 2 x [tokens, channels]
+        """
+        weight, bias = self.weight, self.bias
+        if metadata.step is not None and ops.convolves(x, weight, inputs):
+            return ops.convolve(x, weight, bias, inputs, metadata.step, gates=gates, has_silu=self.has_silu)
+        if (
+            isinstance(metadata, TritonMetaData)
+            and x.dtype is inputs.dtype
+            and triton.runs(x, inputs, operator="recurrent")
+        ):
+            import models.ops.triton.state_space as kernels
+
+            plan = plan_of(metadata)
+            return kernels.convolve(x, weight, bias, inputs, plan, gates=gates, has_silu=self.has_silu)
+        return self._forward_torch(x, inputs, metadata, gates)
+
+    def _forward_torch(
+        self,
+        x: torch.Tensor,
+        inputs: torch.Tensor,
+        metadata: AttentionMetaData,
+        gates: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        assert metadata.slots is not None
+        x = x if gates is None else gates[0] * x
+        out = torch.zeros_like(x)
+        for tokens, before, after in single_tokens(metadata):
+            window = torch.cat((inputs[before], x[tokens, None]), dim=1)  # [rows, taps, channels]
+            inputs[after] = window[:, 1:]
+            out[tokens] = self._convolve(window)[:, 0]
+        for slot, span, is_first in row_spans(metadata):
+            if is_first:
+                inputs[slot] = 0
+            window = torch.cat((inputs[slot], x[span]))
+            inputs[slot] = window[len(window) - inputs.shape[1] :]
+            out[span] = self._convolve(window[None])[0]
+        return out if gates is None else gates[1] * out
+
+    def _convolve(self, window: torch.Tensor) -> torch.Tensor:
+        """# [batch, taps - 1 + n, channels] -> [batch, n, channels]"""
+        weight = self.weight.T[:, None].to(window.dtype)
+        out = F.conv1d(window.transpose(1, 2), weight, self.bias, groups=len(weight)).transpose(1, 2)
+        return F.silu(out) if self.has_silu else out
+
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
+        taps = self.weight.shape[0]
+        is_bias = parameter is self.bias
+        require_shape(loaded, (self.whole,) if is_bias else (self.whole, 1, taps))
+        mine = torch.cat([loaded[first : first + count] for first, count in self.spans])
+        parameter.data.copy_(mine if is_bias else mine[:, 0].T)
+
+
+def convolution_cache(layer_name: str, convolution: ShortConvolution) -> StateCacheSpec:
+    """The cache of a layer that keeps a convolution's inputs alone."""
+    return StateCacheSpec(layer_name, (convolution.state_shape,), (None,))

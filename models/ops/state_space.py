@@ -1,0 +1,67 @@
+"""The selective state space of Mamba-2 (Dao and Gu, 2024), token by token and chunk by chunk.
+
+A head's state S, state dimensions by head dimensions, first decays by `exp(dt * a)`, then adds `dt * x` under the key
+B; C reads it afterwards, and `d * x` is added. Groups of consecutive heads share B and C. Both functions compute in
+float32 and leave S in place.
+"""
+
+import torch
+
+_CHUNK = 64
+
+
+def state_space_step(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """One token of each of B sequences; `state` is brought up to date. Returns what is read.
+
+    # x [B, H, P], b and c [B, G, N], dt [B, H], a and d [H], state [B, H, N, P] float32 -> [B, H, P] float32
+    """
+    group = x.shape[1] // b.shape[1]
+    b, c = (part.repeat_interleave(group, 1) for part in (b, c))
+    state *= (dt * a).exp()[..., None, None]
+    state += b[..., None] * (dt[..., None] * x)[..., None, :]
+    return (c[..., None, :] @ state)[..., 0, :] + d[:, None] * x
+
+
+def state_space_span(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Consecutive tokens of one sequence; `state` is brought up to date. Returns what is read.
+
+    # x [T, H, P], b and c [T, G, N], dt [T, H], a and d [H], state [H, N, P] float32 -> [T, H, P] float32
+    """
+    read = torch.empty_like(x)
+    for first in range(0, len(x), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        read[part] = _chunk(x[part], b[part], c[part], dt[part], a, state)
+    return read + d[:, None] * x
+
+
+def _chunk(
+    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """A chunk at once: what its tokens add for those after them, and what they read of the state before it."""
+    group = x.shape[1] // b.shape[1]
+    since_start = (dt * a).T.cumsum(-1)  # [H, T], log of the decay from before the chunk to each token
+    between = (since_start[:, :, None] - since_start[:, None, :]).tril().exp().tril()  # [H, T, T]
+    overlap = (c.transpose(0, 1) @ b.permute(1, 2, 0)).repeat_interleave(group, 0)  # [H, T, T]
+    added = (dt[..., None] * x).transpose(0, 1)  # [H, T, P]
+    by_head_b, by_head_c = (part.transpose(0, 1).repeat_interleave(group, 0) for part in (b, c))  # [H, T, N]
+    read: torch.Tensor = (overlap * between) @ added + since_start.exp()[..., None] * (by_head_c @ state)
+    to_end = (since_start[:, -1:] - since_start).exp()[..., None]
+    state *= since_start[:, -1].exp()[:, None, None]
+    state += (by_head_b * to_end).transpose(1, 2) @ added
+    return read.transpose(0, 1)
