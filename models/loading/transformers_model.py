@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from models.architectures.registry import INDEXED_LAYERS
 from models.attention.backend import select_backend
 from models.attention.context import Context, forward_context
+from models.config.fields import read_config
 from models.errors import CheckpointError, first_line
 from models.layers.base import CacheSpec, KVCacheSpec, VectorCacheSpec
 from models.loading.checkpoint import TransformersConfig, causal_model_class, some, tensors_of_file, weight_files
@@ -74,6 +75,7 @@ def load_transformers_model(
             raise _has_attention_of_its_own(config.architecture) from error
         raise CheckpointError(f"transformers cannot load {path}: it misses {first_line(error)}") from error
     except Exception as error:  # Model classes may raise anything.
+        _require_padding_token(path)
         raise CheckpointError(f"transformers cannot load {path}: {first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{path} lacks {some(missing)}, which transformers' {config.architecture} needs")
@@ -311,6 +313,14 @@ def _dense_tensors(
     if unexpected := dequantizer.unexpected_names():
         raise CheckpointError(f"{path} holds {some(unexpected)}, which its dense weights do not need")
     return state
+
+
+def _require_padding_token(path: Path) -> None:
+    """Raise `CheckpointError` where the padding token is none, at which torch's embedding fails without its name."""
+    fields = read_config(path)
+    padding, vocab_size = fields.values.get("pad_token_id"), fields.values.get("vocab_size")
+    if isinstance(padding, int) and isinstance(vocab_size, int) and not -vocab_size <= padding < vocab_size:
+        raise fields.invalid("pad_token_id", f"a token of the vocabulary, below vocab_size, {vocab_size}")
 
 
 def _reject_transposed_weights(model: torch.nn.Module, quantization: QuantizationConfig) -> None:

@@ -186,6 +186,13 @@ def test_a_format_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         PagedModel(path)
 
 
+def test_a_padding_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    path = APERTUS.checkpoint(tmp_path)
+    edit_json(path / "config.json", pad_token_id=100_000)
+    with pytest.raises(CheckpointError, match=r"pad_token_id of .* is 100000; it must be a token of the vocabulary"):
+        PagedModel(path)
+
+
 def test_ranks_that_would_each_run_the_whole_model_are_refused(tmp_path: Path) -> None:
     path = APERTUS.checkpoint(tmp_path)
     parallel = TensorParallel(0, 2, cast(Any, object()))
