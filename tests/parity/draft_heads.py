@@ -65,6 +65,9 @@ class MTPPair:
         num_layers = overrides.pop("num_hidden_layers", variant.family.defaults.get("num_hidden_layers", 2))
         if variant.architecture in NAMED_MTP:
             overrides["layer_types"] = [*["linear_attention", "full_attention"] * (num_layers // 2), "full_attention"]
+        for name, kind in (("indexer_types", "full"), ("mlp_layer_types", "sparse")):
+            if kinds := overrides.get(name, variant.family.defaults.get(name)):
+                overrides[name] = [*kinds, kind]
         make_checkpoint(self.whole, variant.family, seed=seed, num_hidden_layers=num_layers + 1, **overrides)
         shutil.copytree(self.whole, self.path)
         tensors = load_file(self.whole / WEIGHTS)
@@ -99,7 +102,7 @@ class MTPPair:
             )
         save_file(tensors | self.own, self.path / WEIGHTS, {"format": "pt"})
         edit_json(self.path / CONFIG, num_hidden_layers=num_layers, num_nextn_predict_layers=1)
-        for name in ("layer_types", "mlp_layer_types"):
+        for name in ("layer_types", "mlp_layer_types", "indexer_types"):
             kinds = json.loads((self.path / CONFIG).read_text()).get(name)
             if kinds is not None:
                 edit_json(self.path / CONFIG, **{name: kinds[:num_layers]})

@@ -92,6 +92,7 @@ def variant_of(variants: list[Variant], architecture: str) -> Variant:
 CASES: dict[str, Callable[[Path], Case]] = {
     "DeepSeek-V3": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "DeepseekV3ForCausalLM")),
     "DeepSeek-V3.2": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "DeepseekV32ForCausalLM")),
+    "GLM-5": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "GlmMoeDsaForCausalLM")),
     "GLM-4.5, own head": lambda path: mtp_case(path, variant_of(moe.VARIANTS, "Glm4MoeForCausalLM"), has_own=True),
     "Qwen3-Next": lambda path: mtp_case(path, qwen3_next.VARIANTS[0]),
     "Qwen3.5": lambda path: mtp_case(path, variant_of(qwen3_5.VARIANTS, "Qwen3_5ForCausalLM")),
@@ -172,7 +173,8 @@ def test_its_pass_is_recordable_unless_torch_computes_a_part(case: Case) -> None
     if native is None:
         pytest.skip("the compiled operators are not there")
     drafter = case.load(dtype=torch.bfloat16)
-    is_indexed = json.loads((case.target / CONFIG).read_text())["architectures"] == ["DeepseekV32ForCausalLM"]
+    [architecture] = json.loads((case.target / CONFIG).read_text())["architectures"]
+    is_indexed = architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
     paged, features = PagedDraft(drafter, torch.bfloat16), case.hidden.shape[1]
 
     def record(positions: torch.Tensor) -> torch.Tensor:
