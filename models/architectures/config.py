@@ -5,11 +5,12 @@ Importing this module imports no torch; reading a `ModelConfig` imports the arch
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
-from models.config.fields import Fields, read_config, read_generation_config
+from models.config.fields import Fields, body_name, read_config, read_generation_config
 from models.config.rope import RopeConfig, parse_rope
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
@@ -97,7 +98,7 @@ class ModelConfig(CheckpointConfig):
         if facts.complete is not None:
             config = facts.complete(config)
         if facts.body_prefix is not None and config.has("quantization_config"):
-            named = with_names(config.values["quantization_config"], body_name(facts.body_prefix))
+            named = with_names(config.values["quantization_config"], partial(body_name, facts.body_prefix))
             config = Fields({**config.values, "quantization_config": named}, config.where)
         generation = read_generation_config(path)
         hidden_size = config.integer("hidden_size")
@@ -187,11 +188,6 @@ def text_name(name: str) -> str | None:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return name if name.startswith(("lm_head", "mtp.")) else None
-
-
-def body_name(prefix: str) -> Callable[[str], str]:
-    """The name of a tensor or module by its name in checkpoints whose body has another prefix than `model.`."""
-    return lambda name: f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
 def with_names(value: Any, rename: Callable[[str], str]) -> Any:

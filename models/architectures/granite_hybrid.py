@@ -20,7 +20,8 @@ from models.architectures.hybrid import (
 )
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.architectures.registry import ConfigFacts, architecture
-from models.layers.mamba2 import Mamba2Options
+from models.layers.linear import PackedLinear
+from models.layers.mamba2 import Mamba2Options, sections_of
 from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
 from models.layers.routing import SoftmaxRouter, experts_per_token
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
@@ -34,6 +35,16 @@ class GraniteHybridAttention(GraniteAttention):
         """In all layers or in none."""
         del layer
         return config.fields.string("position_embedding_type", "nope") == "rope"
+
+
+class GraniteSharedMLP(LlamaMLP):
+    """A gated network without biases, of which checkpoints have gates and up projections in one tensor."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, size: int, *, reduces: bool) -> None:
+        super().__init__(replace(config, mlp_bias=False), parallel, intermediate_size=size, reduces=reduces)
+        local = parallel.share(size, "shared_intermediate_size")
+        section = (size, parallel.rank * local, local)
+        self.gate_up_proj = PackedLinear(config.hidden_size, sections_of([section] * 2))
 
 
 class GraniteDecoderLayer(HybridDecoderLayer):
@@ -51,13 +62,9 @@ class GraniteDecoderLayer(HybridDecoderLayer):
             residual_multiplier=fields.number("residual_multiplier", 1.0),
         )
         num_experts = fields.integer("num_local_experts", 8, minimum=0)
-        # The shared network has no biases, whatever other layers have. Experts add its parts up with theirs.
-        self.shared_mlp = LlamaMLP(
-            replace(config, mlp_bias=False),
-            parallel,
-            intermediate_size=fields.integer("shared_intermediate_size", 1024),
-            reduces=not num_experts,
-        )
+        # Experts add its parts up with theirs.
+        size = fields.integer("shared_intermediate_size", 1024)
+        self.shared_mlp = GraniteSharedMLP(config, parallel, size, reduces=not num_experts)
         self.block_sparse_moe = _experts(config, num_experts, parallel) if num_experts else None
 
     def feed(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from models.layers.base import CacheSpec
 from models.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    PackedLinear,
     ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
@@ -154,7 +155,7 @@ class LlamaMLP(nn.Module):
         super().__init__()
         self.activation: GatedActivation = gated_activation(config.activation)
         size = config.intermediate_size if intermediate_size is None else intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(
+        self.gate_up_proj: PackedLinear = MergedColumnParallelLinear(
             config.hidden_size, [size] * 2, bias=config.mlp_bias, parallel=parallel
         )
         self.down_proj = RowParallelLinear(

@@ -34,6 +34,7 @@ _KINDS = {
     "attention": "full_attention",
 }
 """transformers' present names of layers, by the letters of `hybrid_override_pattern` and by its earlier names."""
+_PREFIX = "backbone."
 _OLD_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -204,12 +205,14 @@ def _complete(fields: Fields) -> Fields:
         has_mlp_bias=True,
         layer_kinds=frozenset({"linear_attention", "moe", "mlp"}),
         mtp_prefixes=("mtp.",),
-        body_prefix="backbone.",
+        body_prefix=_PREFIX,
     ),
 )
 class NemotronHForCausalLM(HybridForCausalLM):
     """Nemotron-H with its language-model head."""
 
+    body_prefix: ClassVar[str] = _PREFIX
+    """How names of modules begin in published checkpoints and adapters."""
     checkpoint_modules: ClassVar[dict[str, str]] = {"embed_tokens": "embeddings", "final_norm": "norm_f"}
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
         "q_proj": ("qkv_proj", "q"),

@@ -127,6 +127,11 @@ class Fields:
         return default
 
 
+def body_name(prefix: str, name: str) -> str:
+    """The name of a tensor or module by its name in checkpoints whose body has another prefix than `model.`."""
+    return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+
+
 def read_config(path: Path) -> Fields:
     """config.json of the checkpoint directory `path`. Raises `CheckpointError` where there is none."""
     if not path.is_dir():

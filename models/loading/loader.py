@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from models.architectures.config import CheckpointConfig, ModelConfig, body_name, text_name
+from models.architectures.config import CheckpointConfig, ModelConfig, text_name
 from models.architectures.encoder_config import EncoderConfig
 from models.architectures.registry import ARCHITECTURES, ENCODERS
+from models.config.fields import body_name
 from models.errors import CheckpointError, first_line
 from models.layers.attention import Attention
 from models.layers.base import CausalLM, DraftLM
@@ -260,7 +261,7 @@ def _renaming(config: ModelConfig | EncoderConfig) -> Callable[[str], str]:
             return lambda name: text_name(name) or name
         prefix = ARCHITECTURES[config.architecture].facts.body_prefix
         if prefix is not None:
-            return body_name(prefix)
+            return partial(body_name, prefix)
     return lambda name: name
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load
 from torch import nn
 
 from models.attention.context import LoRATokens
+from models.config.fields import body_name
 from models.errors import CheckpointError
 from models.layers.base import CausalLM
 from models.layers.linear import ParallelLinear
@@ -63,6 +64,9 @@ class Adapter(NamedTuple):
         config = LoRAConfig.from_adapter(path)
         file = path / WEIGHTS_FILE
         products = _products(file)
+        prefix: str | None = getattr(model, "body_prefix", None)
+        if prefix is not None:
+            products = {body_name(prefix, module): halves for module, halves in products.items()}
         _require_all(products, config, targets, file)
         return cls(config, file, products)
 
