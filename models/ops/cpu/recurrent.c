@@ -11,6 +11,7 @@
 
 #define CHANNELS 64 /* of a task: two cache lines of each token */
 #define TOGETHER 4  /* tokens that a state goes through between its load and its store */
+#define AHEAD 8     /* tokens whose inputs are fetched early */
 #define COLUMNS 2   /* vectors of a state's row that do so at a time */
 
 /* Consecutive tokens of a row of a step, the slot of the state before them, -1 where they begin their sequence, and
@@ -71,7 +72,11 @@ CLONES static void widen_weights(const struct short_conv *op, int64_t channel, i
 
 CLONES static void convolve(const struct short_conv *op, const struct span *span, int64_t channel, int64_t count,
                             const float *weights) {
-    for (int64_t token = span->first; token < span->past; token++)
+    for (int64_t token = span->first; token < span->past; token++) {
+        /* Rows lie pages apart, which processors do not see coming. */
+        if (token + AHEAD < span->past)
+            for (int64_t i = 0; i < count; i += LINE / (int64_t)sizeof(bf16))
+                __builtin_prefetch(op->x + (token + AHEAD) * op->x_stride + channel + i);
         for (int64_t i = 0; i < count; i += LANES) {
             int64_t width = min64(LANES, count - i), at = channel + i;
             vector sum = {0};
@@ -83,6 +88,7 @@ CLONES static void convolve(const struct short_conv *op, const struct span *span
             if (op->after) sum *= load_some(op->after + token * op->gate_stride + at, width);
             store_some(op->out + token * op->out_stride + at, sum, width);
         }
+    }
 }
 
 /* The last inputs of the span. Those that stay from before it move towards the front, so that none is overwritten
