@@ -27,6 +27,12 @@ ONLY_OURS = {
     "Qwen3NextForCausalLM": "layers of linear_attention",
     "Qwen3_5ForCausalLM": "layers of linear_attention",
     "Qwen3_5MoeForCausalLM": "layers of linear_attention",
+    "BambaForCausalLM": "layers of linear_attention",
+    "GraniteMoeHybridForCausalLM": "layers of linear_attention",
+    "NemotronHForCausalLM": "layers of",
+    "FalconH1ForCausalLM": "layers of hybrid",
+    "Lfm2ForCausalLM": "layers of conv",
+    "Lfm2MoeForCausalLM": "layers of conv",
 }
 """Architectures that only our own code serves, with the reason."""
 

@@ -152,6 +152,10 @@ class ShortConvCase(Case):
     has_bias: bool
     dtype: torch.dtype
     is_gated: bool = True
+    row: int = 0
+    """Features of the product of which the channels are a part; 0: gates and inputs, as many of each."""
+    first: int = 0
+    """The first channel among them."""
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`."""
@@ -163,9 +167,11 @@ class ShortConvCase(Case):
 
     def _of_rows(self, problems: Problems, rows: _Rows, name: str) -> Iterator[Finding]:
         # The parts of one product.
-        both = problems.normal(rows.num_tokens, 3 * self.channels, dtype=self.dtype)
-        before, after, x = both.chunk(3, dim=1)
-        gates = (before, after) if self.is_gated else None
+        product = problems.normal(rows.num_tokens, self.row or 3 * self.channels, dtype=self.dtype)
+        x, gates = product[:, self.first : self.first + self.channels], None
+        if self.is_gated:
+            before, after, x = product.chunk(3, dim=1)
+            gates = before, after
         weight = problems.normal(self.taps, self.channels, dtype=self.dtype, scale=self.taps**-0.5)
         bias = problems.normal(self.channels, dtype=self.dtype) if self.has_bias else None
         inputs = problems.normal(rows.num_slots, self.taps - 1, self.channels, dtype=self.dtype)
@@ -205,8 +211,10 @@ class Mamba2Case(Case):
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`."""
-        wide = self.heads * self.dim + 2 * self.groups * self.state
-        yield from ShortConvCase(wide, self.taps, self.has_bias, self.dtype, is_gated=False).compare(problems)
+        inner, wide = self.heads * self.dim, self.heads * self.dim + 2 * self.groups * self.state
+        row = inner + wide + self.heads
+        convolution = ShortConvCase(wide, self.taps, self.has_bias, self.dtype, is_gated=False, row=row, first=inner)
+        yield from convolution.compare(problems)
         size = self.heads * self.state * self.dim
         for with_drafts in (False, True):
             rows = _Rows.made(problems, size, with_drafts=with_drafts)
@@ -218,7 +226,8 @@ class Mamba2Case(Case):
         inner, wide = self.heads * self.dim, self.heads * self.dim + 2 * self.groups * self.state
         share = rounding_bound(self.dtype)
         x = problems.normal(rows.num_tokens, wide, dtype=self.dtype, scale=0.5)
-        dt = problems.normal(rows.num_tokens, self.heads + 3, dtype=self.dtype)[:, : self.heads]
+        product = problems.normal(rows.num_tokens, inner + wide + self.heads, dtype=self.dtype)
+        gate, dt = product[:, :inner], product[:, inner + wide :]
         a_log, d, dt_bias = (problems.normal(self.heads, scale=0.5) for _ in range(3))
         states = problems.normal(rows.num_slots, self.heads, self.state, self.dim, scale=0.3)
         pool, after = rows.pool(states)
@@ -232,7 +241,6 @@ class Mamba2Case(Case):
             yield Finding(f"{what} of {name}", relative_error(found[some], exact[some], bound[some]))
         largest = states.abs().amax((-2, -1), keepdim=True).expand(states.shape)
         yield Finding(f"states of {name}", relative_error(after, states, _ROUNDED * largest))
-        gate = problems.normal(rows.num_tokens, inner, dtype=self.dtype)
         weight = None if self.gate == "alone" else problems.near_one(inner, dtype=self.dtype)
         is_first = self.gate == "before the norm"
         normed = group_norm(read, gate, weight, groups, self.eps, is_gated_first=is_first)
