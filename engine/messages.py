@@ -267,6 +267,10 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Times that a step verified drafts of a sequence."""
     accepted_by_position: tuple[int, ...] = ()
     """Of the first, second, ... drafts, how many were accepted."""
+    sentinel_checks: int = 0
+    """Served results that were computed again by torch and compared."""
+    sentinel_mismatches: int = 0
+    """Those that rounding does not explain."""
 
 
 class StepOutputs(msgspec.Struct, tag="step"):

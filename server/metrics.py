@@ -90,6 +90,16 @@ _SINCE_CORE_START = (
         "Draft tokens that verification accepted.",
         "accepted_draft_tokens",
     ),
+    (
+        "kaon_sentinel_checks_total",
+        "Served results that were computed again by plain torch and compared.",
+        "sentinel_checks",
+    ),
+    (
+        "kaon_sentinel_mismatches_total",
+        "Served results that differ from plain torch by more than rounding explains.",
+        "sentinel_mismatches",
+    ),
 )
 """Counters with the field of `SchedulerStats` that each follows."""
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
+from engine.messages import SchedulerStats
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
@@ -71,6 +72,8 @@ class LLMEngine:
         self._ids = itertools.count()
         self._states: dict[int, RequestState] = {}
         """Requests added and not collected yet."""
+        self.stats: SchedulerStats | None = None
+        """The core's gauges and counters after the last step that was received; of several replicas, one's."""
         self._callbacks: dict[int, StreamCallback] = {}
         """Callbacks of requests that are streamed."""
 
@@ -310,6 +313,7 @@ class LLMEngine:
         """
         step = self._core.get_outputs()
         assert step is not None
+        self.stats = step.stats or self.stats
         finished = set()
         stopped = []
         streamed: list[tuple[StreamCallback, int, RequestDelta]] = []

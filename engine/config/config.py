@@ -619,6 +619,10 @@ class Config(Section):
     """Library that computes on a GPU: `auto`, `triton`, `torch` or `aiter`, for all operators, or for one:
     `norm=torch`."""
 
+    sentinel_interval: Annotated[int, Field(ge=0)] | None = None
+    """Decode steps after which one row of a step is computed again by plain torch and compared; 0: never; default:
+    4096 on GPUs, 0 on a CPU."""
+
     generation_config: Annotated[str, Field(min_length=1)] = "auto"
     """Sampling defaults: `auto` reads the checkpoint's generation_config.json, `none` uses OpenAI's; or a
     directory that has such a file."""

@@ -71,6 +71,7 @@ class EngineCore:
         default_step_seconds: float = 0.0,
         prepare_ahead: Callable[[], bool] | None = None,
         device_memory: Callable[[], tuple[int, int]] | None = None,
+        sentinel_counts: Callable[[], tuple[int, int]] | None = None,
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
@@ -79,6 +80,8 @@ class EngineCore:
         `kv_events` publishes which blocks are cached.
 
         `device_memory` returns the bytes of a GPU that this process holds, and all of its bytes; None: on a CPU.
+
+        `sentinel_counts` returns how many served results were compared with torch, and how many were wrong.
 
         `prepare_ahead`, called while the core is idle, makes later steps faster, and returns whether to call it again.
         """
@@ -110,6 +113,7 @@ class EngineCore:
         self._stopping = False
         self._prepare_ahead = prepare_ahead
         self._device_memory = device_memory
+        self._sentinel_counts = sentinel_counts
         self._memory = (0, 0)
         self._next_memory_time = 0.0
 
@@ -281,6 +285,8 @@ class EngineCore:
             if (now := time.monotonic()) >= self._next_memory_time:
                 self._memory, self._next_memory_time = self._device_memory(), now + _MEMORY_SECONDS
             stats.device_memory, stats.device_memory_total = self._memory
+        if self._sentinel_counts is not None:
+            stats.sentinel_checks, stats.sentinel_mismatches = self._sentinel_counts()
         message = StepOutputs(outputs, stats)
         if self.scheduler.preempted:
             message.preempted, self.scheduler.preempted = self.scheduler.preempted, []

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -137,6 +137,13 @@ class GraphShape:
         return self.padding_slot * self.states_per_slot
 
 
+Observing: TypeAlias = Callable[[int], AbstractContextManager[None]]
+
+
+def _not_observed(_size: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class GraphRunner:
     """Graphs of one model for rows of one number of tokens."""
 
@@ -151,12 +158,15 @@ class GraphRunner:
         memory: GraphMemory | None = None,
         *,
         largest_first: bool = True,
+        observing: Observing = _not_observed,
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
         `sizes`: numbers of rows. `parallel`: the ranks that replay graphs together. `memory`: shared with the device's
-        other graphs; None: there are no others. `largest_first`: the order in which sizes are captured.
+        other graphs; None: there are no others. `largest_first`: the order in which sizes are captured. `observing`:
+        a context for each pass of a number of rows, which may copy what it computes.
         """
+        self._observing = observing
         self._device, self._backend, self._forward = device, backend, forward
         self._shape, self._parallel = shape, parallel
         self._sizes = sorted(set(sizes))
@@ -428,7 +438,7 @@ class GraphRunner:
         lora = LoRARows(adapters[0]) if adapters else None
 
         def run() -> None:
-            with torch.inference_mode(), forward_context(metadata, context, lora=lora):
+            with torch.inference_mode(), forward_context(metadata, context, lora=lora), self._observing(size):
                 hidden = self._forward(input_ids, positions)
                 if self._hidden is None:
                     self._hidden = hidden.new_zeros(len(self._tokens[0]), hidden.shape[1])
@@ -573,8 +583,9 @@ def make_graphs(
     max_model_len: int,
     padding_block: int,
     padding_slot: int,
+    observing: Observing = _not_observed,
 ) -> DecodeGraphs:
-    """Graphs of a model whose caches have a padding block and a padding slot."""
+    """Graphs of a model whose caches have a padding block and a padding slot. `observing`: plain decodes."""
     shape = GraphShape(
         block_size=config.kv_cache_block_size,
         max_blocks=-(-max_model_len // config.kv_cache_block_size),
@@ -586,7 +597,9 @@ def make_graphs(
     sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
     memory = GraphMemory(device.memory)
     largest_first = config.compilation_config.capture == "start"
-    plain = GraphRunner(device, backend, model, sizes, shape, parallel, memory, largest_first=largest_first)
+    plain = GraphRunner(
+        device, backend, model, sizes, shape, parallel, memory, largest_first=largest_first, observing=observing
+    )
     if not config.num_drafts or parallel.token_exchange is not None:
         # Replicas agree on numbers of tokens: rows that verify drafts would be padded by each in its own way.
         return DecodeGraphs(plain)

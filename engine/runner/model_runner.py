@@ -28,10 +28,12 @@ from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlock
 from engine.runner.drafting import DraftPasses, ModelDrafter, drafter_caches
 from engine.runner.graphs import DecodeGraphs, make_graphs, why_no_graphs
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
+from engine.runner.kernel_checks import leave_to_torch
 from engine.runner.kv_cache import PageCommitter
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
 from engine.runner.pooling import PooledVectors, PromptPooler, finish_vectors
+from engine.runner.sentinel import Sentinel, sentinel_interval
 from engine.runner.step_output import mark_unusable, output_of
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
 from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
@@ -49,7 +51,7 @@ from models.attention.context import (
 )
 from models.layers.linear import ParallelLMHead
 from models.lora.adapters import Adapter, attach, capture_obstacle, detach, group_by_adapter
-from models.ops import triton
+from models.ops import aiter, triton
 from models.ops.cpu.collectives import SharedMemoryCollectives
 from models.ops.cpu.draft_chain import Verified
 from models.ops.cpu.program import NotRecordable, Program, record
@@ -224,20 +226,17 @@ class ModelRunner:
         """Block tables on the device, where the attention backend reads them there."""
         if self.backend.reads_tables_on_device:
             self.tables = DeviceBlockTables(self.num_slots, self.input_batch.max_blocks, num_blocks, self.device)
+        self.sentinel: Sentinel | None = None
+        """Compares a little of what is served with torch."""
+        interval = sentinel_interval(config, self.device)
+        if interval and is_serving and loaded.generates and not loaded.compilation_level:
+            self.sentinel = Sentinel(self.model, self.backend, self.parallel, self.device_batch, interval)
+        self._is_dummy_run = False
+        self._num_blocks = num_blocks
         self.graphs: DecodeGraphs | None = None
         """Where decode steps are replayed."""
         if has_graphs:
-            self.graphs = make_graphs(
-                config,
-                loaded.seam,
-                self.parallel,
-                self.model,
-                self.backend,
-                self.caches,
-                max_model_len=loaded.max_model_len,
-                padding_block=num_blocks,
-                padding_slot=self.num_slots,
-            )
+            self.graphs = self._make_graphs()
         elif why_eager and is_serving:
             _log.info("Decodes run eagerly: %s", why_eager)
         self.program: Program | None = None
@@ -282,6 +281,21 @@ class ModelRunner:
                 have_states=self.caches.have_states,
             )
 
+    def _make_graphs(self) -> DecodeGraphs:
+        observed = {} if self.sentinel is None else {"observing": self.sentinel.of_graph}
+        return make_graphs(
+            self.config,
+            self.loaded.seam,
+            self.parallel,
+            self.model,
+            self.backend,
+            self.caches,
+            max_model_len=self.loaded.max_model_len,
+            padding_block=self._num_blocks,
+            padding_slot=self.num_slots,
+            **observed,
+        )
+
     def _record(self, operators: Library) -> None:
         try:
             self.program = record_pass(self.loaded, operators)
@@ -321,6 +335,9 @@ class ModelRunner:
             self.run_dummy_step(WarmUpStep([WarmUpRow(2, 2)]))
         if triton.active():
             compile_kernels(self.step_sizes, self.run_dummy_step, self.parallel)
+        if self.sentinel is not None:
+            with self.parallel.without_collectives():
+                self.sentinel.rehearse(lambda: self.run_dummy_step(WarmUpStep([WarmUpRow(2, 1)], 1)))
         self.sampler.warm_up(self.model_config.vocab_size, self.device)
         self.page_committer.commit_initial()
 
@@ -357,7 +374,7 @@ class ModelRunner:
         # Before a step, the outputs of the last one have been sent.
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
-        with oom_in_step():
+        with oom_in_step(), self._leaving_what_is_unchecked():
             output = self._compute(batch)
         self._last_step_seconds = time.perf_counter() - start
         self._count_step()
@@ -370,7 +387,7 @@ class ModelRunner:
         """
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
-        with oom_in_step(), self._all_leave_a_failure():
+        with oom_in_step(), self._all_leave_a_failure(), self._leaving_what_is_unchecked():
             with torch.inference_mode():
                 inputs, on_device = self.prepare_model(batch, is_deferred=True)
                 result = self.run_model(inputs, on_device, batch.prompt_spans)
@@ -379,6 +396,8 @@ class ModelRunner:
             if inputs.sampling is not None:
                 step.launch_sampler(inputs.sampling)
         self._last_step_seconds = time.perf_counter() - start
+        if self.sentinel is not None and not self.device_batch.device.is_host:
+            self.sentinel.note_host_seconds(self._last_step_seconds)
         self._count_step()
         return step
 
@@ -391,6 +410,47 @@ class ModelRunner:
     def release_cache(self) -> None:
         """See `PageCommitter.release`. Without effect on a GPU, whose cache is not made of pages of the system."""
         self.page_committer.release()
+
+    # Operators that are found to be wrong while they serve
+
+    def leave_to_torch(self, operator: str) -> None:
+        """Have plain torch compute an operator from the next step on. Other ranks do the same by themselves."""
+        if operator == "all_reduce":
+            # The collectives of a CPU have no other sum.
+            leave_fast_sum = getattr(self.parallel.collectives, "leave_fast_sum", None)
+            if leave_fast_sum is not None:
+                leave_fast_sum()
+                _log.error("The sums over ranks are computed by the library of torch from now on")
+        elif not triton.active() or triton.leaves(operator):
+            _log.error("Nothing else computes %s here; restart the server, and check this machine", operator)
+            return
+        else:
+            try:
+                backend = leave_to_torch(operator, self.model, self.device)
+            except ValueError as error:
+                _log.error("Operator %s stays as it is: %s", operator, error)
+                return
+            aiter.leave(operator)
+            if backend is not None:
+                self.backend = backend
+                self.loaded = dataclasses.replace(self.loaded, backend=backend)
+                if self.sentinel is not None:
+                    self.sentinel.backend = backend
+            _log.error("Plain torch computes %s from now on, slowly", operator)
+        if self.graphs is not None:
+            # They were captured with the operator as it was.
+            self.graphs = self._make_graphs()
+
+    @contextmanager
+    def _leaving_what_is_unchecked(self) -> Iterator[None]:
+        """Leave to torch an operator whose kernel is refused inside. The step fails, and is computed again."""
+        try:
+            yield
+        except RuntimeError as error:
+            operator = getattr(error, "refused_operator", None)
+            if operator is not None:
+                self.leave_to_torch(operator)
+            raise
 
     # LoRA adapters that come and go
 
@@ -448,7 +508,7 @@ class ModelRunner:
         batch = rank_batch(message, self.config.kv_cache_block_size)
         self._chooses_by_shard = message.is_greedy
         self.tokens_across_dp, self.may_replay = message.tokens_across_dp, message.may_replay
-        with torch.inference_mode():
+        with torch.inference_mode(), self._leaving_what_is_unchecked():
             inputs, on_device = self.prepare_model(batch)
             result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.drafter is not None:
@@ -474,6 +534,8 @@ class ModelRunner:
 
     def prepare_ahead(self) -> bool:
         """While idle, do a little of what makes later steps quicker; whether there is more of it."""
+        if self.sentinel is not None and self.sentinel.catch_up():
+            return True
         # Other ranks are not notified between steps.
         if self.graphs is not None and self.parallel.is_alone and self.graphs.capture_next():
             return True
@@ -483,6 +545,11 @@ class ModelRunner:
         """Bytes of a GPU's memory that this process holds, and all of them."""
         memory = DeviceMemory(self.device)
         return memory.held(), memory.total()
+
+    def sentinel_counts(self) -> tuple[int, int]:
+        """Comparisons of served results with torch, and mismatches, since the start."""
+        sentinel = self.sentinel
+        return (0, 0) if sentinel is None else (sentinel.num_checks, len(sentinel.mismatches))
 
     def _count_step(self) -> None:
         """Count a step for the graphs; with several ranks `prepare_model` counts it."""
@@ -528,7 +595,10 @@ class ModelRunner:
         before this one's tokens are read.
         """
         self.input_batch.apply(batch)
-        is_dummy = isinstance(batch, ScheduledBatch) and batch.is_dummy_run
+        self._is_dummy_run = is_dummy = isinstance(batch, ScheduledBatch) and batch.is_dummy_run
+        if self.sentinel is not None and not is_dummy:
+            for operator in sorted(self.sentinel.take_found()):
+                self.leave_to_torch(operator)
         if self.ranks is not None and isinstance(batch, ScheduledBatch):
             self._chooses_by_shard = self.input_batch.are_greedy(batch.slots)
             self.ranks.begin(
@@ -572,7 +642,12 @@ class ModelRunner:
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
         layers = self._stream_layers
         with forward_context(on_device.metadata, context, dp_metadata, lora=lora, stream_layers=layers) as step:
-            hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
+            if self.sentinel is None or (self._is_dummy_run and not self.sentinel.is_rehearsing):
+                hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
+            else:
+                with self.sentinel.observing(inputs, on_device.graph_size):
+                    hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)
+                self.sentinel.note_step(inputs, on_device.metadata)
             prompt_logprobs = None
             if prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(hidden, prompt_spans)
@@ -734,7 +809,8 @@ class ModelRunner:
     def _run_pass(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
         if self.graphs is not None and step.graph_size:
             return self.graphs.run(step, num_tokens)
-        if self.program is None or has_adapters or num_tokens > self.program.max_tokens:
+        is_observed = self.sentinel is not None and self.sentinel.is_observing
+        if self.program is None or has_adapters or is_observed or num_tokens > self.program.max_tokens:
             return self.model(step.input_ids, step.positions)
         operands = step.metadata.step
         assert operands is not None, "a recorded program runs where the CPU operators read the step"

@@ -5,9 +5,9 @@ In order: the metadata of a step, the contract, and the registry from which `sel
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,13 @@ class AttentionMetaData:
     """The same step as the CPU operators read it, where they run."""
 
 
+Observer: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, KVCacheTensor, AttentionOptions, torch.Tensor | None, bool], None
+]
+"""Takes queries as they were multiplied, the output, the layer's cache, options and sinks, and whether the cache has
+values in pairs, as the CPU's operators store them. # 2 x [T, Hq, D]"""
+
+
 class AttentionBackend(ABC):
     """Attention over a paged KV cache for one kind of device.
 
@@ -66,6 +73,8 @@ class AttentionBackend(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.observer: Observer | None = None
+        """Called by each layer's `forward` of the backends whose kernels are observed, with what they computed."""
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:

@@ -70,9 +70,12 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
             q_scales=q_scales,
             is_rotated_first=options.is_rotated_first,
         )
-        return attention_ops.attention(
+        out = attention_ops.attention(
             q, cache.k_cache, cache.v_cache, metadata.step, options, None if sinks is None else sinks.float()
         )
+        if self.observer is not None:
+            self.observer(q, out, cache, options, sinks, True)
+        return out
 
     def latent_attention(
         self,

@@ -55,6 +55,8 @@ class TritonAttentionBackend(GPUAttentionBackend):
         q = store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation, q_scales)
         out = q.new_empty(*q.shape)
         self._attend(q, out, cache, metadata, options, sinks)
+        if self.observer is not None:
+            self.observer(q, out, cache, options, sinks, False)
         return out
 
     def _attend(

@@ -148,6 +148,15 @@ class SparseMoE(nn.Module):
         return self.experts(hidden, *self.gate(hidden), shared)  # type: ignore[no-any-return]
 
 
+class ExpertRow(NamedTuple):
+    """One token's row by one expert of this rank, for an observer."""
+
+    x: torch.Tensor  # [hidden_size]
+    expert: torch.Tensor  # [] int64, index on this rank
+    inner: torch.Tensor  # [intermediate size], after the activation
+    out: torch.Tensor  # [hidden_size], without the routing weight
+
+
 class FusedMoE(nn.Module):
     """Feed-forward experts, each split over the tensor-parallel ranks along its intermediate dimension.
 
@@ -155,6 +164,9 @@ class FusedMoE(nn.Module):
     expert (`experts.3.gate_proj.weight`) or all experts stacked (`experts.gate_up_proj`).
     """
 
+    observer: Callable[[ExpertRow], None] | None = None
+    """Called in each pass with one token's row by one of its experts, unless replicas exchange tokens or aiter
+    computes the layer."""
     is_stacked_alike: ClassVar[bool] = True
     """Whether a stack holds each expert's tensors one after the other, as they are where experts are not stacked."""
 
@@ -350,11 +362,16 @@ class FusedMoE(nn.Module):
 
         # [rows, hidden_size], [local experts], [pairs] int64 -> [pairs, hidden_size]
         """
-        inner = grouped_linear(hidden, self.w13, self.w13_bias, counts, tokens=tokens)
-        return grouped_linear(self.activation(inner), self.w2, self._outer_bias, counts)
+        inner = self.activation(grouped_linear(hidden, self.w13, self.w13_bias, counts, tokens=tokens))
+        products = grouped_linear(inner, self.w2, self.outer_bias, counts)
+        if self.observer is not None:
+            used = counts[: len(self.local_experts)] > 0
+            first = torch.where(used.any(), used.to(torch.int64).argmax(), -1)
+            self.observer(ExpertRow(hidden[tokens[0]], first, inner[0], products[0]))
+        return products
 
     @property
-    def _outer_bias(self) -> torch.Tensor | None:
+    def outer_bias(self) -> torch.Tensor | None:
         """The second bias, on one rank only where each has a part of every expert: the sum must contain it once."""
         return None if self.split.rank else self.w2_bias
 
@@ -393,7 +410,9 @@ class FusedMoE(nn.Module):
         inner = products_kernels.grouped_products(hidden, operand_of(w13), self.w13_bias, pairs, num_pairs, gating)
         if gating is None:
             inner = self.activation(inner)
-        products = products_kernels.grouped_products(inner, operand_of(w2), self._outer_bias, pairs, num_pairs)
+        products = products_kernels.grouped_products(inner, operand_of(w2), self.outer_bias, pairs, num_pairs)
+        if self.observer is not None:
+            self.observer(ExpertRow(hidden[0], experts[0, 0], inner[0], products[0]))
         return routing_kernels.moe_combine(products, weights, experts, held, shared, gate)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":

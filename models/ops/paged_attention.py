@@ -58,15 +58,23 @@ def attend(
     block_size = cache.k_cache.shape[2]
     for row, length in enumerate(seq_lens.tolist()):
         tokens = slice(starts[row], starts[row + 1])
-        first = 0
-        if options.sliding_window is not None:
-            # Blocks before the window may be other rows' by now, with numbers that are not finite.
-            first = max(0, length - (tokens.stop - tokens.start) - options.sliding_window + 1)
+        # Blocks before the window may be other rows' by now, with numbers that are not finite.
+        first = first_seen(length, tokens.stop - tokens.start, options)
         blocks = block_tables[row, first // block_size : -(-length // block_size)].long()
         keys = slice(first % block_size, first % block_size + length - first)
         k, v = _gathered(cache.k_cache, blocks, keys), _gathered(cache.v_cache, blocks, keys)
-        out[tokens] = _attend_row(q[tokens], k * options.k_scale, v * options.v_scale, options, sinks)
+        out[tokens] = attend_row(q[tokens], k * options.k_scale, v * options.v_scale, options, sinks)
     return out
+
+
+def first_seen(length: int, num_queries: int, options: AttentionOptions) -> int:
+    """The first key that one of a row's last tokens sees; of layers with chunks the first of its chunk."""
+    if options.sliding_window is None:
+        return 0
+    position = max(0, length - num_queries)
+    if options.is_chunked:
+        return position // options.sliding_window * options.sliding_window
+    return max(0, position - options.sliding_window + 1)
 
 
 def _gathered(pages: torch.Tensor, blocks: torch.Tensor, keys: slice) -> torch.Tensor:
@@ -75,10 +83,13 @@ def _gathered(pages: torch.Tensor, blocks: torch.Tensor, keys: slice) -> torch.T
     return taken.transpose(0, 1).flatten(1, 2)[:, keys].float()
 
 
-def _attend_row(
+def attend_row(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """# q [n, Hq, D], k and v [Hkv, length, D] float32 -> [n, Hq, D]"""
+    """One row's last tokens to its keys and values from `first_seen` on.
+
+    # q [n, Hq, D], k and v [Hkv, length, D] float32 -> [n, Hq, D]
+    """
     num_queries, num_heads, _ = q.shape
     num_kv_heads, length, _ = k.shape
     queries = q.float().view(num_queries, num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [Hkv, group, n, D]

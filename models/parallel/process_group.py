@@ -247,6 +247,10 @@ class ProcessGroupCollectives:
         """See `Collectives`."""
         return None if self._peer_sums is None else self._peer_sums.add_norm(x, residual, norm)
 
+    def leave_fast_sum(self) -> None:
+        """Have NCCL or RCCL compute all sums from now on. All ranks call it between the same steps."""
+        self._fast_sum = self._peer_sums = None
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
         x = x.contiguous()

@@ -158,6 +158,8 @@ class TensorParallel:
     collectives: Collectives | None = None
     experts: ExpertParallel | None = None
     """How whole experts are spread over ranks; None: each rank holds a part of every expert."""
+    observer: Callable[[torch.Tensor], None] | None = field(default=None, init=False, repr=False)
+    """Called with each sum over the ranks."""
     _skips_collectives: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -186,7 +188,12 @@ class TensorParallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, by the collectives that `engine.runner.build` chose."""
-        return x if self.collectives is None or self._skips_collectives else self.collectives.all_reduce(x)
+        if self.collectives is None or self._skips_collectives:
+            return x
+        total = self.collectives.all_reduce(x)
+        if self.observer is not None:
+            self.observer(total)
+        return total
 
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight
@@ -194,7 +201,10 @@ class TensorParallel:
         """See `Collectives`."""
         if self.collectives is None or self._skips_collectives:
             return None
-        return self.collectives.add_norm(x, residual, norm)
+        summed = self.collectives.add_norm(x, residual, norm)
+        if summed is not None and self.observer is not None:
+            self.observer(summed[1])
+        return summed
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         if self.collectives is None:

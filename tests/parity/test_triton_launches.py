@@ -74,7 +74,7 @@ with on(TARGETS["gfx942"]):
     try:
         launch(small.flatten()[1:65].view(1, 64), 64)
     except UncheckedKernel as refused:
-        print(refused.operator, dict(refused.specialization.arguments)["x"])
+        print(refused.refused_operator, dict(refused.specialization.arguments)["x"])
     with checked.checking("norm"):
         launch(small.float(), 64)
     launch(torch.ones(9, 64), 64)

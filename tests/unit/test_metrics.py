@@ -265,7 +265,7 @@ def test_one_core_has_no_label_and_the_names_are_the_same() -> None:
     assert not any("replica" in sample.labels for family in one.values() for sample in family.samples)
     labelled = {name for name, each in several.items() if any("replica" in sample.labels for sample in each.samples)}
     assert "kaon_time_to_first_token_seconds" not in labelled
-    assert len(labelled) == 19
+    assert len(labelled) == 21
 
 
 async def test_calls_that_wait_share_a_rendering_that_is_later_than_they() -> None:

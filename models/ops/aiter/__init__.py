@@ -28,6 +28,12 @@ def stop() -> None:
     library.forget()
 
 
+def leave(operator: str) -> None:
+    """Have other backends compute an operator from now on."""
+    global _started
+    _started -= {operator}
+
+
 def takes(operator: str) -> bool:
     """Whether the library was started for an operator."""
     return operator in _started

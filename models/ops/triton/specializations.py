@@ -31,7 +31,7 @@ class UncheckedKernel(RuntimeError):
     """A kernel is about to run in a specialisation that was not compared with torch."""
 
     def __init__(self, specialization: Specialization, operator: str) -> None:
-        self.specialization, self.operator = specialization, operator
+        self.specialization, self.refused_operator = specialization, operator
         super().__init__(f"a kernel for {operator} was not compared with torch in this form: {specialization}")
 
 
@@ -96,9 +96,10 @@ class CheckedKernels:
             operator = self._operators.get(kernel)
             if operator is None:
                 return
+            # Refused once: where nothing else computes the operator, its steps go on.
+            self.unchecked[specialization] = operator
             if self._is_refusing:
                 raise UncheckedKernel(specialization, operator)
-            self.unchecked[specialization] = operator
 
 
 def _form(fn: Any, compile: dict[str, Any]) -> tuple[Specialization, str]:
