@@ -385,9 +385,8 @@ class Sentinel:
         """Inside, what the chosen layer computes is copied."""
         tap.num_calls.clear()
         removers: list[Callable[[], Any]] = []
-        if self._linear:
-            linear: PackedLinear = self._linear[tap.layer % len(self._linear)]
-            hook = linear.register_forward_hook(lambda _, x, out: _keep_product(tap, linear, x[0], out))
+        for layer in self._linear:
+            hook = layer.register_forward_hook(lambda layer, x, out: _keep_product(tap, layer, x[0], out))
             removers.append(hook.remove)
         experts = self._experts[tap.layer % len(self._experts)] if self._experts else None
         if experts is not None:
@@ -405,11 +404,12 @@ class Sentinel:
                 remove()
 
 
-def _keep_product(tap: Tap, layer: PackedLinear, x: torch.Tensor, out: torch.Tensor) -> None:
-    if layer.lora is not None:
-        return  # Its adapters have changed the output.
-    tap.linear = layer
-    tap.keep(linear_in=x[0], linear_out=out[0])
+def _keep_product(tap: Tap, layer: nn.Module, x: torch.Tensor, out: torch.Tensor) -> None:
+    assert isinstance(layer, PackedLinear)
+    # Adapters change the output.
+    if tap.is_next("linear") and layer.lora is None:
+        tap.linear = layer
+        tap.keep(linear_in=x[0], linear_out=out[0])
 
 
 def _keep_expert(tap: Tap, module: FusedMoE, row: ExpertRow) -> None:

@@ -110,14 +110,12 @@ def _rows(weight: nn.Parameter, some: slice, expert: int | None, dtype: torch.dt
             return None
         first = 0 if expert is None else expert * weight.shape[1]
         return ops.embed(torch.arange(first + some.start, first + some.stop), packed).float()
-    if onednn_of(weight) is not None:
-        return None
     at = some if expert is None else (expert, some)
     if stored_of(weight) is not None:
         from models.ops.triton.cases.quantized_products import part_of
 
         return part_of(operand_of(weight), at, dtype)
-    return weight[at].float()
+    return None if onednn_of(weight) is not None else weight[at].float()
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
