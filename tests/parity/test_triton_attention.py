@@ -91,11 +91,11 @@ class Batch:
     def sinks(self) -> torch.Tensor:
         return torch.linspace(-2, 3, self.num_heads, device=DEVICE).to(self.dtype)
 
-    def give_back(self, window: int) -> "Batch":
+    def give_back(self, options: AttentionOptions) -> "Batch":
         """The same, once other rows own the blocks before each row's window and have stored NaN there."""
         block_size = self.cache.k_cache.shape[2]
         for row, (count, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
-            first_seen = max(0, length - count - window + 1)
+            first_seen = reference.first_seen(length, count, options)
             blocks = self.tables[row, : first_seen // block_size].long()
             for pages in (self.cache.k_cache, self.cache.v_cache):
                 as_bytes = pages.view(torch.uint8)
@@ -110,6 +110,7 @@ class Batch:
 PLAIN = AttentionOptions(scale=0.125)
 WINDOW = AttentionOptions(scale=0.125, sliding_window=19)
 CAPPED = AttentionOptions(scale=0.25, sliding_window=33, soft_cap=5.0)
+CHUNKED = AttentionOptions(scale=0.125, sliding_window=40, is_chunked=True)
 
 
 @pytest.mark.parametrize("options", [PLAIN, WINDOW, CAPPED], ids=["plain", "window", "window-soft-cap"])
@@ -131,7 +132,7 @@ def test_decodes_of_one_and_of_several_pieces(options: AttentionOptions, has_sin
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn)], ids=["f32", "fp8"])
-@pytest.mark.parametrize("options", [WINDOW, CAPPED], ids=["window", "window-soft-cap"])
+@pytest.mark.parametrize("options", [WINDOW, CAPPED, CHUNKED], ids=["window", "window-soft-cap", "chunks"])
 def test_what_others_store_in_blocks_before_the_window_does_not_matter(
     options: AttentionOptions, dtypes: tuple[torch.dtype, torch.dtype | None]
 ) -> None:
@@ -143,7 +144,7 @@ def test_what_others_store_in_blocks_before_the_window_does_not_matter(
     ):
         batch = Batch(query_lens, seq_lens, dtype=dtypes[0], cache_dtype=dtypes[1])
         expected = batch.expected(options)
-        batch.give_back(options.sliding_window)
+        batch.give_back(options)
         assert batch.cache.v_cache.float().isnan().sum() > 2 * 16 * 64
         batch.check(batch.prefill(options), expected)
         if len(set(query_lens)) == 1:
