@@ -211,7 +211,7 @@ def _load(
     key = None
     if options.has_operators and options.packs is not None:
         experts = parallel.experts and (parallel.experts.num_replicas, parallel.experts.replica)
-        described = (path.resolve(), config, rounding, kept, parallel.rank, parallel.size, experts, is_body)
+        described = (path.resolve(), config, rounding, sorted(kept), parallel.rank, parallel.size, experts, is_body)
         key = key_of(model, [*files, path / "config.json"], *map(repr, described))
         if options.packs.restore(model, key):
             return model.eval()

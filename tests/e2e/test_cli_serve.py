@@ -36,6 +36,18 @@ def test_a_checkpoint_that_is_not_there_ends_serve_with_one_sentence_and_exit_co
     assert done.stderr.count("\n") == 1
 
 
+def test_quantize_writes_a_directory_once(tmp_path: Path) -> None:
+    """What it writes is checked in tests/parity/test_quantize.py."""
+    out = tmp_path / "out"
+    done = kaon("quantize", EMBEDDED, str(out), "--quantization", "mxfp4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{out} is written; serve it with: kaon serve {out}\n"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
+    again = kaon("quantize", EMBEDDED, str(out))
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr == f"kaon quantize: {out} exists; name a directory that does not, or remove it first\n"
+
+
 @pytest.mark.slow  # The sentence: tests/unit/test_settings.py.
 def test_more_threads_than_cpus_end_serve_with_one_sentence_and_exit_code_1() -> None:
     done = kaon("serve", "--port", "0", "--cpu-threads", "1024", "--log-level", "error")

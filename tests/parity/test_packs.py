@@ -3,6 +3,8 @@
 import errno
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +198,24 @@ def test_a_written_checkpoint_is_kept_like_any_other(checkpoint: Path, tmp_path:
     second, is_read = load(tmp_path / "out", cache, "int8")
     assert not is_read
     assert same(first, second)
+
+
+def test_processes_of_any_hash_seed_find_the_same_file(tmp_path: Path) -> None:
+    """Of a quantised checkpoint, whose weights that stay quantised are a set of names."""
+    checkpoint = make_checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=256, dtype=torch.bfloat16)
+    write_quantized(checkpoint, tmp_path / "out", "int8")
+    script = (
+        "import sys; from pathlib import Path; import torch; from models.architectures.config import ModelConfig\n"
+        "from models.loading import loader, packs; from models.ops.cpu import runtime; runtime.start(1)\n"
+        "packs._LEAST_BYTES = 0; path = Path(sys.argv[1])\n"
+        "cache = packs.PackCache(Path(sys.argv[2]), 1 << 30); cpu = torch.device('cpu')\n"
+        "loader.load_model(path, ModelConfig.from_checkpoint(path), dtype=torch.bfloat16, device=cpu, progress=False,"
+        " packs=cache)\n"
+        "sys.stdout.write(str(cache._unwritten is None)); cache.write()"
+    )
+    found = []
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", script, tmp_path / "out", tmp_path / "packs"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        found.append(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    assert found == ["False", "True"]
