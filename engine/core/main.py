@@ -201,7 +201,7 @@ def _core(
         "generates": loaded.generates,
         "prepare_ahead": runner.prepare_ahead,
         "device_memory": loaded.device_memory,
-        "sentinel_counts": runner.sentinel_counts,
+        "sentinel_counts": loaded.sentinel_counts,
         "record": record,
         "kv_events": None
         if events.kv_events_endpoint is None

@@ -67,6 +67,8 @@ class LoadedModel(NamedTuple):
     """Whether the model generates tokens; otherwise it only pools prompts."""
     device_memory: "Callable[[], tuple[int, int]] | None" = None
     """Bytes of its GPU that this process holds, and all of them; None on a CPU."""
+    sentinel_counts: "Callable[[], tuple[int, int]] | None" = None
+    """Served results that were compared with torch, and those that were wrong."""
 
 
 def load_model(
@@ -137,6 +139,7 @@ def load_model(
         splits_prompts=not loaded.is_encoder,
         generates=loaded.generates,
         device_memory=None if loaded.device.type == "cpu" else runner.device_memory,
+        sentinel_counts=runner.sentinel_counts,
     )
 
 
@@ -237,4 +240,6 @@ def _model_info(
         num_kvcache_blocks=config.num_kvcache_blocks,
         own_cpus=sorted(own_cpus),
         shares_prefixes=config.enable_prefix_caching,
+        kernels=runner.loaded.kernels,
+        is_invariant=runner.loaded.is_invariant,
     )
