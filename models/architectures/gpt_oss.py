@@ -18,6 +18,7 @@ from models.ops import triton
 from models.ops.activation import clamped_swiglu
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime, structures
+from models.ops.torch_ops import top_k_lower_first
 from models.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class GptOssRouter(nn.Module):
             from models.ops.triton.expert_routing import moe_route
 
             return moe_route(scores, self.top_k, sigmoid=False, renormalize=True)
-        best = scores.topk(self.top_k, dim=-1)
-        return best.values.softmax(-1, dtype=torch.float32), best.indices
+        values, ids = top_k_lower_first(scores, self.top_k)
+        return values.softmax(-1, dtype=torch.float32), ids
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The choice of experts."""

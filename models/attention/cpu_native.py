@@ -2,15 +2,18 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from models.attention.backend import BACKENDS, AttentionMetaData
-from models.attention.cpu import CPUAttentionBackend
+from models.attention.cpu import CPUAttentionBackend, normalize_and_rotate
+from models.attention.cpu_cache import from_cache, write_vectors
 from models.attention.cpu_plan import CPUAttentionMetaData
 from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import gated_delta as delta_ops
 from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu.structures import Step
+from models.ops.torch_ops import top_k_lower_first
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 
@@ -94,6 +97,8 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         """
         assert isinstance(metadata, NativeMetaData)
         rank = kv_b.shape[-1]
+        if selected is not None:
+            return _attend_selected(q, latent, kv_b, cache, metadata, options, selected, inputs)
         if inputs is None or inputs.heads is None or not latent_ops.attends(q, cache.vectors, rank):
             return super().latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
         heads, step = inputs.heads, metadata.step
@@ -110,6 +115,76 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         )
         attended = latent_ops.latent_attention(latent_q, cache.vectors, step, rank, options.scale)
         return latent_ops.latent_values(attended, heads)
+
+    def index_top_k(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        top_k: int,
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k]
+
+        Each token by itself, over as many keys as it sees, and never None: products of torch round by the sizes of a
+        batch, and a token's choice, which small differences change, must not depend on its company.
+        """
+        assert isinstance(metadata, NativeMetaData)
+        write_vectors(k, cache, metadata.plan(1, cache.vectors.shape[1], 1))
+        selected = torch.full((len(q), top_k), -1)
+        ends = metadata.context_lens - metadata.query_lens - np.cumsum(metadata.query_lens) + metadata.query_lens
+        for token, row in enumerate(_rows_of_tokens(metadata)):
+            count = int(ends[row]) + token + 1
+            positions = torch.arange(count)
+            if count > top_k:
+                keys = _vectors_at(cache, metadata, row, positions).float()
+                scores = weights[token, None] @ (q[token].float() @ keys.T).relu_()
+                positions = top_k_lower_first(scores, top_k)[1][0].sort().values
+            selected[token, : len(positions)] = positions
+        return selected
+
+
+def _attend_selected(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    kv_b: torch.Tensor,
+    cache: VectorCache,
+    metadata: CPUAttentionMetaData,
+    options: AttentionOptions,
+    selected: torch.Tensor,
+    inputs: LatentInputs | None,
+) -> torch.Tensor:
+    """`latent_attention` to selected positions, one token after the other, absorbed: see `index_top_k` below."""
+    if inputs is not None:
+        q, latent = normalize_and_rotate(q, latent, inputs)
+    write_vectors(latent, cache, metadata.plan(1, cache.vectors.shape[1], 1), options.k_scale)
+    rank = kv_b.shape[-1]
+    rope = cache.vectors.shape[-1] - rank
+    nope = q.shape[-1] - rope
+    to_latent = kv_b[:, :nope].float()  # [H, nope, rank]
+    to_value = kv_b[:, nope:].float().transpose(1, 2)  # [H, rank, v]
+    out = q.new_empty(*q.shape[:2], kv_b.shape[1] - nope)
+    for token, row in enumerate(_rows_of_tokens(metadata)):
+        positions = selected[token][selected[token] >= 0]
+        latents = from_cache(_vectors_at(cache, metadata, row, positions), torch.float32, options.k_scale)
+        own = q[token].float()
+        absorbed = torch.cat(((own[:, None, :nope] @ to_latent)[:, 0], own[:, nope:]), -1)
+        shares = (absorbed @ latents.T * options.scale).softmax(-1)
+        out[token] = ((shares @ latents[:, :rank])[:, None] @ to_value)[:, 0].to(out.dtype)
+    return out
+
+
+def _rows_of_tokens(metadata: CPUAttentionMetaData) -> list[int]:
+    """The row of each of the step's tokens."""
+    return np.repeat(np.arange(len(metadata.query_lens)), metadata.query_lens).tolist()
+
+
+def _vectors_at(cache: VectorCache, metadata: CPUAttentionMetaData, row: int, positions: torch.Tensor) -> torch.Tensor:
+    """A row's stored vectors at some positions. # [n] int64 -> [n, dim]"""
+    block_size = cache.vectors.shape[1]
+    blocks = metadata.block_tables[row].long()[positions // block_size]
+    return cache.vectors[blocks, positions % block_size]
 
 
 def _with_adjacent_heads(part: torch.Tensor) -> torch.Tensor:

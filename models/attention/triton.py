@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models.attention.backend import BACKENDS, AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.ops.memory import upload
+from models.ops.torch_ops import top_k_lower_first
 from models.ops.triton.attention import paged_attention, tokens_of_tile
 from models.ops.triton.cache_store import (
     as_hardware_reads,
@@ -27,8 +28,9 @@ from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, L
 
 MAX_EXPANDED_ELEMENTS = 1 << 27
 """The most elements of expanded latents at a time: 256 MiB in bfloat16. One latent of a model may take more."""
-MAX_INDEX_SCORES = 1 << 27
-"""The most index scores in memory at a time: 512 MiB. One token over a long context may take more."""
+MAX_INDEX_SCORES = 1 << 25
+"""The most index scores in memory at a time: 128 MiB, and five times that to choose among them. One token over a long
+context may take more."""
 
 
 @BACKENDS.register("triton")
@@ -251,8 +253,8 @@ def index_top_k(
             tokens.lens[some],
             tokens.longest,
         )
-        best = scores.topk(top_k, sorted=False)
-        selected[some] = best.indices.masked_fill(best.values == -torch.inf, -1)
+        values, positions = top_k_lower_first(scores, top_k)
+        selected[some] = positions.masked_fill(values == -torch.inf, -1)
     return selected
 
 

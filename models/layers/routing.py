@@ -15,6 +15,7 @@ from models.layers.parameter import WeightPart, empty_parameter, load_whole
 from models.ops import triton
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime, structures
+from models.ops.torch_ops import top_k_lower_first
 
 if TYPE_CHECKING:
     from models.ops.self_test import Case
@@ -28,7 +29,7 @@ def softmax_top_k(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tup
 
     # [tokens, experts] -> [tokens, top_k] float32, [tokens, top_k] int64
     """
-    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
+    weights, ids = top_k_lower_first(logits.softmax(-1, dtype=torch.float32), top_k)
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
 
 
@@ -57,10 +58,10 @@ def grouped_top_k(
     if top_groups < num_groups:
         groups = choice.view(len(choice), num_groups, -1)
         group_scores = groups.amax(-1) if correction_bias is None else groups.topk(2, dim=-1).values.sum(-1)
-        best = group_scores.topk(top_groups, dim=-1).indices
+        _, best = top_k_lower_first(group_scores, top_groups)
         excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
         choice = groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
-    ids = choice.topk(top_k, dim=-1).indices
+    _, ids = top_k_lower_first(choice, top_k)
     weights = scores.gather(-1, ids)
     if renormalize:
         # All scores of a token may underflow in float32.

@@ -48,6 +48,22 @@ def moved(
     return x if scales is None else (x * scales[..., None]).to(x.dtype)
 
 
+def top_k_lower_first(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest numbers of each row, descending, and their indices; of equal numbers the lower index first.
+
+    # [rows, count] -> 2 x [rows, k], the values' type and int64
+
+    `torch.topk` leaves it open which of equal numbers at the boundary it takes.
+    """
+    # Integers of 64 bits, no two of which are equal: a float's order above, the index from the last one down below.
+    bits = (values.float() + 0.0).view(torch.int32)  # Both zeros become the positive one.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    last = values.shape[-1] - 1
+    keys = (ordered << 32) | (last - torch.arange(last + 1, device=values.device))
+    indices = last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return values.gather(-1, indices), indices
+
+
 def deinterleave(x: torch.Tensor) -> torch.Tensor:
     """Reorder neighbouring pairs `(2i, 2i + 1)` to those that `rotate` turns. # [..., rotary_dim]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.test_cpu_models import VARIANTS, _fields, needs_operators
+from tests.parity.test_cpu_models import _fields, needs_operators
+from tests.parity.variants import all_variants
 
-_FIRST = {variant.architecture: variant for variant in reversed(VARIANTS)}
+_FIRST = {variant.architecture: variant for variant in reversed(all_variants())}
 
 
 @needs_operators
@@ -25,8 +26,7 @@ def test_answers_depend_on_nothing_else_that_is_computed(architecture: str, tmp_
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert [line[:14].strip() for line in lines[:6]] == [
-        "alone", "prefix hits", "in company", "restarted", "chunked", "preempted"
-    ]  # fmt: skip
+    names = ["alone", "prefix hits", "in company", "restarted", "chunked", "preempted"]
+    assert [line[:14].strip() for line in lines[:6]] == names
     assert lines[0].startswith(f"alone         8 answers equal ({architecture} in bfloat16 by cpu")
     assert lines[-1] == "Answers do not depend on company, chunks, caches, preemption or restarts"

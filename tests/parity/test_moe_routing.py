@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from models.layers.routing import grouped_top_k, softmax_top_k
+from models.ops.torch_ops import top_k_lower_first
 from tests.parity.test_model_sharding import random
 
 HIDDEN, EXPERTS, TOP_K = 12, 6, 3
@@ -109,3 +110,20 @@ def test_a_group_left_out_gives_no_expert_even_where_the_bias_makes_all_scores_n
     bias = torch.full((6,), -5.0)
     _, ids = grouped_top_k(logits, 2, renormalize=True, correction_bias=bias, num_groups=3, top_groups=1)
     assert sorted(ids[0].tolist()) == [0, 1]
+
+
+def test_the_lower_of_equal_experts_is_chosen_by_every_way_of_choosing() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 1.0, 1.0, -0.0, 0.0], [0.0] * 8])
+    _, ids = softmax_top_k(logits, 4, renormalize=True)
+    assert ids.tolist() == [[1, 2, 3, 0], [0, 1, 2, 3]]
+    _, ids = grouped_top_k(logits, 2, renormalize=True, num_groups=4, top_groups=2)
+    assert ids.tolist() == [[1, 2], [0, 1]]
+
+
+def test_the_largest_numbers_are_taken_in_order_and_the_lower_index_of_equal_ones() -> None:
+    values = (torch.randn(50, 300, generator=torch.Generator().manual_seed(0)) * 4).round() / 2
+    values[0, :7] = torch.tensor([torch.inf, -torch.inf, -0.0, 0.0, -1e-30, 1e-30, torch.inf])
+    found, ids = top_k_lower_first(values, 40)
+    order = values.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(found, order.values[:, :40])
+    assert torch.equal(ids, order.indices[:, :40])

@@ -34,3 +34,15 @@ def test_forty_seeded_requests_get_the_same_alone_and_in_company(wide: Path, tok
     assert [alone.run([seeded(i, tokens)])[0] for i in range(40)] == together
     in_chunks = Steps(runner_for(wide, **how, scheduling_policy="mixed", max_num_batched_tokens=48))
     assert in_chunks.run([seeded(i, tokens) for i in range(40)]) == together
+
+
+def test_three_choices_of_a_prompt_are_those_of_three_requests_with_their_seeds(wide: Path) -> None:
+    """The server gives choice `i` of a request the seed of the request plus `i`."""
+
+    def choice(i: int) -> Sequence:
+        params = SamplingParams(seed=7 + i, max_tokens=12, ignore_eos=True)
+        return Sequence(prompt(40, vocab_size=VOCAB_SIZE), 16, params, id=i)
+
+    together = Steps(runner_for(wide, max_num_seqs=40)).run([choice(i) for i in range(3)])
+    alone = Steps(runner_for(wide, max_num_seqs=40))
+    assert [alone.run([choice(i)])[0] for i in range(3)] == together
