@@ -218,6 +218,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """CPUs that the engine reserves; none where it shares all of them."""
     shares_prefixes: bool = True
     """Whether requests with equal prefixes share blocks."""
+    kernels: str = ""
+    """Hexadecimal digits that name what computes the model, and how: equal where nothing that rounds differs."""
+    is_invariant: bool = False
+    """Whether greedy and seeded answers depend on nothing else that the engine computes."""
 
 
 class Ready(msgspec.Struct, tag="ready"):

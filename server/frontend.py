@@ -21,6 +21,7 @@ from engine.distributed.processes import avoid_cpus
 from engine.messages import ModelInfo, Ready
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
+from engine.text.fingerprint import weights_digest
 from engine.text.io_processor import InputOutputProcessor
 from engine.text.pooling import PoolingProcessor
 from engine.text.structured.compiler import GrammarCompiler
@@ -123,7 +124,9 @@ class Frontend:
         self.config = config
         self._num_replicas = config.parallel_config.data_parallel_size
         shared = Shared(config, self._num_replicas) if shared is None else shared
-        self.fingerprint = f"kaon-{shared.version}"
+        self._version = shared.version
+        self._weights: str | None = None
+        """The digest of the weights that are served, once they are loaded."""
         self.created = shared.created
         self.shares_prefix_cache = config.server_config.share_prefix_cache
         """Whether requests of different keys share cached prefixes."""
@@ -175,8 +178,10 @@ class Frontend:
             self.failure = str(error)
             return
         try:
-            (tokenizer, template, defaults, pooling), ready = await asyncio.gather(
-                asyncio.to_thread(_load_text_side, self.config), self._ready_core()
+            (tokenizer, template, defaults, pooling), self._weights, ready = await asyncio.gather(
+                asyncio.to_thread(_load_text_side, self.config),
+                asyncio.to_thread(_digest_of, self.config),
+                self._ready_core(),
             )
         except (CheckpointError, EngineDeadError) as error:
             self.failure = str(error)
@@ -195,6 +200,15 @@ class Frontend:
         if self._core.is_asleep or self._core.failure is not None:
             await self._wake_core()
         return await self._core.wait_ready_async()
+
+    @property
+    def fingerprint(self) -> str:
+        """Weights, kernels and mode: equal ones ending in `invariant` promise equal greedy and seeded answers."""
+        ready = self._core.ready
+        if self._weights is None or ready is None:
+            return f"kaon-{self._version}"
+        mode = "invariant" if ready.model.is_invariant else "batched"
+        return f"kaon-{self._version}-{self._weights}-{ready.model.kernels}-{mode}"
 
     async def unload(self) -> None:
         """Give all memory of the model back until `load`. Live requests are held where they are."""
@@ -319,6 +333,7 @@ class Frontend:
                 began = time.monotonic()
                 self._is_waking = True
                 await self._core.update_weights(str(found), size, alongside=alongside)
+                self._weights = await asyncio.to_thread(weights_digest, found)
             except EngineDeadError as error:
                 raise NotReady(f"the server cannot serve: {error}") from error
             except WeightsError as error:
@@ -444,6 +459,10 @@ def owner_of(scope: Scope) -> Owner:
     """The party that a request is accounted to."""
     owner: Owner = scope["state"]["owner"]
     return owner
+
+
+def _digest_of(config: Config) -> str:
+    return weights_digest(resolve_checkpoint(config.model))
 
 
 def _load_text_side(config: Config) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults, PoolingConfig | None]:

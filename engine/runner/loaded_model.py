@@ -1,6 +1,7 @@
 """`LoadedModel`: a rank's model with all that is decided before it has a KV cache; `load_model` reads its weights."""
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ import torch
 
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
+from engine.config.release import release
 from engine.distributed.host_resources import available_host_memory, num_nodes
 from engine.runner.device import Device, device_of, oom_at_start
 from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
@@ -29,6 +31,7 @@ from models.loading.drafters import DraftedModel, load_drafter
 from models.loading.packs import PackCache, cache_directory
 from models.loading.pooling import load_head
 from models.lora.adapters import load_adapters
+from models.ops import triton
 from models.ops.cpu import runtime
 from models.ops.cpu.runtime import Library
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
@@ -96,6 +99,34 @@ class LoadedModel:
     def compilation_level(self) -> int:
         """Whether torch compiles the layers: 3, or 0."""
         return self.config.compilation_config.compilation_level
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether greedy and seeded answers depend on nothing else that is computed."""
+        return self.operators is not None and self.backend.name == "cpu-native"
+
+    @property
+    def kernels(self) -> str:
+        """See `ModelInfo.kernels`. What is left to torch after the start is not in it."""
+        config, device = self.config, self.device
+        speculative = config.speculative_config
+        parts = [
+            release(),
+            torch.__version__,
+            self.dtype,
+            self.backend.name,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            None if self.operators is None else self.operators.isa,
+            (triton.version(), sorted(triton.left())) if triton.active() else None,
+            config.kernel_backend,
+            config.quantization_config.model_dump_json(),
+            self.compilation_level,
+            None if speculative is None else speculative.model_dump_json(),
+            self.parallel.size,
+            config.kv_cache_block_size,
+            self.max_model_len,
+        ]
+        return hashlib.sha256(repr([str(part) for part in parts]).encode()).hexdigest()[:8]
 
     @property
     def hidden_size(self) -> int:

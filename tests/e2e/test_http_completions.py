@@ -1,6 +1,7 @@
 """`/v1/completions` through the official client."""
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -40,7 +41,9 @@ def test_an_answer_has_openais_shape(client: OpenAI) -> None:
     answer = greedy(client)
     assert answer.id.startswith("cmpl-")
     assert (answer.object, answer.model) == ("text_completion", MODEL)
-    assert answer.system_fingerprint
+    assert answer.system_fingerprint is not None
+    assert re.fullmatch(r"kaon-\S+-[0-9a-f]{8}-[0-9a-f]{8}-(invariant|batched)", answer.system_fingerprint)
+    assert greedy(client).system_fingerprint == answer.system_fingerprint
     (choice,) = answer.choices
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
     assert answer.usage is not None

@@ -1,0 +1,43 @@
+"""The digest of a checkpoint changes with its configuration and its weights, and with nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.text.fingerprint import weights_digest
+
+SIZE = 3_000_000
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for part in range(2):
+        (tmp_path / f"model-{part}.safetensors").write_bytes(bytes([part]) * SIZE)
+    return tmp_path
+
+
+def test_files_that_are_no_weights_change_nothing(checkpoint: Path) -> None:
+    before = weights_digest(checkpoint)
+    (checkpoint / "tokenizer.json").write_text("other")
+    (checkpoint / "model-0.safetensors").touch()
+    assert weights_digest(checkpoint) == before
+    assert len(before) == 8
+
+
+@pytest.mark.parametrize("what", ["config", "header", "all numbers", "size", "one file less"])
+def test_other_weights_have_another_digest(checkpoint: Path, what: str) -> None:
+    before, weights = weights_digest(checkpoint), checkpoint / "model-1.safetensors"
+    match what:
+        case "config":
+            (checkpoint / "config.json").write_text('{"hidden_size": 65}')
+        case "header":
+            weights.write_bytes(b"\x07" + weights.read_bytes()[1:])
+        case "all numbers":
+            weights.write_bytes(weights.read_bytes()[:4096] + bytes([9]) * (SIZE - 4096))
+        case "size":
+            weights.write_bytes(weights.read_bytes() + b"\x01")
+        case _:
+            weights.unlink()
+    assert weights_digest(checkpoint) != before
