@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```\n\n```(?:json|text)\n(.*?)^```$
 CURLS = [(command, json.loads(output)) for language, command, output in BLOCKS if language == "sh"]
 SCRIPTS = [(script, output) for language, script, output in BLOCKS if language == "python"]
 
-OF_ONE_ANSWER = ("id", "created")
+OF_ONE_ANSWER = ("id", "created", "system_fingerprint")
 """Fields that differ from answer to answer."""
 
 

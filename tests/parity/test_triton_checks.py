@@ -216,7 +216,7 @@ def only(patch: pytest.MonkeyPatch, *operators: str) -> None:
         ("qwen3", {}, {"attention": 1, "norm": 2, "activation": 1, "sampling": 1}),
         (gemma3.VARIANTS[0].family, gemma3.VARIANTS[0].overrides, {"attention": 2, "norm": 2, "activation": 1}),
         (gpt_oss.VARIANTS[0].family, gpt_oss.VARIANTS[0].overrides, {"attention": 2, "norm": 2, "moe": 3}),
-        (INDEXED.family, INDEXED.overrides, {"latents": 2, "norm": 3, "activation": 2, "moe": 3}),
+        (INDEXED.family, INDEXED.overrides, {"latents": 2, "norm": 4, "activation": 2, "moe": 3}),
         (
             qwen3_next.VARIANTS[0].family,
             qwen3_next.VARIANTS[0].overrides,

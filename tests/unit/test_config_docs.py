@@ -32,8 +32,7 @@ def test_a_stale_page_fails_the_check_and_is_written_without_it(
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{config_docs.OPENING}{config_docs.CLOSING}\n")
-    monkeypatch.setattr(config_docs, "_ROOT", tmp_path)
-    monkeypatch.setattr(config_docs, "PAGE", "page.md")
+    monkeypatch.setattr(config_docs, "PAGE", page)
     assert config_docs.main(["--check"]) == 1
     assert "page.md" in capsys.readouterr().err
     assert config_docs.main([]) == 0
