@@ -88,9 +88,13 @@ class Traffic:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
+        assert self._began[0] == self._first
         num_first = self._began.count(self._first)
-        assert num_first
-        assert self._began[num_first:] == [self._then] * (len(self._began) - num_first)
+        later = self._began[num_first:]
+        if later and later[0] != self._then:
+            # The weights changed within the first tokens of this one.
+            assert later.pop(0)[0] == self._first[0]
+        assert later == [self._then] * len(later)
 
     def _run(self) -> None:
         while not self._is_over.is_set():
@@ -140,7 +144,7 @@ def broken(directory: Path, kind: str) -> tuple[Path, str]:
             return path, "vocabularies cannot"
         case _:
             config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 32}))
-            return path, "hidden_size"
+            return path, "where the model needs [307, 32] by config.json"
 
 
 FIRST = [("half-written", True), ("without-a-tensor", False)]
