@@ -104,19 +104,21 @@ def gpu_budget(
     *,
     block_bytes: int,
     slot_bytes: int,
+    kept_bytes: int = 0,
     agree: Callable[[bool], bool] = bool,
 ) -> MemoryBudget:
     """What `gpu_memory_utilization` leaves after the weights, a worst-case step, and what other processes hold.
 
     `worst_case_step` runs a step as large as the configuration allows, of as many sequences as its argument,
-    over their states and one block, which count as part of the cache; the weights are loaded by then. `agree`:
-    whether a condition holds on all ranks, which run that step together.
+    over their states and one block, which count as part of the cache; the weights are loaded by then. `kept_bytes`:
+    what is kept between steps, which that step does not allocate. `agree`: whether a condition holds on all ranks,
+    which run that step together.
     """
     memory.give_back()
     memory.reset_peak()
     num_seqs = _seqs_with_states(config.max_num_seqs, memory.free() // 2, slot_bytes, agree)
     worst_case_step(num_seqs)
-    peak = memory.peak() - block_bytes - num_seqs * slot_bytes
+    peak = memory.peak() - block_bytes - num_seqs * slot_bytes + kept_bytes
     outside = memory.total() - memory.free() - memory.held()
     usable = int(memory.total() * config.gpu_memory_utilization)
     return MemoryBudget(

@@ -7,6 +7,8 @@ them.
 
 from collections.abc import Callable
 
+import torch
+
 from engine.runner.device import DeviceMemory
 from engine.runner.drafting import DraftPasses, drafter_caches
 from engine.runner.kernel_checks import check_kernels, refuse_unchecked, watch_kernels
@@ -14,6 +16,7 @@ from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
 from engine.runner.model_runner import ModelRunner, record_pass
 from engine.runner.warm_up import run_largest_step
+from engine.speculative.drafts import max_sampled_tokens
 from models.attention.context import set_kv_cache_data
 from models.ops import triton
 from models.ops.cpu.program import NotRecordable
@@ -61,13 +64,18 @@ def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
         config,
         max_model_len=loaded.max_model_len,
         budget=lambda: (
-            cpu_budget(config, activations=_activation_bytes(loaded), ranks=loaded.num_local_ranks)
+            cpu_budget(
+                config,
+                activations=_activation_bytes(loaded) + proposal_bytes(loaded),
+                ranks=loaded.num_local_ranks,
+            )
             if loaded.device.type == "cpu"
             else gpu_budget(
                 config,
                 DeviceMemory(loaded.device),
                 lambda num_seqs: run_worst_case(loaded, num_seqs),
                 agree=lambda is_so: loaded.parallel.all_agree(is_so, loaded.device),
+                kept_bytes=proposal_bytes(loaded),
                 **sizes,
             )
         ),
@@ -83,6 +91,15 @@ def run_worst_case(loaded: LoadedModel, num_seqs: int) -> None:
     runner = ModelRunner(loaded, 1, num_seqs)
     run_largest_step(runner.step_sizes, runner.run_dummy_step)
     set_kv_cache_data({})
+
+
+def proposal_bytes(loaded: LoadedModel) -> int:
+    """What rejection sampling keeps between steps: the distribution of each draft that a step may verify."""
+    config = loaded.config
+    if loaded.drafter is None or not config.drafts_by_rejection:
+        return 0
+    num_drafts = min(config.max_num_seqs * config.num_drafts, max_sampled_tokens(config.max_num_seqs))
+    return num_drafts * loaded.model_config.vocab_size * torch.float32.itemsize
 
 
 def _activation_bytes(loaded: LoadedModel) -> int:

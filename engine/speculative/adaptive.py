@@ -49,6 +49,8 @@ class _Mean:
         self.seconds, self.count, self.step = 0.0, 0, 0
 
     def note(self, seconds: float, step: int) -> None:
+        # What is subtracted from a step's time was measured by itself.
+        seconds = max(seconds, 0.0)
         self.count += 1
         self.step = step
         if self.count <= _FIRST_TIMES:
@@ -86,12 +88,14 @@ class StepCosts:
         return _between(known, _size(num_tokens))
 
     def drafting(self, num_rows: int, depth: int) -> float:
-        """Expected seconds of drafting for so many rows; 0 where it is unknown."""
-        if not depth:
+        """Expected seconds of drafting; 0 where nothing is known. Larger sizes than the known ones cost as those."""
+        if not depth or not num_rows:
             return 0.0
-        rows = _size(num_rows)
-        of_size = {of: mean for (size, of), mean in self._drafting.items() if size == rows}
-        return _between({of: mean.seconds for of, mean in of_size.items() if self._is_known(mean)}, depth)
+        by_rows: dict[int, dict[int, float]] = {}
+        for (rows, of), mean in self._drafting.items():
+            if self._is_known(mean):
+                by_rows.setdefault(rows, {})[of] = mean.seconds
+        return _between({rows: _between(known, depth) for rows, known in by_rows.items()}, _size(num_rows))
 
     def _is_known(self, mean: _Mean) -> bool:
         return self._num_steps - mean.step < _STALE_STEPS
@@ -200,7 +204,8 @@ class DraftPlan:
             if not num_drafts:
                 continue
             expected = num_rows + sum(_expected(record.rate, n) for record, n in zip(records, chosen, strict=True))
-            seconds = self.costs.step(num_rows + num_drafts) + self.costs.drafting(num_rows, max(chosen))
+            num_drafting = sum(map(bool, chosen))
+            seconds = self.costs.step(num_rows + num_drafts) + self.costs.drafting(num_drafting, max(chosen))
             gain = expected / num_rows * (plain / seconds if seconds else 1.0)
             if gain > best:
                 best, limits = gain, chosen

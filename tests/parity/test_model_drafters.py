@@ -14,6 +14,7 @@ from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.distributed.rank_steps import decode_step, encode_step
 from engine.runner.model_runner import ModelRunner
+from engine.runner.start import proposal_bytes
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.attention import context as forward_context
@@ -123,6 +124,13 @@ def test_rejection_accepts_all_drafts_of_the_model_itself(checkpoint: Path) -> N
     # The distributions are equal, but for roundings of rows of other lengths.
     assert steps.acceptance > 0.98
     assert max(steps.drafted) == K
+
+
+def test_the_distributions_that_rejection_keeps_are_counted_as_memory(checkpoint: Path) -> None:
+    few, many = ({"max_num_seqs": count, **by_rejection(checkpoint)} for count in (2, 64))
+    assert proposal_bytes(runner_for(checkpoint, **few).loaded) == 2 * K * 160 * 4
+    assert proposal_bytes(runner_for(checkpoint, **many).loaded) == 64 * 160 * 4
+    assert proposal_bytes(runner_for(checkpoint, **by_model(checkpoint)).loaded) == 0
 
 
 def test_rejection_accepts_more_than_coupled_samples_and_leaves_greedy_answers(

@@ -143,6 +143,27 @@ def test_costs_between_known_sizes_are_on_a_line_and_unknown_ones_are_tried() ->
     assert costs.step(6) == pytest.approx(1.0, rel=0.01), "what has become slower is believed in the end"
 
 
+def test_drafting_for_fewer_rows_costs_what_it_costs_for_so_many() -> None:
+    """Of rows and depths that were not measured, the cost is on the lines between those that were."""
+    costs = StepCosts()
+    costs.note_step(1, 1.0)
+    assert costs.drafting(3, 1) == 0.0
+    for rows, depth, seconds in ((2, 1, 1.0), (2, 3, 2.0), (6, 1, 3.0)):
+        costs.note_drafting(DraftWork(seconds, rows, depth))
+    assert costs.drafting(1, 1) == costs.drafting(2, 1) == 1.0
+    assert costs.drafting(2, 2) == 1.5
+    assert costs.drafting(4, 1) == 2.0
+    assert costs.drafting(8, 1) == costs.drafting(6, 2) == 3.0
+    assert costs.drafting(0, 1) == costs.drafting(2, 0) == 0.0
+
+
+def test_a_step_is_not_taken_to_cost_less_than_nothing() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.note_step(1, -1.0)
+    assert costs.step(1) == 0.0
+
+
 def test_a_sequence_that_ended_is_forgotten() -> None:
     simulation = Simulation(3, lambda _: 0.9, step=memory_bound)
     simulation.run(50)

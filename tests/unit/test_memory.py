@@ -214,6 +214,10 @@ def test_a_gpu_gives_what_utilization_leaves_beside_the_peak_and_what_others_hol
     assert budget.num_bytes == (40 - 25 - 4) * GIB
     assert budget.field == "gpu_memory_utilization"
     assert "50% of 80.00 GiB, less 25.00 GiB at the peak" in budget.reason
+    # What rejection sampling keeps of drafts is allocated while steps run.
+    other = FakeGpu()
+    keeping = gpu_budget(config, other, other.step, block_bytes=GIB, slot_bytes=0, kept_bytes=3 * GIB)
+    assert keeping.num_bytes == budget.num_bytes - 3 * GIB
 
 
 @pytest.mark.parametrize(("slot_bytes", "num_seqs"), [(GIB // 8, 64), (GIB, 28), (100 * GIB, 1)])
