@@ -187,6 +187,24 @@ class DraftPasses:
             )
 
 
+def _rows_of(states: torch.Tensor, rows: _Ints) -> torch.Tensor:
+    """Some rows, copied. # [T, features], [rows] -> [rows, features]
+
+    On a CPU by NumPy: torch copies a prompt's on threads of its own, which then wait actively where others compute.
+    """
+    if states.device.type != "cpu":
+        return states[torch.from_numpy(rows).to(states.device)]
+    return torch.from_numpy(states.view(torch.uint8).numpy()[rows]).view(states.dtype)
+
+
+def _write_rows(to: torch.Tensor, rows: _Ints, states: torch.Tensor) -> None:
+    """Write states to some rows of `to`. # [R, features], [n], [n, features]"""
+    if to.device.type != "cpu":
+        to[torch.from_numpy(rows).to(to.device)] = states
+    else:
+        to.view(torch.uint8).numpy()[rows] = states.view(torch.uint8).numpy()
+
+
 def _fill(drafts: list[list[int]], rows: _Ints, found: _Ints, counts: _Ints) -> None:
     """Put `counts` drafts of some rows into `drafts`, up to the first that is none. # [rows], [most, rows], [rows]"""
     for row, tokens, count in zip(rows.tolist(), found.T.tolist(), counts.tolist(), strict=True):
@@ -370,7 +388,7 @@ class ModelDrafter:
         if not self.reads_hidden:
             return True
         assert hidden is not None
-        self._idle_steps.append((inputs.slots, inputs.positions, hidden.clone()))
+        self._idle_steps.append((inputs.slots, inputs.positions, _rows_of(hidden, np.arange(len(hidden)))))
         return True
 
     def _end_idle_steps(self) -> None:
@@ -378,10 +396,10 @@ class ModelDrafter:
         steps = self._idle_steps
         if not steps:
             return
-        hidden = torch.cat([states for _, _, states in steps])
-        where = np.concatenate([slots * _MAX_WAITING + positions % _MAX_WAITING for slots, positions, _ in steps])
+        room = self._room_to_wait(steps[0][2])
+        for slots, positions, hidden in steps:
+            _write_rows(room, slots * _MAX_WAITING + positions % _MAX_WAITING, hidden)
         steps.clear()
-        self._room_to_wait(hidden).index_copy_(0, torch.from_numpy(where).to(hidden.device), hidden)
 
     def _room_to_wait(self, hidden: torch.Tensor) -> torch.Tensor:
         """The memory of waiting states. # [num_slots * _MAX_WAITING, features]"""
@@ -587,13 +605,12 @@ class ModelDrafter:
         if not waits.any():
             if total == len(hidden) and at[0] == 0 and (np.diff(at) == 1).all():
                 return hidden
-            return hidden[torch.from_numpy(at).to(hidden.device)]
+            return _rows_of(hidden, at)
         assert self._waiting is not None
         states = hidden.new_empty(total, hidden.shape[1])
-        of_step, waited = (torch.from_numpy(np.flatnonzero(each)).to(hidden.device) for each in (~waits, waits))
-        states[of_step] = hidden[torch.from_numpy(at[~waits]).to(hidden.device)]
+        _write_rows(states, np.flatnonzero(~waits), _rows_of(hidden, at[~waits]))
         where = (np.repeat(slots, counts) * _MAX_WAITING + positions % _MAX_WAITING)[waits]
-        states[waited] = self._waiting[torch.from_numpy(where).to(hidden.device)]
+        _write_rows(states, np.flatnonzero(waits), _rows_of(self._waiting, where))
         return states
 
     def _keep_waiting(
@@ -608,5 +625,4 @@ class ModelDrafter:
         positions = np.arange(int(stops[-1])) + np.repeat(ends[rows] - stops, counts)
         at = positions + np.repeat((np.cumsum(inputs.query_lens) - inputs.seq_lens)[rows], counts)
         where = np.repeat(inputs.slots[rows], counts) * _MAX_WAITING + positions % _MAX_WAITING
-        source = hidden[torch.from_numpy(at).to(hidden.device)]
-        self._room_to_wait(hidden)[torch.from_numpy(where).to(hidden.device)] = source
+        _write_rows(self._room_to_wait(hidden), where, _rows_of(hidden, at))

@@ -68,7 +68,11 @@ class Program:
         """Put the arguments of `run` where the operators read them."""
         if states is not None:
             assert self.states is not None, "the pass was recorded with states"
-            self.states[: len(states)] = states
+            if states.is_contiguous():
+                # torch copies a prompt's states on threads of its own, which then wait actively where others compute.
+                ctypes.memmove(self.states.data_ptr(), states.data_ptr(), states.numel() * states.itemsize)
+            else:
+                self.states[: len(states)] = states
         step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
 
     @property
