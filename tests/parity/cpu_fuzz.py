@@ -21,6 +21,7 @@ from models.ops.cpu import sampling as sampling_ops
 from models.ops.cpu.dense import CodedWeight, QuantizedWeight
 from models.ops.types import CLAMPED_SILU, SILU, AttentionOptions
 from models.ops.weight_formats import Codes, nibbles
+from tests.parity.test_cpu_codes import KINDS, assert_same_products, random_codes
 from tests.parity.test_cpu_delta import layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents
 from tests.parity.test_cpu_latents import reference as latent_reference
@@ -111,6 +112,10 @@ def _coded_products(draw: random.Random, seed: int) -> None:
             assert weight.takes(part)
             weight.put_codes(begin, part)
         _close(ops.linear(x, weight, dtype=torch.float32), x.float() @ dense.bfloat16().float().T)
+    codes, meant = random_codes(*draw.choice(KINDS), outputs, inputs)
+    coded = CodedWeight(outputs, inputs)
+    coded.put_codes(0, codes)
+    assert_same_products(ops.linear(x, coded), ops.linear(x, packed(meant)), x, meant)
 
 
 def _rows(draw: random.Random, seed: int) -> None:

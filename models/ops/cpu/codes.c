@@ -27,6 +27,7 @@ struct place {
     struct numbers numbers;
     struct staged staged;
     float *totals; /* [rows][groups] of staged rows, where zero points or a bias are multiplied by them; or NULL */
+    bf16 *columns; /* [steps][16 pairs][rows][2], up to 16 rows as `add_columns` takes them; or NULL */
     const int64_t *tokens; /* which row of x each row is, or NULL */
 };
 
@@ -38,8 +39,9 @@ static struct place prepare(struct worker *worker, const struct codes *codes, in
                        .isa = worker->isa,
                        .numbers = numbers_of(worker->isa, codes),
                        .staged = {(char *)(bench + 1), -1, products->staged_bytes}};
-    if (!at.numbers.is_scaled && has_zeros(codes->code_kind))
-        at.totals = (float *)(at.staged.rows + rows_to_stage(inputs) * parts(inputs, DEPTH) * DEPTH * at.staged.bytes);
+    char *rest = at.staged.rows + rows_to_stage(inputs) * parts(inputs, DEPTH) * DEPTH * at.staged.bytes;
+    if (!at.numbers.is_scaled && has_zeros(codes->code_kind)) at.totals = (float *)rest;
+    if (products->add_columns && codes->code_kind == INT4) at.columns = (bf16 *)rest;
     return at;
 }
 
@@ -86,22 +88,30 @@ CLONES static void add_up(const struct place *at, const struct codes *codes, int
     }
 }
 
+/* Where some steps of panels become near, and what is fetched while rows meet them. */
+static struct near_panels part_of(const struct place *at, const struct codes *codes, const struct panels *panels,
+                                  int64_t first, int64_t some) {
+    int64_t later = first * panels->bytes / panels->steps + AHEAD;
+    int64_t next = later < panels->bytes ? 0 : panels->count - 1;
+    return (struct near_panels){.first = at->bench->near,
+                                .apart = some * STEP + APART,
+                                .count = panels->count,
+                                .steps = some,
+                                .ahead = panels->first + later + next * panels->bytes,
+                                .ahead_apart = panels->bytes,
+                                .stride = bytes_of_codes(codes->code_kind) / (DEPTH / 2)};
+}
+
 /* Some steps of panels by staged rows, added to their sums [panel][rows][32]. */
 static void add_part(const struct place *at, const struct codes *codes, const struct panels *panels, int64_t first,
                      int64_t some, int64_t rows, float *sums) {
-    int64_t steps = panels->steps, of_step = bytes_of_codes(codes->code_kind);
-    int64_t later = first * panels->bytes / steps + AHEAD, next = later < panels->bytes ? 0 : panels->count - 1;
-    struct near_panels near = {.first = at->bench->near,
-                               .apart = some * STEP + APART,
-                               .count = panels->count,
-                               .steps = some,
-                               .ahead = panels->first + later + next * panels->bytes,
-                               .ahead_apart = panels->bytes,
-                               .stride = of_step / (DEPTH / 2)};
+    int64_t steps = panels->steps;
+    struct near_panels near = part_of(at, codes, panels, first, some);
     if (rows == 1 && at->numbers.add_row && panels->count == at->numbers.row_panels) {
         int64_t group = first / (codes->group / DEPTH);
         const struct row_of_codes row = {
-            panels->first + (group + 1) * bytes_of_header(codes) + first * of_step, panels->bytes, some, near.ahead};
+            panels->first + (group + 1) * bytes_of_header(codes) + first * bytes_of_codes(codes->code_kind),
+            panels->bytes, some, near.ahead};
         at->numbers.add_row(at->staged.rows + first * TILE * at->staged.bytes, &row, sums);
         return;
     }
@@ -135,6 +145,33 @@ static void multiply_near(const struct place *at, const struct codes *codes, con
     }
 }
 
+/* Staged rows, 16 at most, to columns. */
+static void stage_columns(const struct place *at, int64_t count, int64_t steps) {
+    for (int64_t i = 0; i < steps; i++)
+        for (int64_t row = 0; row < count; row++)
+            for (int64_t pair = 0; pair < DEPTH / 2; pair++)
+                memcpy(at->columns + i * DEPTH * count + (pair * count + row) * 2,
+                       (const bf16 *)at->staged.rows + i * TILE + row * DEPTH + pair * 2, 2 * sizeof(bf16));
+}
+
+/* As `multiply_near`, of up to 16 rows as columns. */
+static void multiply_columns(const struct place *at, const struct codes *codes, const struct panels *panels,
+                             int64_t rows) {
+    float *sums = at->bench->of_group; /* [panel][32][16] */
+    memset(sums, 0, panels->count * PANEL * LANES * sizeof(float));
+    for (int64_t done = 0, some; done < panels->steps; done += some) {
+        some = min64(NEAR_STEPS, panels->steps - done);
+        const struct near_panels near = part_of(at, codes, panels, done, some);
+        for (int64_t panel = 0; panel < panels->count; panel++)
+            expand_rows(codes, panels->first + panel * panels->bytes, done, some, near.ahead + panel * near.ahead_apart,
+                        at->bench->near + panel * near.apart);
+        at->products->add_columns(at->columns + done * DEPTH * rows, rows, &near, sums);
+    }
+    for (int64_t output = 0; output < panels->count * PANEL; output++)
+        for (int64_t row = 0; row < rows; row++)
+            at->bench->sums[(output / PANEL * rows + row) * PANEL + output % PANEL] = sums[output * LANES + row];
+}
+
 /* `count` rows from `first` on by the panels from `panel` to `past`. */
 static void multiply_panels(const struct linear *op, const struct codes *codes, struct place *at, int64_t first,
                             int64_t count, int64_t panel, int64_t past) {
@@ -143,14 +180,18 @@ static void multiply_panels(const struct linear *op, const struct codes *codes, 
         if (codes->order) stage_in_order(at, op, codes->order, first, count);
         else stage(&at->staged, op->x, op->x_stride, at->tokens, first, count, op->in_features);
         if (at->totals) add_up(at, codes, count, op->in_features);
+        if (at->columns && count <= LANES) stage_columns(at, count, steps);
     }
     at->staged.first = first;
-    prepare_rows(at->isa, count);
+    int has_columns = at->columns && count <= LANES;
+    if (has_columns) prepare_columns(at->isa, count);
+    else prepare_rows(at->isa, count);
     for (int64_t made; panel < past; panel += made) {
         struct panels panels = {.bytes = bytes_of_panel(codes, op->in_features), .steps = steps};
-        made = panels.count = min64(past - panel, at->products->side_panels(count));
+        made = panels.count = min64(past - panel, has_columns ? COLUMN_PANELS : at->products->side_panels(count));
         panels.first = (const char *)op->weight + panel * panels.bytes;
-        multiply_near(at, codes, &panels, count);
+        if (has_columns) multiply_columns(at, codes, &panels, count);
+        else multiply_near(at, codes, &panels, count);
         for (int64_t i = 0; i < made; i++)
             finish_panel(op, at->products, at->bench->sums + i * count * PANEL, first, count, (panel + i) * PANEL, 0);
     }
@@ -237,26 +278,24 @@ static void pack_row(const struct coded_pack *op, int64_t row, char *panel, int6
     }
 }
 
-/* 16 rows of pairs of codes, of which rows 0 and 8, 1 and 9 ... share their bytes. */
+/* A row of pairs of codes in whole steps. */
 static void pack_pairs(const struct coded_pack *op, int64_t row, char *panel, int64_t output) {
     const struct codes *codes = &op->codes;
     int64_t of_step = bytes_of_codes(codes->code_kind);
     for (int64_t group = 0; group < parts(op->in_features, codes->group); group++, panel += bytes_of_group(codes)) {
         int64_t begin = group * codes->group, end = min64(op->in_features, begin + codes->group);
-        for (int64_t i = 0; i < LANES; i++) pack_header(op, row + i, group, panel, output + i);
-        for (int64_t low = 0; low < LANES / 2; low++) {
-            const uint8_t *first = op->rows + (row + low) * op->row_stride, *second = first + LANES / 2 * op->row_stride;
-            char *to = panel + bytes_of_header(codes) + output / LANES * of_step / 2 + low * 8;
-            for (int64_t i = begin; i < end; i += DEPTH, to += of_step)
-                for (int64_t line = 0; line < 4; line++) { /* Eight inputs of both rows: the even ones, then the odd. */
-                    uint32_t a, b, both[2];
-                    memcpy(&a, first + i / 2 + line * 4, sizeof a);
-                    memcpy(&b, second + i / 2 + line * 4, sizeof b);
-                    both[0] = (a & 0x0f0f0f0f) | (b & 0x0f0f0f0f) << 4;
-                    both[1] = (a >> 4 & 0x0f0f0f0f) | (b & 0xf0f0f0f0);
-                    memcpy(to + line * LINE, both, sizeof both);
-                }
-        }
+        const uint8_t *from = op->rows + row * op->row_stride + begin / 2;
+        char *to = panel + bytes_of_header(codes) + output / LANES * of_step / 2 + output % LANES * 4;
+        pack_header(op, row, group, panel, output);
+        for (int64_t i = begin; i < end; i += DEPTH, to += of_step)
+            for (int64_t line = 0; line < 4; line++, from += 4) { /* Eight inputs: the even ones, then the odd. */
+                uint32_t both, even, odd;
+                memcpy(&both, from, sizeof both);
+                even = both & 0x0f0f0f0f, odd = both >> 4 & 0x0f0f0f0f;
+                even |= even >> 4, odd |= odd >> 4;
+                uint32_t words = (even & 0xff) | (even >> 8 & 0xff00) | (odd & 0xff) << 16 | (odd >> 16 & 0xff) << 24;
+                memcpy(to + line * LINE, &words, sizeof words);
+            }
     }
 }
 
@@ -267,11 +306,8 @@ void coded_pack(const void *arguments, const struct step *step, struct worker *w
     int64_t bytes = bytes_of_panel(&op->codes, op->in_features), last = op->first + op->count;
     for (int64_t task; (task = take_task(worker)) < parts(last, LANES) - op->first / LANES;) {
         int64_t tile = op->first / LANES + task, begin = max64(op->first, tile * LANES), end = min64(last, (tile + 1) * LANES);
-        if (op->is_paired && end - begin == LANES && op->in_features % DEPTH == 0) {
-            pack_pairs(op, begin - op->first, op->weight + begin / PANEL * bytes, begin % PANEL);
-            continue;
-        }
+        int in_words = op->is_paired && op->in_features % DEPTH == 0;
         for (int64_t row = begin; row < end; row++)
-            pack_row(op, row - op->first, op->weight + row / PANEL * bytes, row % PANEL);
+            (in_words ? pack_pairs : pack_row)(op, row - op->first, op->weight + row / PANEL * bytes, row % PANEL);
     }
 }

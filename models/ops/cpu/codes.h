@@ -68,6 +68,11 @@ struct numbers numbers_of(enum isa isa, const struct codes *codes);
 /* `steps` steps of a panel from `first` on, as steps of bfloat16; of one group where numbers are not scaled. */
 void expand_steps(enum isa isa, const struct codes *codes, const char *panel, int64_t first, int64_t steps, bf16 *to);
 
+/* The same as rows of outputs [steps][32][32], fetching as many bytes from `ahead` on. Of INT4 by AMX: an output's 16
+ * numbers are then a table, which takes fewer operations than to scale each. */
+void expand_rows(const struct codes *codes, const char *panel, int64_t first, int64_t steps, const char *ahead,
+                 bf16 *to);
+
 /* Some panels that lie next to each other. */
 struct panels {
     const char *first;

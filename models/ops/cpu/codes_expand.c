@@ -423,11 +423,86 @@ AVX512_BF16 INLINE void scaled_fp8(const struct factors *factors, const char *fr
     }
 }
 
+/* A tile by one scale. The product of a code's three bits and the scale is rounded whatever the exponent, by which a
+ * table's entry grows; another has the numbers of codes without one. */
+AVX512_BF16 INLINE void scaled_block(float scale, const char *from, bf16 *to) {
+    const __m512 eighths = _mm512_setr_ps(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i both = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(eighths, _mm512_set1_ps(scale * 0x1p-9f)));
+    __m512i table = _mm512_broadcast_i32x4(_mm256_castsi256_si128(both));
+    __m512i tiny = _mm512_castsi128_si512(_mm256_extracti128_si256(both, 1));
+    for (int line = 0; line < LANES; line++, from += 2 * LANES, to += 2 * LANES) {
+        __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from));
+        __m512i exponents = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x78)), 4);
+        __mmask32 is_tiny = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+        exponents = _mm512_sub_epi16(exponents, _mm512_set1_epi16(1 << 7));
+        __m512i size = _mm512_add_epi16(_mm512_permutexvar_epi16(codes, table), exponents);
+        size = _mm512_mask_permutexvar_epi16(size, is_tiny, codes, tiny);
+        /* size ^ (codes & sign) */
+        _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(size, codes, _mm512_set1_epi16((short)0x8000), 0x78));
+    }
+}
+
+/* The 16 numbers of each output of a group. */
+AVX512_BF16 static void find_tables(const struct codes *codes, const char *group, __m256i tables[PANEL]) {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    ALIGNED float scales[PANEL], zeros[PANEL];
+    for (int tile = 0; tile < 2; tile++) {
+        struct factors by = factors_of(codes, group, tile);
+        store(scales + tile * LANES, by.scales), store(zeros + tile * LANES, by.zeros);
+    }
+#pragma GCC unroll 4
+    for (int output = 0; output < PANEL; output += 2) {
+        __m512 low = _mm512_sub_ps(numbers, _mm512_set1_ps(zeros[output]));
+        __m512 high = _mm512_sub_ps(numbers, _mm512_set1_ps(zeros[output + 1]));
+        low = _mm512_mul_ps(low, _mm512_set1_ps(scales[output]));
+        high = _mm512_mul_ps(high, _mm512_set1_ps(scales[output + 1]));
+        _mm512_storeu_si512(tables + output, line_of(low, high));
+    }
+}
+
+/* Four rows of outputs of a tile: of the four words of 32 bits that an output has, those of its inputs in order. */
+AVX512 INLINE void put_rows(__m512i words, const __m256i *tables, bf16 *to) {
+    const __m512i order = _mm512_set_epi16(7, 6, 7, 6, 7, 6, 7, 6, 5, 4, 5, 4, 5, 4, 5, 4, 3, 2, 3, 2, 3, 2, 3, 2, 1, 0,
+                                           1, 0, 1, 0, 1, 0);
+    const __m512i shifts = _mm512_set1_epi64(0x000c000c00080008), first = _mm512_set1_epi64(0x0004000400000000);
+    const __m512i nibbles = _mm512_mask_blend_epi64(0x55, shifts, first);
+#pragma GCC unroll 4
+    for (int lane = 0; lane < 4; lane++) {
+        __m512i from = _mm512_add_epi16(order, _mm512_set1_epi16((short)(lane * 8)));
+        __m512i codes = _mm512_srlv_epi16(_mm512_permutexvar_epi16(from, words), nibbles);
+        __m512i table = _mm512_broadcast_i64x4(tables[lane * 4]);
+        _mm512_storeu_si512(to + lane * 4 * DEPTH, _mm512_permutexvar_epi16(codes, table));
+    }
+}
+
+AVX512 static void put_tiles(const __m256i *tables, const char *from, int64_t steps, const char *ahead, bf16 *to) {
+    for (int64_t tile = 0; tile < 2 * steps; tile++, from += TILE / 2, ahead += TILE / 2, to += TILE) {
+        for (int line = 0; line < 4; line++) __builtin_prefetch(ahead + line * LINE);
+        const __m256i *of = tables + tile % 2 * LANES;
+        __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + LINE);
+        __m512i c = _mm512_loadu_si512(from + 2 * LINE), d = _mm512_loadu_si512(from + 3 * LINE);
+        __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
+        __m512i low2 = _mm512_unpacklo_epi32(c, d), high2 = _mm512_unpackhi_epi32(c, d);
+        put_rows(_mm512_unpacklo_epi64(low, low2), of, to);
+        put_rows(_mm512_unpackhi_epi64(low, low2), of + 1, to + DEPTH);
+        put_rows(_mm512_unpacklo_epi64(high, high2), of + 2, to + 2 * DEPTH);
+        put_rows(_mm512_unpackhi_epi64(high, high2), of + 3, to + 3 * DEPTH);
+    }
+}
+
 /* How the numbers of a group are made. */
-enum form { SHORT_INT4, LONG_INT4, SMALL_FP4, ANY_FP4, SYMMETRIC_INT8, ANY_INT8, ANY_FP8 };
+enum form { SHORT_INT4, LONG_INT4, SMALL_FP4, ANY_FP4, SYMMETRIC_INT8, ANY_INT8, BLOCK_FP8, ANY_FP8 };
+
+/* Whether all outputs have one scale, by which no number leaves the range of those with an exponent. */
+AVX512 static int is_block(const struct codes *codes, const char *group) {
+    struct factors first = factors_of(codes, group, 0), second = factors_of(codes, group, 1);
+    vector scale = all(first.scales[0]), size = (vector)((bits)scale & 0x7fffffff);
+    integers is_same = (first.scales == scale) & (second.scales == scale) & (size > 0x1p-100f) & (size < 0x1p100f);
+    return _mm512_movepi32_mask((__m512i)is_same) == 0xffff;
+}
 
 AVX512 static enum form form_of(const struct codes *codes, const char *group) {
-    if (codes->code_kind == FP8) return ANY_FP8;
+    if (codes->code_kind == FP8) return is_block(codes, group) ? BLOCK_FP8 : ANY_FP8;
     if (codes->code_kind == INT4) return codes->scales == SCALES_FLOAT32 ? LONG_INT4 : SHORT_INT4;
     if (codes->code_kind == INT8) {
         __m256i zeros = _mm256_loadu_si256((const void *)(group + PANEL * bytes_of_scale(codes->scales)));
@@ -449,6 +524,7 @@ AVX512_BF16 INLINE void scale_steps(const struct factors by[2], const char *grou
         else if (form == LONG_INT4) scaled4(of, from, to, of_int4, 0);
         else if (form == SMALL_FP4) scaled_fp4(group + tile % 2 * LANES, from, to);
         else if (form == ANY_FP4) scaled4(of, from, to, of_fp4, 0);
+        else if (form == BLOCK_FP8) scaled_block(of->scales[0], from, to);
         else if (form == ANY_FP8) scaled_fp8(of, from, to);
         else scaled_int8(of, from, to, form == ANY_INT8);
     }
@@ -466,6 +542,7 @@ AVX512_BF16 static void expand_scaled(const struct codes *codes, const char *gro
     case ANY_FP4: scale_steps(by, group, from, steps, to, ANY_FP4); break;
     case SYMMETRIC_INT8: scale_steps(by, group, from, steps, to, SYMMETRIC_INT8); break;
     case ANY_INT8: scale_steps(by, group, from, steps, to, ANY_INT8); break;
+    case BLOCK_FP8: scale_steps(by, group, from, steps, to, BLOCK_FP8); break;
     case ANY_FP8: scale_steps(by, group, from, steps, to, ANY_FP8); break;
     }
 }
@@ -506,4 +583,21 @@ void expand_steps(enum isa isa, const struct codes *codes, const char *panel, in
         to += some * STEP, first += some;
     }
     __asm__ volatile("" ::: "memory"); /* To gcc 12 loading a tile reads no memory. */
+}
+
+void expand_rows(const struct codes *codes, const char *panel, int64_t first, int64_t steps, const char *ahead,
+                 bf16 *to) {
+#if HAS_X86
+    int64_t in_group = codes->group / DEPTH;
+    for (int64_t past = first + steps, some; first < past; first += some, ahead += some * (STEP / 2), to += some * STEP) {
+        const char *group = panel + first / in_group * bytes_of_group(codes);
+        ALIGNED __m256i tables[PANEL];
+        some = min64(past - first, in_group - first % in_group);
+        find_tables(codes, group, tables);
+        put_tiles(tables, group + bytes_of_header(codes) + first % in_group * (STEP / 2), some, ahead, to);
+    }
+    __asm__ volatile("" ::: "memory"); /* To gcc 12 loading a tile reads no memory. */
+#else
+    (void)codes, (void)panel, (void)first, (void)steps, (void)ahead, (void)to;
+#endif
 }

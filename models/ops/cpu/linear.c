@@ -176,6 +176,7 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     int64_t rows = step->num_tokens;
     const struct cut cut = cut_product(rows, op->in_features, parts(op->out_features, PANEL), worker->threads);
     struct bench bench = prepare(worker, rows > FEW_ROWS);
+    prepare_rows(worker->isa, rows);
     for (struct share share; take_share(&cut, worker, &share);)
         multiply_panels(op, &bench, share.first, share.count, share.panel, share.past);
     if (bench.is_large) settle_rounded();

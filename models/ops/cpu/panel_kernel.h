@@ -287,7 +287,7 @@ TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
     return rounds * CHAINS * WIDTH * (PAIRS ? 4 : 2);
 }
 
-static const struct panel_products NAME(products) = {STAGED_BYTES(PAIRS), NAME(multiply), NAME(add),
+static const struct panel_products NAME(products) = {STAGED_BYTES(PAIRS), NAME(multiply), NAME(add), NULL,
                                                      NAME(multiply_beside), NAME(round), NAME(put), NAME(spin),
                                                      NAME(multiply_side), NAME(side_panels)};
 

@@ -308,6 +308,37 @@ AMX static void add_amx(const char *rows, int64_t count, int64_t all, const stru
     }
 }
 
+/* The weight's rows are the first factor here, and rows the second: sums of the same products in the same order. */
+AMX static void add_columns_amx(const bf16 *columns, int64_t count, const struct near_panels *near, float *sums) {
+    const bf16 *weight = near->first, *other = weight + near->apart;
+    float *of_other = sums + PANEL * LANES;
+    int has_other = near->count > 1;
+    _tile_loadd(0, sums, LINE);
+    _tile_loadd(1, sums + LANES * LANES, LINE);
+    if (has_other) {
+        _tile_loadd(2, of_other, LINE);
+        _tile_loadd(3, of_other + LANES * LANES, LINE);
+    }
+    for (int64_t step = 0; step < near->steps; step++, weight += STEP, other += STEP) {
+        _tile_loadd(6, columns + step * DEPTH * count, count * 4);
+        _tile_loadd(7, weight, LINE);
+        _tile_dpbf16ps(0, 7, 6);
+        _tile_loadd(7, weight + TILE, LINE);
+        _tile_dpbf16ps(1, 7, 6);
+        if (!has_other) continue;
+        _tile_loadd(7, other, LINE);
+        _tile_dpbf16ps(2, 7, 6);
+        _tile_loadd(7, other + TILE, LINE);
+        _tile_dpbf16ps(3, 7, 6);
+    }
+    _tile_stored(0, sums, LINE);
+    _tile_stored(1, sums + LANES * LANES, LINE);
+    if (has_other) {
+        _tile_stored(2, of_other, LINE);
+        _tile_stored(3, of_other + LANES * LANES, LINE);
+    }
+}
+
 AMX static void multiply_amx(const char *rows, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
                              float *sums) {
     static const struct beside nothing = {NULL, NULL, 0, 0};
@@ -345,22 +376,27 @@ AMX static int64_t spin_amx(int64_t rounds, float *sums) {
     return rounds * 4 * 2 * LANES * LANES * DEPTH;
 }
 
-static const struct panel_products amx = {sizeof(bf16), multiply_amx,        add_amx,
+static const struct panel_products amx = {sizeof(bf16), multiply_amx, add_amx, add_columns_amx,
                                           multiply_beside_amx, pairs_round, pairs_put, spin_amx, NULL, side_panels_amx};
 
-/* Eight tiles of so many rows of a line, but 16 of the last, which is the weight's where rows fill one. Constants: to gcc
- * 12 the intrinsic reads but the first bytes, so that it would leave out the stores to the rest of a variable. */
-#define PALETTE(n) {.palette = 1, .bytes = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE}, \
-                    .rows = {n, n, n, n, n, n, n, LANES}}
+/* Eight tiles of lines: seven of so many rows and one of 16, the weight's; or seven of 16 rows of so many columns.
+ * Constants: to gcc 12 the intrinsic reads but the first bytes, so that it would leave out the stores to the rest of a
+ * variable. */
+#define PALETTE(n, line) {.palette = 1, .bytes = {line, line, line, line, line, line, line, LINE}, \
+                          .rows = {n, n, n, n, n, n, n, LANES}}
+#define OF_ROWS(n) PALETTE(n, LINE)
+#define OF_COLUMNS(n) PALETTE(LANES, 4 * n)
+#define FOR_EACH(of) {of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(8), of(9), of(10), of(11), of(12), of(13), \
+                      of(14), of(15), of(16)}
 static const struct ALIGNED {
     uint8_t palette, start_row, reserved[14];
     uint16_t bytes[16];
     uint8_t rows[16];
-} palettes[LANES] = {PALETTE(1), PALETTE(2), PALETTE(3), PALETTE(4), PALETTE(5), PALETTE(6), PALETTE(7), PALETTE(8),
-                     PALETTE(9), PALETTE(10), PALETTE(11), PALETTE(12), PALETTE(13), PALETTE(14), PALETTE(15),
-                     PALETTE(16)};
+} palettes[2][LANES] = {FOR_EACH(OF_ROWS), FOR_EACH(OF_COLUMNS)};
 
-AMX static void load_palette(int64_t rows) { _tile_loadconfig(&palettes[min64(rows, LANES) - 1]); }
+AMX static void load_palette(int has_columns, int64_t rows) {
+    _tile_loadconfig(&palettes[has_columns][min64(rows, LANES) - 1]);
+}
 
 AMX static void release_palette(void) { _tile_release(); }
 
@@ -390,9 +426,16 @@ void prepare_tiles(enum isa isa) { prepare_rows(isa, LANES); }
 
 void prepare_rows(enum isa isa, int64_t rows) {
 #if HAS_X86
-    if (isa == WITH_AMX) load_palette(rows);
+    if (isa == WITH_AMX) load_palette(0, rows);
 #endif
     (void)isa, (void)rows;
+}
+
+void prepare_columns(enum isa isa, int64_t count) {
+#if HAS_X86
+    if (isa == WITH_AMX) load_palette(1, count);
+#endif
+    (void)isa, (void)count;
 }
 
 void release_tiles(enum isa isa) {

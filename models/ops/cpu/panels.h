@@ -42,6 +42,9 @@ struct panel_products {
     /* The same of parts of panels, added to what is there [panel][count][32]; rows have `all` steps. Sums in parts are
      * those of the whole, bit for bit. */
     void (*add)(const char *staged, int64_t count, int64_t all, const struct near_panels *near, float *sums);
+    /* Up to 16 rows, as columns [steps][16 pairs][count][2], by one or two panels, of which a step has 32 rows of 32 inputs:
+     * added to sums [panel][32][16], the same as those of `add`. It fetches nothing. NULL where `add` takes no longer. */
+    void (*add_columns)(const bf16 *columns, int64_t count, const struct near_panels *near, float *sums);
     /* As `multiply`, not fetched before, and what is done beside it. */
     void (*multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
                             const struct beside *beside);
@@ -76,6 +79,10 @@ void prepare_tiles(enum isa isa);
 /* Before products of so many rows at once: of less than a tile no more are multiplied, read and written. */
 void prepare_rows(enum isa isa, int64_t rows);
 
+/* And before `add_columns`. */
+void prepare_columns(enum isa isa, int64_t count);
+
+#define COLUMN_PANELS 2 /* at most */
 #define SIDE_ROWS 4
 
 /* The product of up to 48 staged rows and the first of `panels` panels, or several where rows are few. Returns how many,
