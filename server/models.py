@@ -5,6 +5,10 @@ and `CoreManager`. A request for a model that is not loaded waits in that model'
 where the budget has no room, the least recently used model without requests is unloaded. If all have requests, new
 ones for the least recently used model wait until its live ones have ended, and then it is unloaded: no request is cut
 off, and a model that is always in use keeps no other out.
+
+No owner takes the models from others: owners take turns at having a model loaded; a model that others use stays for as
+long as its loading took; and new requests wait for its live ones to end for a bounded time, after which it is open for
+as long.
 """
 
 import asyncio
@@ -33,6 +37,13 @@ _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 10.0
 """After a model could not be loaded, its requests are refused for so long without another attempt."""
 
+_CLOSED_SHARE = 0.25
+"""Of `model_wait_timeout`: how long a model is closed to new requests while its live ones end. Whoever waits for it
+meanwhile is served long before that timeout, although another's stream goes on."""
+
+_MOST_TURNS = 1024
+"""Owners whose last loads are remembered, at most."""
+
 _MOST_NAMED = 20
 """Names that the answer to an unknown one lists."""
 
@@ -53,8 +64,14 @@ class _Entry:
         self.num_users = 0
         """Requests that are being prepared."""
         self.last_used = 0.0
-        self.waiting: list[asyncio.Future[None]] = []
-        """Of the requests that wait for it to be open."""
+        self.waiting: dict[asyncio.Future[None], str] = {}
+        """Of the requests that wait for it to be open, with their parties."""
+        self.parties: set[str] = set()
+        """Owners that have used it since it was loaded, while that matters."""
+        self.stays_until = 0.0
+        """Until then it makes room only for its own users' requests. On the monotonic clock."""
+        self.change_at = 0.0
+        """When it opens again if it is leaving; otherwise, from when on it may leave."""
         self.loading: asyncio.Task[None] | None = None
         self.retry_at = 0.0
 
@@ -71,11 +88,33 @@ class _Entry:
     def open(self) -> None:
         """Let the requests that wait go on; from now on they use it."""
         self.is_open, self.is_leaving = True, False
-        for each in self.waiting:
+        for each, party in self.waiting.items():
             if not each.done():
                 each.set_result(None)
-                self.num_users += 1
+                self.enter(party)
         self.waiting.clear()
+
+    @property
+    def waiting_parties(self) -> set[str]:
+        """Owners of the requests that wait for it."""
+        return {party for each, party in self.waiting.items() if not each.done()}
+
+    def close_for_a_time(self, seconds: float) -> None:
+        """Let new requests wait so that it becomes idle: for so long, then let them in for as long, in turns."""
+        now = time.monotonic()
+        if now < self.change_at:
+            return
+        self.change_at = now + seconds
+        if self.is_leaving:
+            self.open()
+        else:
+            self.is_leaving = True
+
+    def enter(self, party: str) -> None:
+        """A request of this owner uses it from now on, until `leave`."""
+        self.num_users += 1
+        if time.monotonic() < self.stays_until:
+            self.parties.add(party)
 
     def refuse(self, error: Exception) -> None:
         """End the requests that wait with `error`."""
@@ -122,7 +161,10 @@ class Models:
         if not is_one:
             self.shared.metrics.show_models(lambda: {entry.name: entry.is_open for entry in self._entries})
         self._room = asyncio.Lock()
-        """Held by the model for which room is made."""
+        """Held while a model is unloaded for another."""
+        self._turns: dict[str, int] = {}
+        """By party: the number of the last load that it waited for. Loads are for whoever has had none for longest."""
+        self._num_turns = 0
         self._is_started = False
         self._is_closing = False
 
@@ -190,7 +232,7 @@ class Models:
         if entry.is_open and entry.core.failure is not None and len(self._entries) > 1:
             entry.is_open = entry.is_resident = False
         if entry.frontend.is_asleep or (entry.is_open and not entry.is_leaving):
-            entry.num_users += 1
+            entry.enter(owner.party)
         else:
             await self._wait_open(entry, owner)
         try:
@@ -254,13 +296,14 @@ class Models:
         timeout = self.config.server_config.model_wait_timeout
         with entry.frontend.admission.waiting(owner):
             opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            entry.waiting.append(opened)
-            if entry.loading is None:
-                entry.loading = asyncio.create_task(self._load(entry))
+            entry.waiting[opened] = owner.party
+            if not entry.is_open:
+                self._start_loading(entry)
             try:
                 async with asyncio.timeout(timeout):
                     await opened
             except BaseException as error:
+                entry.waiting.pop(opened, None)
                 if opened.done() and not opened.cancelled() and opened.exception() is None:
                     entry.leave()
                 if isinstance(error, TimeoutError):
@@ -270,16 +313,15 @@ class Models:
                     ) from None
                 raise
 
+    def _start_loading(self, entry: _Entry) -> None:
+        if entry.loading is None:
+            entry.loading = asyncio.create_task(self._load(entry))
+
     async def _load(self, entry: _Entry) -> None:
         """Make room for `entry` and load it, for the requests that wait for it."""
         try:
-            async with self._room:
-                if not await self._make_room(entry):
-                    return
-            if not entry.is_open:
+            if await self._make_room(entry):
                 await self._load_resident(entry)
-            else:
-                entry.open()
         except Exception as error:  # noqa: BLE001 - reported to the requests, which wait for it
             _log.exception("model %s cannot be loaded", entry.name)
             entry.refuse(NotReady(f"model {entry.name} cannot be loaded: {type(error).__name__}: {error}"))
@@ -293,6 +335,8 @@ class Models:
             seconds = time.monotonic() - began
             self.shared.metrics.model_loaded(entry.name, seconds)
             _log.info("model %s is loaded, in %.1f s", entry.name, seconds)
+            entry.parties.clear()
+            entry.stays_until, entry.change_at = time.monotonic() + seconds, 0.0
             entry.open()
             self._check_memory(entry)
             return
@@ -305,32 +349,60 @@ class Models:
 
     async def _make_room(self, entry: _Entry) -> bool:
         """Unload models until `entry` fits; False once no request waits for it any more."""
+        leaving: set[_Entry] = set()
         try:
-            while not entry.is_resident:
-                if all(each.done() for each in entry.waiting):
-                    entry.waiting.clear()
-                    return False
-                others = [each for each in self._entries if each.is_resident]
-                excess = (
-                    0 if self._budget is None else sum(each.memory for each in others) + entry.memory - self._budget
-                )
-                if excess <= 0:
-                    entry.is_resident = True
-                    break
-                others = sorted((each for each in others if each.is_open), key=lambda each: each.last_use)
-                idle = [each for each in others if each.is_idle]
-                if sum(each.memory for each in idle) >= excess:
-                    await self._evict(idle[0], entry.name)
-                    continue
-                for each in others:
-                    each.is_leaving = excess > 0
-                    excess -= each.memory
+            while parties := entry.waiting_parties:
+                async with self._room:
+                    if self._is_next(entry, parties) and await self._has_made_room(entry, parties, leaving):
+                        entry.is_resident = True
+                        self._take_turn(parties)
+                        return True
                 await asyncio.sleep(_POLL_SECONDS)
+            entry.waiting.clear()
+            return False
         finally:
-            for each in self._entries:
-                if each.is_open and each.is_leaving and not each.waiting:
-                    each.is_leaving = False
+            for each in leaving:
+                if each.is_open:
+                    each.open()
+                elif each.waiting:
+                    self._start_loading(each)
+
+    def _is_next(self, entry: _Entry, parties: set[str]) -> bool:
+        """Whether a model was loaded for each other owner that waits for one since the last load for one of these."""
+        own = min(self._turns.get(party, 0) for party in parties)
+        rivals = (each for each in self._entries if each.loading is not None and not each.is_resident)
+        return all(own <= self._turns.get(party, 0) for each in rivals for party in each.waiting_parties)
+
+    def _take_turn(self, parties: set[str]) -> None:
+        self._num_turns += 1
+        self._turns.update(dict.fromkeys(parties, self._num_turns))
+        if len(self._turns) > _MOST_TURNS:
+            earliest = self._num_turns - _MOST_TURNS // 2
+            self._turns = {party: turn for party, turn in self._turns.items() if turn > earliest}
+
+    async def _has_made_room(self, entry: _Entry, parties: set[str], leaving: set[_Entry]) -> bool:
+        """Unload what may be unloaded now for `entry`, and let requests for the rest wait; whether `entry` fits."""
+        closed_seconds = _CLOSED_SHARE * self.config.server_config.model_wait_timeout
+        while (excess := self._excess(entry)) > 0:
+            now = time.monotonic()
+            others = [each for each in self._entries if each.is_resident and each.is_open]
+            others = [each for each in others if now >= each.stays_until or each.parties <= parties]
+            others.sort(key=lambda each: each.last_use)
+            idle = [each for each in others if each.is_idle]
+            if sum(each.memory for each in idle) < excess:
+                for each in others:
+                    if excess > 0:
+                        each.close_for_a_time(closed_seconds)
+                        leaving.add(each)
+                    excess -= each.memory
+                return False
+            await self._evict(idle[0], entry.name)
         return True
+
+    def _excess(self, entry: _Entry) -> float:
+        """Bytes that must become free for `entry`."""
+        resident = sum(each.memory for each in self._entries if each.is_resident)
+        return 0 if self._budget is None else resident + entry.memory - self._budget
 
     async def _evict(self, entry: _Entry, wanted: str) -> None:
         self._check_memory(entry)
@@ -339,6 +411,8 @@ class Models:
         await asyncio.shield(entry.frontend.unload())
         entry.is_resident = False
         self.shared.metrics.model_evicted(entry.name)
+        if entry.waiting:
+            self._start_loading(entry)
 
     def _check_memory(self, entry: _Entry) -> None:
         """Warn where a model on a CPU takes more memory than its share of the budget."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.kaon_server import KaonServer, eventually
+from tests.e2e.kaon_server import eventually
 from tests.e2e.test_http_adapters import Stream, complete
-from tests.e2e.test_http_models import FIRST_TOKEN, LENGTH, NAMES, ModelsServer, error_of, queued
+from tests.e2e.test_http_models import FIRST_TOKEN, LENGTH, NAMES, ModelsServer, complete_from, error_of, queued
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,6 @@ def test_a_core_that_is_killed_while_it_loads_is_said_and_tried_again(tmp_path: 
     eventually(lambda: complete(server, "two").status_code == 200)
     assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))
     assert server.stop() == 0
-
-
-def complete_from(address: str, server: KaonServer) -> httpx.Response:
-    transport = httpx.HTTPTransport(local_address=address)
-    with httpx.Client(transport=transport, base_url=server.url, timeout=60) as http:
-        return http.post("/v1/completions", json={"model": "two", "prompt": "hi", "max_tokens": 2})
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Several models at one address: each is loaded for its requests, and no eviction or fault of one costs another's."""
 
+import fcntl
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,7 @@ from tests.e2e.processes import command_line
 from tests.e2e.test_http_adapters import PROMPT, Stream, complete, tokens_of
 
 STUB_CORES = "from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'; "
-SOON = "import server.models; server.models._RETRY_SECONDS = 0.01; "
+SOON = "import server.models; server.models._RETRY_SECONDS = 0.01; server.models._CLOSED_SHARE = 0.005; "
 MODELS = """\
 memory_gib: 2
 models:
@@ -170,8 +172,59 @@ def test_no_stream_is_cut_and_none_keeps_another_model_out(server: ModelsServer)
     assert queued(server) == 0
 
 
-def queued(server: ModelsServer) -> int:
-    count: int = server.get("/kaon/limits").json()["in_use"]["queued_sequences"]
+def test_requests_for_a_model_do_not_wait_for_another_owners_stream(server: ModelsServer) -> None:
+    server.use("one", "two")
+    streams = [Stream(server, name, 3900) for name in ("one", "two")]
+    eventually(lambda: all(stream.has_begun() for stream in streams))
+    with ThreadPoolExecutor() as threads:
+        third = threads.submit(server.use, "three")
+        eventually(lambda: queued(server) == 1)
+        for name in ("one", "two"):
+            assert complete_from("127.0.0.2", server, name).status_code == 200
+        assert not any(stream.is_over() for stream in streams)
+        assert not third.done()
+        for stream in streams:
+            assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + 3900))
+        third.result()
+
+
+def test_owners_take_turns_at_having_models_loaded(server: ModelsServer) -> None:
+    server.broken.symlink_to(Path("models/demo/checkpoint").resolve())
+    server.use("two", "three")
+    before = len(server.stderr)
+    with server.gate.open() as gate, ThreadPoolExecutor() as threads:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        asked = []
+        # A request for a model that is still loaded would not wait.
+        for name, left in (("one", ["three"]), ("two", [])):
+            asked.append(threads.submit(server.use, name))
+            eventually(lambda left=left: server.loaded() == left)  # type: ignore[misc]
+        asked.append(threads.submit(server.use, "three"))
+        eventually(lambda: queued(server) == 3)
+        asked.append(threads.submit(complete_from, "127.0.0.2", server, "broken"))
+        eventually(lambda: queued(server, "127.0.0.2") == 1)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        for each in asked:
+            each.result()
+    order = re.findall(r"to make room for (\w+)", server.stderr[before:])
+    assert order == ["one", "two", "broken", "three"]
+    server.broken.unlink()
+
+
+def complete_from(address: str, server: ModelsServer, model: str = "two") -> httpx.Response:
+    """A completion that another owner asks for: on a server without keys, another address."""
+    with client_at(address, server) as http:
+        return http.post("/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": 2})
+
+
+def client_at(address: str, server: ModelsServer) -> httpx.Client:
+    transport = httpx.HTTPTransport(local_address=address)
+    return httpx.Client(transport=transport, base_url=server.url, timeout=60)
+
+
+def queued(server: ModelsServer, address: str = "127.0.0.1") -> int:
+    with client_at(address, server) as http:
+        count: int = http.get("/kaon/limits").json()["in_use"]["queued_sequences"]
     return count
 
 
