@@ -304,6 +304,8 @@ def _open(path: Path) -> tuple[mmap.mmap, list[_Segment]]:
         mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         with contextlib.suppress(OSError):  # A system may be built without huge pages.
             mapped.madvise(mmap.MADV_HUGEPAGE)
+    if len(mapped) < _PREAMBLE.size:
+        raise ValueError("it ends too soon")
     magic, length, digest = _PREAMBLE.unpack_from(mapped)
     header = mapped[_PREAMBLE.size : _PREAMBLE.size + length]
     if magic != _MAGIC or xxhash.xxh3_64_digest(header) != digest:

@@ -111,7 +111,7 @@ def test_a_file_is_of_one_content_and_one_way_of_loading(checkpoint: Path, cache
     assert load(checkpoint, cache)[1]
 
 
-@pytest.mark.parametrize("injury", ["cut", "header", "weight", "empty", "writable"])
+@pytest.mark.parametrize("injury", ["cut", "header", "weight", "short", "empty", "writable"])
 def test_a_damaged_file_is_removed_and_the_checkpoint_read(
     injury: str, checkpoint: Path, cache: PackCache, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,9 +121,9 @@ def test_a_damaged_file_is_removed_and_the_checkpoint_read(
     if injury == "writable":
         file.chmod(0o666)
     else:
-        position = {"cut": 0, "header": 40, "weight": len(content) // 2, "empty": 0}[injury]
+        position = {"cut": 0, "header": 40, "weight": len(content) // 2, "short": 0, "empty": 0}[injury]
         content[position] ^= injury in ("header", "weight")
-        file.write_bytes(content[: {"cut": len(content) - 9000, "empty": 0}.get(injury, len(content))])
+        file.write_bytes(content[: {"cut": len(content) - 9000, "short": 10, "empty": 0}.get(injury, len(content))])
     found, is_read = load(checkpoint, cache)
     assert is_read
     assert same(found, expected)
