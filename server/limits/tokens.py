@@ -5,6 +5,7 @@ owner, and the claim `scope` (or `scp`) says what the token opens.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -136,7 +137,9 @@ def _public_keys(content: bytes) -> "dict[str | None, PyJWK]":
         for each in given:
             # Of a kind that this server does not use, such as a shared secret (`oct`), or for encryption.
             if each.get("kty") in ("RSA", "EC", "OKP") and each.get("use", "sig") == "sig":
-                keys[each.get("kid")] = jwt.PyJWK(each)
+                # One of a curve that the library does not know must not cost the issuer's others.
+                with contextlib.suppress(jwt.PyJWTError):
+                    keys[each.get("kid")] = jwt.PyJWK(each)
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError, jwt.PyJWTError) as error:
         raise ValueError(f"it is not a JSON Web Key Set: {error}") from error
     if not keys:

@@ -47,6 +47,7 @@ KEYS = {
         public(EC_KEY, "ec"),
         public(OTHER_KEY, "encryption", use="enc"),
         {"kty": "oct", "kid": "secret", "k": "AAAA"},
+        {"kty": "EC", "kid": "new curve", "crv": "P-999", "x": "AA", "y": "AA"},
     ]
 }
 
