@@ -26,7 +26,7 @@ from models.attention.cpu_cache import (
 from models.attention.cpu_plan import MAX_MASK_ELEMENTS, CPUAttentionMetaData, DecodeBucket, PrefillSpan
 from models.ops.memory import Send
 from models.ops.norm import rms_norm
-from models.ops.torch_ops import deinterleave, moved, rotate, top_k_lower_first
+from models.ops.torch_ops import deinterleave, moved, rotate
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 _MAX_SCORES = 1 << 24
@@ -363,9 +363,12 @@ def _scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch
 
 
 def _choose(scores: torch.Tensor, rows: torch.Tensor, selected: torch.Tensor) -> None:
-    """Write the positions of the best scores to the rows of `selected`, -1 for tokens that are not visible."""
-    values, positions = top_k_lower_first(scores, min(selected.shape[1], scores.shape[1]))
-    selected[rows, : positions.shape[1]] = positions.masked_fill(values == -torch.inf, -1)
+    """Write the positions of the best scores to the rows of `selected`, -1 for tokens that are not visible.
+
+    Of equal scores those that transformers chooses: with few heads many scores are 0, and this path is the reference.
+    """
+    best = scores.topk(min(selected.shape[1], scores.shape[1]), sorted=False)
+    selected[rows, : best.indices.shape[1]] = best.indices.masked_fill(best.values == -torch.inf, -1)
 
 
 @BACKENDS.register("cpu")

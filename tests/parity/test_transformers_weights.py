@@ -1,4 +1,4 @@
-"""Quantised checkpoints of models without a class here compute what the dense weights that they mean compute."""
+"""Quantised checkpoints on the general route compute what the dense weights that they mean compute."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import transformers
 from models.errors import CheckpointError
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family, edit_json
-from tests.parity.foreign_models import GPT2, GRANITE
+from tests.parity.foreign_models import APERTUS, GPT2
 from tests.parity.paged_model import PagedModel, assert_computes, prompt
 from tests.parity.test_quantization import FORMATS
 from tests.parity.variants.gpt_oss import VARIANTS
@@ -30,7 +30,8 @@ def test_a_quantised_checkpoint_computes_what_its_dense_twin_computes(
     pair = q.write_pair(tmp_path, *FORMATS[name], family=family, **fields)
     q.scatter(pair.quantised)
     tokens = prompt(40)
-    assert_computes(PagedModel(pair.dense), tokens, PagedModel(pair.quantised).logits(tokens))
+    found = PagedModel(pair.quantised, model_impl="transformers").logits(tokens)
+    assert_computes(PagedModel(pair.dense, model_impl="transformers"), tokens, found)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_a_damaged_one_is_refused_in_a_sentence(tmp_path: Path, damage: Any, rea
     path = q.write_pair(tmp_path, *FORMATS["awq"], family=GRANITE_FAMILY, **WIDE).quantised
     q.change(path, damage)
     with pytest.raises(CheckpointError, match=reason) as refusal:
-        PagedModel(path)
+        PagedModel(path, model_impl="transformers")
     assert "\n" not in str(refusal.value)
 
 
@@ -66,7 +67,7 @@ def test_8_bit_experts_in_one_stack_are_refused(tmp_path: Path) -> None:
     leaves = {"weight": "", "weight_scale_inv": "_scale_inv"}
     q.stack_experts(path, ("gate_proj", "up_proj"), "gate_up_proj", leaves=leaves)
     with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj in .* is torch\.float8_e4m3fn"):
-        PagedModel(path)
+        PagedModel(path, model_impl="transformers")
 
 
 def test_gpt_oss_as_it_is_published_computes_the_same_by_both_routes(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_gpt_oss_as_it_is_published_computes_the_same_by_both_routes(tmp_path: P
 
 
 def test_experts_as_gpt_oss_has_them_are_refused_for_another_model(tmp_path: Path) -> None:
-    path = GRANITE.checkpoint(tmp_path)
+    path = APERTUS.checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(CheckpointError, match=r"quant_method mxfp4 .* GraniteForCausalLM has others"):
+    with pytest.raises(CheckpointError, match=r"quant_method mxfp4 .* ApertusForCausalLM has others"):
         PagedModel(path)
