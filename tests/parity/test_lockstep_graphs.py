@@ -13,6 +13,8 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.start import start_runner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from models.attention import context as forward_context
+from models.attention.context import set_kv_cache_data
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.ahead import answers
 from tests.parity.capturing_backend import CapturingBackend
@@ -51,10 +53,13 @@ class Replica:
         if fails:
             self.device.capture = partial(_refuse)  # type: ignore[method-assign]
         self.runner: ModelRunner = start_runner(loaded, meet=lambda: None, agree=lambda size: (NUM_BLOCKS, 8))
+        self._caches = forward_context._kv_cache_data
         self.replayed: list[int] = []
 
     def run(self, number: int, meeting: Meeting, max_tokens: int) -> list[RequestOutput]:
         """All steps of this replica and the dummies between them; the graph replays of each pass are counted."""
+        # Which caches a pass uses is a global of the process, and this thread is not the one that set it.
+        set_kv_cache_data(self._caches)
         runner, scheduler, told = self.runner, Scheduler(self.runner.config), list[RequestOutput]()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens + 2 * number, ignore_eos=True)
         scheduler.extend(Sequence(tokens, 16, params, id=index) for index, tokens in enumerate(PROMPTS[number]))

@@ -63,21 +63,21 @@ class ThreadCollectives:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.num_sums += 1
-        first, *others = self._meeting.bring(self._rank, x)
+        first, *others = self._meeting.bring(self._rank, x.clone())
         total: torch.Tensor = first.clone()
         for other in others:
             total += other
         return total
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self._meeting.bring(self._rank, x)
+        parts = self._meeting.bring(self._rank, x.clone())
         return torch.cat(parts, -1) if self._rank == 0 else x
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight) -> None:
         """See `Collectives`."""
 
     def broadcast(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._meeting.bring(self._rank, token_ids)[0].clone()  # type: ignore[no-any-return]
+        return self._meeting.bring(self._rank, token_ids.clone())[0].clone()  # type: ignore[no-any-return]
 
     def capturing(self) -> AbstractContextManager[None]:
         """See `Collectives`."""
@@ -85,7 +85,7 @@ class ThreadCollectives:
 
 
 class ThreadExchange(TokenExchange):
-    """See `models.parallel.tensor_parallel.TokenExchange`."""
+    """See `models.parallel.tensor_parallel.TokenExchange`. Others get copies: a replica that goes on reuses its rows."""
 
     are_captured = True
 
@@ -94,10 +94,10 @@ class ThreadExchange(TokenExchange):
         self.meeting = meeting
 
     def _all_gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.meeting.bring(self._replica, rows))
+        return torch.cat(self.meeting.bring(self._replica, rows.clone()))
 
     def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
-        parts = self.meeting.bring(self._replica, rows.chunk(self._num_replicas))
+        parts = self.meeting.bring(self._replica, rows.clone().chunk(self._num_replicas))
         return torch.cat([theirs[self._replica] for theirs in parts])
 
     def agree(self, num_tokens: int) -> tuple[int, ...]:
