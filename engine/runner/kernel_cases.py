@@ -4,6 +4,7 @@ A pass of the model with suspended kernels shows how its layers attend; every la
 its own cases, and every weight that stays quantized is one. Layers that are alike give one case.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from typing import cast
@@ -20,8 +21,10 @@ from models.ops.self_test import Case
 from models.ops.stored_weight import stored_of
 from models.ops.triton.cache_store import as_hardware_reads, vectors_as_hardware_reads
 from models.ops.triton.cases.attention import AttentionCase
+from models.ops.triton.cases.gated_delta import DeltaCase
 from models.ops.triton.cases.latent_attention import IndexCase, LatentCase
 from models.ops.triton.cases.quantized_products import ProductCase
+from models.ops.triton.cases.state_space import Mamba2Case, ShortConvCase
 
 
 def cases_of_model(
@@ -35,6 +38,8 @@ def cases_of_model(
     found: dict[str, dict[Hashable, Case]] = defaultdict(dict)
     attention = _attention_cases(observed, dtype, query_len) if triton.takes("attention") else ()
     for case in (*attention, *_layer_cases(model, observed, dtype, max_tokens)):
+        if isinstance(case, DeltaCase | Mamba2Case | ShortConvCase):
+            case = dataclasses.replace(case, verifies_drafts=query_len > 1)
         found[case.operator].setdefault((type(case), case.key), case)
     return {
         operator: sorted(cases.values(), key=lambda case: not case.gives_addresses)

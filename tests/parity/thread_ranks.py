@@ -85,7 +85,7 @@ class ThreadCollectives:
 
 
 class ThreadExchange(TokenExchange):
-    """See `models.parallel.tensor_parallel.TokenExchange`. Others get copies: a replica that goes on reuses its rows."""
+    """See `models.parallel.tensor_parallel.TokenExchange`. Others get copies: who goes on reuses its rows."""
 
     are_captured = True
 

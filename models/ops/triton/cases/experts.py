@@ -174,14 +174,15 @@ class SortCase(Case):
     max_tokens: int
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
-        """See `Case`: pairs of one chunk and of several, of experts in every order, in blocks of each size."""
-        for tokens in sorted({min(tokens, self.max_tokens) for tokens in (1, 5, 300, 1100)}):
+        """See `Case`: pairs of one chunk and of several, of experts in every order, in blocks of each size in use."""
+        sizes = {(each + 1) * self.num_experts // self.top_k + 1 for each in _PAIRS_OF_AN_EXPERT}
+        for tokens in sorted({min(tokens, self.max_tokens) for tokens in (1, 5, 300, 1100, *sizes)}):
             ids = problems.distinct_rows(self.num_experts, tokens, self.top_k)
             ids = torch.where(ids < self.held, ids, self.num_experts)
-            for block in (16, 64, 128):
-                found = _blocks(moe_sort(ids, self.held, block))
-                of = f"the order of {tokens} tokens by {self.top_k} of {self.num_experts} experts"
-                yield Finding(of, exact_match(found == reference_moe_sort(ids.cpu(), self.held, block)))
+            block = block_of(ids.numel(), self.num_experts)
+            found = _blocks(moe_sort(ids, self.held, block))
+            of = f"the order of {tokens} tokens by {self.top_k} of {self.num_experts} experts"
+            yield Finding(of, exact_match(found == reference_moe_sort(ids.cpu(), self.held, block)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,11 +156,13 @@ class ShortConvCase(Case):
     """Features of the product of which the channels are a part; 0: gates and inputs, as many of each."""
     first: int = 0
     """The first channel among them."""
+    verifies_drafts: bool = True
+    """Whether steps verify drafts as well, whose states have slots of their own."""
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`."""
         size = (self.taps - 1) * self.channels
-        for with_drafts in (False, True):
+        for with_drafts in (False, True)[: 1 + self.verifies_drafts]:
             rows = _Rows.made(problems, size, with_drafts=with_drafts)
             suffix = " that verifies drafts" if with_drafts else ""
             yield from self._of_rows(problems, rows, f"a short convolution of {self.channels} channels{suffix}")
@@ -208,15 +210,26 @@ class Mamba2Case(Case):
     eps: float
     limits: tuple[float, float]
     dtype: torch.dtype
+    verifies_drafts: bool = True
+    """Whether steps verify drafts as well, whose states have slots of their own."""
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`."""
         inner, wide = self.heads * self.dim, self.heads * self.dim + 2 * self.groups * self.state
         row = inner + wide + self.heads
-        convolution = ShortConvCase(wide, self.taps, self.has_bias, self.dtype, is_gated=False, row=row, first=inner)
+        convolution = ShortConvCase(
+            wide,
+            self.taps,
+            self.has_bias,
+            self.dtype,
+            is_gated=False,
+            row=row,
+            first=inner,
+            verifies_drafts=self.verifies_drafts,
+        )
         yield from convolution.compare(problems)
         size = self.heads * self.state * self.dim
-        for with_drafts in (False, True):
+        for with_drafts in (False, True)[: 1 + self.verifies_drafts]:
             rows = _Rows.made(problems, size, with_drafts=with_drafts)
             suffix = " that verifies drafts" if with_drafts else ""
             name = f"a state space of {self.heads} heads of {self.state}x{self.dim}{suffix}"
