@@ -18,6 +18,7 @@ import json
 import logging
 import mmap
 import os
+import stat
 import struct
 import tempfile
 import threading
@@ -88,6 +89,13 @@ class PackCache:
         """Fill an unfilled model from its file; False where there is none that is whole."""
         path = self.directory / f"{key}.pack"
         try:
+            _check_directory(self.directory)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            _log.warning("packed weights are neither read nor kept: %s", error)
+            return False
+        try:
             mapped, segments = _open(path)
         except FileNotFoundError:
             return False
@@ -142,7 +150,9 @@ class PackCache:
 
     def _write(self, model: nn.Module, key: str) -> None:
         began = time.monotonic()
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        _check_directory(self.directory)
         needed = sum(_bytes_of(parameter) + _ALIGNED for parameter in model.parameters())
         if needed > self.most_bytes:
             _log.info("the packed weights are not kept: they take %.2f GiB, over pack_cache_gib", needed / 2**30)
@@ -293,6 +303,14 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count
+
+
+def _check_directory(directory: Path) -> None:
+    """Raise `OSError` where another user could add or replace files: XDG_CACHE_HOME may be one that all may write."""
+    for path, others in ((directory.parent, 0o002), (directory, 0o022)):
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & others:
+            raise PermissionError(f"{path} is not a directory of this user alone; remove it, or set XDG_CACHE_HOME")
 
 
 def _open(path: Path) -> tuple[mmap.mmap, list[_Segment]]:

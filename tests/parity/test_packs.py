@@ -144,7 +144,28 @@ def test_a_full_disk_and_a_directory_that_cannot_be_written_are_logged(
     blocked.touch()
     assert load(checkpoint, PackCache(blocked / "packs", GIB))[1]
     assert "No space left on device" in caplog.text
-    assert "Not a directory" in caplog.text
+    assert "File exists" in caplog.text
+
+
+@pytest.mark.parametrize("trap", ["linked", "writable"])
+def test_a_directory_that_others_could_fill_is_not_used(
+    trap: str, tmp_path: Path, checkpoint: Path, cache: PackCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "history.pack").write_bytes(b"of another program")
+    cache.directory.parent.mkdir()
+    if trap == "linked":
+        cache.directory.symlink_to(foreign)
+    else:
+        cache.directory.mkdir()
+        cache.directory.chmod(0o777)
+    with caplog.at_level("INFO"):
+        assert load(checkpoint, cache)[1]
+        assert load(checkpoint, cache)[1]
+    assert "is not a directory of this user alone" in caplog.text
+    assert not list(cache.directory.glob("*-*.pack"))
+    assert [each.name for each in foreign.iterdir()] == ["history.pack"]
 
 
 def test_the_files_used_longest_ago_make_room(tmp_path: Path, cache: PackCache) -> None:
