@@ -84,7 +84,8 @@ def test_probes_and_requests_are_answered_while_silent_connections_come_and_stay
     for path in ("/livez", "/readyz", "/metrics"):
         assert httpx.get(edge.http.base_url.join(path), verify=PLAIN_HTTP).status_code == 200
     assert edge.http.post("/v1/completions", json=COMPLETION).json()["choices"] == expected
-    assert edge.metric("kaon_connections_open") <= HELD
+    # One that makes room counts until it is closed.
+    eventually(lambda: edge.metric("kaon_connections_open") <= HELD)
     assert edge.metric('kaon_connections_closed_total{reason="evicted"}') >= 120 - HELD
     assert edge.metric('kaon_connections_closed_total{reason="descriptors"}') == 0
     for each in silent:
