@@ -1,7 +1,5 @@
 """Bamba: Mamba-2 layers and, where the config names them, attention, each followed by a dense network."""
 
-from typing import ClassVar
-
 from torch import nn
 
 from models.architectures.config import ModelConfig
@@ -10,13 +8,12 @@ from models.architectures.hybrid import (
     HybridDecoderLayer,
     HybridForCausalLM,
     HybridModel,
-    dt_limits,
     mamba_mixer,
+    mamba_options,
     with_kv_heads,
 )
-from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.llama import DecoderBody, LlamaAttention, LlamaMLP
 from models.architectures.registry import ConfigFacts, architecture
-from models.layers.mamba2 import Mamba2Options
 from models.parallel.tensor_parallel import TensorParallel
 
 
@@ -31,25 +28,9 @@ from models.parallel.tensor_parallel import TensorParallel
 class BambaForCausalLM(HybridForCausalLM):
     """Bamba with its language-model head."""
 
-    checkpoint_modules: ClassVar[dict[str, str]] = {
-        "recurrent": "mamba",
-        "post_attention_layernorm": "pre_ff_layernorm",
-        "final_norm": "final_layernorm",
-    }
-    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping
-
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
-        fields = config.fields
-        has_bias = fields.boolean("mamba_proj_bias", False)
-        options = Mamba2Options(
-            in_bias=has_bias,
-            out_bias=has_bias,
-            conv_bias=fields.boolean("mamba_conv_bias", True),
-            eps=config.rms_norm_eps,
-            dt_limits=dt_limits(fields),
-        )
-        attending = fields.integers("attn_layer_indices")
+        options, attending = mamba_options(config), config.fields.integers("attn_layer_indices")
 
         def decoder_layer(layer: int) -> nn.Module:
             feed_forward = LlamaMLP(config, parallel)

@@ -1,7 +1,5 @@
 """Falcon-H1: a Mamba-2 layer next to attention in each layer, then a dense network, with a factor on every branch."""
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
@@ -15,7 +13,7 @@ from models.architectures.hybrid import (
     mamba_mixer,
     with_kv_heads,
 )
-from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.llama import DecoderBody, LlamaAttention, LlamaMLP
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.mamba2 import Gate, Mamba2Options
 from models.ops.scale import scale
@@ -92,13 +90,6 @@ class FalconH1DecoderLayer(HybridDecoderLayer):
 )
 class FalconH1ForCausalLM(HybridForCausalLM):
     """Falcon-H1 with its language-model head."""
-
-    checkpoint_modules: ClassVar[dict[str, str]] = {
-        "recurrent": "mamba",
-        "post_attention_layernorm": "pre_ff_layernorm",
-        "final_norm": "final_layernorm",
-    }
-    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         super().__init__(config, parallel)

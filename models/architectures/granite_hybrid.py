@@ -15,10 +15,10 @@ from models.architectures.hybrid import (
     HybridDecoderLayer,
     HybridForCausalLM,
     HybridModel,
-    dt_limits,
     mamba_mixer,
+    mamba_options,
 )
-from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
+from models.architectures.llama import DecoderBody, LlamaMLP
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.linear import PackedLinear
 from models.layers.mamba2 import Mamba2Options, sections_of
@@ -105,7 +105,6 @@ class GraniteMoeHybridForCausalLM(HybridForCausalLM):
         "gate_up_proj": "input_linear",
         "down_proj": "output_linear",
     }
-    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         super().__init__(config, parallel)
@@ -114,14 +113,7 @@ class GraniteMoeHybridForCausalLM(HybridForCausalLM):
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
         fields = config.fields
-        has_bias = fields.boolean("mamba_proj_bias", False)
-        options = Mamba2Options(
-            in_bias=has_bias,
-            out_bias=has_bias,
-            conv_bias=fields.boolean("mamba_conv_bias", True),
-            eps=config.rms_norm_eps,
-            dt_limits=dt_limits(fields),
-        )
+        options = mamba_options(config)
 
         def decoder_layer(layer: int) -> nn.Module:
             return GraniteDecoderLayer(config, layer, options, parallel)

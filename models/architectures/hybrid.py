@@ -1,6 +1,7 @@
 """What models of recurrent layers and attention share: the body, its layers, and the reading of Mamba-2's sizes."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -49,11 +50,7 @@ class HybridDecoderLayer(nn.Module):
 
         # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
         """
-        if residual is None:
-            residual = hidden
-            hidden = self.input_layernorm(hidden)
-        else:
-            hidden, residual = self.input_layernorm.add_norm(hidden, residual, self.residual_multiplier)
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual, self.residual_multiplier)
         hidden = self.mix(hidden, cos, sin)
         hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual, self.residual_multiplier)
         return self.feed(hidden), residual
@@ -105,6 +102,13 @@ class HybridModel(DecoderBody):
 
 class HybridForCausalLM(LlamaForCausalLM):
     """A model of recurrent layers and attention with its language-model head."""
+
+    checkpoint_modules: ClassVar[dict[str, str]] = {
+        "recurrent": "mamba",
+        "post_attention_layernorm": "pre_ff_layernorm",
+        "final_norm": "final_layernorm",
+    }
+    """Module of the model -> its name in Bamba's checkpoints, and in those of families that are made like it."""
 
     def kv_cache_layers(self) -> list[CacheSpec]:
         """The caches of the layers, first to last."""
@@ -164,6 +168,19 @@ def mamba_mixer(
         fields.integer("mamba_d_conv", minimum=2),
     )
     return Mamba2Mixer(f"model.layers.{layer}.mamba", shape, options, parallel)
+
+
+def mamba_options(config: ModelConfig) -> Mamba2Options:
+    """The other options of Bamba's and Granite 4's Mamba-2 layers."""
+    fields = config.fields
+    has_bias = fields.boolean("mamba_proj_bias", False)
+    return Mamba2Options(
+        in_bias=has_bias,
+        out_bias=has_bias,
+        conv_bias=fields.boolean("mamba_conv_bias", True),
+        eps=config.rms_norm_eps,
+        dt_limits=dt_limits(fields),
+    )
 
 
 def require_divisor(fields: Fields, name: str, value: int, whole_name: str, whole: int) -> None:

@@ -176,14 +176,22 @@ class LlamaMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """Feed-forward layer whose activation gates nothing."""
+    """Feed-forward layer whose activation gates nothing, of the config's intermediate size or of its own."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: TensorParallel,
+        *,
+        intermediate_size: int | None = None,
+        reduces: bool = True,
+    ) -> None:
+        """`reduces`: see `LlamaMLP`."""
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
-        size, bias = config.intermediate_size, config.mlp_bias
+        size, bias = config.intermediate_size if intermediate_size is None else intermediate_size, config.mlp_bias
         self.up_proj = ColumnParallelLinear(config.hidden_size, size, bias=bias, parallel=parallel)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=bias, parallel=parallel)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=bias, parallel=parallel, reduces=reduces)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(activate(self.up_proj(hidden), self.activation))  # type: ignore[no-any-return]
@@ -205,6 +213,9 @@ FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]
 class LlamaDecoderLayer(nn.Module):
     """Attention and feed-forward, each with a norm before it and a residual connection."""
 
+    has_second_norm: ClassVar[bool] = True
+    """Whether the feed-forward layer has a norm of its own."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -224,7 +235,8 @@ class LlamaDecoderLayer(nn.Module):
         leave_sum_open(self.self_attn)
         leave_sum_open(self.mlp)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
-        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
+        if self.has_second_norm:
+            self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
@@ -235,40 +247,22 @@ class LlamaDecoderLayer(nn.Module):
 
         # [tokens, hidden_size] each
         """
-        hidden, residual = self.first_norm(hidden, residual)
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual, self.residual_scale)
         hidden = self.self_attn(hidden, cos, sin)
         hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual, self.residual_scale)
         return self.mlp(hidden), residual
-
-    def first_norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of what the layer receives, and that. # [tokens, hidden_size] each"""
-        if residual is None:
-            return self.input_layernorm(hidden), hidden
-        return self.input_layernorm.add_norm(hidden, residual, self.residual_scale)
 
 
 class ParallelDecoderLayer(LlamaDecoderLayer):
     """Attention and feed-forward of one norm, both added to the residual."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        attention: type[nn.Module],
-        feed_forward: FeedForward,
-        parallel: TensorParallel,
-        *,
-        norm: MakeNorm = RMSNorm,
-        residual_scale: float = 1.0,
-    ) -> None:
-        super().__init__(config, layer, attention, feed_forward, parallel, norm=norm, residual_scale=residual_scale)
-        del self.post_attention_layernorm
+    has_second_norm: ClassVar[bool] = False
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LlamaDecoderLayer`."""
-        hidden, residual = self.first_norm(hidden, residual)
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual, self.residual_scale)
         attended, fed_forward = self.self_attn(hidden, cos, sin), self.mlp(hidden)
         if self.input_layernorm.sums.size > 1:
             return add_rows(attended, fed_forward), residual

@@ -1,29 +1,25 @@
 """Nemotron-H and Nemotron 3: layers of one part each, Mamba-2, attention without positions, a network or experts."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.hybrid import HybridForCausalLM, HybridModel, require_divisor, with_kv_heads
-from models.architectures.llama import DecoderBody, LlamaAttention
+from models.architectures.llama import DecoderBody, LlamaAttention, PlainMLP
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
-from models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from models.layers.linear import ColumnParallelLinear
 from models.layers.mamba2 import Mamba2Mixer, Mamba2Options, Mamba2Shape
 from models.layers.moe import ExpertNames, FusedMoE
 from models.layers.norm import RMSNorm
 from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
 from models.ops.activation import activate
 from models.ops.scale import scale
-from models.ops.types import RELU_SQUARED, Gating
+from models.ops.types import RELU_SQUARED
 from models.parallel.tensor_parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from models.ops.self_test import Case
 
 _KINDS = {
     "M": "linear_attention",
@@ -58,37 +54,6 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return activate(x, RELU_SQUARED)
 
 
-class NemotronHMLP(nn.Module):
-    """A network without gates, whose activation is the square of ReLU."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        parallel: TensorParallel,
-        *,
-        intermediate_size: int | None = None,
-        reduces: bool = True,
-    ) -> None:
-        """`reduces`: False where the output is this rank's part, which the caller adds up."""
-        super().__init__()
-        size = config.intermediate_size if intermediate_size is None else intermediate_size
-        self.up_proj = ColumnParallelLinear(config.hidden_size, size, bias=config.mlp_bias, parallel=parallel)
-        self.down_proj = RowParallelLinear(
-            size, config.hidden_size, bias=config.mlp_bias, parallel=parallel, reduces=reduces
-        )
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
-        return self.down_proj(relu_squared(self.up_proj(hidden)))  # type: ignore[no-any-return]
-
-    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The activation."""
-        from models.ops.triton.cases.elementwise import ActivationCase
-
-        del max_tokens
-        yield ActivationCase(len(self.up_proj.weight), Gating(RELU_SQUARED), dtype, is_gated=False)
-
-
 class NemotronHExperts(nn.Module):
     """Routed experts, which may read and write a smaller vector than the layer, and a shared one."""
 
@@ -116,7 +81,7 @@ class NemotronHExperts(nn.Module):
             names=ExpertNames(gate=None, stacked_gate_up="experts.up_proj"),
             parallel=parallel,
         )
-        self.shared_experts = NemotronHMLP(
+        self.shared_experts = PlainMLP(
             config,
             parallel,
             intermediate_size=fields.integer("moe_shared_expert_intermediate_size"),
@@ -150,11 +115,7 @@ class NemotronHDecoderLayer(nn.Module):
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]"""
-        if residual is None:
-            residual = hidden
-            hidden = self.norm(hidden)
-        else:
-            hidden, residual = self.norm.add_norm(hidden, residual)
+        hidden, residual = self.norm.add_norm(hidden, residual)
         attends = isinstance(self.mixer, NemotronHAttention)
         return self.mixer(hidden, cos, sin) if attends else self.mixer(hidden), residual
 
@@ -237,7 +198,7 @@ class NemotronHForCausalLM(HybridForCausalLM):
                 return NemotronHDecoderLayer(config, _mamba_mixer(config, layer, parallel))
             if kind == "full_attention":
                 return NemotronHDecoderLayer(config, NemotronHAttention(config, layer, parallel))
-            mixer = NemotronHExperts(config, parallel) if kind == "moe" else NemotronHMLP(config, parallel)
+            mixer = NemotronHExperts(config, parallel) if kind == "moe" else PlainMLP(config, parallel)
             return NemotronHDecoderLayer(config, mixer)
 
         return HybridModel(config, decoder_layer, parallel)

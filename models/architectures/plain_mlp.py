@@ -2,15 +2,12 @@
 
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaModel, MakeNorm, PlainMLP
 from models.architectures.registry import ConfigFacts, architecture
-from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.norm import LayerNorm, OffsetLayerNorm
-from models.ops.activation import ACTIVATIONS, activate
 from models.parallel.tensor_parallel import TensorParallel
 
 _RELU2 = ("hidden_act", "relu2")
@@ -58,20 +55,6 @@ class NemotronForCausalLM(LayerNormModel):
         return PlainMLP(config, parallel)
 
 
-class Starcoder2MLP(nn.Module):
-    """A `PlainMLP` by the names of StarCoder2's checkpoints."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
-        super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
-        size, bias = config.intermediate_size, config.mlp_bias
-        self.c_fc = ColumnParallelLinear(config.hidden_size, size, bias=bias, parallel=parallel)
-        self.c_proj = RowParallelLinear(size, config.hidden_size, bias=bias, parallel=parallel)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(activate(self.c_fc(hidden), self.activation))  # type: ignore[no-any-return]
-
-
 _STARCODER2 = ConfigFacts(
     defaults={"norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True},
     activation=("hidden_act", "gelu_pytorch_tanh"),
@@ -85,8 +68,11 @@ _STARCODER2 = ConfigFacts(
 class Starcoder2ForCausalLM(LayerNormModel):
     """StarCoder2 with its language-model head."""
 
+    checkpoint_modules: ClassVar[dict[str, str]] = {"up_proj": "c_fc", "down_proj": "c_proj"}
+    """Module of the model -> its name in checkpoints."""
+
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
         """The feed-forward layer of that decoder layer."""
         del layer  # All layers are alike.
-        return Starcoder2MLP(config, parallel)
+        return PlainMLP(config, parallel)

@@ -116,11 +116,7 @@ class Qwen3NextDecoderLayer(nn.Module):
 
         # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
         """
-        if residual is None:
-            residual = hidden
-            hidden = self.input_layernorm(hidden)
-        else:
-            hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
         hidden = self.linear_attn(hidden) if self.is_linear else self.self_attn(hidden, cos, sin)
         hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
         return self.mlp(hidden), residual

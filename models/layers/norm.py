@@ -51,12 +51,16 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.operand)
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0
+        self, x: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of `scale * x + residual`, and that sum, the next residual. Both arguments may be overwritten.
 
-        # [..., size] each; `x` is this rank's part of it if there are several in `sums`
+        Without a residual, as in a model's first layer, the norm of `x`, and `x`.
+
+        # [..., size] each; `x` is this rank's part of it if there are a residual and several ranks in `sums`
         """
+        if residual is None:
+            return self(x), x
         weight, eps, offset, bias, is_centred = self.operand
         if self.sums.size > 1:
             # The operator that sums over ranks has neither layer norms nor scales.
