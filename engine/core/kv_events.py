@@ -14,6 +14,7 @@ first message begins with AllBlocksCleared, because a new core caches nothing.
 Only the thread of the core's loop uses the PUB socket, since another thread would wake up while a step computes.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -134,22 +135,23 @@ class KVEventPublisher:
         return _BlockStored([block.hash], block.parent_hash, tokens, self._block_size, adapter, _MEDIUM, name)
 
     def _answer_replays(self, socket: "zmq.Socket[bytes]") -> None:
-        while True:
-            try:
-                frames = socket.recv_multipart()
-            except zmq.ZMQError:  # The context has ended.
-                socket.close()
-                return
-            if len(frames) != 3 or len(frames[2]) != 8:
-                logger.warning("a replay of KV events must be asked for with a number of 8 bytes; it is ignored")
-                continue
-            client, _, first = frames
-            with self._held_lock:
-                held = list(self._held)
-            for number, payload in held:
-                if number >= first:  # Bytes of equal length in big-endian order compare as their numbers do.
-                    socket.send_multipart((client, b"", number, payload))
-            socket.send_multipart((client, b"", _END_OF_REPLAY, b""))
+        # The context ends only once its sockets are closed, so this one is closed wherever the end finds the thread.
+        with socket, contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                self._answer_replay(socket)
+
+    def _answer_replay(self, socket: "zmq.Socket[bytes]") -> None:
+        frames = socket.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning("a replay of KV events must be asked for with a number of 8 bytes; it is ignored")
+            return
+        client, _, first = frames
+        with self._held_lock:
+            held = list(self._held)
+        for number, payload in held:
+            if number >= first:  # Bytes of equal length in big-endian order compare as their numbers do.
+                socket.send_multipart((client, b"", number, payload))
+        socket.send_multipart((client, b"", _END_OF_REPLAY, b""))
 
 
 def _open(socket: "zmq.Socket[bytes]", field: str, address: str, replica: int, *, listens: bool = False) -> None:

@@ -250,6 +250,21 @@ def test_a_subscriber_that_missed_messages_gets_them_again(
     assert msgspec.msgpack.decode(payload)[1][0] == ["AllBlocksCleared"]
 
 
+@pytest.mark.timeout(60)
+def test_a_publisher_closes_while_it_answers_a_replay(
+    open_publisher: Callable[..., tuple[KVEventPublisher, int]], context: "zmq.Context[zmq.Socket[bytes]]"
+) -> None:
+    port = ports.free_ports()
+    publisher, _ = open_publisher(kv_events_replay_endpoint=f"tcp://*:{port}")
+    for number in range(10_000):
+        publisher.publish([StoredBlock(number, None, [number] * 4, 0)])
+    replay = context.socket(zmq.DEALER)
+    replay.connect(f"tcp://127.0.0.1:{port}")
+    replay.send_multipart((b"", bytes(8)))
+    replay.recv_multipart()
+    publisher.close()
+
+
 def test_an_address_that_is_taken_is_named(open_publisher: Callable[..., tuple[KVEventPublisher, int]]) -> None:
     _, port = open_publisher()
     config = KVEventsConfig(kv_events_endpoint=f"tcp://*:{port}")
