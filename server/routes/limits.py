@@ -6,7 +6,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.frontend import owner_of
 from server.models import Models
 from server.schemas.body import as_json
-from server.schemas.limits import OwnerLimits, OwnerList, OwnerUse, QuotaView
+from server.schemas.operations import OwnerLimits, OwnerList, OwnerUse, QuotaView
 
 endpoints = ENDPOINTS.register("limits")(EndpointFamily())
 

@@ -7,7 +7,7 @@ from server.endpoints import ENDPOINTS, EndpointFamily
 from server.frontend import owner_of
 from server.models import Models
 from server.request_builder import read_request
-from server.schemas.lora import LoadAdapterRequest, UnloadAdapterRequest
+from server.schemas.operations import LoadAdapterRequest, UnloadAdapterRequest
 
 endpoints = ENDPOINTS.register("lora")(EndpointFamily())
 

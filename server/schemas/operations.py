@@ -1,11 +1,40 @@
-"""Answers of the calls for operators."""
+"""Bodies and answers of the calls for operators: adapters, sleep, weights, reloading, owners and their limits."""
 
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from server.schemas.body import RequestModel
+from server.schemas.body import RequestModel, sentence
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise sentence("lora_name has a line break or another character that cannot be shown; leave it out")
+    return name
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)]
+
+
+class LoadAdapterRequest(RequestModel):
+    """Body of `/v1/load_lora_adapter`, whose fields are vLLM's."""
+
+    lora_name: _Name
+    """The name by which requests select it as `model`."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """Its directory on the server, beneath one of `lora_directories`."""
+    model: str | None = None
+    """The model that it adapts; needed only where the server has several models."""
+    load_inplace: bool = False
+    """Replace the adapter of that name, which requests that are running go on to use."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """Body of `/v1/unload_lora_adapter`, whose fields are vLLM's."""
+
+    lora_name: _Name
+    """Its name."""
 
 
 class SleepState(msgspec.Struct):
@@ -41,3 +70,50 @@ class ReloadResult(msgspec.Struct, kw_only=True):
     """Settings that are in force now with new values."""
     need_restart: list[str]
     """Settings that have changed, and that need a restart to be in force."""
+
+
+class QuotaView(msgspec.Struct):
+    """One quota a minute."""
+
+    limit: int
+    remaining: int
+    """What may be used now."""
+    reset_seconds: float
+    """Until the whole minute's quota is there again, if nothing more is used."""
+
+
+class OwnerLimits(msgspec.Struct, kw_only=True):
+    """Answer to `GET /kaon/limits`: what the caller uses, has used and may use."""
+
+    object: Literal["kaon.limits"] = "kaon.limits"
+    name: str
+    """The key's name or the beginning of its digest; without a key, the address."""
+    scopes: list[str]
+    group: str | None = None
+    weight: float = 1.0
+    in_use: dict[str, int]
+    """What the owner uses now, by resource."""
+    used: dict[str, int]
+    """Requests, refusals and tokens since the server started."""
+    quotas: dict[str, QuotaView]
+    """By kind; without those that are not limited."""
+    most: dict[str, int | None]
+    """Bounds of what one owner may use at a time, by resource; null: none."""
+
+
+class OwnerUse(msgspec.Struct, kw_only=True):
+    """What one owner uses and has used."""
+
+    name: str
+    key: str | None
+    """The beginning of the key's digest; null without a key."""
+    in_use: dict[str, int]
+    used: dict[str, int]
+
+
+class OwnerList(msgspec.Struct, kw_only=True):
+    """Answer to `GET /kaon/owners`: the owners that the server knows, those with most requests first."""
+
+    object: Literal["list"] = "list"
+    data: list[OwnerUse]
+    has_more: bool
