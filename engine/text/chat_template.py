@@ -58,6 +58,8 @@ class ChatTemplate:
         """What `_shows` found out, by its arguments."""
         self.source = "\n".join(templates.values())
         """The templates' text, from which dialects are detected."""
+        self._reads_thinking = ".thinking" in self.source and "<|channel|>" not in self.source
+        """Whether earlier reasoning is read as `thinking` (LFM2.5); gpt-oss's template refuses it next to content."""
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Self | None:
@@ -89,6 +91,8 @@ class ChatTemplate:
         """
         if any(message.get("role") in _INSTRUCTING for message in messages):
             messages = self._with_shown_roles(messages)
+        if self._reads_thinking:
+            messages = [{"thinking": each["reasoning"], **each} if "reasoning" in each else each for each in messages]
         values = {**self._special_tokens, "documents": None, **variables}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         pieces = []

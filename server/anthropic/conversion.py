@@ -18,7 +18,7 @@ from server.ignored import ignore
 from server.limits.owners import Owner
 from server.request_builder import PreparedChat, check_request_limits, in_thread, prepare_chat, render_prompt
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat import ChatCompletionRequest, reasoning_switch
 from server.schemas.messages import (
     AnthropicTool,
     Block,
@@ -176,9 +176,7 @@ def wants_cache(request: CountTokensRequest) -> bool:
 
 
 def _template_variables(request: CountTokensRequest) -> dict[str, Any]:
-    """Templates know the switch of the reasoning by one of two names."""
-    is_on = request.thinking.is_on
-    variables: dict[str, Any] = {"enable_thinking": is_on, "thinking": is_on}
+    variables = reasoning_switch(request.thinking.is_on)
     if request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort
     return {**variables, **request.chat_template_kwargs}

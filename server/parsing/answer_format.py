@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from engine.sampling_params import ReasoningBudget
 from engine.text.chat_template import ChatTemplate
@@ -130,7 +131,7 @@ class AnswerFormat:
         if self._harmony:
             opening, steps = harmony.ANALYSIS, harmony.AFTER_ANALYSIS
         elif self._reasoning is not None:
-            opening, steps = self._reasoning.open_tag, ((self._reasoning.close_tag,),)
+            opening, steps = self._reasoning.opening or self._reasoning.open_tag, ((self._reasoning.close_tag,),)
         else:
             return None, []
         closing = [[id for text in texts if (id := token_id(text)) is not None] for texts in steps]
@@ -161,7 +162,9 @@ class AnswerFormat:
         """Texts that the parsers look for."""
         if self._harmony:
             return harmony.MARKERS
-        tags = (self._reasoning.open_tag, self._reasoning.close_tag) if self._reasoning is not None else ()
+        tags: tuple[str, ...] = ()
+        if (reasoning := self._reasoning) is not None:
+            tags = (reasoning.opening or reasoning.open_tag, reasoning.close_tag, *chain(*reasoning.content_tags))
         return (*tags, *(self._tools.markers if self._tools is not None else ()))
 
     def visible_token_ids(self, use: ToolUse) -> frozenset[int]:
@@ -244,6 +247,15 @@ class AnswerFormat:
             if not thinking and not functions:
                 return grammar
             thinking = f"({thinking})?" if optional else thinking
+            if self._reasoning is not None and self._reasoning.content_tags:
+                gap = lark.rule(_NEWLINES)
+                content = lark.any_of(
+                    [content]
+                    + [
+                        f"{lark.spelled(begin)} {gap} {content} {gap} {lark.spelled(end)}"
+                        for begin, end in self._reasoning.content_tags
+                    ]
+                )
             if functions:
                 assert self._tools is not None
                 self._check_keys(functions, use)

@@ -46,9 +46,25 @@ class LarkWriter:
 
     def until(self, marker: str, text: str = ANY_TEXT) -> str:
         """What matches `text`, a terminal's body, up to the first `marker` and over it."""
-        if marker in self._special:
-            return f"{self.terminal(text)} {self.spelled(marker)}"
-        return self.rule(f"{text} {_literal(marker)}", "[lazy]")
+        token = self._split.search(marker) if self._split is not None else None
+        if token is None:
+            return self.rule(f"{text} {_literal(marker)}", "[lazy]")
+        return self.ended(text, marker)
+
+    def ended(self, text: str, end: str) -> str:
+        """What matches `text`, a terminal's body that excludes `end`, and `end`."""
+        token = self._split.search(end) if self._split is not None else None
+        if token is None or not token.start():
+            return f"{self.terminal(text)} {self.spelled(end)}"
+        # The terminal takes what stands before the token too, or it would take that as its own.
+        return f"{self.terminal(f'({text}) {_literal(end[: token.start()])}')} {self.spelled(end[token.start() :])}"
+
+    def recursive(self, body: Callable[[str], str]) -> str:
+        """The name of a new rule whose `body`, made from that name, may refer to it."""
+        name = f"r{len(self._rules)}"
+        self._rules.append("")
+        self._rules[int(name[1:])] = f"{name}: {body(name)}"
+        return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """An expression for the JSON values that `schema` allows."""
@@ -217,48 +233,69 @@ def argument_sequence(
 _NOTHING = '""'
 
 
-def bare_value(lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str, before: str = "") -> str:
+def bare_value(
+    lark: LarkWriter,
+    schema: Any,
+    root: Mapping[str, Any],
+    end: str,
+    before: str = "",
+    openings: tuple[str, str] = ("", ""),
+) -> str:
     """An expression for a value that is written as bare text if it is a string and as JSON if not, and for `end`.
 
-    `end` is the marker behind the value, `before` what stands between the two.
+    `end` is the marker behind the value, `before` what stands between the two. `openings` is what stands before a
+    string, and before any other value.
     """
-    return lark.any_of(_bare_values(lark, schema, root, end, before, _DEPTH))
+    return lark.any_of(_bare_values(lark, schema, root, end, before, openings, _DEPTH))
 
 
 def _bare_values(
-    lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str, before: str, depth: int
+    lark: LarkWriter,
+    schema: Any,
+    root: Mapping[str, Any],
+    end: str,
+    before: str,
+    openings: tuple[str, str],
+    depth: int,
 ) -> list[str]:
+    of_text, of_json = (lark.spelled(opening) for opening in openings)
+
+    def members(schemas: Iterable[Any]) -> list[str]:
+        return [
+            value for schema in schemas for value in _bare_values(lark, schema, root, end, before, openings, depth - 1)
+        ]
+
     if isinstance(schema, FreeText):
         if schema.grammar.is_recursive:
-            return [f"{lark.embedded(schema.grammar)} {lark.spelled(before + end)}"]
+            return [f"{of_text} {lark.embedded(schema.grammar)} {lark.spelled(before + end)}"]
         text = lark.text(schema.grammar, escaped=False)
-        return [lark.until(end, f"{text} {json.dumps(before)}" if before else text)]
+        return [f"{of_text} {lark.until(end, f'{text} {json.dumps(before)}' if before else text)}"]
+
+    def as_json() -> str:
+        return f"{of_json} {lark.json(part_of(schema, root))} {lark.spelled(before + end)}"
+
     if schema is True or schema == {}:
-        return [_bare_string(lark, {}, end, before)]
+        as_text = f"{of_text} {bare_string(lark, {}, end, before)}"
+        return [as_text] if of_text == of_json else [as_text, as_json()]
     if isinstance(schema, dict) and depth:
         if isinstance(schema.get("$ref"), str):
-            return _bare_values(lark, resolved(schema["$ref"], root), root, end, before, depth - 1)
+            return members([resolved(schema["$ref"], root)])
         for union in ("anyOf", "oneOf"):
-            if isinstance(members := schema.get(union), list) and members:
-                return [
-                    value for member in members for value in _bare_values(lark, member, root, end, before, depth - 1)
-                ]
+            if isinstance(schema.get(union), list) and schema[union]:
+                return members(schema[union])
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            return [
-                value
-                for kind in kinds
-                for value in _bare_values(lark, {**schema, "type": kind}, root, end, before, depth - 1)
-            ]
+            return members({**schema, "type": kind} for kind in kinds)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and all(isinstance(value, str) for value in values) and kinds in (None, "string"):
-            return [lark.spelled(value + before + end) for value in values]
+            return [lark.spelled(openings[0] + value + before + end) for value in values]
         if kinds == "string":
-            return [_bare_string(lark, schema, end, before)]
-    return [f"{lark.json(part_of(schema, root))} {lark.spelled(before + end)}"]
+            return [f"{of_text} {bare_string(lark, schema, end, before)}"]
+    return [as_json()]
 
 
-def _bare_string(lark: LarkWriter, schema: Mapping[str, Any], end: str, before: str) -> str:
+def bare_string(lark: LarkWriter, schema: Mapping[str, Any], end: str, before: str = "") -> str:
+    """An expression for a string that `schema` allows, as bare text, for `before`, and for the marker `end`."""
     low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
     limits = []
     if low or high is not None:
@@ -268,7 +305,7 @@ def _bare_string(lark: LarkWriter, schema: Mapping[str, Any], end: str, before: 
     if not limits:
         return lark.until(end, f"{ANY_TEXT} {json.dumps(before)}" if before else ANY_TEXT)
     limits.append(f"~/(?s:.*){literal_pattern(end)}(?s:.*)/")
-    return f"{lark.terminal(' & '.join([ANY_TEXT, *limits]))} {lark.spelled(before + end)}"
+    return lark.ended(" & ".join([ANY_TEXT, *limits]), before + end)
 
 
 def _whole(pattern: str) -> str:

@@ -5,7 +5,7 @@ import re
 from server.parsing.parser import FedParser, Markers, ReasoningPart, TextPart, Waiting
 from server.parsing.registry import REASONING_DIALECTS, ReasoningDialect
 
-_TURN = re.compile(r"<\||<｜|\[/INST\]|<end_of_turn>")  # noqa: RUF001
+_TURN = re.compile(r"<\||<｜|\[/INST\]|<end_of_turn>|<seed:eos>|<SPECIAL_1|\[e~\[|\[\|")  # noqa: RUF001
 """What chat templates write between turns."""
 
 
@@ -20,11 +20,13 @@ def is_open(dialect: ReasoningDialect, prompt_tail: str) -> bool:
 def is_closed(dialect: ReasoningDialect, prompt_tail: str) -> bool:
     """Whether the prompt has ended the reasoning already, or skipped it."""
     _, closed, rest = prompt_tail.rpartition(dialect.close_tag)
-    return bool(closed) and not _TURN.search(rest)
+    return bool(closed) and dialect.open_tag not in rest and not _TURN.search(rest)
 
 
 class TaggedReasoning(FedParser):
     """What stands between the tags is reasoning, what follows is content; newlines next to a tag belong to neither.
+
+    Tags around the content are left out.
 
     Only an answer's beginning is looked at: a tag later on is something the answer says.
     """
@@ -39,11 +41,18 @@ class TaggedReasoning(FedParser):
         feed.keep()
         yield from feed.skip("\n")
         opened = yield from feed.take_marker(self._dialect.open_tag)
-        passed = feed.forget()
         if opened or self._opened:
+            feed.forget()
             yield from feed.skip("\n")
             yield from self._think()
-        elif passed:
+            feed.keep()
+        for begin, end in self._dialect.content_tags:
+            if (yield from feed.take_marker(begin)):
+                feed.forget()
+                yield from feed.skip("\n")
+                yield from self._pass_up_to(Markers(end), TextPart)
+                break
+        if passed := feed.forget():
             self._parts.append(TextPart(passed))
         while True:
             if text := feed.take_all():
@@ -52,8 +61,11 @@ class TaggedReasoning(FedParser):
                 return
 
     def _think(self) -> Waiting[None]:
+        yield from self._pass_up_to(Markers(self._dialect.close_tag), ReasoningPart)
+
+    def _pass_up_to(self, end: Markers, part: type[ReasoningPart | TextPart]) -> Waiting[None]:
+        """Pass text on up to the marker `end` and over it; newlines next to the marker are left out."""
         feed = self._feed
-        end = Markers(self._dialect.close_tag)
         newlines: list[str] = []
         while True:
             text, marker = feed.step_until(end)
@@ -61,7 +73,7 @@ class TaggedReasoning(FedParser):
                 text += feed.take_all()
             plain = text.rstrip("\n")
             if plain:
-                self._parts.append(ReasoningPart("".join((*newlines, plain))))
+                self._parts.append(part("".join((*newlines, plain))))
                 newlines.clear()
             if len(plain) < len(text):
                 newlines.append(text[len(plain) :])
@@ -69,9 +81,48 @@ class TaggedReasoning(FedParser):
                 yield from feed.skip("\n")
                 return
             if not (yield from feed.more()):
+                if part is TextPart and newlines:
+                    self._parts.append(part("".join(newlines)))
                 return
 
 
+REASONING_DIALECTS.register("seed_oss")(
+    ReasoningDialect("<seed:think>", "</seed:think>", detect=lambda signs: "<seed:think>" in signs.template)
+)
+REASONING_DIALECTS.register("gemma4")(
+    ReasoningDialect(
+        "<|channel>thought",
+        "<channel|>",
+        detect=lambda signs: "<|channel>" in signs.template,
+        opening="<|channel>",
+    )
+)
+REASONING_DIALECTS.register("cohere_command")(
+    ReasoningDialect(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        detect=lambda signs: "<|START_THINKING|>" in signs.template,
+        content_tags=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+        aliases=("command_a",),
+    )
+)
+# The next two as "think", with tags around the answer as well.
+REASONING_DIALECTS.register("hunyuan_a13b")(
+    ReasoningDialect(
+        "<think>",
+        "</think>",
+        detect=lambda signs: "<think>" in signs.template and "<answer>" in signs.template,
+        content_tags=(("<answer>", "</answer>"),),
+    )
+)
+REASONING_DIALECTS.register("ernie45")(
+    ReasoningDialect(
+        "<think>",
+        "</think>",
+        detect=lambda signs: "<think>" in signs.template and signs.has_token("<response>"),
+        content_tags=(("<response>", "</response>"),),
+    )
+)
 REASONING_DIALECTS.register("mistral")(
     ReasoningDialect(
         "[THINK]",
@@ -79,7 +130,7 @@ REASONING_DIALECTS.register("mistral")(
         detect=lambda signs: "[THINK]" in signs.template or signs.has_token("[THINK]"),
     )
 )
-# Qwen3, DeepSeek-V3.1, GLM-4.5 and others, where the model or the prompt opens the reasoning.
+# Qwen3, DeepSeek-V3.1, GLM-4.5, MiniMax-M2, Kimi-K2 and others, where the model or the prompt opens the reasoning.
 REASONING_DIALECTS.register("think")(
     ReasoningDialect(
         "<think>",
@@ -88,7 +139,7 @@ REASONING_DIALECTS.register("think")(
             "<think>" in signs.template
             or ("</think>" not in signs.template and signs.has_token("<think>") and signs.has_token("</think>"))
         ),
-        aliases=("qwen3", "glm45", "deepseek_v3"),
+        aliases=("qwen3", "glm45", "deepseek_v3", "minimax_m2", "kimi_k2", "nemotron_v3", "mimo", "olmo3"),
     )
 )
 # DeepSeek-R1 and QwQ, which always reason and may leave the opening tag out.

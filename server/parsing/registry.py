@@ -67,6 +67,10 @@ class ReasoningDialect:
     """Whether a model with a chat template writes its reasoning so."""
     always: bool = False
     """Whether the model reasons unless the prompt says otherwise, and may leave the opening tag out."""
+    content_tags: tuple[tuple[str, str], ...] = ()
+    """Pairs of tags that may be around the content; they are no part of it."""
+    opening: str = ""
+    """The token that begins `open_tag`, where the tag is more than one token."""
     aliases: tuple[str, ...] = ()
     """Further names, which other servers have for it."""
 
@@ -74,12 +78,29 @@ class ReasoningDialect:
 TOOL_DIALECTS: Registry[ToolDialect] = Registry(
     "tool dialect",
     {
+        "seed_oss": "server.parsing.dialects.qwen_coder",
+        "mimo": "server.parsing.dialects.qwen_coder",
         "qwen3_coder": "server.parsing.dialects.qwen_coder",
+        "hy_v3": "server.parsing.dialects.glm",
+        "glm47": "server.parsing.dialects.glm",
         "glm45": "server.parsing.dialects.glm",
         "deepseek_v3": "server.parsing.dialects.deepseek",
         "deepseek_v31": "server.parsing.dialects.deepseek",
+        "minimax_m2": "server.parsing.dialects.invoke",
+        "deepseek_v32": "server.parsing.dialects.invoke",
+        "deepseek_v4": "server.parsing.dialects.invoke",
+        "deepseek_v41": "server.parsing.dialects.invoke",
+        "kimi_k2": "server.parsing.dialects.kimi",
+        "gemma4": "server.parsing.dialects.gemma",
+        "cohere_command": "server.parsing.dialects.json_list",
+        "nemotron_json": "server.parsing.dialects.json_list",
+        "phi4_mini_json": "server.parsing.dialects.json_list",
+        "granite": "server.parsing.dialects.json_list",
+        "hunyuan_a13b": "server.parsing.dialects.json_list",
         "mistral_args": "server.parsing.dialects.mistral",
         "mistral": "server.parsing.dialects.mistral",
+        "lfm2": "server.parsing.dialects.pythonic",
+        "olmo3": "server.parsing.dialects.pythonic",
         "hermes": "server.parsing.dialects.hermes",
         "pythonic": "server.parsing.dialects.pythonic",
         "llama3_json": "server.parsing.dialects.llama_json",
@@ -87,7 +108,11 @@ TOOL_DIALECTS: Registry[ToolDialect] = Registry(
 )
 
 REASONING_DIALECTS: Registry[ReasoningDialect] = Registry(
-    "reasoning dialect", dict.fromkeys(("mistral", "think", "deepseek_r1"), "server.parsing.reasoning")
+    "reasoning dialect",
+    dict.fromkeys(
+        ("seed_oss", "gemma4", "cohere_command", "hunyuan_a13b", "ernie45", "mistral", "think", "deepseek_r1"),
+        "server.parsing.reasoning",
+    ),
 )
 
 

@@ -4,7 +4,8 @@ import json
 import re
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.json_repair import JsonMender, argument_types, mend, typed_argument
@@ -104,13 +105,14 @@ class ToolCallParser(FedParser):
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, id: str = "") -> None:
+        """A call of the function `name`; `id` is the model's own, where its dialect has one."""
         self._feed.forget()
         if not self._after_call:
             self._glue_before = "".join(self._glue)
         self._glue.clear()
         self._after_call = True
-        self._parts.append(ToolCallPart(self._calls, self.new_id(), name))
+        self._parts.append(ToolCallPart(self._calls, id or self.new_id(), name))
         self._calls += 1
         self._argued = False
 
@@ -239,6 +241,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class CallObjectParser(ToolCallParser):
     """Reads such objects. Their keys may come in any order; arguments before the name wait for it."""
 
+    name_key = "name"
+    """The key of the function's name."""
     marked = True
     """A marker announced the object. Where none does, it is a call only with arguments, and of a tool in the request:
     anything else is an answer in JSON."""
@@ -276,7 +280,7 @@ class CallObjectParser(ToolCallParser):
                 feed.keep()
                 continue
             value = yield from self._read_value()
-            if key == "name" and name is None:
+            if key == self.name_key and name is None:
                 name = _string(value)
                 broken = not name or not (self.marked or name in self._schemas)
             elif key in _ARGUMENTS and arguments is None and self._calls == calls:
@@ -296,6 +300,27 @@ class CallObjectParser(ToolCallParser):
         feed.forget()
         feed.take(1)
         return True
+
+    def _read_list(self, end_marker: str = "") -> Waiting[bool]:
+        """Read the list of such objects that comes next, kept from its marker on; whether it was whole.
+
+        `end_marker`: what follows the list. If the list breaks off, what belongs to no call has become content.
+        """
+        feed = self._feed
+        feed.take(1)
+        while (yield from feed.skip_whitespace()) == "{":
+            if not (yield from self._read_call(end_marker)):
+                return False
+            feed.keep()
+            separator = yield from feed.skip_whitespace()
+            if separator not in (",", "]"):
+                break
+            feed.take(1)
+            if separator == "]":
+                feed.forget()
+                return True
+        self._no_call()
+        return False
 
     def _broken_off(self, name: str | None, calls: int) -> bool:
         """Make a call that got no further than its name of `name`, or content of what was kept."""
@@ -323,19 +348,28 @@ def _object(value: str | None) -> str | None:
     return value if value is not None and value.startswith("{") else None
 
 
-def call_object(lark: LarkWriter, functions: Sequence[Function], key: str) -> str:
-    """An expression for one call of any of `functions`, with its arguments under `key`."""
+def call_object(lark: LarkWriter, functions: Sequence[Function], key: str, opening: str = '{"name": "') -> str:
+    """An expression for one call of any of `functions`, with its arguments under `key`; `opening` is before a name."""
     calls = [
         f"{lark.spelled(f'{function.name}{_TO_KEY}{key}{_TO_VALUE}')} {lark.json(function.schema)}"
         for function in functions
     ]
-    return f"{lark.spelled(_OPENING)} {lark.any_of(calls)} {lark.spelled('}')}"
+    return f"{lark.spelled(opening)} {lark.any_of(calls)} {lark.spelled('}')}"
 
 
-_OPENING, _TO_KEY, _TO_VALUE = '{"name": "', '", "', '": '
+def call_list(
+    lark: LarkWriter, functions: Sequence[Function], once: bool, key: str, opening: str = '{"name": "'
+) -> str:
+    """An expression for a list of such calls; of exactly one with `once`."""
+    call = lark.rule(call_object(lark, functions, key, opening))
+    further = "" if once else f"({lark.spelled(', ')} {call})*"
+    return f"{lark.spelled('[')} {call} {further} {lark.spelled(']')}"
 
 
-# Calls whose arguments are a key and bare text each: GLM, Qwen3-Coder.
+_TO_KEY, _TO_VALUE = '", "', '": '
+
+
+# Calls whose arguments are a key and bare text each: GLM, Qwen3-Coder, MiniMax-M2, DeepSeek-V3.2 and others.
 
 
 class MembersParser(ToolCallParser):
@@ -352,6 +386,10 @@ class MembersParser(ToolCallParser):
     @abstractmethod
     def _read_key(self) -> Waiting[str | None]:
         """Read a key and what opens its value; None where they are not there."""
+
+    def _types(self, schema: Mapping[str, Any], key: str) -> frozenset[str]:
+        """The JSON types that the value behind `key`, which was read last, may have."""
+        return argument_types(schema, key)
 
     def _read_arguments(self, name: str) -> Waiting[bool]:
         """Read the arguments of the call of that function up to their end; whether it came."""
@@ -374,5 +412,5 @@ class MembersParser(ToolCallParser):
             feed.forget()
             self._argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
-            if not (yield from self._stream_typed(argument_types(schema, key), self.value_end, self.trim)):
+            if not (yield from self._stream_typed(self._types(schema, key), self.value_end, self.trim)):
                 return False

@@ -318,6 +318,12 @@ def _parsed(arguments: str) -> Any:
 _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 
+def reasoning_switch(is_on: bool) -> dict[str, Any]:
+    """The variables by which chat templates switch reasoning: `enable_thinking` (Qwen, GLM, Gemma 4 and most others),
+    `thinking` (DeepSeek-V3.1, Kimi, Granite) and `reasoning` (Command A)."""
+    return {"enable_thinking": is_on, "thinking": is_on, "reasoning": is_on}
+
+
 def no_reserved_names(value: dict[str, Any]) -> dict[str, Any]:
     """Validator of `chat_template_kwargs`."""
     if reserved := sorted(_RESERVED & value.keys()):
@@ -373,7 +379,7 @@ class ChatCompletionRequest(SamplingFields):
     """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
 
     enable_thinking: bool | None = None
-    """Given to the chat template as `enable_thinking`."""
+    """Given to the chat template as `enable_thinking`, `thinking` and `reasoning`: templates differ in its name."""
 
     thinking: Thinking | None = None
     """Whether the model reasons, as Anthropic's and DeepSeek's interfaces write it: also `enable_thinking`."""
@@ -472,15 +478,16 @@ class ChatCompletionRequest(SamplingFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template besides messages and tools; `chat_template_kwargs` takes precedence."""
-        variables: dict[str, Any] = {}
+        is_on: bool | None = None
         if self.thinking is not None:
-            variables["enable_thinking"] = self.thinking.type != "disabled"
+            is_on = self.thinking.type != "disabled"
         if self.enable_thinking is not None:
-            variables["enable_thinking"] = self.enable_thinking
+            is_on = self.enable_thinking
+        if self.reasoning_effort == "none":
+            is_on = False
+        variables = {} if is_on is None else reasoning_switch(is_on)
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-            if self.reasoning_effort == "none":
-                variables["enable_thinking"] = False
         return {**variables, **self.chat_template_kwargs}
 
     @property

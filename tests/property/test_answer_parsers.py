@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from server.parsing import registry
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.json_repair import JsonMender, mend
-from tests.unit.answers.dialect_texts import TEXTS, USE, Answer, parsed
+from tests.unit.answers.dialect_texts import TEXTS, USE, Answer, parsed, short_form
 
-DIALECTS = [*registry.TOOL_DIALECTS, registry.HARMONY]
+DIALECTS = short_form([*registry.TOOL_DIALECTS, registry.HARMONY])
 PLUMBING = ["{", "}", "[", "]", "(", ")", '"', "'", ":", ",", ";", "=", "\\", "\n", " ", "1", "a", "é", "True", "null"]
 PLUMBING += [
     '"name": "now"',

@@ -275,7 +275,11 @@ def test_reasoning_of_another_server_is_left_out(signature: str) -> None:
 )
 def test_thinking_becomes_variables_of_the_template(thinking: Any, is_on: bool) -> None:
     chat = chat_of(thinking=thinking, output_config={"effort": "max"}, chat_template_kwargs={"a": 1})
-    assert chat.template_variables == {"enable_thinking": is_on, "thinking": is_on, "reasoning_effort": "max", "a": 1}
+    assert chat.template_variables == {
+        **dict.fromkeys(("enable_thinking", "thinking", "reasoning"), is_on),
+        "reasoning_effort": "max",
+        "a": 1,
+    }
     assert chat.reasoning_limit == (1024 if thinking and "budget_tokens" in thinking else None)
 
 

@@ -1,20 +1,38 @@
-"""GLM-4.5 and later: a name, then keys and values between markers of their own, inside `<tool_call>`."""
+"""GLM-4.5 and later: a name, then keys and values between markers of their own, inside `<tool_call>`.
+
+GLM-4.5 and 4.6 put each on a line, GLM-4.7 and GLM-5 all on one. Hunyuan 3 (Hy3) writes as GLM-4.5, with `<tool_sep>`
+behind the name and `<tool_calls>` around all calls.
+"""
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from server.parsing.grammar import Function, LarkWriter, argument_sequence, bare_value
 from server.parsing.parser import Markers, Waiting
-from server.parsing.registry import TOOL_DIALECTS, ToolDialect
+from server.parsing.registry import TOOL_DIALECTS, ModelSigns, ToolDialect
 from server.parsing.tool_calls import MembersParser
+from server.schemas.chat import ToolUse
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
 VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
-NEWLINE = "\n"
-_BEGIN, _KEY_END = Markers(BEGIN), Markers(KEY_END)
+HUNYUAN_BEGIN, HUNYUAN_END, SEPARATOR = "<tool_calls>", "</tool_calls>", "<tool_sep>"
+_KEY_END = Markers(KEY_END)
 _NAME = re.compile(r"[^\s<{]*")
+
+
+class Form(NamedTuple):
+    """What differs between the dialects."""
+
+    line: str = "\n"
+    """What stands between the parts of a call."""
+    begin: str = ""
+    """The marker before all calls, if there is one."""
+    end: str = ""
+    """The marker behind all calls."""
+    separator: str = ""
+    """The marker behind a name."""
 
 
 class GlmParser(MembersParser):
@@ -24,17 +42,44 @@ class GlmParser(MembersParser):
     member_markers = (KEY_BEGIN, VALUE_BEGIN)
     value_end = Markers(VALUE_END)
 
+    def __init__(self, use: ToolUse, form: Form) -> None:
+        self._form = form
+        self._begin = Markers(*filter(None, (BEGIN, form.begin)))
+        super().__init__(use)
+
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while (yield from self._say_until(_BEGIN)):
+        while begin := (yield from self._say_until(self._begin)):
+            if begin != BEGIN:
+                yield from feed.skip_whitespace()
+                if not (yield from feed.take_marker(BEGIN)):
+                    self._no_call()
+                    continue
+            while (yield from self._read_call()) and begin != BEGIN:
+                feed.keep()
+                yield from feed.skip_whitespace()
+                if (yield from feed.take_marker(BEGIN)):
+                    continue
+                if (yield from feed.take_marker(self._form.end)):
+                    feed.forget()
+                elif not (yield from self._cut_off(self._form.end, BEGIN)):
+                    self._no_call()
+                break
+
+    def _read_call(self) -> Waiting[bool]:
+        """Read a call behind its marker; whether it was whole."""
+        feed = self._feed
+        yield from feed.skip_whitespace()
+        name = yield from feed.take_word(_NAME)
+        yield from feed.skip_whitespace()
+        separated = bool(self._form.separator) and (yield from feed.take_marker(self._form.separator))
+        if separated:
             yield from feed.skip_whitespace()
-            name = yield from feed.take_word(_NAME)
-            yield from feed.skip_whitespace()
-            if not name or not ((yield from self._comes(KEY_BEGIN)) or (yield from self._comes(END))):
-                self._no_call()
-                continue
-            self._begin_call(name)
-            yield from self._read_arguments(name)
+        if not name or not (separated or (yield from self._comes(KEY_BEGIN)) or (yield from self._comes(END))):
+            self._no_call()
+            return False
+        self._begin_call(name)
+        return (yield from self._read_arguments(name))
 
     def _read_key(self) -> Waiting[str | None]:
         """Read a key and its value's opening marker."""
@@ -48,31 +93,47 @@ class GlmParser(MembersParser):
         return "".join(pieces).strip() if (yield from feed.take_marker(VALUE_BEGIN)) else None
 
 
-def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a call behind its marker, in GLM-4.5's spacing."""
-    return lark.any_of(_call(lark, function) for function in functions)
+def _calls(form: Form) -> Callable[[LarkWriter, Sequence[Function], bool], str]:
+    def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+        """An expression for what is behind the first marker: a call, or all calls where a marker is around them."""
+        call = lark.any_of(one(lark, function) for function in functions)
+        if not form.begin:
+            return call
+        further = "" if once else f"({lark.spelled(NEWLINE + BEGIN)} {call})*"
+        return f"{lark.spelled(NEWLINE + BEGIN)} {call} {further} {lark.spelled(NEWLINE + form.end)}"
+
+    def one(lark: LarkWriter, function: Function) -> str:
+        def argument(key: str, schema: Any) -> str:
+            value = bare_value(lark, schema, function.schema, VALUE_END)
+            before, between = lark.spelled(KEY_BEGIN), lark.spelled(KEY_END + form.line + VALUE_BEGIN)
+            return f"{before} {key} {between} {value} {lark.spelled(form.line)}"
+
+        name = lark.spelled(function.name + form.separator + form.line)
+        return f"{name} {argument_sequence(lark, function.schema, argument)} {lark.spelled(END)}"
+
+    return calls
 
 
-def _call(lark: LarkWriter, function: Function) -> str:
-    def argument(key: str, schema: Any) -> str:
-        value = bare_value(lark, schema, function.schema, VALUE_END)
-        before, between = lark.spelled(KEY_BEGIN), lark.spelled(f"{KEY_END}\n{VALUE_BEGIN}")
-        return f"{before} {key} {between} {value} {lark.spelled(NEWLINE)}"
-
-    name = lark.spelled(f"{function.name}\n")
-    return f"{name} {argument_sequence(lark, function.schema, argument)} {lark.spelled(END)}"
+NEWLINE = "\n"
 
 
-TOOL_DIALECTS.register("glm45")(
-    ToolDialect(
-        GlmParser,
-        calls,
-        detect=lambda signs: KEY_BEGIN in signs.template,
-        trigger=BEGIN,
-        separator="\n",
-        keys=r"[^\s<]([^<]*[^\s<])?",
-        writes_bare_text=True,
-        markers=(BEGIN, END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END),
-        aliases=("glm47",),
+def _register(name: str, form: Form, detect: Callable[[ModelSigns], bool], aliases: tuple[str, ...] = ()) -> None:
+    extra = tuple(filter(None, form[1:]))
+    TOOL_DIALECTS.register(name)(
+        ToolDialect(
+            lambda use: GlmParser(use, form),
+            _calls(form),
+            detect,
+            trigger=form.begin or BEGIN,
+            separator=None if form.begin else form.line,
+            keys=r"[^\s<]([^<]*[^\s<])?",
+            writes_bare_text=True,
+            markers=(BEGIN, END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END, *extra),
+            aliases=aliases,
+        )
     )
-)
+
+
+_register("hy_v3", Form("\n", HUNYUAN_BEGIN, HUNYUAN_END, SEPARATOR), lambda signs: SEPARATOR in signs.template)
+_register("glm47", Form(line=""), lambda signs: KEY_END + VALUE_BEGIN in signs.template)
+_register("glm45", Form(), lambda signs: KEY_BEGIN in signs.template)

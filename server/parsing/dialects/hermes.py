@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`."""
+"""Hermes, Qwen, Granite 4, Ernie 4.5 and others: `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`."""
 
 from collections.abc import Sequence
 
@@ -48,5 +48,6 @@ TOOL_DIALECTS.register("hermes")(
         trigger=BEGIN,
         separator="\n",
         markers=(BEGIN, END),
+        aliases=("granite4", "ernie45", "exaone4"),
     )
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
-from server.parsing.tool_calls import CallObjectParser, call_object
+from server.parsing.tool_calls import CallObjectParser, call_list
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _BEGIN = Markers(BEGIN)
@@ -30,27 +30,11 @@ class MistralParser(CallObjectParser):
         feed = self._feed
         while (yield from self._say_until(_BEGIN)):
             if (yield from feed.skip_whitespace()) == "[":
-                feed.take(1)
                 yield from self._read_list()
             elif (yield from feed.next_character()) == "{":
                 yield from self._read_call()
             else:
                 yield from self._read_named()
-
-    def _read_list(self) -> Waiting[None]:
-        feed = self._feed
-        while (yield from feed.skip_whitespace()) == "{":
-            if not (yield from self._read_call()):
-                return None
-            feed.keep()
-            separator = yield from feed.skip_whitespace()
-            if separator not in (",", "]"):
-                break
-            feed.take(1)
-            if separator == "]":
-                feed.forget()
-                return None
-        return self._no_call()
 
     def _read_named(self) -> Waiting[None]:
         """Read `name{…}` with what may stand between."""
@@ -70,9 +54,7 @@ class MistralParser(CallObjectParser):
 
 def list_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
     """An expression for a list of calls behind its marker."""
-    call = lark.rule(call_object(lark, functions, "arguments"))
-    further = "" if once else f"({lark.spelled(', ')} {call})*"
-    return f"{lark.spelled('[')} {call} {further} {lark.spelled(']')}"
+    return call_list(lark, functions, once, "arguments")
 
 
 def named_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:

@@ -1,16 +1,23 @@
-"""Llama 3.2 and Llama 4: a Python list of calls, `[f(a=1), g(b="x")]`, perhaps between markers."""
+"""Calls in Python: Llama 3.2 and Llama 4, LFM2, OLMo 3.
+
+A list, `[f(a=1), g(b="x")]`: for Llama the whole answer, for LFM2 between markers. OLMo 3 writes a line a call,
+without brackets, between markers.
+"""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from server.parsing.grammar import Function, LarkWriter, argument_sequence, part_of
-from server.parsing.parser import Waiting
+from server.parsing.parser import Markers, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import ToolCallParser
+from server.schemas.chat import ToolUse
 
 START, END = "<|python_start|>", "<|python_end|>"
+LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO = "<function_calls>", "</function_calls>"
 _NAME = re.compile(r"[\w.-]*")
 
 
@@ -98,6 +105,49 @@ class PythonicParser(ToolCallParser):
         return True
 
 
+class MarkedPythonicParser(PythonicParser):
+    """Calls between markers, of any function, in a list or one behind the other."""
+
+    def __init__(self, use: ToolUse, begin: str, end: str) -> None:
+        self._begin = Markers(begin)
+        self._end = end
+        super().__init__(use)
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        while (yield from self._say_until(self._begin)):
+            if (yield from feed.skip_whitespace()) == "[":
+                feed.take(1)
+            calls = self._calls
+            while True:
+                if (yield from feed.skip_whitespace()) in (",", "]") and self._calls > calls:
+                    feed.take(1)
+                    continue
+                if self._calls > calls and (yield from feed.take_marker(self._end)):
+                    feed.forget()
+                    break
+                name = yield from feed.take_word(_NAME)
+                if not name or (yield from feed.skip_whitespace()) != "(":
+                    if self._calls == calls or name or not (yield from self._cut_off(self._end)):
+                        self._no_call()
+                    break
+                feed.take(1)
+                if not (yield from self._read_arguments(name)):
+                    break
+                feed.keep()
+
+
+def marked_calls(begin_list: str, between: str, end: str) -> Callable[[LarkWriter, Sequence[Function], bool], str]:
+    """Expressions for calls behind a marker: `begin_list`, the calls with `between` between them, and `end`."""
+
+    def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+        call = lark.any_of(_call(lark, function) for function in functions)
+        further = "" if once else f"({lark.spelled(between)} {call})*"
+        return f"{lark.spelled(begin_list)} {call} {further} {lark.spelled(end)}"
+
+    return calls
+
+
 def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
     """An expression for an answer's calls. Values are JSON, of which the parser reads Python's form too."""
     call = lark.any_of(_call(lark, function) for function in functions)
@@ -113,6 +163,26 @@ def _call(lark: LarkWriter, function: Function) -> str:
     return f"{lark.spelled(function.name + '(')} {arguments} {lark.spelled(')')}"
 
 
+TOOL_DIALECTS.register("lfm2")(
+    ToolDialect(
+        lambda use: MarkedPythonicParser(use, *LFM2),
+        marked_calls("[", ", ", f"]{LFM2[1]}"),
+        detect=lambda signs: LFM2[0] in signs.template or signs.has_token(LFM2[0]),
+        trigger=LFM2[0],
+        keys=r"[\w.-]+",
+        markers=LFM2,
+    )
+)
+TOOL_DIALECTS.register("olmo3")(
+    ToolDialect(
+        lambda use: MarkedPythonicParser(use, *OLMO),
+        marked_calls("", "\n", OLMO[1]),
+        detect=lambda signs: OLMO[0] in signs.template and "<invoke" not in signs.template,
+        trigger=OLMO[0],
+        keys=r"[\w.-]+",
+        markers=OLMO,
+    )
+)
 TOOL_DIALECTS.register("pythonic")(
     ToolDialect(
         PythonicParser,

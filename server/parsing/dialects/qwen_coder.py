@@ -1,34 +1,53 @@
-"""Qwen3-Coder: `<tool_call><function=f><parameter=key>value</parameter></function></tool_call>`."""
+"""Qwen3-Coder and Qwen3.5: `<tool_call><function=f><parameter=key>value</parameter></function></tool_call>`.
+
+Nemotron 3 and others write the same. MiMo-V2 and Seed-OSS have no line breaks around a value; Seed-OSS has an outer
+tag of its own.
+"""
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from server.parsing.grammar import Function, LarkWriter, argument_sequence, bare_value
 from server.parsing.parser import Markers, Waiting
-from server.parsing.registry import TOOL_DIALECTS, ToolDialect
+from server.parsing.registry import TOOL_DIALECTS, ModelSigns, ToolDialect
 from server.parsing.tool_calls import MembersParser
+from server.schemas.chat import ToolUse
 
-BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-KEY_END, NEWLINE = ">\n", "\n"
-_BEGIN = Markers(BEGIN, FUNCTION)
+NEWLINE = "\n"
 _NAME = re.compile(r"[^\s<>]*")
+_INLINE = re.compile(r"<parameter=\w+>\w")
+"""What a template's example shows where no line breaks are around values."""
+
+
+class Form(NamedTuple):
+    """What differs between the dialects."""
+
+    begin: str = "<tool_call>"
+    end: str = "</tool_call>"
+    around: str = "\n"
+    """What stands on either side of a value."""
 
 
 class QwenXmlParser(MembersParser):
-    """Values are bare text between line breaks; the outer marker may be missing."""
+    """Values are bare text; the outer marker may be missing."""
 
     members_end = FUNCTION_END
     member_markers = (PARAMETER,)
     value_end = Markers(PARAMETER_END)
-    trim = "\n"
+
+    def __init__(self, use: ToolUse, form: Form) -> None:
+        self._form = form
+        self._begin = Markers(form.begin, FUNCTION)
+        self.trim = form.around
+        super().__init__(use)
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while begin := (yield from self._say_until(_BEGIN)):
-            if begin == BEGIN:
+        while begin := (yield from self._say_until(self._begin)):
+            if begin == self._form.begin:
                 yield from feed.skip_whitespace()
                 if not (yield from feed.take_marker(FUNCTION)):
                     self._no_call()
@@ -38,12 +57,12 @@ class QwenXmlParser(MembersParser):
                 self._no_call()
                 continue
             self._begin_call(name)
-            if (yield from self._read_arguments(name)) and begin == BEGIN:
+            if (yield from self._read_arguments(name)) and begin == self._form.begin:
                 feed.keep()
                 yield from feed.skip_whitespace()
-                if (yield from feed.take_marker(END)):
+                if (yield from feed.take_marker(self._form.end)):
                     feed.forget()
-                elif not (yield from self._cut_off(END)):
+                elif not (yield from self._cut_off(self._form.end)):
                     self._no_call()
 
     def _read_key(self) -> Waiting[str | None]:
@@ -54,32 +73,44 @@ class QwenXmlParser(MembersParser):
         return key if key and (yield from feed.take_marker(">")) else None
 
 
-def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a call behind its marker."""
-    return lark.any_of(_call(lark, function) for function in functions)
+def _calls(form: Form) -> Callable[[LarkWriter, Sequence[Function], bool], str]:
+    def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+        """An expression for a call behind its marker."""
+        return lark.any_of(one(lark, function) for function in functions)
+
+    def one(lark: LarkWriter, function: Function) -> str:
+        def argument(key: str, schema: Any) -> str:
+            value = bare_value(lark, schema, function.schema, PARAMETER_END, before=form.around)
+            return f"{lark.spelled(PARAMETER)} {key} {lark.spelled('>' + form.around)} {value} {lark.spelled(NEWLINE)}"
+
+        name = lark.spelled(f"\n{FUNCTION}{function.name}>\n")
+        arguments = argument_sequence(lark, function.schema, argument)
+        return f"{name} {arguments} {lark.spelled(FUNCTION_END + NEWLINE + form.end)}"
+
+    return calls
 
 
-def _call(lark: LarkWriter, function: Function) -> str:
-    def argument(key: str, schema: Any) -> str:
-        value = bare_value(lark, schema, function.schema, PARAMETER_END, before="\n")
-        return f"{lark.spelled(PARAMETER)} {key} {lark.spelled(KEY_END)} {value} {lark.spelled(NEWLINE)}"
-
-    name = lark.spelled(f"\n{FUNCTION}{function.name}>\n")
-    arguments = argument_sequence(lark, function.schema, argument)
-    return f"{name} {arguments} {lark.spelled(FUNCTION_END + NEWLINE + END)}"
-
-
-TOOL_DIALECTS.register("qwen3_coder")(
-    ToolDialect(
-        QwenXmlParser,
-        calls,
-        detect=lambda signs: FUNCTION in signs.template,
-        trigger=BEGIN,
-        separator="\n",
-        keys=r"[^\s<>]+",
-        writes_bare_text=True,
-        ends_text_with_line=True,
-        markers=(BEGIN, END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END),
-        aliases=("qwen3_xml",),
+def _register(name: str, form: Form, detect: Callable[[ModelSigns], bool], aliases: tuple[str, ...] = ()) -> None:
+    TOOL_DIALECTS.register(name)(
+        ToolDialect(
+            lambda use: QwenXmlParser(use, form),
+            _calls(form),
+            detect,
+            trigger=form.begin,
+            separator="\n",
+            keys=r"[^\s<>]+",
+            writes_bare_text=True,
+            ends_text_with_line=bool(form.around),
+            markers=(form.begin, form.end, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END),
+            aliases=aliases,
+        )
     )
+
+
+SEED = Form("<seed:tool_call>", "</seed:tool_call>", around="")
+
+_register("seed_oss", SEED, lambda signs: SEED.begin in signs.template)
+_register(
+    "mimo", Form(around=""), lambda signs: FUNCTION in signs.template and _INLINE.search(signs.template) is not None
 )
+_register("qwen3_coder", Form(), lambda signs: FUNCTION in signs.template, aliases=("qwen3_xml", "step3p5"))

@@ -1,7 +1,10 @@
 """What models of each dialect write, and what it means: shared by the tests of the parsers and of the grammars."""
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import pytest
 
 from server.parsing.parser import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
 from server.schemas.chat import Tool, ToolUse
@@ -82,6 +85,49 @@ _GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_v
 _GLM += "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 _XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
 _XML += "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+_SEED = "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+_SEED += "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"
+_SEED_NOW = "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+_MIMO, _MIMO_NOW = _SEED.replace("seed:", ""), _SEED_NOW.replace("seed:", "")
+_GLM47 = _GLM.replace("\n", "")
+_HY = "<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+_HY += "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+_HY_NOW = "<tool_call>now<tool_sep>\n</tool_call>"
+_INVOKE = '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+_INVOKE += '<parameter name="days">3</parameter>\n</invoke>'
+_INVOKE_NOW = '<invoke name="now">\n</invoke>'
+_MM_BEGIN, _MM_END = "<minimax:tool_call>", "</minimax:tool_call>"
+
+
+def _dsml(text: str, block: str, prefix: str = "｜DSML｜") -> str:  # noqa: RUF001
+    """Calls in DeepSeek's block, from those of MiniMax."""
+    for name in ("invoke", "parameter"):
+        text = text.replace(f"<{name}", f"<{prefix}{name}").replace(f"</{name}", f"</{prefix}{name}")
+    text = text.replace('name="city"', 'name="city" string="true"')
+    text = text.replace('name="days"', 'name="days" string="false"')
+    return f"<{prefix}{block}>\n{text}\n</{prefix}{block}>"
+
+
+_DSML = [
+    ("deepseek_v32", "function_calls", "｜DSML｜"),  # noqa: RUF001
+    ("deepseek_v4", "tool_calls", "｜DSML｜"),  # noqa: RUF001
+    ("deepseek_v41", "calls", "｜DSML｜ "),  # noqa: RUF001
+]
+_K_BEGIN, _K_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_K_ARGUMENTS, _K_CALL_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_KIMI = f'<|tool_call_begin|>functions.get_weather:0{_K_ARGUMENTS}{{"city": "Paris", "days": 3}}{_K_CALL_END}'
+_KIMI_NOW = f"<|tool_call_begin|>functions.now:1{_K_ARGUMENTS}{{}}{_K_CALL_END}"
+_GEMMA = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+_COMMAND = '{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris", "days": 3}}'
+_COMMAND_NOW = '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}'
+_OBJECT_NOW = '{"name": "now", "arguments": {}}'
+_LISTS = [
+    ("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
+    ("phi4_mini_json", "<|tool_call|>", "<|/tool_call|>"),
+    ("granite", "<|tool_call|>", ""),
+    ("hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
+]
+_PYTHON = 'get_weather(city="Paris", days=3)'
 _HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
 _CALL, _NOW = ("get_weather", PARIS), ("now", {})
 
@@ -115,6 +161,43 @@ WHOLE = [
     Written("glm45", _GLM, _answer("", _CALL)),
     Written("glm45", f"{_GLM}\n<tool_call>now\n</tool_call>", _answer("", _CALL, _NOW)),
     Written("harmony", f"{_HARMONY_CALL}{json.dumps(PARIS)}", _answer("", _CALL)),
+    Written("seed_oss", _SEED, _answer("", _CALL)),
+    Written("seed_oss", f"{_SEED}\n{_SEED_NOW}", _answer("", _CALL, _NOW)),
+    Written("mimo", _MIMO, _answer("", _CALL)),
+    Written("mimo", f"{_MIMO}\n{_MIMO_NOW}", _answer("", _CALL, _NOW)),
+    Written("glm47", _GLM47, _answer("", _CALL)),
+    Written("glm47", f"{_GLM47}<tool_call>now</tool_call>", _answer("", _CALL, _NOW)),
+    Written("hy_v3", f"<tool_calls>\n{_HY}\n</tool_calls>", _answer("", _CALL)),
+    Written("hy_v3", f"<tool_calls>\n{_HY}\n{_HY_NOW}\n</tool_calls>", _answer("", _CALL, _NOW)),
+    Written("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE}\n{_MM_END}", _answer("", _CALL)),
+    Written("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE}\n{_INVOKE_NOW}\n{_MM_END}", _answer("", _CALL, _NOW)),
+    *(
+        Written(dialect, _dsml(text, block, prefix), answer)
+        for dialect, block, prefix in _DSML
+        for text, answer in (
+            (_INVOKE, _answer("", _CALL)),
+            (f"{_INVOKE}\n{_INVOKE_NOW}", _answer("", _CALL, _NOW)),
+        )
+    ),
+    Written("kimi_k2", f"{_K_BEGIN}{_KIMI}{_K_END}", _answer("", _CALL)),
+    Written("kimi_k2", f"{_K_BEGIN}{_KIMI}{_KIMI_NOW}{_K_END}", _answer("", _CALL, _NOW)),
+    Written("gemma4", _GEMMA, _answer("", _CALL)),
+    Written("gemma4", f"{_GEMMA}<|tool_call>call:now{{}}<tool_call|>", _answer("", _CALL, _NOW)),
+    Written("cohere_command", f"<|START_ACTION|>[\n    {_COMMAND}\n]<|END_ACTION|>", _answer("", _CALL)),
+    Written(
+        "cohere_command",
+        f"<|START_ACTION|>[\n    {_COMMAND},\n    {_COMMAND_NOW}\n]<|END_ACTION|>",
+        _answer("", _CALL, _NOW),
+    ),
+    *(
+        Written(dialect, f"{begin}[{text}]{end}", answer)
+        for dialect, begin, end in _LISTS
+        for text, answer in ((_OBJECT, _answer("", _CALL)), (f"{_OBJECT}, {_OBJECT_NOW}", _answer("", _CALL, _NOW)))
+    ),
+    Written("lfm2", f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>", _answer("", _CALL)),
+    Written("lfm2", f"<|tool_call_start|>[{_PYTHON}, now()]<|tool_call_end|>", _answer("", _CALL, _NOW)),
+    Written("olmo3", f"<function_calls>{_PYTHON}</function_calls>", _answer("", _CALL)),
+    Written("olmo3", f"<function_calls>{_PYTHON}\nnow()</function_calls>", _answer("", _CALL, _NOW)),
 ]
 """Calls as each dialect's models write them when all goes well: its grammar accepts them too."""
 
@@ -172,6 +255,60 @@ _AROUND = [
         '<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{"a": [1]}<|call|>',
         _answer("", ("now", {"a": [1]})),
     ),
+]
+_AROUND += [
+    Written("seed_oss", f"I look.\n{_SEED}\n", _answer("I look.", _CALL)),
+    Written(
+        "seed_oss",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\ntwo\nlines\n</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        _answer("", ("get_weather", {"city": "\ntwo\nlines\n"})),
+    ),
+    Written("minimax_m2", f"I look.\n{_MM_BEGIN}\n{_INVOKE}\n{_MM_END}\nDone.", _answer("I look.\nDone.", _CALL)),
+    Written("minimax_m2", _INVOKE, _answer("", _CALL)),
+    Written(
+        "minimax_m2",
+        f'{_MM_BEGIN}<invoke name="get_weather"><parameter name="places">["a", "b<c"]</parameter>'
+        f'<parameter name="note">null</parameter></invoke>{_MM_END}',
+        _answer("", ("get_weather", {"places": ["a", "b<c"], "note": None})),
+    ),
+    Written(
+        "deepseek_v32",
+        _dsml(
+            '<invoke name="get_weather">\n<parameter name="note" string="true">null</parameter>\n</invoke>',
+            "function_calls",
+        ),
+        _answer("", ("get_weather", {"note": "null"})),
+    ),
+    Written(
+        "deepseek_v32",
+        "I look.\n\n"
+        + _dsml(
+            '<invoke name="elsewhere">\n<parameter name="x" string="false">{"a": [1]}</parameter>\n</invoke>',
+            "function_calls",
+        ),
+        _answer("I look.", ("elsewhere", {"x": {"a": [1]}})),
+    ),
+    Written("kimi_k2", f"I look.{_K_BEGIN}\n{_KIMI}\n{_K_END}", _answer("I look.", _CALL)),
+    Written("kimi_k2", _KIMI_NOW.replace("functions.now:1", "now"), _answer("", _NOW)),
+    Written(
+        "gemma4",
+        'I look.<|tool_call>call:f{of:{k:[1,<|"|>a,"b"<|"|>,{}],<|"|>x y<|"|>:None},ok:true,no:word,j:"a\\n"}'
+        "<tool_call|>",
+        _answer("I look.", ("f", {"of": {"k": [1, 'a,"b"', {}], "x y": None}, "ok": True, "no": "word", "j": "a\n"})),
+    ),
+    Written("gemma4", "<|tool_call>call:f{ a : 1 , b:[ ] }<tool_call|>", _answer("", ("f", {"a": 1, "b": []}))),
+    Written("cohere_command", f"I look.<|START_ACTION|>[{_COMMAND}]<|END_ACTION|>", _answer("I look.", _CALL)),
+    Written("nemotron_json", f"I look.\n\n<TOOLCALL>[{_OBJECT}]</TOOLCALL>\n", _answer("I look.", _CALL)),
+    Written("hunyuan_a13b", f"<tool_calls>{_OBJECT}</tool_calls>", _answer("", _CALL)),
+    Written("hy_v3", "I look.<tool_calls><tool_call>now<tool_sep></tool_call></tool_calls>", _answer("I look.", _NOW)),
+    Written("lfm2", f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>I look.", _answer("I look.", _CALL)),
+    Written(
+        "lfm2",
+        "<|tool_call_start|>[f(a='it\\'s', b={'k': None})]<|tool_call_end|>",
+        _answer("", ("f", {"a": "it's", "b": {"k": None}})),
+    ),
+    Written("olmo3", f"I look.\n<function_calls>\n{_PYTHON}\n</function_calls>", _answer("I look.", _CALL)),
 ]
 
 _MENDED = [
@@ -257,6 +394,24 @@ _NO_CALLS += [
         ("deepseek_v3", f"{_DS_BEGIN}{_DS_CALL}function{_DS_SEP}now\n```json\n[1]\n```"),
         ("glm45", "<tool_call>what now</tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=no w>\n</function>\n</tool_call>"),
+        ("seed_oss", "<seed:tool_call>\nget_weather"),
+        ("mimo", "<tool_call>\nget_weather"),
+        ("glm47", "<tool_call>what now</tool_call>"),
+        ("hy_v3", "<tool_calls> none"),
+        ("minimax_m2", "<minimax:tool_call>\nnothing"),
+        ("minimax_m2", '<invoke name="a<b">'),
+        ("deepseek_v32", "<｜DSML｜function_calls>\n<｜DSML｜invoke name=now>"),  # noqa: RUF001
+        ("kimi_k2", f"{_K_BEGIN} nothing"),
+        ("kimi_k2", f"{_K_BEGIN}<|tool_call_begin|>functions.:0{_K_ARGUMENTS}{{}}"),
+        ("kimi_k2", f"{_K_BEGIN}<|tool_call_begin|>functions.now:0{_K_ARGUMENTS}[1]"),
+        ("gemma4", "<|tool_call>get_weather{}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:now(1)<tool_call|>"),
+        ("cohere_command", f"<|START_ACTION|>[{_OBJECT}]<|END_ACTION|>"),
+        ("nemotron_json", "<TOOLCALL>what is this?"),
+        ("nemotron_json", "<TOOLCALL>[1]</TOOLCALL>"),
+        ("granite", "<|tool_call|>nothing"),
+        ("lfm2", "<|tool_call_start|>[1, 2]<|tool_call_end|>"),
+        ("olmo3", "<function_calls>now"),
         ("harmony", "<|channel|>final<|end|>x"),
         ("harmony", "<|channel|>commentary to=functions.now<|message|>[1]"),
         ("harmony", "plain"),
@@ -286,6 +441,19 @@ BROKEN += [
     for text, content, arguments in (
         ("<tool_call>\n<function=get_weather>\nParis", "Paris", "{}"),
         (_XML.replace("</function>\n</tool_call>", "3 days"), "3 days", json.dumps(PARIS)),
+    )
+]
+BROKEN += [
+    Written(dialect, f"{text}\nNo.", _answer(f"{content}\nNo.", ("get_weather", arguments)))
+    for dialect, text, content, arguments in (
+        ("seed_oss", _SEED.replace("</function>\n</seed:tool_call>", "3 days"), "3 days", json.dumps(PARIS)),
+        ("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE.replace('</invoke>', '3 days')}", "3 days", json.dumps(PARIS)),
+        ("minimax_m2", f'{_MM_BEGIN}\n<invoke name="get_weather">\nParis', "Paris", "{}"),
+        ("kimi_k2", f"{_K_BEGIN}{_KIMI.replace('3}', '3 4}')}", f"4}}{_K_CALL_END}", '{"city": "Paris", "days": 3 }'),
+        ("gemma4", _GEMMA.replace("3}<tool_call|>", "3 4}"), " 4}", json.dumps(PARIS)),
+        ("gemma4", _GEMMA.replace("days:3}<tool_call|>", "places:[1 2}"), " 2}", '{"city": "Paris", "places": [1]}'),
+        ("gemma4", _GEMMA.replace("days:3}<tool_call|>", "days}"), ",days}", '{"city": "Paris"}'),
+        ("lfm2", "<|tool_call_start|>[get_weather(city='a', 3)]", ", 3)]", '{"city": "a"}'),
     )
 ]
 """Calls whose arguments turn wrong."""
@@ -338,9 +506,56 @@ CUT_OFF = [
         "<function=get_weather>\n<parameter=city>\nParis\n",
         _answer("", ("get_weather", '{"city": "Paris\\n')),
     ),
+    Written("seed_oss", _SEED[: _SEED.index("ris")], _answer("", ("get_weather", '{"city": "Pa'))),
+    Written("glm47", _GLM47[: _GLM47.index("ris")], _answer("", ("get_weather", '{"city": "Pa'))),
+    Written("hy_v3", "<tool_calls>\n<tool_call>now<tool_sep>\n</tool_ca", _answer("", ("now", ""))),
+    Written(
+        "minimax_m2",
+        f"{_MM_BEGIN}\n{_INVOKE[: _INVOKE.index('ris')]}",
+        _answer("", ("get_weather", '{"city": "Pa')),
+    ),
+    Written("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE}\n</minimax:to", _answer("", _CALL)),
+    Written("kimi_k2", f"{_K_BEGIN}{_KIMI[: _KIMI.index('ris')]}", _answer("", ("get_weather", '{"city": "Pa'))),
+    Written("kimi_k2", f"{_K_BEGIN}{_KIMI}<|tool_calls_sec", _answer("", _CALL)),
+    Written("gemma4", _GEMMA[: _GEMMA.index("ris")], _answer("", ("get_weather", '{"city": "Pa'))),
+    Written("gemma4", _GEMMA[: _GEMMA.index("ys:3")], _answer("", ("get_weather", '{"city": "Paris"'))),
+    Written("gemma4", _GEMMA[: -len("}<tool_call|>")], _answer("", ("get_weather", '{"city": "Paris"'))),
+    Written("gemma4", _GEMMA[:-3], _answer("", _CALL)),
+    Written(
+        "cohere_command",
+        f"<|START_ACTION|>[{_COMMAND[: _COMMAND.index('ris')]}",
+        _answer("", ("get_weather", '{"city": "Pa')),
+    ),
+    Written("lfm2", f"<|tool_call_start|>[{_PYTHON}]<|tool_call_", _answer("", _CALL)),
     Written("harmony", f'{_HARMONY_CALL}{{"city": "P', _answer("", ("get_weather", '{"city": "P'))),
     Written("harmony", "<|channel|>analysis<|message|>Hm", Answer("", "Hm", [])),
 ]
 """Texts that end within a call."""
 
 TEXTS = [*WHOLE, *_AROUND, *_MENDED, *_NO_CALLS, *BROKEN, *CUT_OFF]
+
+
+LIKE_ANOTHER = frozenset(
+    {"deepseek_v4", "deepseek_v41", "glm47", "granite", "hunyuan_a13b", "mimo", "olmo3", "phi4_mini_json"}
+)
+"""Dialects that differ from another in their markers alone: most of their tests are of the long form."""
+
+
+def short_form(dialects: Iterable[str]) -> list[Any]:
+    """The dialects as a test's parameters, of which the long form alone has those like another."""
+    return [pytest.param(dialect, marks=[pytest.mark.slow] if dialect in LIKE_ANOTHER else []) for dialect in dialects]
+
+
+def texts_in_short_form(texts: Sequence[Written], *, one_each: bool = False) -> list[Any]:
+    """The texts as a test's parameters, of which the long form alone has those of dialects like another.
+
+    `one_each`: the short form has the first text of each dialect.
+    """
+    seen: set[str] = set()
+    cases = []
+    for each in texts:
+        is_long = each.dialect in LIKE_ANOTHER or (one_each and each.dialect in seen)
+        name = f"{each.dialect}-{each.text[:40]}"
+        cases.append(pytest.param(each, id=name, marks=[pytest.mark.slow] if is_long else []))
+        seen.add(each.dialect)
+    return cases

@@ -51,6 +51,40 @@ def made(
         (TOOLS + "<｜tool▁calls▁begin｜> ```json </think>", (), "deepseek_v3", "deepseek_r1"),  # noqa: RUF001
         (TOOLS + "<｜tool▁calls▁begin｜> <think> </think>", (), "deepseek_v31", "think"),  # noqa: RUF001
         (TOOLS + "<|channel|> <|message|>", (), "harmony", "harmony"),
+        (
+            TOOLS
+            + "{%- set begin = '<seed:tool_call>' -%}{{ begin + '\\n<function=f>\\n<parameter=k>v</parameter>' }}"
+            "{%- set think = '<seed:think>' -%}",
+            (),
+            "seed_oss",
+            "seed_oss",
+        ),
+        (TOOLS + "<tool_call>\n<function=f>\n<parameter=k>value_1</parameter> <think>", (), "mimo", "think"),
+        (TOOLS + "'<function=f>\\n<parameter=k>\\nvalue_1\\n</parameter>' <think>", (), "qwen3_coder", "think"),
+        (TOOLS + "<function=f>\n<parameter=k>\nvalue_1\n</parameter> <think>", (), "qwen3_coder", "think"),
+        (TOOLS + "<tool_call>{f}<arg_key>{k}</arg_key><arg_value>{v}</arg_value> <think>", (), "glm47", "think"),
+        (TOOLS + "<tool_call>{f}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>", (), "glm45", "none"),
+        (TOOLS + "<tool_calls>\n<tool_call>{f}<tool_sep>\n<arg_key>", (), "hy_v3", "none"),
+        (
+            TOOLS + "{%- set begin = '<minimax:tool_call>' -%}<invoke name=\"f\"> <response> <think>\n</think>",
+            (),
+            "minimax_m2",
+            "think",
+        ),
+        (TOOLS + "{%- set d = '｜DSML｜' -%}<{{ d }}function_calls> <think>", (), "deepseek_v32", "think"),  # noqa: RUF001
+        (TOOLS + "<｜DSML｜tool_calls> <think>", (), "deepseek_v4", "think"),  # noqa: RUF001
+        (TOOLS + "<｜DSML｜ calls>\n<｜DSML｜ invoke <think>", (), "deepseek_v41", "think"),  # noqa: RUF001
+        (TOOLS + "<|tool_calls_section_begin|> <think></think>", (), "kimi_k2", "think"),
+        (TOOLS + "'<|tool_call>call:' <|channel>thought\n<channel|>", (), "gemma4", "gemma4"),
+        (TOOLS + "<|START_THINKING|> <|START_ACTION|>[ <|START_RESPONSE|>", (), "cohere_command", "cohere_command"),
+        (TOOLS + "<TOOLCALL>[ <think></think>", (), "nemotron_json", "think"),
+        (TOOLS + "<|tool|> <|/tool|>", ("<|/tool_call|>",), "phi4_mini_json", "none"),
+        (TOOLS + "<|tool_call|><|start_of_role|>", (), "granite", "none"),
+        (TOOLS + "<tool_calls>[ <think>\n\n</think>\n<answer>\n", (), "hunyuan_a13b", "hunyuan_a13b"),
+        (TOOLS + "<|tool_list_start|>", ("<|tool_call_start|>",), "lfm2", "none"),
+        (TOOLS + "<|tool_call_start|>[ <think>", (), "lfm2", "think"),
+        (TOOLS + "<function_calls> <think>", (), "olmo3", "think"),
+        (TOOLS + "<tool_call>\n <think>", ("<response>",), "hermes", "ernie45"),
         ("{{ messages }} <tool_call>", (), "none", "none"),
         (TOOLS, (), "none", "none"),
         (None, ("<think>", "</think>", "<tool_call>"), "none", "none"),
@@ -120,6 +154,12 @@ def test_the_documentation_lists_every_name() -> None:
 
 
 HARMONY_TOKENS = ("<|end|>", "<|start|>", "<|channel|>", "<|message|>", "assistant", "analysis", "final", "comment")
+
+
+def test_a_budget_counts_from_the_first_token_of_a_tag_that_is_several() -> None:
+    gemma = made(TOOLS + "<|channel>thought <channel|>", "<|channel>", "<channel|>")
+    assert gemma.reasoning_budget(7, prompt_tail="<|turn>model\n") == ReasoningBudget(7, [[101]], 100)
+    assert gemma.reasoning_budget(7, prompt_tail="<|channel>thought\n<channel|>") is None
 
 
 def test_a_budget_closes_the_reasoning_of_each_dialect_by_its_own_tokens() -> None:

@@ -63,6 +63,25 @@ def of(dialect: str) -> str:
             begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
             calls = f"{begin}apply_patch{sep}{patch}{end}{begin}mcp__notes__read_note{sep}{note}{end}"
             return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"  # noqa: RUF001
+        case "deepseek_v32":
+            tag, end = "<｜DSML｜", "</｜DSML｜"  # noqa: RUF001
+            calls = "".join(
+                f'{tag}invoke name="{name}">\n{tag}parameter name="{key}" string="true">{value}{end}parameter>\n'
+                f"{end}invoke>\n"
+                for name, key, value in (
+                    ("apply_patch", "input", PATCH),
+                    ("mcp__notes__read_note", "title", "shopping"),
+                )
+            )
+            return f"{tag}function_calls>\n{calls}{end}function_calls>"
+        case "gemma4":
+            return "".join(
+                f'<|tool_call>call:{name}{{{key}:<|"|>{value}<|"|>}}<tool_call|>'
+                for name, key, value in (
+                    ("apply_patch", "input", PATCH),
+                    ("mcp__notes__read_note", "title", "shopping"),
+                )
+            )
         case "harmony":
             one = f"<|channel|>commentary to=functions.apply_patch <|constrain|>json<|message|>{patch}<|call|>"
             return f"{one}<|start|>assistant<|channel|>commentary to=functions.mcp__notes__read_note <|message|>{note}"
@@ -70,7 +89,8 @@ def of(dialect: str) -> str:
 
 
 DIALECTS = [
-    "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder", "glm45", "pythonic", "deepseek_v31", "harmony",
+    "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder", "glm45", "pythonic", "deepseek_v31", "gemma4",
+    "deepseek_v32", "harmony",
 ]  # fmt: skip
 
 
@@ -135,6 +155,13 @@ def call_of(dialect: str, name: str, text: str) -> str:
     """A call of a custom tool as models of `dialect` write it."""
     arguments = json.dumps({"input": text}, ensure_ascii=False)
     match dialect:
+        case "gemma4":
+            return f'<|tool_call>call:{name}{{input:<|"|>{text}<|"|>}}<tool_call|>'
+        case "deepseek_v32":
+            tag, end = "<｜DSML｜", "</｜DSML｜"  # noqa: RUF001
+            parameter = f'{tag}parameter name="input" string="true">{text}{end}parameter>'
+            call = f'{tag}invoke name="{name}">\n{parameter}\n{end}invoke>'
+            return f"{tag}function_calls>\n{call}\n{end}function_calls>"
         case "qwen3_coder":
             return (
                 f"<tool_call>\n<function={name}>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>"

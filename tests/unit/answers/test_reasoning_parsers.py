@@ -4,8 +4,10 @@ import pytest
 
 from server.parsing.answer_format import AnswerFormat
 from server.parsing.parser import AnswerParser, ReasoningPart, TextPart
+from server.parsing.reasoning import is_closed
+from server.parsing.registry import REASONING_DIALECTS
 from server.schemas.chat import ToolUse
-from tests.unit.answers.dialect_texts import USE, WHOLE, Answer, parsed
+from tests.unit.answers.dialect_texts import USE, WHOLE, Answer, parsed, texts_in_short_form
 from tests.unit.answers.linear_time import assert_linear
 
 NO_TOOLS = ToolUse(())
@@ -38,6 +40,22 @@ def parser(dialect: str, tail: str = "", tools: str = "none", use: ToolUse = NO_
         ("deepseek_r1", "", "<think>Hm.</think>Yes.", "Hm.", "Yes."),
         ("deepseek_r1", "<｜Assistant｜></think>", "Yes.", "", "Yes."),  # noqa: RUF001
         ("mistral", "", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+        ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes.", "Hm.", "Yes."),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Yes.", "", "Yes."),
+        (
+            "cohere_command",
+            "",
+            "<|START_THINKING|>Hm.<|END_THINKING|>\n<|START_TEXT|>Yes.\n<|END_TEXT|>",
+            "Hm.",
+            "Yes.",
+        ),
+        ("cohere_command", "", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "", "Yes."),
+        ("hunyuan_a13b", "", "<think>\nHm.\n</think>\n<answer>\nA.\n\nB.\n</answer>", "Hm.", "A.\n\nB."),
+        ("hunyuan_a13b", "", "<think>\n\n</think>\n\nYes <answer>.\n", "", "Yes <answer>.\n"),
+        ("ernie45", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n", "Hm.", "Yes.\n"),
+        # An earlier turn's reasoning has ended, and the prompt opens the next.
+        ("think", "</think>Hi.[e~[\n]~b]user\nHi[e~[\n]~b]ai\n<think>\n", "Hm.</think>Yes.", "Hm.", "Yes."),
         ("mistral", "", "[THI", "", "[THI"),
     ],
 )
@@ -52,6 +70,19 @@ def test_reasoning_is_told_from_content_however_the_text_is_cut(
             assert parsed(parser(dialect, tail), text[:first], text[first:second], text[second:]) == expected
 
 
+@pytest.mark.parametrize(
+    ("dialect", "tail"),
+    [
+        ("think", "</think>Hi.[e~[\n]~b]user\nHi[e~[\n]~b]ai\n<think>\n"),
+        ("think", "</think>Hi.\n<SPECIAL_12>\n<SPECIAL_11>Assistant\n"),
+        ("seed_oss", "</seed:think>Hi.<seed:eos><seed:bos>user\nHi<seed:eos><seed:bos>assistant\n"),
+        ("gemma4", "<channel|>Hi.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"),
+    ],
+)
+def test_reasoning_of_an_earlier_turn_leaves_the_next_turn_free_to_reason(dialect: str, tail: str) -> None:
+    assert not is_closed(REASONING_DIALECTS[dialect], tail)
+
+
 def test_reasoning_is_sent_as_it_comes() -> None:
     made = parser("think", "<think>\n")
     assert made.push("Let me ") == [ReasoningPart("Let me ")]
@@ -60,7 +91,7 @@ def test_reasoning_is_sent_as_it_comes() -> None:
     assert made.push("Yes") == [TextPart("Yes")]
 
 
-@pytest.mark.parametrize("written", WHOLE, ids=lambda written: f"{written.dialect}-{written.text[:40]}")
+@pytest.mark.parametrize("written", texts_in_short_form(WHOLE))
 def test_calls_are_found_behind_reasoning_and_not_inside(written: object) -> None:
     dialect, text, answer = written  # type: ignore[misc]
     if dialect == "harmony":

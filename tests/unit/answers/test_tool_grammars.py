@@ -15,15 +15,21 @@ from engine.text.tokenizer import Tokenizer
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.grammar import LarkWriter
 from server.schemas.chat import NamedTool, Tool, ToolUse
-from tests.unit.answers.dialect_texts import CLOCK, TOOLS, WEATHER, WHOLE, Written, parsed, tool
+from tests.unit.answers.dialect_texts import (
+    CLOCK,
+    TOOLS,
+    WEATHER,
+    WHOLE,
+    Written,
+    parsed,
+    short_form,
+    texts_in_short_form,
+    tool,
+)
 from tests.unit.answers.grammars import ByteVocabulary
 
 DIALECTS = sorted({written.dialect for written in WHOLE})
 NAMED_NOW = NamedTool.model_validate({"type": "function", "function": {"name": "now"}})
-
-
-def ids(written: Written) -> str:
-    return f"{written.dialect}-{written.text[:40]}"
 
 
 def made(dialect: str, special: bool = False, reasoning: str = "none") -> tuple[AnswerFormat, ByteVocabulary]:
@@ -41,14 +47,14 @@ def grammar(answer_format: AnswerFormat, use: ToolUse, tail: str = "") -> str:
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
-@pytest.mark.parametrize("written", WHOLE, ids=ids)
+@pytest.mark.parametrize("written", texts_in_short_form(WHOLE))
 def test_required_accepts_what_models_write(written: Written, special: bool) -> None:
     answer_format, vocabulary = made(written.dialect, special)
     assert vocabulary.accepts(grammar(answer_format, ToolUse.of(TOOLS, "required")), written.text)
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
-@pytest.mark.parametrize("written", WHOLE, ids=ids)
+@pytest.mark.parametrize("written", texts_in_short_form(WHOLE))
 def test_required_refuses_other_arguments_other_functions_and_plain_text(written: Written, special: bool) -> None:
     answer_format, vocabulary = made(written.dialect, special)
     forced = grammar(answer_format, ToolUse.of(TOOLS, "required"))
@@ -58,7 +64,7 @@ def test_required_refuses_other_arguments_other_functions_and_plain_text(written
     assert not vocabulary.accepts(forced, written.text.replace("days", "week"))
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 def test_a_second_call_is_refused_with_parallel_tool_calls_off(dialect: str) -> None:
     answer_format, vocabulary = made(dialect)
     forced = grammar(answer_format, ToolUse.of(TOOLS, "required", parallel_tool_calls=False))
@@ -67,7 +73,7 @@ def test_a_second_call_is_refused_with_parallel_tool_calls_off(dialect: str) -> 
             assert vocabulary.accepts(forced, written.text) == (len(written.answer.calls) == 1)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 def test_a_named_function_is_the_only_one_that_can_be_called(dialect: str) -> None:
     answer_format, vocabulary = made(dialect)
     forced = grammar(answer_format, ToolUse.of(TOOLS, NAMED_NOW))
@@ -86,7 +92,7 @@ STRICT = [tool("get_weather", WEATHER, strict=True), tool("now", CLOCK)]
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 def test_a_strict_tool_leaves_the_model_free_to_talk_and_holds_its_calls(dialect: str, special: bool) -> None:
     answer_format, vocabulary = made(dialect, special)
     free = grammar(answer_format, ToolUse.of(STRICT, "auto"))
@@ -99,7 +105,7 @@ def test_a_strict_tool_leaves_the_model_free_to_talk_and_holds_its_calls(dialect
             assert not vocabulary.accepts(free, written.text.replace("3", "true"))
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 def test_without_strict_tools_a_free_choice_is_not_constrained(dialect: str) -> None:
     assert made(dialect)[0].grammar(ToolUse.of(TOOLS, "auto"), prompt_tail="") is None
     assert made(dialect)[0].grammar(ToolUse.of(STRICT, "none"), prompt_tail="") is None
@@ -128,7 +134,7 @@ RICH: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 def test_whatever_the_grammar_allows_parses_into_calls_that_fit_their_schema(dialect: str, special: bool) -> None:
     tools = [tool("f", RICH), tool("g-2")]
     answer_format, vocabulary = made(dialect, special)
@@ -191,7 +197,7 @@ def test_a_schema_that_cannot_be_followed_is_named_by_its_place(
         )
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 def test_grammars_pass_the_check_that_requests_grammars_pass(dialect: str, compiler: GrammarCompiler) -> None:
     answer_format = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "think")
     for use in (ToolUse.of([tool("f", RICH), *TOOLS], "required"), ToolUse.of(STRICT, "auto")):
@@ -239,7 +245,7 @@ def test_reasoning_may_come_first_unless_the_prompt_has_settled_it(
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
-@pytest.mark.parametrize("written", WHOLE, ids=ids)
+@pytest.mark.parametrize("written", texts_in_short_form(WHOLE))
 def test_calls_may_stand_in_the_place_of_content_that_has_a_form(written: Written, special: bool) -> None:
     answer_format, vocabulary = made(written.dialect, special, "think")
     either = answer_format.around_content('start: "yes" | "no"', ToolUse.of(TOOLS, "auto"), prompt_tail="")
@@ -270,7 +276,7 @@ def test_a_grammar_of_several_parts_keeps_them_behind_reasoning() -> None:
     assert not vocabulary.accepts(behind, "so")
 
 
-@pytest.mark.parametrize("dialect", ["pythonic", "qwen3_coder", "glm45"])
+@pytest.mark.parametrize("dialect", ["pythonic", "qwen3_coder", "glm45", "gemma4", "minimax_m2"])
 def test_an_argument_that_the_dialect_cannot_name_is_refused(dialect: str) -> None:
     use = ToolUse.of([tool("f", {"type": "object", "properties": {"a <b>": {}}})], "required")
     with pytest.raises(ValueError, match=r"^tools\[0\]\.function\.parameters has the property 'a <b>'"):
@@ -305,7 +311,7 @@ def test_any_text_can_be_spelled_in_a_grammar(text: str) -> None:
     assert ByteVocabulary().accepts(lark.grammar(lark.spelled(text)), text)
 
 
-@pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if dialect != "harmony"])
+@pytest.mark.parametrize("dialect", short_form(dialect for dialect in DIALECTS if dialect != "harmony"))
 @pytest.mark.parametrize(
     ("tail", "begin"), [("", "<think>\n"), ("<think>\n", "")], ids=["by the model", "by the prompt"]
 )

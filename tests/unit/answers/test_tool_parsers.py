@@ -9,7 +9,18 @@ from server.parsing.answer_format import AnswerFormat
 from server.parsing.json_repair import typed_argument
 from server.parsing.parser import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
 from server.schemas.chat import ToolUse
-from tests.unit.answers.dialect_texts import BROKEN, CUT_OFF, TEXTS, TOOLS, USE, WHOLE, Written, parsed
+from tests.unit.answers.dialect_texts import (
+    BROKEN,
+    CUT_OFF,
+    TEXTS,
+    TOOLS,
+    USE,
+    WHOLE,
+    Written,
+    parsed,
+    short_form,
+    texts_in_short_form,
+)
 from tests.unit.answers.linear_time import assert_linear
 
 LONGEST_MARKER = 12
@@ -35,7 +46,7 @@ def test_a_text_is_taken_apart_the_same_however_it_is_cut(written: Written) -> N
         assert parsed(parser(written.dialect), text[:cut], text[cut:]) == written.answer
 
 
-@pytest.mark.parametrize("written", TEXTS, ids=ids)
+@pytest.mark.parametrize("written", texts_in_short_form(TEXTS, one_each=True))
 def test_two_cuts_within_a_markers_length_change_nothing(written: Written) -> None:
     text, whole = written.text, written.answer
     for first in range(1, len(text) - 1, 2):
@@ -65,7 +76,11 @@ def test_a_finished_calls_arguments_are_a_json_object(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    "dialect", ["hermes", "llama3_json", "pythonic", "mistral_args", "deepseek_v31", "glm45", "harmony"]
+    "dialect",
+    [
+        *("hermes", "llama3_json", "pythonic", "mistral_args", "deepseek_v31", "glm45", "harmony"),
+        *("seed_oss", "minimax_m2", "deepseek_v32", "kimi_k2", "gemma4", "cohere_command", "nemotron_json", "lfm2"),
+    ],
 )
 def test_arguments_are_sent_as_they_come(dialect: str) -> None:
     text = next(each.text for each in WHOLE if each.dialect == dialect)
@@ -76,7 +91,7 @@ def test_arguments_are_sent_as_they_come(dialect: str) -> None:
     assert made.push("ris") == [ArgumentsPart(0, "ris")]
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 def test_plain_text_is_held_back_only_while_it_may_be_a_marker(dialect: str) -> None:
     made = parser(dialect, tail="<|start|>assistant<|channel|>final<|message|>")
     assert made.push("It is ") == [TextPart("It is ")]
@@ -117,7 +132,7 @@ def test_ids_have_the_form_that_the_models_templates_accept(dialect: str, form: 
     assert all(re.fullmatch(form, each) for each in found)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 @pytest.mark.parametrize("filler", ["x", "\n", "["])
 def test_long_arguments_in_small_pieces_take_linear_time(dialect: str, filler: str) -> None:
     written = next(each for each in WHOLE if each.dialect == dialect)
@@ -125,7 +140,7 @@ def test_long_arguments_in_small_pieces_take_linear_time(dialect: str, filler: s
     assert_linear(lambda: parser(dialect), begin + filler * 200_000 + end)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", short_form(DIALECTS))
 def test_markers_over_and_over_take_linear_time(dialect: str) -> None:
     markers = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "none").markers
     for piece in (*markers, *(marker + "f" for marker in markers), *(marker + "{" for marker in markers)):

@@ -192,3 +192,10 @@ def test_no_instruction_is_lost_on_a_template_that_does_not_show_its_role(
     source: str, messages: list[dict[str, Any]], prompt: str
 ) -> None:
     assert ChatTemplate({"default": source}).render(messages) == prompt
+
+
+def test_earlier_reasoning_is_shown_under_the_name_that_the_template_reads() -> None:
+    turn = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm.", "reasoning": "Hm."}
+    body = "{% for message in messages %}{{ message.thinking }}|{{ message.content }}{% endfor %}"
+    assert ChatTemplate({"default": body}).render([turn]) == "Hm.|Yes."
+    assert ChatTemplate({"default": body + "{# <|channel|> #}"}).render([turn]) == "|Yes."

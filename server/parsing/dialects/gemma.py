@@ -1,0 +1,253 @@
+"""Gemma 4: `<|tool_call>call:f{key:<|"|>text<|"|>,n:3,of:{k:[1,2]}}<tool_call|>`.
+
+Strings are bare text between two markers; keys, numbers and constants are bare. Objects and lists nest.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.parsing.grammar import (
+    ANY_TEXT,
+    FreeText,
+    Function,
+    LarkWriter,
+    argument_sequence,
+    bare_string,
+    part_of,
+)
+from server.parsing.json_repair import mend, resolved
+from server.parsing.parser import Markers, Waiting
+from server.parsing.registry import TOOL_DIALECTS, ToolDialect
+from server.parsing.tool_calls import ToolCallParser
+
+BEGIN, END = "<|tool_call>", "<tool_call|>"
+QUOTE = '<|"|>'
+CALL = "call:"
+_BEGIN, _QUOTE = Markers(BEGIN), Markers(QUOTE)
+_NAME = re.compile(r"[^\s<>{}:,]*")
+_WORD = re.compile(r"[^\s<>{}\[\]:,]*")
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class GemmaParser(ToolCallParser):
+    """Reads a call's object bracket by bracket; several calls follow one another, each between its own markers."""
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        while (yield from self._say_until(_BEGIN)):
+            yield from feed.skip_whitespace()
+            called = yield from feed.take_marker(CALL)
+            name = yield from feed.take_word(_NAME)
+            character = yield from feed.skip_whitespace()
+            if not called or not name or character != "{":
+                self._no_call()
+                continue
+            feed.take(1)
+            self._begin_call(name)
+            self._argue("{")
+            if (yield from self._read_object()):
+                feed.keep()
+                yield from feed.skip_whitespace()
+                if (yield from feed.take_marker(END)):
+                    feed.forget()
+                elif not (yield from self._cut_off(END)):
+                    self._no_call()
+
+    def _read_object(self) -> Waiting[bool]:
+        """Read the arguments behind their opening bracket; whether they were whole.
+
+        Where they turn wrong, the brackets that are open are closed, and what is not read is content.
+        """
+        feed = self._feed
+        opened = ["{"]
+        comma = ""
+        while opened:
+            feed.keep()
+            closing = _CLOSING[opened[-1]]
+            character = yield from feed.skip_whitespace()
+            if character == "," and comma:
+                feed.take(1)
+                character = yield from feed.skip_whitespace()
+                before = comma
+            elif comma and character not in ("", closing):
+                return self._turned_wrong(opened)
+            else:
+                before = ""
+            if character == closing:
+                feed.take(1)
+                feed.forget()
+                opened.pop()
+                self._argue(closing)
+                comma = ", "
+                continue
+            if opened[-1] == "{":
+                key = yield from self._read_key()
+                if key is None:
+                    if not (yield from feed.next_character()):
+                        feed.forget()
+                        return False
+                    return self._turned_wrong(opened)
+                before += f"{json.dumps(key, ensure_ascii=False)}: "
+            character = yield from feed.skip_whitespace()
+            if character in _CLOSING:
+                feed.take(1)
+                feed.forget()
+                self._argue(before + character)
+                opened.append(character)
+                comma = ""
+                continue
+            value = yield from self._read_scalar(before)
+            if value is None:
+                if not (yield from feed.next_character()):
+                    feed.forget()
+                    return False
+                return self._turned_wrong(opened)
+            if not value:
+                return False
+            comma = ", "
+        return True
+
+    def _turned_wrong(self, opened: list[str]) -> bool:
+        self._argue("".join(_CLOSING[each] for each in reversed(opened)))
+        self._no_call()
+        return False
+
+    def _read_key(self) -> Waiting[str | None]:
+        """Read a key, bare or between quotes, and its colon."""
+        feed = self._feed
+        pieces: list[str] = []
+        if (yield from feed.take_marker(QUOTE)):
+            if not (yield from feed.take_until(_QUOTE, pieces)):
+                return None
+        else:
+            pieces.append((yield from feed.take_word(_WORD)).strip("\"'"))
+        if (yield from feed.skip_whitespace()) != ":" or not pieces[0]:
+            return None
+        feed.take(1)
+        return "".join(pieces)
+
+    def _read_scalar(self, before: str) -> Waiting[bool | None]:
+        """Pass `before` and the value that comes next on; whether it ended, or None if there is none."""
+        feed = self._feed
+        if (yield from feed.take_marker(QUOTE)):
+            feed.forget()
+            self._argue(before)
+            return (yield from self._stream_typed(frozenset({"string"}), _QUOTE))
+        if (yield from feed.next_character()) in ('"', "'"):
+            feed.forget()
+            return (yield from self._stream_object(before=before))
+        word = yield from feed.take_word(_WORD)
+        if not word or not (yield from feed.next_character()):
+            # A word that the text's end cuts off may be the beginning of another.
+            return None
+        feed.forget()
+        self._argue(before + (mend(word) or json.dumps(word, ensure_ascii=False)))
+        return True
+
+
+# The grammar: a value after its schema, and any value where that says nothing.
+
+_DEPTH = 8
+_ANY_KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
+
+
+class _Values:
+    """Expressions of values, for one function's schema."""
+
+    def __init__(self, lark: LarkWriter, root: Mapping[str, Any]) -> None:
+        self._lark = lark
+        self._root = root
+        self._any = ""
+
+    def arguments(self, schema: Mapping[str, Any], depth: int = _DEPTH) -> str:
+        def argument(key: str, value: Any) -> str:
+            return f"{key} {self._lark.spelled(':')} {self.of(value, depth - 1)}"
+
+        members = argument_sequence(self._lark, schema, argument, ",")
+        return f"{self._lark.spelled('{')} {members} {self._lark.spelled('}')}"
+
+    def of(self, schema: Any, depth: int) -> str:
+        lark = self._lark
+        if isinstance(schema, FreeText):
+            return f"{lark.spelled(QUOTE)} {lark.until(QUOTE, lark.text(schema.grammar, escaped=False))}"
+        if not isinstance(schema, dict) or not schema or not depth:
+            return self._any_value()
+        if isinstance(schema.get("$ref"), str):
+            return self.of(resolved(schema["$ref"], self._root), depth - 1)
+        for union in ("anyOf", "oneOf"):
+            if isinstance(schema.get(union), list) and schema[union]:
+                return lark.any_of(self.of(member, depth - 1) for member in schema[union])
+        kinds = schema.get("type")
+        if isinstance(kinds, list):
+            return lark.any_of(self.of({**schema, "type": kind}, depth - 1) for kind in kinds)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            return lark.any_of(lark.spelled(_written(value)) for value in values)
+        match kinds:
+            case "string":
+                return f"{lark.spelled(QUOTE)} {bare_string(lark, schema, QUOTE)}"
+            case "object":
+                return lark.rule(self.arguments(schema, depth))
+            case "array":
+                return lark.rule(self._list(schema, depth))
+            case "integer" | "number" | "boolean" | "null":
+                return lark.json(part_of(schema, self._root))
+        return self._any_value()
+
+    def _list(self, schema: Mapping[str, Any], depth: int) -> str:
+        lark = self._lark
+        item = self.of(schema.get("items"), depth - 1)
+        low, high = schema.get("minItems", 0), schema.get("maxItems")
+        more = f"{max(low - 1, 0)},{'' if high is None else max(high - 1, 0)}"
+        items = f"{item} ({lark.spelled(',')} {item}){{{more}}}" if high != 0 else ""
+        return f"{lark.spelled('[')} {items if low else f'({items})?' if items else ''} {lark.spelled(']')}"
+
+    def _any_value(self) -> str:
+        lark = self._lark
+        if not self._any:
+            scalar = lark.json({"type": ["number", "boolean", "null"]})
+            text = f"{lark.spelled(QUOTE)} {lark.until(QUOTE, ANY_TEXT)}"
+
+            def body(value: str) -> str:
+                member, comma = lark.rule(f'{lark.rule(_ANY_KEY)} ":" {value}'), lark.spelled(",")
+                members = f'"{{" ({member} ({comma} {member})*)? "}}"'
+                return f'{scalar} | {text} | {members} | "[" ({value} ({comma} {value})*)? "]"'
+
+            self._any = lark.recursive(body)
+        return self._any
+
+
+def _written(value: Any) -> str:
+    """`value` as the model's template writes it."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_written(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return json.dumps(value)
+
+
+def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for a call behind its marker."""
+    return lark.any_of(
+        f"{lark.spelled(CALL + function.name)} {_Values(lark, function.schema).arguments(function.schema)} "
+        f"{lark.spelled(END)}"
+        for function in functions
+    )
+
+
+TOOL_DIALECTS.register("gemma4")(
+    ToolDialect(
+        GemmaParser,
+        calls,
+        detect=lambda signs: BEGIN + CALL in signs.template,
+        trigger=BEGIN,
+        separator="",
+        keys=r"[^\s<>{}\[\]:,\"']+",
+        writes_bare_text=True,
+        markers=(BEGIN, END, QUOTE),
+    )
+)
