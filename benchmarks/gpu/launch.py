@@ -28,6 +28,7 @@ from models.ops.triton.expert_products import moe_four_bit_gemm, moe_fp8_gemm, m
 from models.ops.triton.expert_routing import SortedPairs, block_of, moe_combine, moe_route, moe_sort
 from models.ops.triton.latent_attention import indexer_scores, latent_attention
 from models.ops.triton.logits import logprobs
+from models.ops.triton.probe_kernel import probe_kernel
 from models.ops.triton.quantized_products import four_bit_linear, fp8_linear
 from models.ops.types import FP8_GROUP, SILU, AttentionInputs, Gating, HeadNorms
 from models.ops.weight_formats import FourBitWeight, FP8Weight
@@ -45,10 +46,8 @@ def empty_kernel():  # type: ignore[no-untyped-def]
 Signature: TypeAlias = tuple[str, ...]
 """What Triton compiles anew for: a kernel's name, and each argument's type or constant with what is known of it."""
 
-_KIND: Any = type(empty_kernel)
-"""`JITFunction`, or `InterpretedFunction` where kernels are interpreted."""
-_HOW = frozenset({"grid", "warmup"})
-"""Of what `run` is given, what is no argument or option of the kernel."""
+_KIND: Any = type(probe_kernel)
+"""`DirectKernel`, or `InterpretedFunction` where kernels are interpreted."""
 
 
 class Launches:
@@ -57,26 +56,32 @@ class Launches:
     def __init__(self) -> None:
         self.made: list[Callable[[], object]] = []
         """Each launch, to be made again."""
+        self.made_by_triton: list[Callable[[], object]] = []
+        """The same by Triton's own path."""
         self.signatures: dict[Signature, int] = {}
         """How often each was launched."""
 
     def __enter__(self) -> Self:
-        self._run = run = _KIND.run
+        self._launch_on = launch_on = _KIND.__getitem__
 
-        def heard(kernel: Any, /, *arguments: Any, **options: Any) -> Any:
-            given = {name: value for name, value in options.items() if name not in _HOW}
-            self.made.append(functools.partial(_launch, kernel, options["grid"], arguments, given))
-            signature = signature_of(kernel, arguments, options)
-            self.signatures[signature] = self.signatures.get(signature, 0) + 1
-            return run(kernel, *arguments, **options)
+        def heard_on(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+            def heard(*arguments: Any, **options: Any) -> Any:
+                self.made.append(functools.partial(_launch, kernel, grid, arguments, options))
+                by_triton = functools.partial(kernel.run, *arguments, grid=grid, warmup=False, **options)
+                self.made_by_triton.append(by_triton)
+                signature = signature_of(kernel, arguments, options)
+                self.signatures[signature] = self.signatures.get(signature, 0) + 1
+                return launch_on(kernel, grid)(*arguments, **options)
 
-        _KIND.run = heard
+            return heard
+
+        _KIND.__getitem__ = heard_on
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _KIND.run = self._run
+        _KIND.__getitem__ = self._launch_on
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -86,7 +91,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
 
 def signature_of(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Signature:
     """By Triton's own rules for AMD's GPUs, which know more of pointers than NVIDIA's."""
-    options = {name: value for name, value in options.items() if name not in _HOW}
     _, specialization, rest = _binder(kernel.fn, *_hints(kernel))(*arguments, **options)
     return (kernel.fn.__name__, *map(str, specialization), str(sorted(rest.items())))
 
@@ -372,24 +376,30 @@ def launch_cases(bench: Bench) -> Iterator[Case]:
 
 
 def measure_launch(bench: Bench, call: Callable[[], object]) -> Values:
-    """An operator, and the same launches with the same arguments and nothing around them."""
+    """An operator; its launches alone, with the same arguments; and these by Triton's own path."""
     with torch.inference_mode():
         call()
         with Launches() as launches:
             call()
-        made = launches.made
 
         def launch_again() -> None:
-            for launch in made:
+            for launch in launches.made:
                 launch()
 
-        ours, tritons = _host_us(bench, call, launch_again)
-    beyond = [one - other for one, other in zip(ours, tritons, strict=True)]
+        def launch_by_triton() -> None:
+            for launch in launches.made_by_triton:
+                launch()
+
+        whole, ours, tritons = _host_us(bench, call, launch_again, launch_by_triton)
+    beyond = [one - other for one, other in zip(whole, ours, strict=True)]
+    count = len(launches.made)
     return {
-        "us": statistics.median(ours),
-        "Triton's own, us": statistics.median(tritons),
-        "kernels": str(len(made)),
-        "beyond, us a kernel": statistics.median(beyond) / max(len(made), 1),
+        "us": statistics.median(whole),
+        "its launches, us": statistics.median(ours),
+        "by Triton's path, us": statistics.median(tritons),
+        "kernels": str(count),
+        "a launch, us": statistics.median(ours) / max(count, 1),
+        "beyond, us a kernel": statistics.median(beyond) / max(count, 1),
     }
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from models.ops.triton import grids as pieces
 from models.ops.triton.configs import WHOLE, Config, config_of, launch_of, target_of
 from models.ops.triton.grids import AttentionPlan, cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 from models.ops.types import AttentionOptions, KVCacheTensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -149,7 +150,7 @@ def attend_tile(
 # the query heads that share a KV head as further rows of the tile, so that each page is read once for all of them.
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # It differs from step to step.
+@jit(do_not_specialize=["table_stride"])  # It differs from step to step.
 def attention_prefill_kernel(
     q_ptr,  # [T, Hq, D]
     out_ptr,  # [T, Hq, D], contiguous
@@ -320,7 +321,7 @@ def attention_prefill(
 # Programs walk a list of pieces (a persistent grid): a captured graph has one grid for any lengths.
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_pieces"])  # They differ from step to step.
+@jit(do_not_specialize=["table_stride", "num_pieces"])  # They differ from step to step.
 def attention_decode_kernel(
     q_ptr,  # [B * QUERY_LEN, Hq, D]
     partial_ptr,  # [B, pieces, QUERY_LEN * Hq, D] float32
@@ -485,7 +486,7 @@ def decode_tiles(queries: int, head_dim: int) -> tuple[int, int]:
 # The merge of a row's pieces, each weighted by its share of the softmax sum.
 
 
-@triton.jit(do_not_specialize=["num_pieces"])  # It differs from step to step.
+@jit(do_not_specialize=["num_pieces"])  # It differs from step to step.
 def attention_merge_kernel(
     partial_ptr,  # [B, pieces, QUERY_LEN * HEADS, D] float32
     partial_lse_ptr,  # [B, pieces, QUERY_LEN * HEADS] float32

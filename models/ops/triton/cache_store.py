@@ -16,6 +16,7 @@ import triton.language as tl
 import models.ops.triton.configs  # noqa: F401, the rows of these kernels
 from models.ops.triton.configs import launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
@@ -150,7 +151,7 @@ def _move_heads(
         _store(out_ptr + 2 * HALF, rest, has_head, rest_dims, scale, limit, REST, IS_FP8)
 
 
-@triton.jit
+@jit
 def store_kernel(
     q_ptr,
     k_ptr,
@@ -320,7 +321,7 @@ def _cached(x, scale, limit, dtype: tl.constexpr, IS_FP8: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@jit
 def latent_store_kernel(
     q,  # [T, H, NOPE + ROPE]
     latent,  # [T, RANK + ROPE]
@@ -392,7 +393,7 @@ def latent_store_kernel(
     tl.store(to + HALF, _cached(rotated_y.to(model).to(tl.float32), scale, limit, cache, IS_FP8), mask=has_pair)
 
 
-@triton.jit
+@jit
 def vector_store_kernel(
     rows,  # [T, DIM]
     vectors,  # [blocks, BLOCK_SIZE, DIM]

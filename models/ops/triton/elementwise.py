@@ -9,6 +9,7 @@ import triton.language as tl
 
 from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, SILU
 
 PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
@@ -16,7 +17,7 @@ PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
 _ADD_NORM, _NORM_ADD = tl.constexpr(ADD_NORM), tl.constexpr(NORM_ADD)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x,  # [num_rows, SIZE]
     residual,  # [num_rows, SIZE], the sum is written there where MODE is ADD_NORM; any pointer where it is PLAIN
@@ -149,7 +150,7 @@ def gated_product(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     return rest * rest * up
 
 
-@triton.jit
+@jit
 def gated_kernel(
     gates,  # [rows, features]
     ups,  # [rows, features]; any pointer where there are none

@@ -16,6 +16,7 @@ from models.ops.triton.configs import launch_of
 from models.ops.triton.elementwise import gated_product
 from models.ops.triton.expert_routing import SortedPairs
 from models.ops.triton.grids import cdiv
+from models.ops.triton.launcher import jit
 from models.ops.triton.quantized_products import add_group, add_runs, operands
 from models.ops.types import FP8_GROUP, Gating
 from models.ops.weight_formats import FourBitWeight, FP8Weight, QuantizedWeight
@@ -101,7 +102,7 @@ def _load_run(at, is_inside, IS_WHOLE: tl.constexpr):
     return tl.load(at) if IS_WHOLE else tl.load(at, mask=is_inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=["max_blocks"])
+@jit(do_not_specialize=["max_blocks"])
 def moe_gemm_kernel(
     rows,  # [tokens, inner], or [num_pairs, inner]
     weight,  # [experts, columns or twice as many, inner]
@@ -206,7 +207,7 @@ def moe_gemm(
 # Weights that stay FP8, with scales as `fp8_linear` has them.
 
 
-@triton.jit
+@jit
 def moe_fp8_gemm_kernel(
     rows,  # [tokens, inner], or [num_pairs, inner]: FP8, or not rounded
     row_scales,  # [tokens or num_pairs, groups] float32; any pointer where not IS_ROUNDED
@@ -320,7 +321,7 @@ def moe_fp8_gemm(
 # A decode reads little but the weights of the experts it meets, which are a quarter of their dense size.
 
 
-@triton.jit
+@jit
 def moe_four_bit_gemm_kernel(
     rows,  # [tokens, inner], or [num_pairs, inner]
     weight,  # [experts, columns or twice as many, inner / 2] uint8

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 
 _LEAST = tl.constexpr(-3.4028234663852886e38)  # Less than any score, and still better than what was taken.
 
@@ -33,7 +34,7 @@ def _rank_groups(
     return goodness
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def moe_route_kernel(
     logits,  # [tokens, EXPERTS]
     correction,  # [EXPERTS] float32; any pointer where not HAS_CORRECTION
@@ -167,7 +168,7 @@ def _experts_of(ids, pairs, num_pairs, num_experts):
     return tl.minimum(experts, num_experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit(do_not_specialize=["num_pairs"])
 def moe_count_kernel(
     ids,  # [num_pairs] int64
     counts,  # [chunks, EXPERTS] int32
@@ -182,7 +183,7 @@ def moe_count_kernel(
     tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), of_chunk)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@jit(do_not_specialize=["num_chunks"])
 def moe_scan_kernel(
     counts,  # [chunks, EXPERTS] int32, which become how many pairs of an expert earlier chunks have
     totals,  # [EXPERTS] int32
@@ -203,7 +204,7 @@ def moe_scan_kernel(
     tl.store(totals + experts, total)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit(do_not_specialize=["num_pairs"])
 def moe_place_kernel(
     ids,  # [num_pairs] int64
     before,  # [chunks, EXPERTS] int32; any pointer where IS_WHOLE
@@ -300,7 +301,7 @@ def moe_sort(ids: torch.Tensor, num_experts: int, block: int) -> SortedPairs:
 # first.
 
 
-@triton.jit
+@jit
 def moe_combine_kernel(
     products,  # [tokens * TOP_K, size]
     weights,  # [tokens, TOP_K] float32

@@ -17,6 +17,7 @@ import models.ops.triton.configs  # noqa: F401, the rows of these kernels
 from models.ops.memory import upload
 from models.ops.triton.configs import WHOLE, Target, launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 
 # The short causal convolution, over each row's tokens and the last inputs of its slot.
 #
@@ -40,7 +41,7 @@ def token_range(starts, row, HAS_STARTS: tl.constexpr):
     return first, past
 
 
-@triton.jit
+@jit
 def delta_conv_step_kernel(
     projected,  # [T, num_key_heads * (2 * KEY + 2 * VALUES)]
     weight,  # [channels, 1, TAPS]
@@ -97,7 +98,7 @@ def delta_conv_step_kernel(
 
 
 # What differs from step to step; the slots of spans may begin anywhere among those of a step.
-@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots"])
+@jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots"])
 def delta_conv_kernel(
     projected,  # [T, num_key_heads * (2 * KEY + 2 * VALUES)]
     weight,  # [channels, 1, TAPS]
@@ -143,7 +144,7 @@ def delta_conv_kernel(
     tl.store(out + token.to(tl.int64) * num_channels + channels, summed.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@jit(do_not_specialize_on_alignment=["slots"])
 def keep_inputs_kernel(
     projected,  # As above
     inputs,
@@ -281,7 +282,7 @@ def gates(ba, ba_stride, a_log, dt_bias, tokens, head, mask, GROUP: tl.constexpr
     return -tl.exp(tl.load(a_log + head).to(tl.float32)) * softplus, share
 
 
-@triton.jit
+@jit
 def gated_delta_step_kernel(
     convolved,  # [T, channels]: queries and keys of all key heads, values of all value heads
     ba,  # [T, key heads * 2 * GROUP]
@@ -335,7 +336,7 @@ def gated_delta_step_kernel(
             tl.store(out + place + values, tl.zeros([VALUES], out.dtype.element_ty), mask=has_value)
 
 
-@triton.jit
+@jit
 def gated_norm_kernel(
     read,  # [T, value heads, VALUE]
     projected,  # [T, key heads * (2 * KEY + 2 * GROUP * VALUE)], the gates last in each key head's part
@@ -444,7 +445,7 @@ def gated_norm(
 # which depend on one another, then need products only.
 
 
-@triton.jit
+@jit
 def delta_inverse_kernel(
     convolved,  # [T, channels]: queries and keys of all key heads, values of all value heads
     ba,  # [T, key heads * 2 * GROUP]
@@ -514,7 +515,7 @@ def _unit_parts(rows, exists, scale, KEY: tl.constexpr, PARTS: tl.constexpr, PAR
     return parts
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])  # They may begin anywhere among those of a step.
+@jit(do_not_specialize_on_alignment=["slots"])  # They may begin anywhere among those of a step.
 def gated_delta_span_kernel(
     convolved,  # As above
     decays,

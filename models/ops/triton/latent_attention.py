@@ -17,6 +17,7 @@ import triton.language as tl
 import models.ops.triton.configs  # noqa: F401, the rows of these kernels
 from models.ops.triton.configs import WHOLE, launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 
 MAX_PARTIAL_ELEMENTS = 1 << 26
 """Of the runs' results that are in memory at a time: 256 MiB. One token over a long context may need more."""
@@ -38,9 +39,7 @@ def _load_part(rows, has_row, first, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 
 # What differs from step to step; the tokens of a step may begin anywhere in their tensors.
-@triton.jit(
-    do_not_specialize=["table_stride", "num_runs"], do_not_specialize_on_alignment=["token_rows", "token_lens"]
-)
+@jit(do_not_specialize=["table_stride", "num_runs"], do_not_specialize_on_alignment=["token_rows", "token_lens"])
 def latent_attention_kernel(
     q,  # [T, H, RANK]
     q_rope,  # [T, H, ROPE]
@@ -138,7 +137,7 @@ def latent_attention_kernel(
     tl.store(partial + place[:, None] * RANK + ranks[None, :], attended, mask=has_head[:, None] & has_rank[None, :])
 
 
-@triton.jit(do_not_specialize=["num_runs"], do_not_specialize_on_alignment=["token_lens"])
+@jit(do_not_specialize=["num_runs"], do_not_specialize_on_alignment=["token_lens"])
 def merge_latent_runs_kernel(
     partial,  # [T, H, runs, RANK] float32
     partial_lse,  # [T, H, runs] float32, base 2
@@ -336,7 +335,7 @@ def _attend_keys(
     return attended, highest, total
 
 
-@triton.jit
+@jit
 def latent_prefill_kernel(
     q,  # [T, H, NOPE]
     rotated,  # [T, H, ROPE], the rest of each query
@@ -470,7 +469,7 @@ def latent_prefill(
 
 
 # What differs from step to step; the tokens of a step may begin anywhere in their tensors.
-@triton.jit(
+@jit(
     do_not_specialize=["table_stride", "score_stride", "width"],
     do_not_specialize_on_alignment=["token_rows", "token_lens"],
 )

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 
 REPETITION, PRESENCE, FREQUENCY, BIAS = range(4)
 _REPETITION, _PRESENCE, _FREQUENCY = tl.constexpr(REPETITION), tl.constexpr(PRESENCE), tl.constexpr(FREQUENCY)
@@ -33,7 +34,7 @@ def id_of(order):
     return 0xFFFFFFFF - (order & 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["num_changes"])
+@jit(do_not_specialize=["num_changes"])
 def adjust_kernel(
     logits,  # [N, V] float32
     rows,  # [num_changes] int64
@@ -84,7 +85,7 @@ def adjust(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: 
     )
 
 
-@triton.jit
+@jit
 def mask_kernel(
     logits,  # [N, V] float32
     rows,  # [num_masks] int64
@@ -115,7 +116,7 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     )
 
 
-@triton.jit
+@jit
 def argmax_kernel(
     logits,  # [N, V] float32
     tokens,  # [N] int64
@@ -190,7 +191,7 @@ def _value_of(order):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count"])
 def logprobs_tile_kernel(
     logits,  # [R, V] float32
     token_ids,  # [R] int64
@@ -224,7 +225,7 @@ def logprobs_tile_kernel(
         order = tl.where(order == first, _NOTHING, order)
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count"])
 def logprobs_row_kernel(
     logits,
     token_ids,

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import next_power_of_2
+from models.ops.triton.launcher import jit
 from models.ops.types import NormWeight
 
 PROGRAMS = 64
@@ -70,7 +71,7 @@ def _total(peers, offset, at, mask, DTYPE: tl.constexpr, SIZE: tl.constexpr):
     return total.to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["num_steps", "limit"])
+@jit(do_not_specialize=["num_steps", "limit"])
 def peer_sum_kernel(
     x,  # [num_elements]
     out,  # [num_elements]
@@ -127,7 +128,7 @@ def peer_sum_kernel(
     tl.store(calls + tl.program_id(0), call)
 
 
-@triton.jit(do_not_specialize=["num_rows", "limit"])
+@jit(do_not_specialize=["num_rows", "limit"])
 def peer_sum_norm_kernel(
     x,  # [num_rows, WIDTH]
     residual,  # [num_rows, WIDTH], the next residual is written there

@@ -16,11 +16,12 @@ import triton.language as tl
 
 from models.ops.triton.configs import launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 from models.ops.types import FP8_GROUP
 from models.ops.weight_formats import FourBitWeight, FP8Weight, QuantizedWeight
 
 
-@triton.jit
+@jit
 def quantize_groups_kernel(
     x,  # [M, K]
     codes,  # [M, K] FP8
@@ -129,7 +130,7 @@ def operands(x: torch.Tensor, weight: FP8Weight) -> Operands:
 # Products of FP8 weights with activations, which are rounded to FP8 too where the hardware multiplies it.
 
 
-@triton.jit(do_not_specialize=["M"])  # It differs from step to step.
+@jit(do_not_specialize=["M"])  # It differs from step to step.
 def fp8_gemm_kernel(
     x,  # [M, K] FP8, or not rounded
     x_scales,  # [M, groups] float32; any pointer where not IS_ROUNDED
@@ -273,7 +274,7 @@ def add_runs(
 # The product of 4-bit weights with bfloat16 activations.
 
 
-@triton.jit(do_not_specialize=["M"])  # It differs from step to step.
+@jit(do_not_specialize=["M"])  # It differs from step to step.
 def four_bit_gemm_kernel(
     x,  # [M, K]
     weight,  # [N, K / 2] uint8

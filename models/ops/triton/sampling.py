@@ -13,6 +13,7 @@ import triton.language as tl
 
 from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 
 # Noise: `models.ops.counter_rng` on the device.
 
@@ -205,7 +206,7 @@ def is_finite(peak):
     return tl.abs(peak) < float("inf")
 
 
-@triton.jit(do_not_specialize=["num_draws"])
+@jit(do_not_specialize=["num_draws"])
 def weigh_kernel(
     logits,  # [N, V] float32
     peaks,  # [N] float32
@@ -250,7 +251,7 @@ def gathered_buckets(counts, draw, BUCKETS: tl.constexpr, ROOM: tl.constexpr):
     return tl.sum(fits.to(tl.int32), 0), tl.max(tl.where(fits, running, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_draws"])
+@jit(do_not_specialize=["num_draws"])
 def gather_kernel(
     logits,
     peaks,
@@ -305,7 +306,7 @@ def _draw_from_candidates(candidates, held, top_k, top_p, max_gap, total, row_ke
     return tl.where((kept <= held) | is_all, token, -1)
 
 
-@triton.jit(do_not_specialize=["num_draws"])
+@jit(do_not_specialize=["num_draws"])
 def draw_kernel(
     logits,
     peaks,

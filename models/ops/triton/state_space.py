@@ -12,6 +12,7 @@ import models.ops.triton.configs  # noqa: F401, the rows of these kernels
 from models.ops.triton.configs import WHOLE, launch_of, target_of
 from models.ops.triton.gated_delta import DeltaPlan, dot_precision, token_range
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.launcher import jit
 
 # The short causal convolution, over each row's tokens and the last inputs of its slot.
 
@@ -49,7 +50,7 @@ def _finish(
     return summed
 
 
-@triton.jit
+@jit
 def short_conv_step_kernel(
     x,  # [T, num_channels]
     before,  # [T, num_channels], what x is multiplied by; any pointer where not IS_GATED
@@ -108,7 +109,7 @@ def short_conv_step_kernel(
 
 
 # What differs from step to step; the slots of spans may begin anywhere among those of a step.
-@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots"])
+@jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots"])
 def short_conv_kernel(
     x,  # As above
     before,
@@ -158,7 +159,7 @@ def short_conv_kernel(
     tl.store(out + wide * num_channels + channels, summed.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@jit(do_not_specialize_on_alignment=["slots"])
 def keep_last_inputs_kernel(
     x,  # As above
     before,
@@ -256,7 +257,7 @@ def _time_steps(dt, dt_stride, dt_bias, tokens, head, mask, least, most):
     return tl.where(mask, tl.minimum(tl.maximum(softplus, least), most), 0.0)
 
 
-@triton.jit
+@jit
 def state_space_step_kernel(
     x,  # [T, num_channels]: values of all heads, keys and queries of all groups
     dt,  # [T, num_heads]
@@ -319,7 +320,7 @@ def _load_part(rows, exists, first, KEY: tl.constexpr, PART: tl.constexpr):
     return loaded.to(tl.float32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])  # They may begin anywhere among those of a step.
+@jit(do_not_specialize_on_alignment=["slots"])  # They may begin anywhere among those of a step.
 def state_space_span_kernel(
     x,  # As above
     dt,
@@ -452,7 +453,7 @@ def state_space(
     return out
 
 
-@triton.jit
+@jit
 def group_norm_kernel(
     x,  # [T, num_groups * size]
     gate,  # The same shape
