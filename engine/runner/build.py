@@ -388,7 +388,7 @@ def _choose_kernels(device: torch.device, wanted: Sequence[str], sizes: Sizes) -
 
 def _with_checkpoint(config: Config, model: CheckpointConfig, pooling: PoolingConfig | None) -> Config:
     """`config` with what the checkpoint decides. Raises `ValueError` for a context beyond the model's own."""
-    own = model.max_model_len
+    own = model.default_max_len
     if pooling is not None and pooling.max_length is not None:
         own = max(2, min(own, pooling.max_length))
     max_model_len = config.max_model_len or own
@@ -400,6 +400,15 @@ def _with_checkpoint(config: Config, model: CheckpointConfig, pooling: PoolingCo
         raise ValueError(
             f"max_model_len is {config.max_model_len}, but the checkpoint's context is {model.max_model_len} tokens; "
             f"set it to at most {model.max_model_len}"
+        )
+    if length := model.differs_below(max_model_len):
+        logger.warning(
+            "contexts of up to %d tokens are served, and the checkpoint's rotary frequencies depend on the context: "
+            "prompts of up to %d tokens are computed with those of longer ones, unlike by transformers; with "
+            "--max-model-len %d they are computed with their own",
+            max_model_len,
+            length,
+            length,
         )
     eos = config.eos_token_id
     if eos is None and model.eos_token_ids:

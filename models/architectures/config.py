@@ -53,6 +53,17 @@ class CheckpointConfig:
     runs_by: ClassVar[str]
     """The code that runs the model, for the log."""
 
+    @property
+    def default_max_len(self) -> int:
+        """The longest context that is served where nothing else is asked for."""
+        return self.max_model_len
+
+    def differs_below(self, served: int) -> int:
+        """The length up to which prompts are computed as parts of longer ones, where contexts up to `served` are; 0:
+        all are computed as transformers computes them alone."""
+        del served
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(CheckpointConfig):
@@ -81,6 +92,14 @@ class ModelConfig(CheckpointConfig):
     """Whether tokens see those after them as well: of a language model that is served as an encoder."""
     is_text_part: bool = False
     """Whether the checkpoint also has encoders of images or sounds, which are not read."""
+
+    @property
+    def default_max_len(self) -> int:
+        """Without the stretch of a `dynamic` rope, which would change the frequencies of all prompts."""
+        return self.rope.original_max_len if self.rope.rope_type == "dynamic" else self.max_model_len
+
+    def differs_below(self, served: int) -> int:
+        return self.rope.differs_below(served)
 
     @classmethod
     def from_checkpoint(

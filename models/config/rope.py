@@ -44,6 +44,14 @@ class RopeConfig:
         scaled = self.rope_type in ("dynamic", "yarn")
         return int(self.original_max_len * self.factor) if scaled else self.original_max_len
 
+    def differs_below(self, served: int) -> int:
+        """The length up to which sequences would have other frequencies alone, if so long ones are served; 0: none.
+
+        `served`: the longest context of the server, in tokens.
+        """
+        depends = self.rope_type in ("dynamic", "longrope")
+        return self.original_max_len if depends and served > self.original_max_len else 0
+
 
 def parse_rope(
     config: Fields,

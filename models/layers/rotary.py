@@ -1,12 +1,11 @@
 """Rotary position embedding (Su et al., 2021) with the scalings of transformers' `modeling_rope_utils`.
 
 Two of them depend there on the length of the current sequence: `dynamic` stretches further as it grows, `longrope`
-changes its factors once it exceeds the original context. A server cannot do so: cached keys are rotated already,
-blocks
-are shared between sequences of different lengths, and a batch contains several. Both are therefore fixed by the
-longest context that the model serves: `dynamic` as transformers computes a sequence of that length, `longrope` by its
-short factors if that length is within the original context and by its long factors otherwise. A server limited to the
-original context agrees with transformers on every sequence.
+changes its factors once it exceeds the original context. Here cached keys are rotated already, blocks are shared
+between sequences of different lengths, and a batch contains several. Both are therefore fixed by the longest context
+that the model serves: `dynamic` as transformers computes a sequence of that length, `longrope` by its short factors if
+that length is within the original context and by its long factors otherwise. A server of the original context, which
+is the default of `dynamic`, agrees with transformers on every sequence; others say at start which prompts differ.
 """
 
 import math
