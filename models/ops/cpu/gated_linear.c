@@ -2,41 +2,28 @@
  * memory between. Sums are rounded to bfloat16 before they are gated, so that the two ways agree bit for bit.
  *
  * With few rows, reading the weight is what takes the time: a thread reads some panels of gates, then theirs of the
- * other half, in the order of memory. With many, each panel is followed by its other, and both are gated beside the
- * products that come next, whose tiles leave the vectors' units idle. */
+ * other half, in the order of memory. With many, each panel is followed by its other: see many_rows.c. */
 
 #include "operators.h"
 #include "panels.h"
 
 #define MOST_HELD 16 /* panels of gates that wait for theirs of the other half */
 
-/* Sums of a group of rows by a panel of gates and by its other, to be gated. */
-struct made {
-    const struct gated_linear *op;
-    const struct panel_products *products;
-    const float *sums[2];
-    ALIGNED float bias[2][PANEL];
-    bf16 *out;
-    int64_t rows;
-    int is_large;
-};
-
 /* A thread's room for it. */
 struct gating_room {
     const struct gated_linear *op;
     const struct panel_products *products;
-    float *sums; /* [2][2][GROUP][PANEL]: of what is made, and of what is being made */
+    float *sums; /* `bytes_of_waiting` */
     bf16 *gates; /* [GROUP][MOST_HELD * PANEL], and of one panel what they gate, and what comes of it */
     bf16 *ups, *gated;
     struct staged staged;
     int is_large; /* whether rows are many, and the output more than is soon read again */
-    struct made made;
 };
 
 static struct gating_room prepare(const struct gated_linear *op, struct worker *worker, int is_large) {
     prepare_tiles(worker->isa);
     float *sums = (float *)worker->scratch;
-    bf16 *gates = (bf16 *)(sums + 4 * GROUP * PANEL), *ups = gates + GROUP * MOST_HELD * PANEL;
+    bf16 *gates = (bf16 *)(worker->scratch + bytes_of_waiting()), *ups = gates + GROUP * MOST_HELD * PANEL;
     const struct panel_products *products = panel_products(worker->isa);
     return (struct gating_room){.op = op,
                                 .products = products,
@@ -91,57 +78,23 @@ static void gate_few(const struct gating_room *room, const struct share *share, 
     }
 }
 
-static void gate_row(const void *what, int64_t row) {
-    const struct made *made = what;
-    ALIGNED bf16 both[2][PANEL], gated[PANEL];
-    for (int half = 0; half < 2; half++)
-        made->products->round(made->sums[half] + row * PANEL, made->bias[half], 1, 0, both[half], PANEL);
-    gate_panel(&made->op->by, both[0], PANEL, both[1], 1, gated);
-    made->products->put(gated, made->is_large, made->out + row * made->op->linear.out_stride);
-}
-
-static void gate_made(struct gating_room *room) {
-    for (int64_t row = 0; row < room->made.rows; row++) gate_row(&room->made, row);
-    room->made.rows = 0;
-}
-
-/* Up to GROUP rows, `row` the first of them, by a panel of gates and its other; what was made is gated beside. */
-static void multiply_pair(struct gating_room *room, const char *staged, int64_t row, int64_t count, int64_t panel) {
-    const struct linear *op = &room->op->linear;
-    int64_t steps = parts(op->in_features, DEPTH), other = op->out_features / PANEL / 2 + panel;
-    float *gates = room->sums, *ups = gates + GROUP * PANEL;
-    if (room->made.sums[0] == gates) gates += 2 * GROUP * PANEL, ups += 2 * GROUP * PANEL;
-    int64_t middle = room->made.rows / 2;
-    const struct beside first = {gate_row, &room->made, 0, middle};
-    const struct beside then = {gate_row, &room->made, middle, room->made.rows};
-    room->products->multiply_beside(staged, count, panel_at(op, panel), steps, gates, &first);
-    room->products->multiply_beside(staged, count, panel_at(op, other), steps, ups, &then);
-    room->made = (struct made){.op = room->op,
-                               .products = room->products,
-                               .sums = {gates, ups},
-                               .out = (bf16 *)op->out + row * op->out_stride + panel * PANEL,
-                               .rows = count,
-                               .is_large = room->is_large};
-    get_bias(op, panel, room->made.bias[0]);
-    get_bias(op, other, room->made.bias[1]);
-}
-
 static void gate_share(struct gating_room *room, const struct share *share) {
     const struct linear *op = &room->op->linear;
-    int64_t inputs = parts(op->in_features, DEPTH) * DEPTH;
     stage(&room->staged, op->x, op->x_stride, NULL, share->first, share->count, op->in_features);
     if (share->count <= GROUP && !room->is_large) {
         for (int64_t panel = share->panel; panel < share->past; panel += MOST_HELD)
             gate_few(room, share, panel, min64(MOST_HELD, share->past - panel));
         return;
     }
-    int64_t together = max64(1, TOGETHER / 2 / (inputs * PANEL * (int64_t)sizeof(bf16)));
-    for (int64_t panel = share->panel; panel < share->past; panel += together)
-        for (int64_t done = 0, count; done < share->count; done += count) {
-            count = rows_of_group(share->count - done, share->count);
-            for (int64_t i = panel; i < min64(share->past, panel + together); i++)
-                multiply_pair(room, room->staged.rows + done * inputs * room->staged.bytes, share->first + done, count, i);
-        }
+    const struct many many = {.op = op,
+                              .by = &room->op->by,
+                              .products = room->products,
+                              .staged = &room->staged,
+                              .first = share->first,
+                              .count = share->count,
+                              .sums = room->sums,
+                              .is_large = room->is_large};
+    multiply_many(&many, share->panel, share->past);
 }
 
 /* Tasks: as `struct cut` says of the gates' panels. */
@@ -151,6 +104,5 @@ void gated_linear(const void *arguments, const struct step *step, struct worker 
     const struct cut cut = cut_product(rows, op->linear.in_features, panels, worker->threads);
     struct gating_room room = prepare(op, worker, rows > FEW_ROWS);
     for (struct share share; take_share(&cut, worker, &share);) gate_share(&room, &share);
-    gate_made(&room);
     if (room.is_large) settle_rounded();
 }

@@ -88,7 +88,7 @@ struct worker {
     atomic_long *next; /* the operator's next task, 0 when it begins */
     char *scratch;     /* SCRATCH bytes of its own, aligned to a line */
 };
-#define SCRATCH (6 << 20)
+#define SCRATCH (8 << 20)
 
 static inline long take_task(struct worker *worker) {
     return atomic_fetch_add_explicit(worker->next, 1, memory_order_relaxed);

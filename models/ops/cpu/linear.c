@@ -32,7 +32,10 @@ static void stage_rows(const struct staged *staged, const bf16 *x, int64_t strid
     for (int64_t row = 0; row < rounded; row++) {
         char *to = staged->rows + ((row & -LANES) * steps * DEPTH + row % LANES * DEPTH) * staged->bytes;
         const bf16 *from = x + (tokens && row < count ? tokens[row] : row) * stride;
-        for (int64_t step = 0; step < steps; step++) {
+        int64_t step = 0;
+        if (staged->bytes == sizeof(bf16) && row < count)
+            for (; step < whole; step++) memcpy(to + step * TILE * sizeof(bf16), from + step * DEPTH, DEPTH * sizeof(bf16));
+        for (; step < steps; step++) {
             int64_t inputs = row >= count ? 0 : step < whole ? DEPTH : in_features % DEPTH;
             char *here = to + step * TILE * staged->bytes;
             if (inputs < DEPTH) memset(here, 0, DEPTH * staged->bytes);
@@ -50,16 +53,10 @@ void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *
     else stage_rows(staged, x + first * stride, stride, NULL, count, in_features);
 }
 
-/* Where one group of rows meets one panel. */
-struct meeting {
-    const struct linear *op;
-    int64_t row, count, output; /* the first row and output, and how many rows */
-};
-
 /* A thread's room for a product. */
 struct bench {
     const struct panel_products *products;
-    float *sums; /* of one meeting */
+    float *sums; /* `bytes_of_waiting` */
     struct staged staged;
     const int64_t *tokens; /* which row of x each row is, or NULL */
     int is_large;          /* whether the output is more than is soon read again */
@@ -70,12 +67,12 @@ static struct bench prepare(struct worker *worker, int is_large) {
     const struct panel_products *products = panel_products(worker->isa);
     return (struct bench){.products = products,
                           .sums = (float *)worker->scratch,
-                          .staged = {worker->scratch + GROUP * PANEL * sizeof(float), -1, products->staged_bytes},
+                          .staged = {worker->scratch + bytes_of_waiting(), -1, products->staged_bytes},
                           .is_large = is_large};
 }
 
-CLONES static void finish(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
-                          int64_t count, int64_t output, int is_large) {
+CLONES void finish_panel(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
+                         int64_t count, int64_t output, int is_large) {
     int64_t width = min64(PANEL, op->out_features - output), first = row * op->out_stride + output;
     ALIGNED float bias[PANEL] = {0};
     for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[output + i]);
@@ -91,13 +88,7 @@ CLONES static void finish(const struct linear *op, const struct panel_products *
         }
 }
 
-void finish_panel(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
-                  int64_t count, int64_t output, int is_large) {
-    finish(op, products, sums, row, count, output, is_large);
-}
-
-/* With more than one group, the others find a panel near, and the processor sees which comes next. */
-int64_t look_ahead(int64_t rows) { return rows <= FEWEST_ROWS ? AHEAD_OF_FEW : rows <= GROUP ? AHEAD : 0; }
+int64_t look_ahead(int64_t rows) { return rows <= FEWEST_ROWS ? AHEAD_OF_FEW : AHEAD; }
 
 int64_t multiply_first(const struct panel_products *products, const char *staged, int64_t count, const bf16 *weight,
                        int64_t panels, int64_t steps, int64_t ahead, float *sums) {
@@ -109,35 +100,28 @@ int64_t multiply_first(const struct panel_products *products, const char *staged
     return 1;
 }
 
-/* `rows` staged rows, `at` the first of them, by `panels` panels, which each group meets one after the other. */
-static void multiply_rows(struct meeting at, const struct bench *bench, int64_t rows, int64_t panels) {
-    int64_t steps = parts(at.op->in_features, DEPTH), first_row = at.row, first_output = at.output;
-    const bf16 *weight = at.op->weight + first_output / PANEL * steps * STEP;
-    for (int64_t done = 0; done < rows; done += at.count) {
-        at.row = first_row + done, at.count = rows_of_group(rows - done, rows);
-        const char *staged = bench->staged.rows + done * steps * DEPTH * bench->staged.bytes;
-        for (int64_t panel = 0; panel < panels;) {
-            int64_t made = multiply_first(bench->products, staged, at.count, weight + panel * steps * STEP,
-                                          panels - panel, steps, look_ahead(rows), bench->sums);
-            for (int64_t i = 0; i < made; i++, panel++) {
-                at.output = first_output + panel * PANEL;
-                finish_panel(at.op, bench->products, bench->sums + i * at.count * PANEL, at.row, at.count,
-                             at.output, bench->is_large);
-            }
-        }
-    }
-}
-
 /* `count` rows from `first` on by the panels from `panel` to `past`. */
 static void multiply_panels(const struct linear *op, struct bench *bench, int64_t first, int64_t count, int64_t panel,
                             int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
     stage(&bench->staged, op->x, op->x_stride, bench->tokens, first, count, op->in_features);
-    int64_t together = count > GROUP ? max64(1, TOGETHER / (int64_t)(steps * STEP * sizeof(bf16)))
-                                     : past - panel;
-    for (; panel < past; panel += together) {
-        struct meeting at = {.op = op, .row = first, .output = panel * PANEL};
-        multiply_rows(at, bench, count, min64(together, past - panel));
+    if (count > GROUP) {
+        const struct many many = {.op = op,
+                                  .products = bench->products,
+                                  .staged = &bench->staged,
+                                  .first = first,
+                                  .count = count,
+                                  .sums = bench->sums,
+                                  .is_large = bench->is_large};
+        multiply_many(&many, panel, past);
+        return;
+    }
+    for (int64_t made; panel < past; panel += made) {
+        made = multiply_first(bench->products, bench->staged.rows, count, op->weight + panel * steps * STEP,
+                              past - panel, steps, look_ahead(count), bench->sums);
+        for (int64_t i = 0; i < made; i++)
+            finish_panel(op, bench->products, bench->sums + i * count * PANEL, first, count, (panel + i) * PANEL,
+                         bench->is_large);
     }
 }
 
@@ -148,7 +132,7 @@ int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads)
 }
 
 struct cut cut_product(int64_t rows, int64_t in_features, int64_t panels, int threads) {
-    int64_t steps = parts(in_features, DEPTH), block = rows_to_stage(steps * DEPTH), blocks = parts(rows, block);
+    int64_t steps = parts(in_features, DEPTH), block = rows_of_block(steps * DEPTH), blocks = parts(rows, block);
     int64_t whole = max64(0, blocks - threads);
     int64_t share = panels_of_task(rows, steps * STEP * sizeof(bf16), panels, threads), shares = parts(panels, share);
     return (struct cut){.rows = rows,
@@ -215,7 +199,7 @@ void clear_past_runs(const struct grouped_linear *op, const struct step *step, s
 void grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct grouped_linear *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
-    int64_t block = rows_to_stage(steps * DEPTH), bytes = steps * STEP * sizeof(bf16);
+    int64_t block = rows_of_block(steps * DEPTH), bytes = steps * STEP * sizeof(bf16);
     int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
     struct run run = {.number = -1, .group = -1};
     struct bench bench = prepare(worker, 0);
@@ -234,7 +218,7 @@ void headed_linear(const void *arguments, const struct step *step, struct worker
     const struct headed_linear *op = arguments;
     int64_t rows = step->num_tokens;
     int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
-    int64_t block = rows_to_stage(steps * DEPTH), blocks = parts(rows, block), share = panels;
+    int64_t block = rows_of_block(steps * DEPTH), blocks = parts(rows, block), share = panels;
     if (op->heads < 2 * worker->threads)
         share = panels_of_task(rows, steps * STEP * sizeof(bf16), panels, worker->threads);
     int64_t shares = parts(panels, share), of_head = blocks * shares, last_head = -1;

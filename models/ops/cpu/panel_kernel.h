@@ -5,7 +5,8 @@
  *   WIDTH     float32 of a vector
  *   ROWS      rows at a time, of which LANES is a multiple
  *   SUMS      vectors of sums that stay in registers
- *   PAIRS     whether the processor multiplies pairs of bfloat16: `dot_pairs` and `narrow` are then defined
+ *   PAIRS     whether the processor multiplies pairs of bfloat16: `dot_pairs` and `narrow`, or with the longest vectors
+ *             `narrow_line`, are then defined
  *
  * Where it does not, staged rows are float32 and the weight is widened in registers: the even inputs of pairs by a
  * shift, the odd ones by a mask. A sum runs over the inputs in order either way. */
@@ -105,19 +106,24 @@ static NAME(rows_adder) *const NAME(adders)[ROWS] = {
 
 /* Several blocks of rows meet a few steps of the weight while these are in the first cache, and each fetches a part of
  * the next few; one block alone goes through the whole panel. */
-static void NAME(multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
-                           float *sums) {
+static void NAME(add_blocks)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
+                             int64_t ahead, float *sums) {
     int64_t blocks = parts(count, ROWS), at_once = blocks > 1 ? NEAR_STEPS : steps;
-    memset(sums, 0, count * PANEL * sizeof(float));
     for (int64_t done = 0; done < steps; done += at_once, weight += at_once * STEP) {
         int64_t some = min64(at_once, steps - done);
         struct NAME(stream) stream = {(const char *)weight + ahead, 0};
         if (ahead) stream.lines = parts(STEP_LINES / 4, blocks * VECTORS / VECTORS_AT_ONCE(min64(count, ROWS)));
         for (int64_t row = 0; row < count; row += ROWS)
             NAME(adders)[min64(ROWS, count - row) - 1](
-                staged + (row / LANES * steps * TILE + done * TILE + row % LANES * DEPTH) * STAGED_BYTES(PAIRS),
+                staged + (row / LANES * all * TILE + done * TILE + row % LANES * DEPTH) * STAGED_BYTES(PAIRS),
                 weight, some, sums + row * PANEL, &stream);
     }
+}
+
+static void NAME(multiply)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
+                           float *sums) {
+    memset(sums, 0, count * PANEL * sizeof(float));
+    NAME(add_blocks)(staged, count, steps, weight, steps, ahead, sums);
 }
 
 static void NAME(add_any)(const char *staged, int64_t count, int64_t all, const struct near_panels *near,
@@ -228,9 +234,11 @@ static void NAME(add)(const char *staged, int64_t count, int64_t all, const stru
         NAME(add_any)(staged, count, all, near, panel, sums + panel * count * PANEL);
 }
 
-static void NAME(multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
-                                  const struct beside *beside) {
-    NAME(multiply)(staged, count, weight, steps, 0, sums);
+static void NAME(multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
+                                int is_first, float *sums, const struct beside *beside) {
+    for (int64_t line = 0; line < steps * beside->lines; line++) __builtin_prefetch(beside->soon + line * LINE, 0, 2);
+    if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
+    NAME(add_blocks)(staged, count, all, weight, steps, 0, sums);
     for (int64_t row = beside->first; row < beside->past; row++) beside->do_row(beside->what, row);
 }
 
@@ -239,6 +247,19 @@ static void NAME(multiply_beside)(const char *staged, int64_t count, const bf16 
 TARGET INLINE NAME(shorts) NAME(narrow)(NAME(floats) v) {
     NAME(words) b = (NAME(words))v, up = b + 0x7fff + ((b >> 16) & 1), is_nan = (NAME(words))(v != v);
     return __builtin_convertvector(((up & ~is_nan) | (is_nan & 0x7fc00000)) >> 16, NAME(shorts));
+}
+#endif
+
+#if !PAIRS || WIDTH < LANES
+/* Sums and a bias, 32 each. */
+TARGET INLINE void NAME(narrow_line)(const float *sums, const float *bias, bf16 *line) {
+    for (int v = 0; v < PANEL; v += WIDTH) {
+        NAME(floats) sum, add;
+        memcpy(&sum, sums + v, sizeof sum);
+        memcpy(&add, bias + v, sizeof add);
+        NAME(shorts) half = NAME(narrow)(sum + add);
+        memcpy(line + v, &half, sizeof half);
+    }
 }
 #endif
 
@@ -256,13 +277,7 @@ TARGET static void NAME(round)(const float *sums, const float *bias, int64_t cou
     int is_streamed = is_large && is_whole_lines(out, out_stride);
     for (int64_t row = 0; row < count; row++, sums += PANEL, out += out_stride) {
         ALIGNED bf16 line[PANEL];
-        for (int v = 0; v < PANEL; v += WIDTH) {
-            NAME(floats) sum, add;
-            memcpy(&sum, sums + v, sizeof sum);
-            memcpy(&add, bias + v, sizeof add);
-            NAME(shorts) half = NAME(narrow)(sum + add);
-            memcpy(line + v, &half, sizeof half);
-        }
+        NAME(narrow_line)(sums, bias, line);
         NAME(put_line)(line, is_streamed, out);
     }
 }
@@ -288,7 +303,7 @@ TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
 }
 
 static const struct panel_products NAME(products) = {STAGED_BYTES(PAIRS), NAME(multiply), NAME(add), NULL,
-                                                     NAME(multiply_beside), NAME(round), NAME(put), NAME(spin),
+                                                     NAME(multiply_part), NAME(round), NAME(put), NAME(spin),
                                                      NAME(multiply_side), NAME(side_panels)};
 
 #undef ADD_ROWS

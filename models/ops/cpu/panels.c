@@ -95,7 +95,12 @@ AVX512_BF16 INLINE __m512 pairs_dot_pairs(__m512 sum, uint32_t both, bits w) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)w);
 }
 
-AVX512_BF16 INLINE halves pairs_narrow(__m512 v) { return (halves)_mm512_cvtneps_pbh(v); }
+/* In one vector, so that what reads the line next waits for one store. */
+AVX512_BF16 INLINE void pairs_narrow_line(const float *sums, const float *bias, bf16 *line) {
+    __m512 low = _mm512_add_ps(_mm512_loadu_ps(sums), _mm512_loadu_ps(bias));
+    __m512 high = _mm512_add_ps(_mm512_loadu_ps(sums + LANES), _mm512_loadu_ps(bias + LANES));
+    _mm512_storeu_si512(line, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
 
 #define NAME(x) pairs_##x
 #define TARGET AVX512_BF16
@@ -137,22 +142,22 @@ AMX static inline void add_two(const bf16 *x0, const bf16 *x1, const bf16 *weigh
     _tile_dpbf16ps(3, 5, 7);
 }
 
-/* By three, which leave room for one tile of rows and one of the weight: rows, which the first cache keeps, are read
- * twice, and a weight's tile serves three. */
+/* By three, which leave room for one tile of rows and one of the weight. Rows are read once, past the first cache, which
+ * keeps the weight's tiles for their second time. */
 AMX static inline void add_three(const bf16 *x0, const bf16 *x1, const bf16 *x2, const bf16 *weight) {
-    _tile_loadd(6, x0, LINE);
+    _tile_stream_loadd(6, x0, LINE);
     _tile_loadd(7, weight, LINE);
     _tile_dpbf16ps(0, 6, 7);
-    _tile_loadd(6, x1, LINE);
+    _tile_loadd(7, weight + TILE, LINE);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_stream_loadd(6, x1, LINE);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_loadd(7, weight, LINE);
     _tile_dpbf16ps(2, 6, 7);
-    _tile_loadd(6, x2, LINE);
+    _tile_stream_loadd(6, x2, LINE);
     _tile_dpbf16ps(4, 6, 7);
     _tile_loadd(7, weight + TILE, LINE);
     _tile_dpbf16ps(5, 6, 7);
-    _tile_loadd(6, x1, LINE);
-    _tile_dpbf16ps(3, 6, 7);
-    _tile_loadd(6, x0, LINE);
-    _tile_dpbf16ps(1, 6, 7);
 }
 
 AMX static inline void clear_sums(int tiles) {
@@ -225,7 +230,9 @@ AMX static void add_runs(const bf16 *x, int tiles, const bf16 *weight, int64_t s
 AMX static inline void add_steps(const bf16 *x, int tiles, const bf16 *weight, int64_t steps,
                                  int64_t all, const struct beside *beside) {
     int64_t row = beside->first, each = parts(beside->past - row, steps), rows = all * TILE;
+    const char *soon = beside->soon;
     for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {
+        for (int64_t line = 0; line < beside->lines; line++, soon += LINE) _mm_prefetch(soon, _MM_HINT_T1);
         if (tiles == 1) add_first(x, weight);
         else if (tiles == 2) add_two(x, x + rows, weight);
         else add_three(x, x + rows, x + 2 * rows, weight);
@@ -233,12 +240,12 @@ AMX static inline void add_steps(const bf16 *x, int tiles, const bf16 *weight, i
     }
 }
 
-AMX static void multiply_beside_amx(const char *rows, int64_t count, const bf16 *weight, int64_t steps, float *sums,
-                                    const struct beside *beside) {
-    const bf16 *staged = (const bf16 *)rows;
+AMX static void multiply_part_amx(const char *rows, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
+                                  int is_first, float *sums, const struct beside *beside) {
     int tiles = (int)parts(count, LANES);
-    clear_sums(tiles);
-    add_steps(staged, tiles, weight, steps, steps, beside);
+    if (is_first) clear_sums(tiles);
+    else load_sums(sums, tiles);
+    add_steps((const bf16 *)rows, tiles, weight, steps, all, beside);
     store_sums(sums, tiles);
 }
 
@@ -294,7 +301,7 @@ AMX static void add_side_amx(const bf16 *x, int64_t count, const struct near_pan
 static int64_t side_panels_amx(int64_t count) { return count > LANES ? 1 : SIDE_PANELS_OF_AMX; }
 
 AMX static void add_amx(const char *rows, int64_t count, int64_t all, const struct near_panels *near, float *sums) {
-    static const struct beside nothing = {NULL, NULL, 0, 0};
+    static const struct beside nothing = {0};
     if (near->count == SIDE_PANELS_OF_AMX) {
         add_side_amx((const bf16 *)rows, count, near, sums);
         return;
@@ -341,11 +348,11 @@ AMX static void add_columns_amx(const bf16 *columns, int64_t count, const struct
 
 AMX static void multiply_amx(const char *rows, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
                              float *sums) {
-    static const struct beside nothing = {NULL, NULL, 0, 0};
+    static const struct beside nothing = {0};
     const bf16 *staged = (const bf16 *)rows;
     int tiles = (int)parts(count, LANES);
     if (ahead == 0) {
-        multiply_beside_amx(rows, count, weight, steps, sums, &nothing);
+        multiply_part_amx(rows, count, steps, weight, steps, 1, sums, &nothing);
         return;
     }
     clear_sums(tiles);
@@ -377,7 +384,7 @@ AMX static int64_t spin_amx(int64_t rounds, float *sums) {
 }
 
 static const struct panel_products amx = {sizeof(bf16), multiply_amx, add_amx, add_columns_amx,
-                                          multiply_beside_amx, pairs_round, pairs_put, spin_amx, NULL, side_panels_amx};
+                                          multiply_part_amx, pairs_round, pairs_put, spin_amx, NULL, side_panels_amx};
 
 /* Eight tiles of lines: seven of so many rows and one of 16, the weight's; or seven of 16 rows of so many columns.
  * Constants: to gcc 12 the intrinsic reads but the first bytes, so that it would leave out the stores to the rest of a

@@ -19,11 +19,14 @@ static inline int64_t rows_of_group(int64_t left, int64_t rows) {
     return is_two ? 2 * LANES : min64(GROUP, left);
 }
 
-/* Other work, row by row, between the steps of a product, for execution units that the product leaves idle. */
+/* Other work, row by row, between the steps of a product, for execution units that the product leaves idle; and what is
+ * multiplied next, of which so many lines come into the second cache with each step. */
 struct beside {
     void (*do_row)(const void *what, int64_t row);
     const void *what;
     int64_t first, past; /* rows */
+    const char *soon;
+    int64_t lines;
 };
 
 /* Parts of panels that are near, as bfloat16, and what is to come from memory while rows meet them: `stride` bytes with
@@ -45,9 +48,10 @@ struct panel_products {
     /* Up to 16 rows, as columns [steps][16 pairs][count][2], by one or two panels, of which a step has 32 rows of 32 inputs:
      * added to sums [panel][32][16], the same as those of `add`. It fetches nothing. NULL where `add` takes no longer. */
     void (*add_columns)(const bf16 *columns, int64_t count, const struct near_panels *near, float *sums);
-    /* As `multiply`, not fetched before, and what is done beside it. */
-    void (*multiply_beside)(const char *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
-                            const struct beside *beside);
+    /* The same by a part of a panel that is near, of rows that have `all` steps: added to what is there, or with
+     * `is_first` in its place; and what is done beside it. */
+    void (*multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
+                          int is_first, float *sums, const struct beside *beside);
     /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
     /* A row of 32 outputs, as `round` does it. */
@@ -90,7 +94,6 @@ void prepare_columns(enum isa isa, int64_t count);
 int64_t multiply_first(const struct panel_products *products, const char *staged, int64_t count, const bf16 *weight,
                        int64_t panels, int64_t steps, int64_t ahead, float *sums);
 
-#define TOGETHER (128 << 10) /* bytes of panels that each of several groups of rows is multiplied by in turn */
 #define FEW_ROWS 64 /* up to here reading the weight is what takes a product's time */
 
 #define STAGED_ROWS 512 /* at most, that are multiplied by a panel while they are cached */
@@ -109,6 +112,27 @@ struct staged {
 /* Stage the `count` rows from `first` on unless they are staged. `tokens`: which rows of x they are, or NULL. */
 void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t first, int64_t count,
            int64_t in_features);
+
+/* Staged rows, all of which meet a part of a weight while it is near, and what becomes of their sums. */
+struct many {
+    const struct linear *op;
+    const struct activation *by; /* by which the first half of the outputs gates the second, or NULL */
+    const struct panel_products *products;
+    const struct staged *staged;
+    int64_t first, count; /* the first row and how many */
+    float *sums;          /* `bytes_of_waiting` */
+    int is_large;         /* whether the output is more than is soon read again */
+};
+
+/* By the panels from `first` to `past`, of gates where these are gated. */
+void multiply_many(const struct many *many, int64_t first, int64_t past);
+int64_t bytes_of_waiting(void);
+
+#define BLOCK_ROWS 384         /* at most, that a thread multiplies at once */
+#define STAGED_BLOCK (3 << 20) /* bytes that they take as bfloat16 */
+
+/* How many of so many inputs those are. */
+int64_t rows_of_block(int64_t inputs);
 
 /* Rows of one group, of those that have any. */
 struct run {

@@ -1,0 +1,122 @@
+/* Products of more rows than a group of tiles, and the gated ones: see `multiply_many` in panels.h.
+ *
+ * All groups of rows meet a part of a panel before the next one. So a weight comes from memory once for hundreds of rows,
+ * and while they meet one part, the next comes into the second cache. Inputs are cut so that the rows' part stays in
+ * that cache too; sums wait for their next part in memory, and have the same order.
+ *
+ * What becomes of a panel's sums, rounding or gating, is computed between the steps of the products that follow, whose
+ * tiles leave the vectors' units idle. */
+
+#include "operators.h"
+#include "panels.h"
+
+#define PART_STEPS 40 /* of a panel, at most, that rows meet at once */
+#define WAITING 32    /* panels whose sums wait for the next part of the inputs */
+
+int64_t rows_of_block(int64_t inputs) {
+    int64_t rows = min64(BLOCK_ROWS, STAGED_BLOCK / (inputs * (int64_t)sizeof(bf16)));
+    return max64(LANES, rows / (rows < GROUP ? LANES : GROUP) * (rows < GROUP ? LANES : GROUP));
+}
+
+int64_t bytes_of_waiting(void) { return WAITING * BLOCK_ROWS * PANEL * (int64_t)sizeof(float); }
+
+/* A panel, or a panel of gates and its other, all of whose sums are made. */
+struct made {
+    const struct many *many;
+    const float *sums[2];
+    ALIGNED float bias[2][PANEL];
+    int64_t output;
+    int is_simple; /* whether rows of 32 bfloat16 are written */
+    int64_t rows;  /* that are yet to be finished; 0: none */
+};
+
+static void get_bias(const struct linear *op, int64_t output, float *bias) {
+    for (int64_t i = 0; i < PANEL; i++) bias[i] = op->bias && output + i < op->out_features ? widen(op->bias[output + i]) : 0;
+}
+
+static void finish_row(const void *what, int64_t row) {
+    const struct made *made = what;
+    const struct many *many = made->many;
+    const struct linear *op = many->op;
+    const struct panel_products *products = many->products;
+    if (!made->is_simple) {
+        finish_panel(op, products, made->sums[0] + row * PANEL, many->first + row, 1, made->output, many->is_large);
+        return;
+    }
+    bf16 *out = (bf16 *)op->out + (many->first + row) * op->out_stride + made->output;
+    if (!many->by) {
+        products->round(made->sums[0] + row * PANEL, made->bias[0], 1, many->is_large, out, op->out_stride);
+        return;
+    }
+    ALIGNED bf16 both[2][PANEL], gated[PANEL];
+    for (int half = 0; half < 2; half++)
+        products->round(made->sums[half] + row * PANEL, made->bias[half], 1, 0, both[half], PANEL);
+    gate_panel(many->by, both[0], PANEL, both[1], 1, gated);
+    products->put(gated, many->is_large, out);
+}
+
+static void finish(struct made *made) {
+    for (int64_t row = 0; row < made->rows; row++) finish_row(made, row);
+    made->rows = 0;
+}
+
+/* Where the engine is: a part of the inputs of the `half`th panel of a unit, a panel or a panel of gates and its other. */
+struct part {
+    int64_t unit, half, step, steps;
+};
+
+static const bf16 *weight_of(const struct many *many, const struct part *part) {
+    int64_t panel = part->unit + part->half * (many->op->out_features / PANEL / 2);
+    return many->op->weight + (panel * parts(many->op->in_features, DEPTH) + part->step) * STEP;
+}
+
+/* All rows by a part, and the `which`th of `of` parts of what is yet to be finished. */
+static void multiply_all(const struct many *many, const struct part *part, const bf16 *next, float *sums,
+                         const struct made *made, int64_t which, int64_t of) {
+    int64_t all = parts(many->op->in_features, DEPTH), groups = 0, bytes = many->staged->bytes;
+    for (int64_t done = 0; done < many->count; done += rows_of_group(many->count - done, many->count)) groups++;
+    struct beside beside = {.do_row = finish_row, .what = made, .soon = (const char *)next};
+    beside.lines = next ? parts(STEP * (int64_t)sizeof(bf16) / LINE, groups) : 0;
+    for (int64_t done = 0, group = 0, count; done < many->count; done += count, group++) {
+        count = rows_of_group(many->count - done, many->count);
+        int64_t at = which * groups + group, times = of * groups;
+        beside.first = made->rows * at / times, beside.past = made->rows * (at + 1) / times;
+        many->products->multiply_part(many->staged->rows + (done * all * DEPTH + part->step * TILE) * bytes, count, all,
+                                      weight_of(many, part), part->steps, part->step == 0, sums + done * PANEL, &beside);
+        beside.soon += beside.lines * part->steps * LINE;
+    }
+}
+
+void multiply_many(const struct many *many, int64_t first, int64_t past) {
+    const struct linear *op = many->op;
+    int64_t steps = parts(op->in_features, DEPTH), cuts = parts(steps, PART_STEPS), each = parts(steps, cuts);
+    int64_t halves = many->by ? 2 : 1, at_once = cuts > 1 ? WAITING / halves : 1, slots = max64(2, at_once);
+    int64_t rounded = parts(many->count, LANES) * LANES * PANEL;
+    struct made made = {.many = many};
+    for (int64_t unit = first; unit < past; unit += at_once) {
+        int64_t end = min64(past, unit + at_once);
+        for (int64_t step = 0; step < steps; step += each)
+            for (int64_t one = unit; one < end; one++) {
+                float *sums = many->sums + (one - first) % slots * halves * rounded;
+                int is_last = step + each >= steps;
+                for (int64_t half = 0; half < halves; half++) {
+                    struct part here = {one, half, step, min64(each, steps - step)}, next = here;
+                    if (half + 1 < halves) next.half++;
+                    else if (one + 1 < end) next.unit++, next.half = 0;
+                    else if (!is_last) next.unit = unit, next.half = 0, next.step += each;
+                    else next.unit = end, next.half = 0, next.step = 0;
+                    multiply_all(many, &here, next.unit < past ? weight_of(many, &next) : NULL, sums + half * rounded,
+                                 &made, half, halves);
+                }
+                made.rows = 0;
+                if (!is_last) continue;
+                made.output = one * PANEL, made.rows = many->count;
+                made.is_simple = !op->is_float && made.output + PANEL <= op->out_features;
+                for (int64_t half = 0; half < halves; half++) {
+                    made.sums[half] = sums + half * rounded;
+                    get_bias(op, made.output + half * (op->out_features / 2), made.bias[half]);
+                }
+            }
+    }
+    finish(&made);
+}
