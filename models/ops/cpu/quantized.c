@@ -71,11 +71,20 @@ CLONES static void stage_row(struct quantized_bench *bench, int64_t row, const b
                         min64(BLOCK, inputs - block * BLOCK));
 }
 
-/* The sums, with the panel's bias, to where they belong. */
-CLONES static void finish(const struct linear *op, const float *sums, int64_t row, int64_t count, int64_t output) {
+/* The sums, with the panel's bias, to where they belong; lines of a large output past the caches. */
+CLONES static void finish(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
+                          int64_t count, int64_t output, int is_large) {
     int64_t width = min64(PANEL, op->out_features - output), first = row * op->out_stride + output;
     ALIGNED float bias[PANEL] = {0};
     for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[output + i]);
+    if (is_large && !op->is_float && width == PANEL) {
+        for (; count > 0; count--, sums += PANEL, first += op->out_stride) {
+            ALIGNED bf16 line[PANEL];
+            for (int half = 0; half < PANEL; half += LANES) store_bf16(line + half, load(sums + half) + load(bias + half));
+            products->put(line, 1, (bf16 *)op->out + first);
+        }
+        return;
+    }
     for (; count > 0; count--, sums += PANEL, first += op->out_stride)
         for (int half = 0; half < PANEL; half += LANES) {
             int64_t left = min64(LANES, width - half);
@@ -101,6 +110,7 @@ struct place {
     enum isa isa;
     const int64_t *tokens; /* which row of x each row is, or NULL */
     int64_t first_row;
+    int is_large; /* whether the output is more than is soon read again */
 };
 
 /* Staged rows by one panel. With many, as many blocks at once as stay in the first cache from group to group. */
@@ -132,9 +142,9 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
                                                 .count = min64(TWO_TILES, rows - group * TWO_TILES)};
             float *sums = bench->sums + group * TWO_TILES * PANEL;
             int is_last = block + panel.count == blocks;
-            if (is_last && groups > 1) fetch_output(op, row, here.count, output);
+            if (is_last && groups > 1 && !at->is_large) fetch_output(op, row, here.count, output);
             by->multiply(&here, &panel, sums, bench->products, &ahead);
-            if (is_last) finish(op, sums, row, here.count, output);
+            if (is_last) finish(op, panel_products(at->isa), sums, row, here.count, output, at->is_large);
         }
     }
 }
@@ -165,11 +175,13 @@ void quantized_linear(const void *arguments, const struct step *step, struct wor
     int64_t share = panels_of_task(rows, blocks * bytes_of_block(quantized->bits), panels, worker->threads);
     int64_t shares = parts(panels, share);
     struct place at = prepare(worker);
+    at.is_large = rows > FEW_ROWS;
     for (int64_t task; (task = take_task(worker)) < parts(rows, at_once) * shares;) {
         int64_t first = task / shares * at_once, panel = task % shares * share;
         multiply_panels(op, quantized->bits, &at, first, min64(at_once, rows - first), panel,
                         min64(panels, panel + share));
     }
+    if (at.is_large) settle_rounded();
 }
 
 /* Tasks: groups that have rows, of each one share of the panels after the other; then what is past the last run. */

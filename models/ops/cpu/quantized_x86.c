@@ -67,13 +67,13 @@ AMX static inline void zero_tiles(void) {
 }
 
 AMX static inline void add_tiles(const int8_t *x0, const int8_t *x1, const int8_t *weight) {
-    _tile_loadd(4, x0, LINE);
+    _tile_stream_loadd(4, x0, LINE); /* Past the first cache, which keeps the weight. */
     _tile_loadd(6, weight, LINE);
     _tile_dpbssd(0, 4, 6);
     _tile_loadd(7, weight + BYTES_OF_TILE, LINE);
     _tile_dpbssd(1, 4, 7);
     if (!x1) return;
-    _tile_loadd(5, x1, LINE);
+    _tile_stream_loadd(5, x1, LINE);
     _tile_dpbssd(2, 5, 6);
     _tile_dpbssd(3, 5, 7);
 }
@@ -86,80 +86,99 @@ AMX static inline void store_tiles(int32_t *products, int two) {
     _tile_stored(3, products + LANES * PANEL + LANES, PANEL * sizeof(int32_t));
 }
 
-#define SCALED_AT_ONCE(bits) (BLOCKS_AT_ONCE * (bits) / 8) /* blocks, whose integers the first cache holds */
+#define UNITS 2 /* whose integers are scaled while the next are multiplied: blocks, or with 4 bits the steps of one */
 
-/* Integers of some blocks, by the scales, to the sums. */
-AVX512 INLINE void scale_blocks(const int32_t *products, const char *weight, int64_t stride, int64_t blocks,
-                                const float *scales, int64_t count, float *sums, int bits) {
-    for (int half = 0; half < PANEL; half += LANES) {
-        __m512 first[BLOCKS_AT_ONCE], second[BLOCKS_AT_ONCE];
-        for (int64_t block = 0; block < blocks; block++) {
-            const bf16 *weight_scales = (const bf16 *)(weight + block * stride) + half;
-            first[block] = load_scales(weight_scales);
-            if (bits == 4) second[block] = load_scales(weight_scales + PANEL);
+/* Integers of some rows by some blocks of a weight, which are yet to be scaled and added to the sums. */
+struct waiting {
+    const int32_t *products; /* [UNITS][TWO_TILES][PANEL] */
+    const char *weight;
+    int64_t stride, blocks;
+    const float *scales[2]; /* of each tile of rows */
+    int64_t rows[2];
+    float *sums;
+};
+
+/* Of a tile of rows, half of the outputs. */
+AMX INLINE void scale_half(const struct waiting *waiting, int tile, int half, int bits) {
+    const bf16 *first = (const bf16 *)waiting->weight + half * LANES, *second = first + PANEL;
+    int has_second = bits == 4 || waiting->blocks > 1;
+    if (bits == 8) second = (const bf16 *)(waiting->weight + waiting->stride) + half * LANES;
+    __m512 by = load_scales(first), by_second = load_scales(has_second ? second : first);
+    const int32_t *found = waiting->products + tile * LANES * PANEL + half * LANES;
+    float *sums = waiting->sums + tile * LANES * PANEL + half * LANES;
+    const float *scales = waiting->scales[tile];
+    for (int64_t row = 0; row < waiting->rows[tile]; row++, found += PANEL, sums += PANEL) {
+        __m512 sum = _mm512_loadu_ps(sums);
+        __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(found)), by);
+        if (bits == 4)
+            f = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(found + TWO_TILES * PANEL)), by_second, f);
+        sum = _mm512_fmadd_ps(f, _mm512_set1_ps(scales[row]), sum);
+        if (bits == 8 && has_second) {
+            f = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(found + TWO_TILES * PANEL)), by_second);
+            sum = _mm512_fmadd_ps(f, _mm512_set1_ps(scales[LANES + row]), sum);
         }
-        for (int64_t row = 0; row < count; row++) {
-            const int32_t *found = products + row * PANEL + half;
-            __m512 sum = _mm512_loadu_ps(sums + row * PANEL + half);
-            for (int64_t block = 0; block < blocks; block++, found += TWO_TILES * PANEL) {
-                __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(found)), first[block]);
-                if (bits == 4) {
-                    found += TWO_TILES * PANEL;
-                    f = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(found)), second[block], f);
-                }
-                sum = _mm512_fmadd_ps(f, _mm512_set1_ps(scales[block * LANES + row]), sum);
-            }
-            _mm512_storeu_ps(sums + row * PANEL + half, sum);
-        }
+        _mm512_storeu_ps(sums, sum);
     }
 }
 
-/* The integers of `blocks` of a panel, one after the other, or with 4 bits of their steps. */
-AMX static const int8_t *multiply_blocks(const int8_t *x0, const int8_t *x1, const struct quantized_panel *panel,
-                                         int64_t first, int64_t blocks, int32_t *products, struct lines *ahead) {
+/* The `part`th of `of` equal ones. */
+AMX INLINE void scale_part(const struct waiting *waiting, int part, int of, int bits) {
+    for (int i = part * 4 / of; i < (part + 1) * 4 / of; i++) scale_half(waiting, i / 2, i % 2, bits);
+}
+
+/* Some blocks, of which each step is followed by a part of what waits. */
+AMX INLINE void multiply_blocks(const int8_t *x0, const int8_t *x1, const struct quantized_panel *panel, int64_t first,
+                                int64_t blocks, int32_t *products, const struct waiting *waiting, struct lines *ahead,
+                                int bits) {
     const int8_t *values = panel->values + first * panel->values_stride;
+    int part = 0, all = (int)blocks * STEPS;
     for (int64_t block = 0; block < blocks; block++, values += panel->values_stride) {
         fetch(ahead);
-        zero_tiles();
         for (int step = 0; step < STEPS; step++) {
+            if (bits == 4 || step == 0) zero_tiles();
             add_tiles(x0, x1, values + step * 2 * BYTES_OF_TILE);
             x0 += BYTES_OF_TILE;
             if (x1) x1 += BYTES_OF_TILE;
-            if (panel->bits == 8 && step + 1 < STEPS) continue;
+            if (waiting->blocks) scale_part(waiting, part, all, bits);
+            part++;
+            if (bits == 8 && step + 1 < STEPS) continue;
             store_tiles(products, x1 != NULL);
             products += TWO_TILES * PANEL;
-            if (step + 1 < STEPS) zero_tiles();
         }
     }
-    return x0;
 }
 
-AVX512 static void scale_blocks8(const int32_t *products, const char *weight, int64_t blocks, const float *scales,
-                                 int64_t count, float *sums) {
-    scale_blocks(products, weight, bytes_of_block(8), blocks, scales, count, sums, 8);
+AMX INLINE void multiply_by_bits(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
+                                 int32_t *products, struct lines *ahead, int bits) {
+    int64_t all = rows->blocks, above = min64(LANES, rows->count), below = rows->count - above;
+    int64_t at_once = bits == 8 ? UNITS : 1;
+    struct waiting waiting = {.stride = panel->stride, .rows = {above, below}, .sums = sums};
+    for (int64_t first = 0; first < panel->count; first += at_once) {
+        int64_t blocks = min64(at_once, panel->count - first);
+        const int8_t *x = rows->values + first * STEPS * BYTES_OF_TILE;
+        const int8_t *x_below = below ? x + all * STEPS * BYTES_OF_TILE : NULL;
+        int32_t *made = products + first / at_once % 2 * UNITS * TWO_TILES * PANEL;
+        multiply_blocks(x, x_below, panel, first, blocks, made, &waiting, ahead, bits);
+        waiting.products = made, waiting.blocks = blocks;
+        waiting.weight = panel->blocks + first * panel->stride;
+        waiting.scales[0] = rows->scales + first * LANES, waiting.scales[1] = waiting.scales[0] + all * LANES;
+    }
+    scale_part(&waiting, 0, 1, bits);
 }
 
-AVX512 static void scale_blocks4(const int32_t *products, const char *weight, int64_t blocks, const float *scales,
-                                 int64_t count, float *sums) {
-    scale_blocks(products, weight, bytes_of_block(4), blocks, scales, count, sums, 4);
+AMX static void multiply_amx8(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
+                              int32_t *products, struct lines *ahead) {
+    multiply_by_bits(rows, panel, sums, products, ahead, 8);
+}
+
+AMX static void multiply_amx4(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
+                              int32_t *products, struct lines *ahead) {
+    multiply_by_bits(rows, panel, sums, products, ahead, 4);
 }
 
 static void multiply_amx(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                          int32_t *products, struct lines *ahead) {
-    int64_t all = rows->blocks, above = min64(LANES, rows->count), below = rows->count - above;
-    int64_t at_once = SCALED_AT_ONCE(panel->bits);
-    const int8_t *x = rows->values;
-    for (int64_t first = 0; first < panel->count; first += at_once) {
-        int64_t blocks = min64(at_once, panel->count - first);
-        const char *weight = panel->blocks + first * panel->stride;
-        const float *scales = rows->scales + first * LANES;
-        const int8_t *x_below = below ? x + all * STEPS * BYTES_OF_TILE : NULL;
-        x = multiply_blocks(x, x_below, panel, first, blocks, products, ahead);
-        void (*const scale)(const int32_t *, const char *, int64_t, const float *, int64_t, float *) =
-            panel->bits == 8 ? scale_blocks8 : scale_blocks4;
-        scale(products, weight, blocks, scales, above, sums);
-        scale(products + LANES * PANEL, weight, blocks, scales + all * LANES, below, sums + LANES * PANEL);
-    }
+    (panel->bits == 8 ? multiply_amx8 : multiply_amx4)(rows, panel, sums, products, ahead);
 }
 
 const struct quantized_products quantized_amx = {1, multiply_amx};
