@@ -17,7 +17,7 @@ from tests.e2e.processes import command_line
 from tests.e2e.test_http_adapters import PROMPT, Stream, complete, tokens_of
 
 STUB_CORES = "from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'; "
-SOON = "import server.models; server.models._RETRY_SECONDS = 0.01; server.models._CLOSED_SHARE = 0.005; "
+SOON = "import server.models; server.models._RETRY_SECONDS = 1e-6; server.models._CLOSED_SHARE = 0.005; "
 MODELS = """\
 memory_gib: 2
 models:
@@ -67,6 +67,11 @@ class ModelsServer(KaonServer):
         for name in names:
             assert tokens_of(complete(self, name)) == list(range(FIRST_TOKEN, FIRST_TOKEN + 10))
 
+    def load(self, *names: str) -> None:
+        """Have these two models loaded, the first of them used longest ago."""
+        # Another owner's model may stay for a while after it was loaded, so that one of these two makes room.
+        eventually(lambda: self.use(*names) is None and self.loaded() == [name for name in NAMES if name in names])
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelsServer]:
@@ -85,6 +90,7 @@ def test_names_are_listed_and_probes_and_scrapes_load_nothing(server: ModelsServ
     assert server.start_line.startswith("Kaon")
     assert "serving one, uno, two, three, broken on" in server.start_line
     assert server.loaded() == ["one"]
+    assert [command_line(core)[-2:] for core in server.cores] == [["kaon-engine-0", "one"]]
     assert [each["id"] for each in server.get("/v1/models").json()["data"]] == ["one", "uno", *NAMES[1:]]
     for path in ("/readyz", "/health", "/metrics", "/v1/models/two", "/livez", "/openapi.json", "/kaon/limits"):
         assert server.get(path).status_code == 200
@@ -108,7 +114,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 
 def test_every_route_serves_the_model_that_the_body_names(server: ModelsServer) -> None:
-    server.use("one", "two")
+    server.load("one", "two")
     before = server.metric('kaon_model_requests_total{model="two"}')
     for path, body in ROUTES.items():
         assert server.post(path, {**body, "model": "two"}).status_code == 200, path
@@ -144,7 +150,7 @@ def test_a_batch_and_a_stream_that_goes_on_are_of_their_model(server: ModelsServ
 
 
 def test_the_least_recently_used_model_makes_room(server: ModelsServer) -> None:
-    server.use("one", "two")
+    server.load("one", "two")
     evictions = server.metric('kaon_model_evictions_total{model="one"}')
     restarts = server.metric('kaon_core_restarts_total{model="one"}')
     server.use("three")
@@ -158,7 +164,7 @@ def test_the_least_recently_used_model_makes_room(server: ModelsServer) -> None:
 
 
 def test_no_stream_is_cut_and_none_keeps_another_model_out(server: ModelsServer) -> None:
-    server.use("one", "two")
+    server.load("one", "two")
     streams = [Stream(server, name, LENGTH) for name in ("one", "two")]
     eventually(lambda: all(stream.has_begun() for stream in streams))
     with ThreadPoolExecutor() as threads:
@@ -173,7 +179,7 @@ def test_no_stream_is_cut_and_none_keeps_another_model_out(server: ModelsServer)
 
 
 def test_requests_for_a_model_do_not_wait_for_another_owners_stream(server: ModelsServer) -> None:
-    server.use("one", "two")
+    server.load("one", "two")
     streams = [Stream(server, name, 3900) for name in ("one", "two")]
     eventually(lambda: all(stream.has_begun() for stream in streams))
     with ThreadPoolExecutor() as threads:
@@ -190,7 +196,7 @@ def test_requests_for_a_model_do_not_wait_for_another_owners_stream(server: Mode
 
 def test_owners_take_turns_at_having_models_loaded(server: ModelsServer) -> None:
     server.broken.symlink_to(Path("models/demo/checkpoint").resolve())
-    server.use("two", "three")
+    server.load("two", "three")
     before = len(server.stderr)
     with server.gate.open() as gate, ThreadPoolExecutor() as threads:
         fcntl.flock(gate, fcntl.LOCK_EX)
@@ -229,8 +235,7 @@ def queued(server: ModelsServer, address: str = "127.0.0.1") -> int:
 
 
 def test_a_model_that_cannot_be_loaded_costs_no_other_and_serves_once_it_can(server: ModelsServer) -> None:
-    # Another owner's model may stay a while after it was loaded.
-    eventually(lambda: server.use("one", "two") is None and server.loaded() == ["one", "two"])
+    server.load("one", "two")
     stream = Stream(server, "one", LENGTH)
     refused = complete(server, "broken")
     assert refused.status_code == 503
