@@ -94,7 +94,8 @@ def _run(config: Config, started: float, manager: ServiceManager, read_config: C
     try:
         with _recorded_signals() as signals:
             for entry in models.entries:
-                cores.append(CoreManager(entry.config, starts=entry.loads_at_start))
+                model = entry.config.model_names[0] if len(models.entries) > 1 else ""
+                cores.append(CoreManager(entry.config, starts=entry.loads_at_start, model=model))
     except (OSError, ValueError) as error:
         for core in cores:
             core.shutdown()

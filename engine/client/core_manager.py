@@ -67,10 +67,11 @@ class CoreManager:
     ended when it is collected, or at the interpreter's exit.
     """
 
-    def __init__(self, config: Config, *, starts: bool = True) -> None:
+    def __init__(self, config: Config, *, starts: bool = True, model: str = "") -> None:
         """Start the cores and return at once: they load while the caller does other things.
 
-        Without `starts` it begins asleep: `wake_up` starts the cores.
+        Without `starts` it begins asleep: `wake_up` starts the cores. `model` names their model in processes and logs,
+        where the server has several.
         """
         self.ready: Ready | None = None
         """What holds for all cores, since all have been ready to serve; None before."""
@@ -79,6 +80,7 @@ class CoreManager:
         self.is_asleep = not starts
         """Whether requests are held until `wake_up`."""
         self._config = config
+        self._model = model
         self._inbox: deque[StepOutputs] = deque()
         self._on_outputs: Callable[[StepOutputs], object] = self._inbox.append
         self._on_restart: Callable[[int, int], object] = lambda resumed, replica: None
@@ -116,7 +118,7 @@ class CoreManager:
         try:
             for number in range(size):
                 _, local_index, num_local = self._placements[number]
-                share = HostShare(number, local_index, num_local, available)
+                share = HostShare(number, local_index, num_local, available, self._model)
                 self._replicas.append(
                     Replica(
                         self._config,

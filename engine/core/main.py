@@ -45,7 +45,7 @@ def main() -> NoReturn:
     rendezvous = [] if launch.lockstep_member is None else [launch.lockstep_member.directory]
     end_with_parent(lifeline, launch.directory, *rendezvous, on_ended=ranks.announce_shutdown)
     config = Config.model_validate_json(launch.config)
-    configure_logging(launch.name, config.server_config.log_level)
+    configure_logging(launch.share.titled(launch.name), config.server_config.log_level)
     sockets = _open_sockets(config, launch)
     failure = _run(config, launch, sockets, ranks)
     if failure is not None:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -324,10 +323,9 @@ class CoreProcess:
         """See `CoreHandle`. It gets a process group of its own, so that the terminal's Ctrl-C does not reach it."""
         # The kernel takes the end of the thread that starts a process for the end of its parent.
         self._starter_lives_on = threading.current_thread() is threading.main_thread()
-        # The name is shown by `ps`.
         lockstep_member = self.launch.lockstep_member
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", CORE_MODULE, self.launch.name],
+            self.launch.share.command(CORE_MODULE, self.launch.name),
             stdin=self._theirs.fileno(),
             pass_fds=(
                 self._record_descriptor,

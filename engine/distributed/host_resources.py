@@ -6,6 +6,7 @@ everywhere. No torch here.
 """
 
 import os
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +199,7 @@ class Shard(NamedTuple):
 
 
 class HostShare(NamedTuple):
-    """The share of the host that one data-parallel replica has."""
+    """One data-parallel replica, and the share of the host that it has."""
 
     replica: int = 0
     """Number of the replica, among those of all hosts."""
@@ -208,6 +209,16 @@ class HostShare(NamedTuple):
     """How many those are."""
     available_bytes: int | None = None
     """Bytes of the host's memory for its weights; None: what is available when they are loaded."""
+    model: str = ""
+    """Name of its model, where the server has several."""
+
+    def titled(self, process: str) -> str:
+        """The name of one of its processes in logs."""
+        return f"{process} [{self.model}]" if self.model else process
+
+    def command(self, module: str, process: str) -> list[str]:
+        """The command of one of its processes, which `module` runs; `ps` shows its name, and the model's."""
+        return [sys.executable, "-P", "-m", module, process, *filter(None, (self.model,))]
 
 
 def own_cpus(rank: int, size: int, root: Path = Path("/")) -> Collection[int]:

@@ -33,7 +33,8 @@ def configure_logging(process: str, level: str, more: str = "") -> logging.Handl
     An exception that ends the process is logged too. `more`: of the record, for the end of each line. A process that
     ends by `os._exit` calls `logging.shutdown` first.
     """
-    form = _LineFormatter(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s{more}")
+    name = process.replace("%", "%%")
+    form = _LineFormatter(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s{more}")
     form.default_msec_format = "%s.%03d"
     handler = LogWriter()
     handler.setFormatter(form)

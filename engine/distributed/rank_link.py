@@ -9,7 +9,6 @@ import contextlib
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -168,9 +167,9 @@ class RankProc:
         self.name = launch.name
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # As the engine core is started: a name for `ps`, the code of its parent, and no Ctrl-C.
+            # As the engine core is started: with the code of its parent, and no Ctrl-C.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", RANK_MODULE, launch.name],
+                launch.share.command(RANK_MODULE, launch.name),
                 stdin=theirs.fileno(),
                 pass_fds=descriptors,
                 env=code_environment(),

@@ -54,7 +54,7 @@ def main() -> int:
     assert isinstance(launch, RankLaunch)
     name_process(launch.name)
     config = Config.model_validate_json(launch.config)
-    configure_logging(launch.name, config.server_config.log_level)
+    configure_logging(launch.share.titled(launch.name), config.server_config.log_level)
     try:
         _serve(config, launch, core)
     except (ValueError, MemoryError) as error:

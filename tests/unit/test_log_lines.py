@@ -13,7 +13,7 @@ from engine.distributed.logs import LogWriter
 
 PREAMBLE = (
     "import logging, os; from engine.distributed.logs import BARE, configure_logging; "
-    "configure_logging('kaon-x', 'info', ' [%(name)s]'); log = logging.getLogger('a.b'); "
+    "configure_logging('kaon-x [100%s]', 'info', ' [%(name)s]'); log = logging.getLogger('a.b'); "
 )
 
 
@@ -28,7 +28,7 @@ def test_a_line_has_the_time_the_process_the_level_and_the_module() -> None:
     day, time, rest = stderr.split(" ", 2)
     assert [len(part) for part in day.split("-")] == [4, 2, 2]
     assert [len(part) for part in time.split(":")] == [2, 2, 6]
-    assert rest == "kaon-x INFO a.b: told 3 [a.b]\n"
+    assert rest == "kaon-x [100%s] INFO a.b: told 3 [a.b]\n"
 
 
 def test_a_bare_line_is_its_message() -> None:
@@ -44,7 +44,7 @@ def test_an_exception_that_ends_a_process_is_logged_with_its_traceback() -> None
     stderr = stderr_of("log.info('before'); raise ValueError('no such thing')", code=1)
     before, critical, *trace = stderr.splitlines()
     assert "before" in before
-    assert "kaon-x CRITICAL" in critical
+    assert "kaon-x [100%s] CRITICAL" in critical
     assert trace[0] == "Traceback (most recent call last):"
     assert trace[-1].startswith("ValueError: no such thing")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.settings import SettingsError, load_config, read_models
+from engine.distributed.host_resources import HostShare
 from server.cli import main
 
 GIB = 2**30
@@ -100,3 +101,10 @@ def test_what_several_models_cannot_have_is_refused(flags: list[str], sentence: 
 def test_a_missing_file_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--models", "m.yaml"]) == 2
     assert capsys.readouterr().err == "kaon serve: models is m.yaml, but there is no such file\n"
+
+
+def test_processes_and_log_lines_name_the_model_where_there_are_several() -> None:
+    several = HostShare(model="large")
+    assert several.titled("kaon-engine-0") == "kaon-engine-0 [large]"
+    assert several.command("engine.core.main", "kaon-engine-0")[-3:] == ["engine.core.main", "kaon-engine-0", "large"]
+    assert HostShare().titled("kaon-engine-0") == HostShare().command("x", "kaon-engine-0")[-1] == "kaon-engine-0"
