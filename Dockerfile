@@ -21,8 +21,9 @@ FROM ${PYTHON_BASE} AS cpu
 COPY --from=build /opt/kaon /opt/kaon
 WORKDIR /opt/kaon
 RUN sh deploy/container.sh user
-# Where hub checkpoints and compiled code are kept: mount a volume here to download and compile once.
-ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor
+# Where hub checkpoints, packed weights (XDG_CACHE_HOME) and compiled code are kept: mount a volume here to download, pack
+# and compile once.
+ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor XDG_CACHE_HOME=/var/cache/kaon
 USER kaon
 EXPOSE 8000
 HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
@@ -32,7 +33,8 @@ CMD ["serve", "--host", "0.0.0.0"]
 # By itself pip brings the torch that is built for CUDA; Triton compiles its launchers when they are first used. The last
 # variables are what NVIDIA's container runtime goes by.
 FROM build AS cuda
-ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor TRITON_CACHE_DIR=/var/cache/kaon/triton
+ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor \
+    TRITON_CACHE_DIR=/var/cache/kaon/triton XDG_CACHE_HOME=/var/cache/kaon
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER kaon
 EXPOSE 8000
@@ -45,7 +47,7 @@ FROM ${ROCM_BASE} AS rocm
 COPY . /opt/kaon
 WORKDIR /opt/kaon
 RUN sh deploy/container.sh rocm
-# XDG_CACHE_HOME: aiter's, in a folder for each release of it (models/ops/aiter/probe.py).
+# XDG_CACHE_HOME: aiter's, too, in a folder for each release of it (models/ops/aiter/probe.py).
 ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor \
     TRITON_CACHE_DIR=/var/cache/kaon/triton XDG_CACHE_HOME=/var/cache/kaon
 USER kaon

@@ -310,7 +310,10 @@ def _check_directory(directory: Path) -> None:
     for path, others in ((directory.parent, 0o002), (directory, 0o022)):
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & others:
-            raise PermissionError(f"{path} is not a directory of this user alone; remove it, or set XDG_CACHE_HOME")
+            raise PermissionError(
+                f"{path} is not a directory of this user alone; remove it, or set XDG_CACHE_HOME; for a "
+                "pod with fsGroup set fsGroupChangePolicy to OnRootMismatch first"
+            )
 
 
 def _open(path: Path) -> tuple[mmap.mmap, list[_Segment]]:

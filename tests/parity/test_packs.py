@@ -147,7 +147,7 @@ def test_a_full_disk_and_a_directory_that_cannot_be_written_are_logged(
     assert "File exists" in caplog.text
 
 
-@pytest.mark.parametrize("trap", ["linked", "writable"])
+@pytest.mark.parametrize("trap", ["linked", "writable", "of a group"])
 def test_a_directory_that_others_could_fill_is_not_used(
     trap: str, tmp_path: Path, checkpoint: Path, cache: PackCache, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,13 +159,22 @@ def test_a_directory_that_others_could_fill_is_not_used(
         cache.directory.symlink_to(foreign)
     else:
         cache.directory.mkdir()
-        cache.directory.chmod(0o777)
+        cache.directory.chmod(0o777 if trap == "writable" else 0o2770)
     with caplog.at_level("INFO"):
         assert load(checkpoint, cache)[1]
         assert load(checkpoint, cache)[1]
     assert "is not a directory of this user alone" in caplog.text
     assert not list(cache.directory.glob("*-*.pack"))
     assert [each.name for each in foreign.iterdir()] == ["history.pack"]
+
+
+def test_a_volume_of_a_group_holds_a_directory_of_this_user_alone(tmp_path: Path, checkpoint: Path) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(0o2770)  # As Kubernetes makes it for a pod with fsGroup.
+    cache = PackCache(volume / "kaon" / "packs", GIB)
+    assert load(checkpoint, cache)[1]
+    assert not load(checkpoint, cache)[1]
 
 
 def test_the_files_used_longest_ago_make_room(tmp_path: Path, cache: PackCache) -> None:

@@ -50,9 +50,9 @@ def test_each_target_runs_as_a_user_of_its_own_and_tells_of_its_health(target: s
 def test_what_is_downloaded_and_compiled_is_kept_on_the_volume(target: str) -> None:
     found = " ".join(line for line in stages()[target] if line.startswith("ENV "))
     folders = dict(re.findall(r"(\w+)=(/\S+)", found))
-    # A processor's kernels are not Triton's, and aiter is for AMD's GPUs.
-    needed = {"HF_HOME", "TORCHINDUCTOR_CACHE_DIR"} | ({"TRITON_CACHE_DIR"} if target != "cpu" else set())
-    assert needed | ({"XDG_CACHE_HOME"} if target == "rocm" else set()) == set(folders)
+    # A processor's kernels are not Triton's.
+    needed = {"HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"}
+    assert needed | ({"TRITON_CACHE_DIR"} if target != "cpu" else set()) == set(folders)
     assert all(Path(folder).is_relative_to("/var/cache/kaon") for folder in folders.values())
     assert "install -d -o kaon /var/cache/kaon" in (ROOT / "deploy" / "container.sh").read_text()
 

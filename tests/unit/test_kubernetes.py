@@ -123,7 +123,10 @@ def pod_faults(pod: dict[str, Any]) -> list[str]:
             ),
         }
         found += [fault for fault, holds in rules.items() if not holds]
+    context = pod.get("securityContext", {})
     rules = {
+        "modes of files change at each mount": "fsGroup" not in context
+        or context.get("fsGroupChangePolicy") == "OnRootMismatch",
         "it shares a namespace of the host": not any(pod.get(f"host{name}") for name in ("Network", "PID", "IPC")),
         "it mounts the host's files": not any("hostPath" in volume for volume in volumes),
         "a volume has no limit": all("sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}) for volume in volumes),
@@ -209,6 +212,7 @@ HARDENING = [
         "  podSelector: {matchLabels: {app: kaon}}\n  policy",
         "  podSelector: {matchLabels: {app: x}}\n  policy",
     ),
+    ("modes of files change at each mount", "fsGroupChangePolicy: OnRootMismatch", "fsGroupChangePolicy: Always"),
     ("a secret is optional", "key: keys}", "key: keys, optional: true}"),
 ]
 

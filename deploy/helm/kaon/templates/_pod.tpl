@@ -109,6 +109,9 @@ spec:
     runAsUser: 10001
     runAsGroup: 10001
     fsGroup: 10001
+    # By default the kubelet lets the group write all files of a volume at each mount, and Kaon maps no packed weights that
+    # others may write.
+    fsGroupChangePolicy: OnRootMismatch
 {{- if and (eq .Values.accelerator.type "amd") .Values.accelerator.renderGroup }}
     supplementalGroups: [{{ int64 .Values.accelerator.renderGroup }}]
 {{- end }}
