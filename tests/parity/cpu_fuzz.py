@@ -52,6 +52,8 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def _products(draw: random.Random, seed: int) -> None:
     rows, inputs, outputs = draw.choice((1, 2, 15, 33, 70, 530)), draw.randint(1, 150), draw.randint(1, 100)
+    if rows == 70:
+        inputs += draw.choice((0, 1281))
     x, weight, bias = bf16(rows, inputs, seed=seed), bf16(outputs, inputs, seed=seed + 1), bf16(outputs, seed=seed + 2)
     _close(ops.linear(x, packed(weight), bias, dtype=torch.float32), x.float() @ weight.float().T + bias.float())
     likeliest, _ = greedy_head(packed(weight), bias, rows).choose(x)

@@ -161,6 +161,12 @@ class TestGatedLinear:
         expected = ops.gated_linear(wide[:, 64:160].contiguous(), weight, None, SILU)
         assert torch.equal(ops.gated_linear(wide[:, 64:160], weight, None, SILU), expected)
 
+    def test_rows_of_many_inputs_which_are_cut_equal_few(self) -> None:
+        x, weight, bias = bf16(150, 2600), packed(bf16(1152, 2600, seed=1)), bf16(1152, seed=2)
+        for product in (ops.linear, lambda x, weight, bias: ops.gated_linear(x, weight, bias, SILU)):
+            found = product(x, weight, bias)
+            assert torch.equal(found, torch.cat([product(part, weight, bias) for part in x.split(30)]))
+
     def test_takes_no_weight_whose_halves_share_a_panel_or_are_quantized(self) -> None:
         assert ops.gates(ops.PackedWeight(64, 96))
         assert not ops.gates(ops.PackedWeight(96, 96))
