@@ -27,6 +27,7 @@ from engine.runner.device import Graph, HostDevice
 from engine.runner.graphs import GraphRunner
 from engine.runner.kv_cache import PageCommitter
 from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.warm_up import WarmUpRow, WarmUpStep
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES
 from models.attention.triton import TritonAttentionBackend
@@ -102,6 +103,7 @@ _FIELDS = {
     "rope_theta": 1e6,
 }
 _CONTEXT = 1024
+_PROMPT = 256
 STEPS = 200
 _PARTS: tuple[tuple[str, type, str], ...] = (
     ("schedule", Scheduler, "schedule"),
@@ -117,11 +119,18 @@ class IdleDevice(HostDevice):
 
     is_host = False
     has_graphs = True
+    has_pieces = True
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`."""
         del run
         return cast(Graph, SimpleNamespace(replay=nothing))
+
+    def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Graph]:
+        """See `Device`."""
+        cuts: list[None] = []
+        run(lambda: cuts.append(None))
+        return [cast(Graph, SimpleNamespace(replay=nothing)) for _ in range(len(cuts) + 1)]
 
 
 def weights_of_ones(
@@ -158,6 +167,23 @@ def turn_cases(bench: Bench) -> Iterator[Case]:
         for has_graphs in (True, False):
             name = f"{batch} sequences, {'replayed' if has_graphs else 'eager'}"
             yield Case(name, lambda b=batch, g=has_graphs: measure_turn(bench, b, has_graphs=g))  # type: ignore[misc]
+    for tokens in (0, _PROMPT):
+        name = f"a prompt of {_PROMPT} tokens, {'replayed in pieces' if tokens else 'eager'}"
+        yield Case(name, lambda t=tokens: measure_prompt(bench, t))  # type: ignore[misc]
+
+
+def measure_prompt(bench: Bench, captured_tokens: int) -> Values:
+    """The median of a prompt's step, with graphs for so many tokens."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(F, "linear", _idle_product))
+        runner = _runner(bench, 1, 64, has_graphs=True, piecewise_capture_tokens=captured_tokens)
+        step = WarmUpStep([WarmUpRow(_PROMPT, _PROMPT)])
+        took = []
+        for _ in range(bench.size(STEPS, 2)):
+            begin = time.perf_counter()
+            runner.run_dummy_step(step)
+            took.append(time.perf_counter() - begin)
+    return {"a turn, ms": statistics.median(took) * 1e3}
 
 
 def measure_turn(bench: Bench, batch: int, *, has_graphs: bool) -> Values:
@@ -179,7 +205,12 @@ def measure_turn(bench: Bench, batch: int, *, has_graphs: bool) -> Values:
 def _loop(bench: Bench, batch: int, *, has_graphs: bool) -> Loop:
     steps = bench.size(STEPS, 2)
     length = bench.size(_CONTEXT, 3) + 3 * steps + 64
-    blocks = -(-length // BLOCK_SIZE)
+    runner = _runner(bench, batch, -(-length // BLOCK_SIZE), has_graphs=has_graphs, piecewise_capture_tokens=0)
+    return Loop(bench, runner, batch, bench.size(_CONTEXT, 3), steps=3 * steps)
+
+
+def _runner(bench: Bench, batch: int, blocks: int, *, has_graphs: bool, **fields: Any) -> SizedRunner:
+    """For so many sequences of so many blocks."""
     config = Config.from_fields(
         num_kvcache_blocks=batch * (blocks + 1),
         kv_cache_block_size=BLOCK_SIZE,
@@ -190,6 +221,7 @@ def _loop(bench: Bench, batch: int, *, has_graphs: bool) -> Loop:
         cpu_operators=False,
         enforce_eager=not has_graphs,
         **({"cudagraph_capture_sizes": (batch,)} if has_graphs else {}),
+        **fields,
     )
     loaded = load_shape(bench, config, _FIELDS, IdleDevice(), weights_of_ones)
     assert config.num_kvcache_blocks is not None
@@ -202,7 +234,7 @@ def _loop(bench: Bench, batch: int, *, has_graphs: bool) -> Loop:
             while runner.prepare_ahead():
                 pass
         assert runner.graphs.captured_sizes, "the log says why no graph was captured"
-    return Loop(bench, runner, batch, bench.size(_CONTEXT, 3), steps=3 * steps)
+    return runner
 
 
 def _idle_product(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -481,6 +481,10 @@ class CompilationConfig(Section):
     """When graphs of decode steps are captured on a GPU: `start`: before the server is ready; `behind`: between steps
     and while idle, the smallest first."""
 
+    piecewise_capture_tokens: int = Field(default=512, ge=0, le=1024)
+    """On a GPU, steps with prompts of up to this many tokens replay graphs of all but attention; 0: they run eagerly.
+    """
+
     cudagraph_capture_sizes: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = ()
     """Batch sizes for which graphs are captured; default: 1, 2, 4, 8 and multiples of 16, up to `max_num_seqs` or
     512."""

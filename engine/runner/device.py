@@ -110,6 +110,8 @@ class Device(Protocol):
     torch_device: torch.device
     has_graphs: bool
     """Whether replaying a graph is faster than enqueueing its work again."""
+    has_pieces: bool
+    """Whether it can capture a pass in pieces."""
     is_host: bool
     """Whether it reads the host's memory at once, so that nothing need be copied."""
     memory: DeviceMemory | None
@@ -130,12 +132,16 @@ class Device(Protocol):
         The caller has called `run` before, which compiles kernels and sets up libraries.
         """
 
+    def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Graph]:
+        """The same as several graphs: `run` is given a function that ends one, and begins the next."""
+
 
 class HostDevice:
     """The CPU: nothing is ever pending, and a graph is the call itself."""
 
     torch_device = torch.device("cpu")
     has_graphs = False
+    has_pieces = False
     is_host = True
     memory: DeviceMemory | None = None
 
@@ -155,11 +161,16 @@ class HostDevice:
         """See `Device`."""
         return EagerGraph(run)
 
+    def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Graph]:
+        """See `Device`; `has_pieces` is false."""
+        raise NotImplementedError
+
 
 class GPUDevice:
     """A device of `torch.cuda`."""
 
     has_graphs = True
+    has_pieces = True
     is_host = False
 
     def __init__(self, device: torch.device) -> None:
@@ -184,22 +195,36 @@ class GPUDevice:
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`."""
-        graph = torch.cuda.CUDAGraph()
+        (graph,) = self.capture_pieces(lambda _: run())
+        return graph
+
+    def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Graph]:
+        """See `Device`."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            # Other threads may query their events meanwhile, as the watchdog of collectives does.
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
         torch.cuda.synchronize(self.torch_device)
         # Not by `torch.cuda.graph`, which gives back all memory that is kept for steps.
         with torch.cuda.stream(self._capture_stream):
-            # Other threads may query their events meanwhile, as the watchdog of collectives does.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            begin()
             try:
-                run()
-                graph.capture_end()
+                run(cut)
+                graphs[-1].capture_end()
             except BaseException:
                 # What failed may have ended the capture already.
                 with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
+                    graphs[-1].capture_end()
                 self._leave_pool()
                 raise
-        return graph
+        return list(graphs)
 
     def _leave_pool(self) -> None:
         """Have torch allocate from its general memory again.

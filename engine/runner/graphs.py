@@ -1,36 +1,30 @@
-"""Captured graphs of decode steps: `make_graphs` decides on them, `DecodeGraphs` chooses and replays one for a step.
+"""Captured graphs of decode steps: `GraphRunner` captures them, and replays one for a step.
 
 A graph is captured over fixed buffers for each of some batch sizes, and a batch is padded to the next size. There is a
-`GraphRunner` for plain decodes, and one for rows that verify drafts. All sizes are captured before the server is
-ready, largest first; or one at a time between steps, smallest first, so that few sequences need not wait for the sizes
-of many. `GraphMemory` decides whether one more graph leaves steps the memory they need: all graphs share one pool,
-which the largest fills with what its pass takes; a smaller one adds little.
+`GraphRunner` for plain decodes, and one for rows that verify drafts; `step_graphs` has both. All sizes are captured
+before the server is ready, largest first; or one at a time between steps, smallest first, so that few sequences need
+not wait for the sizes of many. `GraphMemory` decides whether one more graph leaves steps the memory they need: all
+graphs share one pool, which the largest fills with what its pass takes; a smaller one adds little.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.batch import StepOutOfMemory
-from engine.config.config import Config
 from engine.runner.device import Device, DeviceMemory, Graph, oom_in_step
 from engine.runner.device_batch import DeviceInputs
-from engine.runner.input_batch import StepInputs, UniformRows
-from engine.runner.kv_cache import LayerCaches
+from engine.runner.input_batch import StepInputs
 from engine.runner.memory_sizing import gib
-from engine.speculative.drafts import max_verified_rows
 from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
 from models.attention.context import Context, LoRARows, forward_context
-from models.layers.base import CausalLM
-from models.lora.adapters import capture_obstacle
 from models.ops.triton.grids import PIECE
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
@@ -140,12 +134,15 @@ class GraphShape:
 Observing: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
 
-def _not_observed(_size: int) -> AbstractContextManager[None]:
+def not_observed(_size: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 class GraphRunner:
     """Graphs of one model for rows of one number of tokens."""
+
+    rows: ClassVar[str] = "Decodes of %d rows"
+    """What a size is of, in words."""
 
     def __init__(
         self,
@@ -158,7 +155,7 @@ class GraphRunner:
         memory: GraphMemory | None = None,
         *,
         largest_first: bool = True,
-        observing: Observing = _not_observed,
+        observing: Observing = not_observed,
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
@@ -180,9 +177,16 @@ class GraphRunner:
         self._tokens = list(torch.zeros(num_columns, most, dtype=torch.int64, device=device.torch_device))
         self._hidden: torch.Tensor | None = None
         """The output of all graphs, allocated by the first pass, which shows how wide it is. # [max tokens, H]"""
-        backend.init_capture(self._sizes[-1], shape.max_blocks, shape.query_len)
+        self._init_capture()
         self._memory = memory or GraphMemory(device.memory)
         self._has_warned = False
+
+    def _init_capture(self) -> None:
+        self._backend.init_capture(self._sizes[-1], self._shape.max_blocks, self._shape.query_len)
+
+    def _metadata_for(self, size: int) -> AttentionMetaData | None:
+        """What a pass of `size` rows is captured with; None where the backend captures none."""
+        return self._backend.prepare_for_capture(size, self._shape.query_len)
 
     @property
     def query_len(self) -> int:
@@ -288,7 +292,7 @@ class GraphRunner:
             return False
         size = self._pending.pop()
         self._steps_left = _STEPS_BETWEEN
-        metadata = self._backend.prepare_for_capture(size, self._shape.query_len)
+        metadata = self._metadata_for(size)
         if metadata is None:
             _log.info("Decodes run eagerly: the attention backend %s captures no graphs", self._backend.name)
             self._pending.clear()
@@ -301,15 +305,15 @@ class GraphRunner:
                 graph = None
         if graph is not None:
             self._captured[size] = graph
-            _log.debug("a graph of %d rows was captured in %.2f s", size, time.perf_counter() - start)
+            _log.debug("%s were captured in %.2f s", self.rows % size, time.perf_counter() - start)
         if not self._pending and self._captured:
-            what = "Decodes" if self.query_len == 1 else f"Decodes of {self.query_len} tokens, drafts among them,"
-            _log.info("%s replay %d graphs, of %d to %d rows", what, len(self._captured), *self._ends)
+            self._log_captured()
         return bool(self._pending)
 
-    @property
-    def _ends(self) -> tuple[int, int]:
-        return self.captured_sizes[0], self.captured_sizes[-1]
+    def _log_captured(self) -> None:
+        what = "Decodes" if self.query_len == 1 else f"Decodes of {self.query_len} tokens, drafts among them,"
+        sizes = self.captured_sizes
+        _log.info("%s replay %d graphs, of %d to %d rows", what, len(sizes), sizes[0], sizes[-1])
 
     def _is_fit(self, size: int, run: Callable[[], None]) -> bool:
         """Whether the pass, run eagerly, neither fails on any rank nor takes memory that steps need there."""
@@ -319,9 +323,7 @@ class GraphRunner:
         try:
             # Alone: a rank that fails in a collective would leave the others waiting for its part.
             with oom_in_step(), self._parallel.without_collectives():
-                self._write_padding_rows(size)
-                run()
-                self._device.record().synchronize()
+                self._run_alone(size, run)
             shortage = self._memory.shortage()
         except StepOutOfMemory as error:
             shortage = str(error)
@@ -332,9 +334,9 @@ class GraphRunner:
         if shortage is not None and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "Decodes of %d rows run eagerly, and smaller ones if need be: a graph finds no memory (%s); lower "
+                "%s run eagerly, and smaller ones if need be: a graph finds no memory (%s); lower "
                 "gpu_memory_utilization, or name smaller cudagraph_capture_sizes",
-                size,
+                self.rows % size,
                 shortage,
             )
         if not self._all_agree(failure is None):
@@ -342,6 +344,19 @@ class GraphRunner:
             self._pending.clear()
             return False
         return self._all_agree(shortage is None)
+
+    def _run_alone(self, size: int, run: Callable[[], None]) -> None:
+        self._write_padding_rows(size)
+        run()
+        self._device.record().synchronize()
+
+    def _record(self, size: int, run: Callable[[], None]) -> Graph:
+        del size
+        return self._device.capture(run)
+
+    def _replay(self, size: int, graph: Graph) -> None:
+        del size
+        graph.replay()
 
     def _capture(self, size: int, run: Callable[[], None]) -> Graph | None:
         """The graph of a pass, on all ranks or on none."""
@@ -351,7 +366,7 @@ class GraphRunner:
         graph: Graph | None = None
         try:
             with self._memory.capturing(), self._parallel.capturing():
-                graph = self._captured_by_all(run)
+                graph = self._captured_by_all(size, run)
         except RuntimeError as error:
             self._log_failure(size, error)
             graph = None
@@ -397,7 +412,7 @@ class GraphRunner:
             run()
             expected = hidden.to(torch.float32, copy=True)
             hidden.fill_(float("nan"))
-            graph.replay()
+            self._replay(size, graph)
             apart, norms = (hidden.float() - expected).norm(dim=-1), expected.norm(dim=-1)
             is_right &= bool(((apart <= _APART * norms) | ~norms.isfinite()).all())
         return is_right
@@ -405,18 +420,18 @@ class GraphRunner:
     def _drop_all(self, size: int) -> None:
         """Drop all graphs: a device that replays one wrongly may replay others wrongly."""
         _log.warning(
-            "Decodes run eagerly: a graph of %d rows does not reproduce the pass that it was captured of; "
-            "another release of the driver or of ROCm may do better",
-            size,
+            "%s run eagerly, and those of other sizes: their graph does not reproduce the pass that it was captured "
+            "of; another release of the driver or of ROCm may do better",
+            self.rows % size,
         )
         self._captured.clear()
         self._pending.clear()
 
-    def _captured_by_all(self, run: Callable[[], None]) -> Graph:
+    def _captured_by_all(self, size: int, run: Callable[[], None]) -> Graph:
         """Raises `RuntimeError` on all ranks where one of them failed."""
         failure: Exception | None = None
         try:
-            graph = self._device.capture(run)
+            graph = self._record(size, run)
         except Exception as error:  # noqa: BLE001, as above
             failure = error
         if not self._all_agree(failure is None):
@@ -427,7 +442,7 @@ class GraphRunner:
         return self._parallel.all_agree(is_so, self._device.torch_device)
 
     def _log_failure(self, size: int, error: Exception) -> None:
-        _log.warning("Decodes of up to %d rows run eagerly: capturing a graph failed: %s", size, error)
+        _log.warning("%s, and smaller ones, run eagerly: capturing a graph failed: %s", self.rows % size, error)
 
     def _pass(self, size: int, metadata: AttentionMetaData) -> Callable[[], None]:
         """The work that a graph of `size` rows is captured of, on padding rows."""
@@ -477,138 +492,5 @@ class GraphRunner:
         self._backend.prepare_for_replay(metadata, size)
 
 
-def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, of at most `max_num_seqs` rows: those wanted, or 1, 2, 4, 8, and every 16th to 512."""
-    if not wanted:
-        wanted = [1, 2, 4, 8, *range(16, min(max_num_seqs, 512) + 16, 16)]
-    return sorted({min(size, max_num_seqs) for size in wanted})
-
-
 def _extended(values: npt.NDArray[_Integer], count: int, value: int) -> npt.NDArray[_Integer]:
     return np.concatenate((values, np.full(count, value, dtype=values.dtype)))
-
-
-class DecodeGraphs:
-    """`GraphRunner`s of plain decodes, and of rows that verify drafts, for each number of these."""
-
-    def __init__(self, plain: GraphRunner, of_drafts: Sequence[GraphRunner] = (), max_tokens: int = 0) -> None:
-        """`of_drafts`: for rows of one token and the drafts that are verified with it, longest first.
-
-        `max_tokens`: of a step.
-        """
-        self._runners = {each.query_len: each for each in (plain, *of_drafts)}
-        self._plain = plain
-        self.uniform_rows: UniformRows | None = None
-        if of_drafts:
-            self.uniform_rows = UniformRows(of_drafts[0].query_len, of_drafts[0].padding_slot, max_tokens)
-        """The common length of rows in steps that verify drafts; None: no step does."""
-
-    @property
-    def captured_sizes(self) -> list[int]:
-        """Batch sizes of plain decodes that are replayed, smallest first."""
-        return self._plain.captured_sizes
-
-    def size_for(self, inputs: StepInputs) -> int:
-        """Rows of the graph that replays a step; 0 where it runs eagerly."""
-        runner = self._runners.get(inputs.query_len)
-        return 0 if runner is None else runner.size_for(inputs)
-
-    def size_of(self, num_rows: int) -> int:
-        """Rows of the graph that replays a plain decode of so many; 0 where there is none yet."""
-        return self._plain.size_of(num_rows)
-
-    def pad(self, inputs: StepInputs, size: int) -> StepInputs:
-        """A step padded to a graph of `size` rows. 0: as it is."""
-        return self._runners[inputs.query_len].pad(inputs, size) if size else inputs
-
-    def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
-        """Replay a padded step of `num_tokens` tokens without padding. # -> [num_tokens, H]
-
-        The next replay overwrites what is returned.
-        """
-        return self._runners[step.metadata.query_len].run(step, num_tokens)
-
-    def count_step(self) -> None:
-        """Called once a step: capture a further size once in a while, those of plain decodes first."""
-        self._unfinished.count_step()
-        self._settle()
-
-    def capture_next(self) -> bool:
-        """Capture the next size that is left; whether there are more. Where that fails, steps stay eager."""
-        self._unfinished.capture_next()
-        self._settle()
-        return self._unfinished.has_pending
-
-    def _settle(self) -> None:
-        """Give up on all sizes where no graph of plain decodes could be captured, or none was right."""
-        if not self._plain.has_pending and not self._plain.captured_sizes:
-            for runner in self._runners.values():
-                runner.give_up()
-
-    def capture_all(self) -> None:
-        """Capture all sizes, which ranks that compute together do in one order."""
-        start = time.perf_counter()
-        while self._unfinished.has_pending:
-            self.capture_next()
-        _log.info("Graphs were captured in %.1f s", time.perf_counter() - start)
-
-    @property
-    def _unfinished(self) -> GraphRunner:
-        """The first that has sizes to capture, or the last."""
-        runners = list(self._runners.values())
-        return next((runner for runner in runners if runner.has_pending), runners[-1])
-
-
-def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, model: CausalLM) -> str | None:
-    """Why decodes run eagerly, in words, or "" where that needs no explanation; None: they are captured."""
-    if not device.has_graphs or config.compilation_config.enforce_eager:
-        return ""
-    if parallel.token_exchange is not None and config.compilation_config.capture != "start":
-        return "replicas that exchange tokens capture graphs together, at the start; set capture to start"
-    if parallel.token_exchange is None and parallel.experts is not None and parallel.experts.exchange is not None:
-        return "a graph captures no exchange between replicas on a CPU"
-    if not parallel.is_captured:
-        return "a graph captures no exchange between ranks on a CPU"
-    return capture_obstacle(model) if config.lora else None
-
-
-def make_graphs(
-    config: Config,
-    device: Device,
-    parallel: TensorParallel,
-    model: CausalLM,
-    backend: AttentionBackend,
-    caches: LayerCaches,
-    *,
-    max_model_len: int,
-    padding_block: int,
-    padding_slot: int,
-    observing: Observing = _not_observed,
-) -> DecodeGraphs:
-    """Graphs of a model whose caches have a padding block and a padding slot. `observing`: plain decodes."""
-    shape = GraphShape(
-        block_size=config.kv_cache_block_size,
-        max_blocks=-(-max_model_len // config.kv_cache_block_size),
-        padding_block=padding_block,
-        padding_slot=padding_slot,
-        has_adapters=bool(config.lora),
-        states_per_slot=caches.states_per_slot if caches.have_states else 0,
-    )
-    sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
-    memory = GraphMemory(device.memory)
-    largest_first = config.compilation_config.capture == "start"
-    plain = GraphRunner(
-        device, backend, model, sizes, shape, parallel, memory, largest_first=largest_first, observing=observing
-    )
-    if not config.num_drafts or parallel.token_exchange is not None:
-        # Replicas agree on numbers of tokens: rows that verify drafts would be padded by each in its own way.
-        return DecodeGraphs(plain)
-    of_drafts = []
-    for num_drafts in range(config.num_drafts, 0, -1):
-        most = max_verified_rows(config.max_num_seqs, num_drafts)
-        of_length = dataclasses.replace(shape, query_len=1 + num_drafts)
-        fitting = sorted({min(size, most) for size in sizes})
-        of_drafts.append(
-            GraphRunner(device, backend, model, fitting, of_length, parallel, memory, largest_first=largest_first)
-        )
-    return DecodeGraphs(plain, of_drafts, config.max_num_batched_tokens)

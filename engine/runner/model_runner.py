@@ -26,7 +26,6 @@ from engine.messages import PoolingParams, TokenLogprobs
 from engine.runner.device import DeviceMemory, Download, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
 from engine.runner.drafting import DraftPasses, ModelDrafter, drafter_caches
-from engine.runner.graphs import DecodeGraphs, make_graphs, why_no_graphs
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kernel_checks import leave_to_torch
 from engine.runner.kv_cache import PageCommitter
@@ -34,6 +33,7 @@ from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
 from engine.runner.pooling import PooledVectors, PromptPooler, finish_vectors
 from engine.runner.sentinel import Sentinel, sentinel_interval
+from engine.runner.step_graphs import DecodeGraphs, make_graphs, why_no_graphs
 from engine.runner.step_output import mark_unusable, output_of
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
 from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
@@ -810,6 +810,10 @@ class ModelRunner:
         if self.graphs is not None and step.graph_size:
             return self.graphs.run(step, num_tokens)
         is_observed = self.sentinel is not None and self.sentinel.is_observing
+        if self.graphs is not None and not has_adapters and not is_observed:
+            hidden = self.graphs.run_in_pieces(step, num_tokens)
+            if hidden is not None:
+                return hidden
         if self.program is None or has_adapters or is_observed or num_tokens > self.program.max_tokens:
             return self.model(step.input_ids, step.positions)
         operands = step.metadata.step

@@ -4,10 +4,10 @@ The model runner sets it around the forward pass; layers read it. It is a global
 fixed, which captured graphs rely on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -75,6 +75,12 @@ class LoRARows(NamedTuple):
     adapters: torch.Tensor  # [T] int64, 0 for none
 
 
+OfTokens: TypeAlias = Callable[..., torch.Tensor]
+"""Computes rows of a step's tokens from other rows of them. # n x [T, ...] or None -> [T, ...]"""
+Between: TypeAlias = Callable[[OfTokens, tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]], torch.Tensor]
+"""Has what it is given run between captured graphs: see `between_graphs`."""
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """Everything about the current step that is not an activation."""
@@ -93,6 +99,8 @@ class ForwardContext:
     """These streams by layer, which the model keeps here. # each [T, hidden_size]"""
     selected: torch.Tensor | None = None
     """Positions that the latest indexer selected, for layers that share them; None: all. # [T, selected] int64"""
+    between: Between | None = None
+    """Captures the pass in pieces, while it is set."""
 
 
 _current: ForwardContext | None = None
@@ -122,6 +130,18 @@ def get_forward_context() -> ForwardContext:
     if _current is None:
         raise RuntimeError("a model was run outside a step; wrap the call in `with forward_context(...)`")
     return _current
+
+
+def between_graphs(
+    call: OfTokens, *tokens: torch.Tensor | None, shared: tuple[torch.Tensor, ...] = ()
+) -> torch.Tensor:
+    """`call(*tokens, *shared)`, which reads the step's rows: where a pass is captured in pieces, it runs between them.
+
+    Each tensor has a row for each token. `call` may read the forward context, and nothing else that differs from step
+    to step. `shared`: what several layers are given. # n x [T, ...] -> [T, ...]
+    """
+    between = get_forward_context().between
+    return call(*tokens, *shared) if between is None else between(call, tokens, shared)
 
 
 def reset_forward_context() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.attention.context import get_forward_context
+from models.attention.context import between_graphs, get_forward_context
 from models.layers.base import KVCacheSpec
 from models.ops.torch_ops import moved
 from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCacheTensor, Rotation
@@ -64,12 +64,29 @@ class Attention(nn.Module):
 
         # [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim], [heads] -> [tokens, heads, head_dim]
         """
-        context = get_forward_context()
-        metadata = context.attn_metadata
-        cache = context.kv_cache_data[self.layer_name]
-        assert isinstance(cache, KVCacheTensor)
-        inputs = AttentionInputs(self.options, sinks, norms, rotation, q_scales)
-        return metadata.backend.forward(q, k, v, cache, metadata, inputs)
+
+        def attend(
+            q: torch.Tensor,
+            k: torch.Tensor | None,
+            v: torch.Tensor | None,
+            q_scales: torch.Tensor | None,
+            *rotation: torch.Tensor,
+        ) -> torch.Tensor:
+            context = get_forward_context()
+            metadata = context.attn_metadata
+            cache = context.kv_cache_data[self.layer_name]
+            assert isinstance(cache, KVCacheTensor)
+            inputs = AttentionInputs(self.options, sinks, norms, _rotation_of(rotation), q_scales)
+            return metadata.backend.forward(q, k, v, cache, metadata, inputs)
+
+        return between_graphs(attend, q, k, v, q_scales, shared=rotation or ())
+
+
+def _rotation_of(tables: tuple[torch.Tensor, ...]) -> Rotation | None:
+    if not tables:
+        return None
+    cos, sin = tables
+    return cos, sin
 
 
 _QUERIES = 256

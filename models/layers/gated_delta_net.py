@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention.backend import AttentionMetaData
-from models.attention.context import get_forward_context
+from models.attention.context import between_graphs, get_forward_context
 from models.attention.gpu import TritonMetaData
 from models.layers.base import StateCacheSpec
 from models.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
@@ -103,13 +103,17 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
-        projected, ba = self.in_proj_qkvz(hidden), self.in_proj_ba(hidden)
+        gated = between_graphs(self._remember, self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
+        return self.out_proj(gated)  # type: ignore[no-any-return]
+
+    def _remember(self, projected: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
+        """# [tokens, queries, keys, values and gates], [tokens, 2 * heads] -> [tokens, heads * value_dim]"""
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
         inputs, states = cache.tensors
         if metadata.step is not None and delta_ops.remembers(projected, self.conv1d.weight, inputs, states):
-            gated = delta_ops.delta_net(
+            return delta_ops.delta_net(
                 projected,
                 ba,
                 self.conv1d.weight,
@@ -121,11 +125,9 @@ class GatedDeltaNet(nn.Module):
                 metadata.step,
                 key_heads=self.num_key_heads,
             )
-        elif projected.dtype is inputs.dtype and triton.runs(projected, ba, inputs, states, operator="recurrent"):
-            gated = self._forward_triton(projected, ba, cache, metadata)
-        else:
-            gated = self._forward_torch(projected, ba, cache, metadata)
-        return self.out_proj(gated)  # type: ignore[no-any-return]
+        if projected.dtype is inputs.dtype and triton.runs(projected, ba, inputs, states, operator="recurrent"):
+            return self._forward_triton(projected, ba, cache, metadata)
+        return self._forward_torch(projected, ba, cache, metadata)
 
     def _forward_triton(
         self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention.backend import AttentionMetaData
-from models.attention.context import get_forward_context
+from models.attention.context import between_graphs, get_forward_context
 from models.attention.gpu import TritonMetaData
 from models.layers.base import StateCacheSpec
 from models.layers.linear import PackedLinear, RowParallelLinear
@@ -123,14 +123,19 @@ class Mamba2Mixer(nn.Module):
         projected = self.in_proj(hidden)
         if self.multipliers is not None:
             projected = scale(projected, self.multipliers)
+        inner = self.inner
+        read = between_graphs(self._remember, projected[:, inner:])
+        return self.out_proj(self._gated(read, projected[:, :inner]))  # type: ignore[no-any-return]
+
+    def _remember(self, projected: torch.Tensor) -> torch.Tensor:
+        """# [tokens, inner + 2 * keys + heads] -> [tokens, inner]"""
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
         inputs, states = cache.tensors
-        inner, wide = self.inner, self.inner + 2 * self.keys
-        convolved = self.conv1d(projected[:, inner : inner + wide], inputs, metadata)
-        read = self._read(convolved, projected[:, inner + wide :], states, metadata)
-        return self.out_proj(self._gated(read, projected[:, :inner]))  # type: ignore[no-any-return]
+        wide = self.inner + 2 * self.keys
+        convolved = self.conv1d(projected[:, :wide], inputs, metadata)
+        return self._read(convolved, projected[:, wide:], states, metadata)
 
     def _read(
         self, convolved: torch.Tensor, dt: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData

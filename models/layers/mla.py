@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.attention.context import LoRARows, get_forward_context
+from models.attention.context import LoRARows, between_graphs, get_forward_context
 from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.norm import LayerNorm, RMSNorm
 from models.layers.parameter import mark_read_directly
 from models.ops.cpu.latent_attention import PackedHeads
 from models.ops.torch_ops import rotate
-from models.ops.types import AttentionOptions, LatentInputs, Rotation, VectorCache
+from models.ops.types import AttentionOptions, LatentInputs, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _KEY_NORM_EPS = 1e-6
@@ -54,13 +54,14 @@ class LightningIndexer(nn.Module):
 
     def forward(
         self, hidden: torch.Tensor, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Positions each token attends to, -1 for none; None: all before it. See `AttentionBackend.index_top_k`.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, weights and keys, from which `select` selects positions.
 
         The score of a key is the sum over heads of `weight * relu(query . key)`. In DeepSeek-V3.2 dimensions are
         rotated as halves even where the attention's are interleaved.
 
-        # [tokens, hidden_size], [tokens, q_lora_rank], 2 x [tokens, 1, rotary_dim] -> [tokens, selected] int64
+        # [tokens, hidden_size], [tokens, q_lora_rank], 2 x [tokens, 1, rotary_dim]
+        # -> [tokens, heads, head_dim], [tokens, heads] float32, [tokens, head_dim]
         """
         q = self.wq_b(q_latent).view(len(hidden), self.num_heads, self.head_dim)
         k = self.k_norm(self.wk(hidden))[:, None]
@@ -69,11 +70,17 @@ class LightningIndexer(nn.Module):
             q, k = _in_halves(q, cos.shape[-1]), _in_halves(k, cos.shape[-1])
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)[:, 0]
         weights = self.weights_proj(hidden).float()
+        return q, weights * (self.num_heads * self.head_dim) ** -0.5, k
+
+    def select(self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+        """Positions each token attends to, -1 for none; None: all before it. See `AttentionBackend.index_top_k`.
+
+        # as `forward` returns them -> [tokens, selected] int64
+        """
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, VectorCache)
-        scale = (self.num_heads * self.head_dim) ** -0.5
-        return metadata.backend.index_top_k(q, weights * scale, k, cache, metadata, self.top_k)
+        return metadata.backend.index_top_k(q, weights, k, cache, metadata, self.top_k)
 
 
 def _in_halves(x: torch.Tensor, rotary_dim: int) -> torch.Tensor:
@@ -162,28 +169,32 @@ class MLAAttention(nn.Module):
         else:
             q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
             q = self.q_b_proj(q_latent)
-        selected: torch.Tensor | None = None
-        if self.indexer is not None:
-            selected = get_forward_context().selected = self.indexer(hidden, q_latent, cos, sin)
-        elif self.shares_selection:
-            selected = get_forward_context().selected
-        attended = self._attend(
-            q.view(num_tokens, self.num_heads, -1), self.kv_a_proj_with_mqa(hidden), (cos, sin), selected
-        )
+        latent = self.kv_a_proj_with_mqa(hidden)
+        indexed = () if self.indexer is None else self.indexer(hidden, q_latent, cos, sin)
+        q = q.view(num_tokens, self.num_heads, -1)
+        attended = self._attend(q, latent, *indexed, shared=(cos, sin))
         return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
 
-    def _attend(
-        self, q: torch.Tensor, latent: torch.Tensor, rotation: Rotation, selected: torch.Tensor | None
-    ) -> torch.Tensor:
-        """# [tokens, heads, nope + rope], [tokens, rank + rope], [tokens, K] -> [tokens, heads, v]"""
+    def _attend(self, *tokens: torch.Tensor, shared: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return between_graphs(self._attend_rows, *tokens, shared=shared)
+
+    def _attend_rows(self, q: torch.Tensor, latent: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """# [tokens, heads, nope + rope], [tokens, rank + rope] -> [tokens, heads, v]
+
+        `others`: what the indexer returned, if there is one; cos and sin.
+        """
         context = get_forward_context()
+        *indexed, cos, sin = others
+        if self.indexer is not None:
+            context.selected = self.indexer.select(*indexed)
+        selected = None if self.indexer is None and not self.shares_selection else context.selected
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, VectorCache)
         backend, options, lora = metadata.backend, self.options, self.kv_b_proj.lora
 
         def attend(weight: torch.Tensor, heads: PackedHeads | None) -> torch.Tensor:
             kv_b = weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
-            inputs = LatentInputs(self.kv_a_layernorm.operand, rotation, self.shape.interleaved, heads)
+            inputs = LatentInputs(self.kv_a_layernorm.operand, (cos, sin), self.shape.interleaved, heads)
             return backend.latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
 
         attended = attend(self.kv_b_proj.weight, self.packed_heads)

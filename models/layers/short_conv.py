@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from models.attention.context import get_forward_context
+from models.attention.context import between_graphs, get_forward_context
 from models.layers.linear import PackedLinear, RowParallelLinear
 from models.layers.mamba2 import sections_of
 from models.layers.recurrent import ShortConvolution, convolution_cache
@@ -35,13 +35,14 @@ class ShortConv(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         before, after, x = self.in_proj(hidden).chunk(3, dim=1)
+        return self.out_proj(between_graphs(self._convolve, x, before, after))  # type: ignore[no-any-return]
+
+    def _convolve(self, x: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         context = get_forward_context()
         cache = context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
         (inputs,) = cache.tensors
-        return self.out_proj(  # type: ignore[no-any-return]
-            self.conv(x, inputs, context.attn_metadata, gates=(before, after))
-        )
+        return self.conv(x, inputs, context.attn_metadata, gates=(before, after))  # type: ignore[no-any-return]
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The layer between its projections."""

@@ -7,6 +7,7 @@ computed into it; what was there before, such as a KV cache, has been written on
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
+from engine.runner.device import Graph
 from tests.parity.delayed_device import DelayedDevice
 
 _GARBAGE = 0xFF
@@ -86,9 +88,11 @@ class _Operator:
 class RecordedGraph:
     """Records while it is made; see the file."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
+        """`run`: None: what is done until `end`."""
         self._work: list[Callable[[], object]] = []
         self._made: list[torch.Tensor] = []
+        self._recording = ExitStack()
         launch = InterpretedFunction.run
 
         def recorded(kernel: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,10 +100,18 @@ class RecordedGraph:
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                 launch(kernel, *args, **kwargs)
 
-        with pytest.MonkeyPatch.context() as patch, _Calls(), _Operators(self._record):
-            patch.setattr(InterpretedFunction, "run", recorded)
-            run()
-        self._forget()
+        patch = self._recording.enter_context(pytest.MonkeyPatch.context())
+        self._recording.enter_context(_Calls())
+        self._recording.enter_context(_Operators(self._record))
+        patch.setattr(InterpretedFunction, "run", recorded)
+        if run is not None:
+            with self._recording:
+                run()
+            self._forget()
+
+    def end(self) -> None:
+        """Record no more."""
+        self._recording.close()
 
     def replay(self) -> None:
         """Do it all again."""
@@ -168,13 +180,28 @@ class RecordingDevice(DelayedDevice):
 
     has_graphs = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_pieces: bool = False) -> None:
         super().__init__()
         self.num_replayed = 0
+        self.has_pieces = has_pieces
 
     def capture(self, run: Callable[[], None]) -> "_Counted":
         """See `Device`."""
         return _Counted(self, RecordedGraph(run))
+
+    def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Graph]:
+        """See `Device`."""
+        graphs = [RecordedGraph()]
+
+        def cut() -> None:
+            graphs[-1].end()
+            graphs.append(RecordedGraph())
+
+        try:
+            run(cut)
+        finally:
+            graphs[-1].end()
+        return [_Counted(self, graph) for graph in graphs]
 
 
 @dataclass(frozen=True, slots=True)

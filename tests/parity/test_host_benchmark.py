@@ -51,8 +51,10 @@ def test_every_operator_and_turn_is_measured_and_written_as_tables() -> None:
     assert set(OPERATORS) <= set(operators)
     assert operators["attention: store, decode, merge"]["kernels"] == "3"
     assert operators["experts: sort, products, sum"]["kernels"] == "4"
-    assert set(turns) == {"2 sequences, replayed", "2 sequences, eager"}
-    for turn in turns.values():
+    prompts = {name for name in turns if name.startswith("a prompt of 256 tokens")}
+    assert set(turns) - prompts == {"2 sequences, replayed", "2 sequences, eager"}
+    assert len(prompts) == 2
+    for turn in (turns[name] for name in set(turns) - prompts):
         assert turn["a turn, ms"] > max(turn["schedule, ms"], turn["read, ms"], turn["postprocess, ms"]) > 0
     text = host.section({"sm_90": found})
     assert "### Launching kernels, sm_90" in text

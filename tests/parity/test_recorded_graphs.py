@@ -1,5 +1,6 @@
 """Decodes of every architecture as a GPU replays them: operators and launches, with what the capture gave them."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
+from engine.runner.device_batch import DeviceInputs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -186,6 +188,64 @@ def test_replays_are_eager_steps(variant: Variant | None, tmp_path: Path) -> Non
     runner, device = captured(path)
     assert answers(waiting(runner, sequences())) == expected
     assert device.num_replayed == 2
+
+
+PIECES = 12
+"""Tokens of a captured step with prompts."""
+OF_EACH_KIND = ("qwen3", "deepseek_v32", "Qwen3_5ForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM")
+"""Attention, latents with an indexer, a delta net, a state space next to attention, and a short convolution."""
+
+
+def captured_in_pieces(path: Path) -> tuple[ModelRunner, RecordingDevice]:
+    """A runner whose steps with prompts are recorded in pieces."""
+    how = {"cudagraph_capture_sizes": (SIZE,), "piecewise_capture_tokens": PIECES}
+    device = RecordingDevice(has_pieces=True)
+    runner = rebuilt(runner_of(path, how, max_num_batched_tokens=64), device, NUM_BLOCKS)
+    assert runner.graphs is not None
+    runner.graphs.capture_all()
+    device.num_replayed = 0
+    return runner, device
+
+
+@pytest.mark.usefixtures("_kernels_compute_nothing")
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_a_prompt_of_every_architecture_can_be_captured_in_pieces(
+    variant: Variant | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    captured_in_pieces(checkpoint_of(variant, tmp_path))
+    assert f"up to {PIECES} tokens replay graphs" in caplog.text, caplog.messages
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(*each.values, id=each.id, marks=() if each.id in OF_EACH_KIND else pytest.mark.slow)
+        for each in ARCHITECTURES
+    ],
+)
+def test_prompts_replayed_in_pieces_are_eager_steps(variant: Variant | None, tmp_path: Path) -> None:
+    """Two sequences at first, another one while they decode, whose prompt is longer than what is captured."""
+    path = checkpoint_of(variant, tmp_path)
+    expected = answers(waiting(runner_of(path, {"enforce_eager": True}), sequences()))
+    runner, device = captured_in_pieces(path)
+    graphs = runner.graphs
+    assert graphs is not None
+    replayed = []
+    in_pieces = graphs.run_in_pieces
+
+    def run_in_pieces(step: DeviceInputs, num_tokens: int) -> torch.Tensor | None:
+        before = device.num_replayed
+        hidden = in_pieces(step, num_tokens)
+        replayed.append((num_tokens, device.num_replayed - before))
+        return hidden
+
+    graphs.run_in_pieces = run_in_pieces  # type: ignore[method-assign]
+    assert answers(waiting(runner, sequences())) == expected
+    ((num_tokens, num_graphs),) = replayed
+    assert num_tokens == sum(len(seq.token_ids) for seq in sequences())
+    # One around each attention or recurrent part.
+    assert num_graphs > runner.model_config.num_hidden_layers
 
 
 @pytest.mark.parametrize(

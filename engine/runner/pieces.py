@@ -1,0 +1,210 @@
+"""Graphs of steps with prompts: `PieceRunner` captures all of a pass but what reads the step's rows.
+
+    graph 0 -> attention of layer 0 -> graph 1 -> attention of layer 1 -> ... -> graph L
+
+A short prompt's pass is bound by the host, which launches hundreds of kernels. Captured for some numbers of tokens, a
+layer is one graph, and its attention, or its recurrent part, is launched for the step's own rows. Before it, a graph
+copies the rows of the tokens to buffers that all layers share; what it computes is copied to another buffer, which the
+next graph reads. Rows beyond the step's tokens compute what earlier steps left there.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+
+from engine.runner.device import Device, Graph
+from engine.runner.device_batch import DeviceInputs
+from engine.runner.graphs import GraphMemory, GraphRunner, GraphShape
+from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
+from models.attention.context import Between, Context, OfTokens, forward_context
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+_log = logging.getLogger(__name__)
+
+_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of tokens to capture, as far as they are wanted, and the most that are."""
+
+
+class _Call(NamedTuple):
+    """What runs between two graphs."""
+
+    call: OfTokens
+    tokens: tuple[torch.Tensor | None, ...]  # [size, ...] each
+    out: torch.Tensor  # [size, ...]
+
+    def run(self, num_tokens: int) -> None:
+        """For the step's tokens, without those that pad the graphs."""
+        tokens = [None if each is None else each[:num_tokens] for each in self.tokens]
+        self.out[:num_tokens].copy_(self.call(*tokens))
+
+
+class _NotInGraphs:
+    """A step's metadata inside graphs: a layer that reads it there, as models of other code do, cannot be captured."""
+
+    def __getattr__(self, name: str) -> None:
+        raise RuntimeError(f"a layer reads the step's {name} where graphs would keep that of the capture")
+
+
+class _Pass(NamedTuple):
+    """A captured pass."""
+
+    graphs: Sequence[Graph]
+    calls: Sequence[_Call]
+    """What runs after each graph but the last."""
+    size: int
+
+    def run(self, num_tokens: int) -> None:
+        """For a step of at most `size` tokens, whose forward context is set."""
+        for graph, call in zip(self.graphs, self.calls, strict=False):
+            graph.replay()
+            call.run(num_tokens)
+        self.graphs[-1].replay()
+
+    def replay(self) -> None:
+        """See `Graph`."""
+        self.run(self.size)
+
+
+class PieceRunner(GraphRunner):
+    """Graphs of one model for numbers of tokens, in any rows."""
+
+    rows = "Steps with prompts of %d tokens"
+
+    def __init__(
+        self,
+        device: Device,
+        backend: AttentionBackend,
+        forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        max_tokens: int,
+        shape: GraphShape,
+        parallel: TensorParallel = SINGLE_RANK,
+        memory: GraphMemory | None = None,
+    ) -> None:
+        """As `GraphRunner`; of steps of up to `max_tokens`. The largest is captured first: buffers are made for it."""
+        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
+        self._outs: list[torch.Tensor] = []
+        """The buffers for what runs between graphs, in the order of the pass. # each [max_tokens, ...]"""
+        self._between: Between = self._note
+        sizes = [size for size in _SIZES if size < max_tokens] + [max_tokens]
+        super().__init__(device, backend, forward, sizes, shape, parallel, memory)
+
+    def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
+        """See `GraphRunner`. The forward context is the step's."""
+        ids, positions = self._tokens
+        torch._foreach_copy_([ids[:num_tokens], positions[:num_tokens]], [step.input_ids, step.positions])
+        captured = self._captured[self.size_of(num_tokens)]
+        assert isinstance(captured, _Pass)
+        assert self._hidden is not None
+        captured.run(num_tokens)
+        return self._hidden[:num_tokens]
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of a padding row: the last block of the longest sequence may be cut short."""
+        return max(1, (self._shape.max_blocks - 1) * self._shape.block_size)
+
+    def _init_capture(self) -> None:
+        """Nothing of attention is captured."""
+
+    def _log_captured(self) -> None:
+        sizes = self.captured_sizes
+        _log.info("Steps with prompts of up to %d tokens replay graphs, one of each part of a layer", sizes[-1])
+
+    def _metadata_for(self, size: int) -> AttentionMetaData:
+        """Rows of padding tokens, as long as sequences may be."""
+        shape, longest = self._shape, self._longest
+        lengths = np.full(-(-size // longest), longest, dtype=np.int64)
+        lengths[-1] = size - longest * (len(lengths) - 1)
+        positions = np.arange(size) % longest
+        # The padding block stands for all blocks of the context: positions beyond it are stored nowhere.
+        slots = np.where(positions < shape.block_size, self.padding_slot + positions, NO_SLOT)
+        num_blocks = -(-int(lengths.max()) // shape.block_size)
+        return self._backend.build_metadata(
+            query_lens=lengths,
+            seq_lens=lengths,
+            block_tables=np.full((len(lengths), num_blocks), shape.padding_block, dtype=np.int32),
+            slot_mapping=slots,
+            num_decodes=0,
+            slots=np.full(len(lengths), shape.padding_state) if shape.states_per_slot else None,
+        )
+
+    def _pass(self, size: int, metadata: AttentionMetaData) -> Callable[[], None]:
+        input_ids, positions = (tokens[:size] for tokens in self._tokens)
+        context = Context(positions=positions, is_prefill=True, batch_size=len(metadata.seq_lens))
+
+        def run() -> None:
+            with torch.inference_mode(), forward_context(metadata, context) as step:
+                step.between = self._between
+                if self._between != self._note:
+                    step.attn_metadata = cast(AttentionMetaData, _NotInGraphs())
+                hidden = self._forward(input_ids, positions)
+                if self._hidden is None:
+                    self._hidden = hidden.new_zeros(len(self._tokens[0]), hidden.shape[1])
+                self._hidden[:size].copy_(hidden)
+
+        return run
+
+    def _note(
+        self, call: OfTokens, tokens: tuple[torch.Tensor | None, ...], shared: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Runs what a graph cannot hold within an eager pass, and makes the buffers for it."""
+        for number, each in enumerate(tokens):
+            if each is not None:
+                self._buffer(number, each)
+        out = call(*tokens, *shared)
+        self._outs.append(self._buffer("out", out))
+        return out
+
+    def _run_alone(self, size: int, run: Callable[[], None]) -> None:
+        self._outs.clear()
+        super()._run_alone(size, run)
+
+    def _buffer(self, use: object, like: torch.Tensor) -> torch.Tensor:
+        """The memory that all layers share for rows of one form. # [size, ...] -> [max_tokens, ...]"""
+        key = use, like.shape[1:], like.stride(), like.dtype
+        if key not in self._buffers:
+            shape = len(self._tokens[0]), *like.shape[1:]
+            buffer = torch.empty_strided(shape, like.stride(), dtype=like.dtype, device=like.device)
+            self._buffers[key] = buffer.zero_()
+        return self._buffers[key]
+
+    def _record(self, size: int, run: Callable[[], None]) -> Graph:
+        calls: list[_Call] = []
+
+        def run_in_pieces(cut: Callable[[], None]) -> None:
+            def between(
+                call: OfTokens, tokens: tuple[torch.Tensor | None, ...], shared: tuple[torch.Tensor, ...]
+            ) -> torch.Tensor:
+                buffers = [
+                    None if each is None else self._buffer(number, each)[:size] for number, each in enumerate(tokens)
+                ]
+                given = [each for each in tokens if each is not None]
+                torch._foreach_copy_([each for each in buffers if each is not None], given)
+                cut()
+                out = self._outs[len(calls)][:size]
+                calls.append(_Call(call, (*buffers, *shared), out))
+                return out
+
+            self._between = between
+            try:
+                run()
+            finally:
+                self._between = self._note
+
+        return _Pass(self._device.capture_pieces(run_in_pieces), calls, size)
+
+    def _replay(self, size: int, graph: Graph) -> None:
+        metadata = self._metadata_for(size)
+        positions = self._tokens[1][:size]
+        context = Context(positions=positions, is_prefill=True, batch_size=len(metadata.seq_lens))
+        with torch.inference_mode(), forward_context(metadata, context):
+            graph.replay()
+
+    def _write_padding_rows(self, size: int, length: int = 1, token: int = 1) -> None:
+        """Fill the buffers with padding tokens; `length` has no effect."""
+        ids, positions = self._tokens
+        ids.fill_(token)
+        torch.remainder(torch.arange(size, device=ids.device), self._longest, out=positions[:size])

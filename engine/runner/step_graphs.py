@@ -1,0 +1,185 @@
+"""Which graph replays a step: `make_graphs` decides on them, `DecodeGraphs` chooses one."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from engine.config.config import Config
+from engine.runner.device import Device
+from engine.runner.device_batch import DeviceInputs
+from engine.runner.graphs import GraphMemory, GraphRunner, GraphShape, Observing, not_observed
+from engine.runner.input_batch import StepInputs, UniformRows
+from engine.runner.kv_cache import LayerCaches
+from engine.runner.pieces import PieceRunner
+from engine.speculative.drafts import max_verified_rows
+from models.attention.backend import AttentionBackend
+from models.layers.base import CausalLM
+from models.lora.adapters import capture_obstacle
+from models.parallel.tensor_parallel import TensorParallel
+
+_log = logging.getLogger(__name__)
+
+
+def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, of at most `max_num_seqs` rows: those wanted, or 1, 2, 4, 8, and every 16th to 512."""
+    if not wanted:
+        wanted = [1, 2, 4, 8, *range(16, min(max_num_seqs, 512) + 16, 16)]
+    return sorted({min(size, max_num_seqs) for size in wanted})
+
+
+class DecodeGraphs:
+    """`GraphRunner`s of plain decodes, of rows that verify drafts, for each number of these, and of pieces of other
+    steps."""
+
+    def __init__(
+        self,
+        plain: GraphRunner,
+        of_drafts: Sequence[GraphRunner] = (),
+        max_tokens: int = 0,
+        pieces: PieceRunner | None = None,
+    ) -> None:
+        """`of_drafts`: for rows of one token and the drafts that are verified with it, longest first.
+
+        `max_tokens`: of a step.
+        """
+        self._runners = {each.query_len: each for each in (plain, *of_drafts)}
+        self._plain = plain
+        self._pieces = pieces
+        self.uniform_rows: UniformRows | None = None
+        if of_drafts:
+            self.uniform_rows = UniformRows(of_drafts[0].query_len, of_drafts[0].padding_slot, max_tokens)
+        """The common length of rows in steps that verify drafts; None: no step does."""
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Batch sizes of plain decodes that are replayed, smallest first."""
+        return self._plain.captured_sizes
+
+    def size_for(self, inputs: StepInputs) -> int:
+        """Rows of the graph that replays a step; 0 where it runs eagerly."""
+        runner = self._runners.get(inputs.query_len)
+        return 0 if runner is None else runner.size_for(inputs)
+
+    def size_of(self, num_rows: int) -> int:
+        """Rows of the graph that replays a plain decode of so many; 0 where there is none yet."""
+        return self._plain.size_of(num_rows)
+
+    def pad(self, inputs: StepInputs, size: int) -> StepInputs:
+        """A step padded to a graph of `size` rows. 0: as it is."""
+        return self._runners[inputs.query_len].pad(inputs, size) if size else inputs
+
+    def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
+        """Replay a padded step of `num_tokens` tokens without padding. # -> [num_tokens, H]
+
+        The next replay overwrites what is returned.
+        """
+        return self._runners[step.metadata.query_len].run(step, num_tokens)
+
+    def run_in_pieces(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor | None:
+        """Run an eager step of any rows by graphs of its layers' parts; None where there are none for so many tokens.
+
+        The forward context is the step's, which has no adapters. The next replay overwrites what is returned.
+        # -> [num_tokens, H]
+        """
+        if self._pieces is None or not self._pieces.size_of(num_tokens):
+            return None
+        return self._pieces.run(step, num_tokens)
+
+    def count_step(self) -> None:
+        """Called once a step: capture a further size once in a while, those of plain decodes first."""
+        self._unfinished.count_step()
+        self._settle()
+
+    def capture_next(self) -> bool:
+        """Capture the next size that is left; whether there are more. Where that fails, steps stay eager."""
+        self._unfinished.capture_next()
+        self._settle()
+        return self._unfinished.has_pending
+
+    def _settle(self) -> None:
+        """Give up on all sizes where no graph of plain decodes could be captured, or none was right."""
+        if not self._plain.has_pending and not self._plain.captured_sizes:
+            for runner in self._all:
+                runner.give_up()
+
+    def capture_all(self) -> None:
+        """Capture all sizes, which ranks that compute together do in one order."""
+        start = time.perf_counter()
+        while self._unfinished.has_pending:
+            self.capture_next()
+        _log.info("Graphs were captured in %.1f s", time.perf_counter() - start)
+
+    @property
+    def _unfinished(self) -> GraphRunner:
+        """The first that has sizes to capture, or the last."""
+        return next((runner for runner in self._all if runner.has_pending), self._all[-1])
+
+    @property
+    def _all(self) -> list[GraphRunner]:
+        return [*self._runners.values(), *([] if self._pieces is None else [self._pieces])]
+
+
+def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, model: CausalLM) -> str | None:
+    """Why decodes run eagerly, in words, or "" where that needs no explanation; None: they are captured."""
+    if not device.has_graphs or config.compilation_config.enforce_eager:
+        return ""
+    if parallel.token_exchange is not None and config.compilation_config.capture != "start":
+        return "replicas that exchange tokens capture graphs together, at the start; set capture to start"
+    if parallel.token_exchange is None and parallel.experts is not None and parallel.experts.exchange is not None:
+        return "a graph captures no exchange between replicas on a CPU"
+    if not parallel.is_captured:
+        return "a graph captures no exchange between ranks on a CPU"
+    return capture_obstacle(model) if config.lora else None
+
+
+def make_graphs(
+    config: Config,
+    device: Device,
+    parallel: TensorParallel,
+    model: CausalLM,
+    backend: AttentionBackend,
+    caches: LayerCaches,
+    *,
+    max_model_len: int,
+    padding_block: int,
+    padding_slot: int,
+    observing: Observing = not_observed,
+) -> DecodeGraphs:
+    """Graphs of a model whose caches have a padding block and a padding slot. `observing`: plain decodes."""
+    shape = GraphShape(
+        block_size=config.kv_cache_block_size,
+        max_blocks=-(-max_model_len // config.kv_cache_block_size),
+        padding_block=padding_block,
+        padding_slot=padding_slot,
+        has_adapters=bool(config.lora),
+        states_per_slot=caches.states_per_slot if caches.have_states else 0,
+    )
+    sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
+    memory = GraphMemory(device.memory)
+    largest_first = config.compilation_config.capture == "start"
+    plain = GraphRunner(
+        device, backend, model, sizes, shape, parallel, memory, largest_first=largest_first, observing=observing
+    )
+    if parallel.token_exchange is not None:
+        # Replicas agree on numbers of tokens: rows that verify drafts, or prompts, would be padded by each in its own
+        # way.
+        return DecodeGraphs(plain)
+    pieces = None
+    most = min(config.compilation_config.piecewise_capture_tokens, config.max_num_batched_tokens)
+    if most and device.has_pieces:
+        if config.compilation_config.compilation_level:
+            _log.info("Steps with prompts run eagerly: layers that torch compiles are not cut into graphs")
+        else:
+            pieces = PieceRunner(device, backend, model, most, shape, parallel, memory)
+    of_drafts = []
+    for num_drafts in range(config.num_drafts, 0, -1):
+        most = max_verified_rows(config.max_num_seqs, num_drafts)
+        of_length = dataclasses.replace(shape, query_len=1 + num_drafts)
+        fitting = sorted({min(size, most) for size in sizes})
+        of_drafts.append(
+            GraphRunner(device, backend, model, fitting, of_length, parallel, memory, largest_first=largest_first)
+        )
+    return DecodeGraphs(plain, of_drafts, config.max_num_batched_tokens, pieces)
