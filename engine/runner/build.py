@@ -165,6 +165,7 @@ def load_rank(
     _require_quantization(config.quantization_config.quantization, path, model_config)
     config = _with_checkpoint(config, model_config, pooling)
     device = _resolve_device(config, shard, share)
+    _leave_default_stream(device)
     sizes = sizes_of(model_config, config.kv_cache_block_size, 1 if shard is None else shard.size)
     _choose_kernels(device, config.kernel_backend, sizes)
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
@@ -306,6 +307,13 @@ def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch
     else:
         return
     raise ValueError(f"quantization is {wanted}, which rounds weights for the CPU's compiled operators, but {found}")
+
+
+def _leave_default_stream(device: torch.device) -> None:
+    """Have this thread work on a stream of its own on AMD's GPUs, where work on the default stream waits for that of
+    other streams, and they for it, in more of the runtime's calls than on NVIDIA's."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> torch.device:

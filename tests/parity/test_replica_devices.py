@@ -31,6 +31,20 @@ def test_each_rank_of_each_replica_has_a_gpu_of_its_own_and_neighbours_in_its_re
     assert found == [torch.device("cuda", number) for number in range(replicas * ranks)]
 
 
+@pytest.mark.parametrize(
+    ("hip", "kind", "is_left"), [("7.2", "cuda", True), (None, "cuda", False), (None, "cpu", False)]
+)
+def test_steps_leave_the_default_stream_on_amd_gpus(
+    hip: str | None, kind: str, is_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[object] = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    build._leave_default_stream(torch.device(kind))
+    assert streams == (["stream of cuda"] if is_left else [])
+
+
 def test_one_engine_takes_the_device_that_the_user_sees_first() -> None:
     assert device_of(1, 1, 0, 0) == torch.device("cuda")
 
