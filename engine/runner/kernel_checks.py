@@ -6,7 +6,7 @@ kernels are wrong are left to torch, where torch can compute them.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -22,8 +22,9 @@ from models.attention.backend import AttentionBackend
 from models.attention.context import forward_context
 from models.layers.base import CausalLM
 from models.layers.moe import FusedMoE
-from models.ops import aiter, triton
+from models.ops import aiter, flash_attention, triton
 from models.ops import registry as backends
+from models.ops.flash_attention import FlashCase
 from models.ops.self_test import Case, first_failure
 from models.ops.stored_weight import make_dense, stored_of
 
@@ -56,12 +57,38 @@ def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) 
         said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
         said += reason or "those of another rank are"
         backend = _refuse(loaded, operator, said) or backend
+    _start_flash_attention(loaded, cases.get("attention", ()))
     _log.info(
         "Triton's kernels were compared with torch in %.1f s%s",
         time.perf_counter() - start,
         "" if checked is None else f", in {len(checked.checked)} specialisations",
     )
     return replace(loaded, backend=backend)
+
+
+def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
+    """Have torch's flash attention compute long prompts of the layers for which it is right on all ranks."""
+    device = loaded.device
+    flash_attention.start(frozenset())
+    if "attention" in backends.named(loaded.config.kernel_backend, backends.TRITON) or loaded.dtype.itemsize != 2:
+        return
+    found: dict[Hashable, FlashCase] = {}
+    for case in cases:
+        from models.ops.triton.cases.attention import AttentionCase
+
+        if isinstance(case, AttentionCase) and not case.has_sinks and flash_attention.supports(case.options, None):
+            sizes = case.heads, case.kv_heads, case.head_dim
+            flash = FlashCase(*sizes, case.options, case.dtype, case.cache_dtype, case.block_size)
+            found.setdefault(flash.key, flash)
+    reason = "this release of torch has none" if flash_attention.library() is None else None
+    # All forms or none, so that ranks agree.
+    if reason is None:
+        reason = failure_of(found.values(), device, "attention")
+    if loaded.parallel.all_agree(reason is None and bool(found), device):
+        flash_attention.start(frozenset(found))
+        _log.info("Prompts of %d tokens and more attend by torch's flash attention", flash_attention.LEAST_QUERIES)
+    elif found:
+        _log.info("Prompts attend by Triton's kernels, not by torch's flash attention: %s", reason or "another rank")
 
 
 def watch_kernels() -> "CheckedKernels":

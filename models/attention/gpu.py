@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
+from models.ops.flash_attention import Spans, spans_of
 from models.ops.memory import Send, upload
 from models.ops.triton.grids import MAX_PIECES, PIECE, AttentionPlan, list_pieces, list_tiles, num_pieces
 
@@ -56,6 +57,16 @@ class TritonMetaData(AttentionMetaData):
             self.plans["pieces"] = int(num_pieces(self.lengths.contexts[: self.num_decodes]).max())
         most: int = self.plans["pieces"]
         return most
+
+    def flash_spans(self, window: int | None) -> Spans | None:
+        """The rows after the decodes with their keys, for layers of such a window; None: better not gathered."""
+        key = Spans, window
+        if key not in self.plans:
+            assert self.lengths is not None, "a captured graph has decodes only"
+            queries, contexts = self.lengths.queries, self.lengths.contexts
+            self.plans[key] = spans_of(queries, contexts, self.num_decodes, window, self.seq_lens.device)
+        spans: Spans | None = self.plans[key]
+        return spans
 
     def plan(self, block_size: int, tile_tokens: int | None) -> AttentionPlan:
         """For caches of blocks of that size, and spans in tiles of so many tokens; None: of decodes alone."""

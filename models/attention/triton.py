@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from models.attention.backend import BACKENDS, AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend, TritonMetaData
+from models.ops import flash_attention
 from models.ops.memory import upload
 from models.ops.torch_ops import top_k_lower_first
-from models.ops.triton.attention import paged_attention, tokens_of_tile
+from models.ops.triton.attention import attend_decodes, paged_attention, tokens_of_tile
 from models.ops.triton.cache_store import (
     as_hardware_reads,
     latent_store,
@@ -71,7 +72,18 @@ class TritonAttentionBackend(GPUAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         """Attend to the stored keys and values. # [T, Hq, D] each"""
-        paged_attention(q, out, cache, plan_of(q, cache, metadata), options, sinks)
+        spans = None
+        if metadata.lengths is not None and flash_attention.takes(q, cache, options, sinks):
+            spans = metadata.flash_spans(options.sliding_window)
+        if spans is None:
+            paged_attention(q, out, cache, plan_of(q, cache, metadata), options, sinks)
+            return
+        decodes = metadata.num_decodes * metadata.query_len
+        if decodes:
+            plan = metadata.plan(cache.k_cache.shape[2], None)
+            attend_decodes(q[:decodes], out[:decodes], cache, plan, options, sinks)
+        tokens = slice(decodes, None)
+        out[tokens] = flash_attention.attend(q[tokens], cache, metadata.block_tables, spans, options)
 
     def latent_attention(
         self,

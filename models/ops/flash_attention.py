@@ -1,0 +1,174 @@
+"""Prompts by torch's flash attention for rows of any lengths, over keys and values gathered from the paged cache.
+
+A library's kernel may multiply long prompts at a higher share of the matrix rate than one that follows block tables;
+a gather reads each key once more. Used for spans of at least `LEAST_QUERIES` tokens whose keys are few in proportion,
+for layers of whose form a small problem was equal to the reference at the start. Triton's kernels compute all others.
+"""
+
+import importlib
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.ops import paged_attention as reference
+from models.ops.memory import upload
+from models.ops.self_test import Case, Finding, PagedRows, Problems, relative_error, rounding_bound
+from models.ops.types import AttentionOptions, KVCacheTensor
+
+LEAST_QUERIES = 128
+"""Tokens of the longest span of a step for which keys are gathered."""
+MOST_KEYS = 2
+"""Keys of a step's spans, as a multiple of their tokens: more take time, and memory that no step of the start took."""
+
+_started: frozenset[Hashable] = frozenset()
+"""Forms of layers that it computes."""
+
+
+class Spans(NamedTuple):
+    """Rows of a step, and where their keys are."""
+
+    query_starts: torch.Tensor  # [S + 1] int32
+    key_starts: torch.Tensor  # [S + 1] int32
+    rows: torch.Tensor  # [keys] int64, row of the block table
+    positions: torch.Tensor  # [keys] int64
+    most_queries: int
+    most_keys: int
+
+
+def start(forms: frozenset[Hashable]) -> None:
+    """Compute layers of these forms, as `FlashCase.key` has them, from now on."""
+    global _started
+    _started = forms
+
+
+def form_of(q: torch.Tensor, num_kv_heads: int, options: AttentionOptions) -> Hashable:
+    """What has to be compared for a layer. # q [T, Hq, D]"""
+    return q.shape[1], num_kv_heads, q.shape[2], q.dtype, options.sliding_window
+
+
+def takes(q: torch.Tensor, cache: KVCacheTensor, options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
+    """Whether it was started for a layer. # q [T, Hq, D]"""
+    return bool(_started) and supports(options, sinks) and form_of(q, cache.k_cache.shape[1], options) in _started
+
+
+def supports(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
+    """Whether the library has these options."""
+    return sinks is None and options.soft_cap is None and not options.is_chunked
+
+
+def library() -> Callable[..., torch.Tensor] | None:
+    """torch's attention of rows of any lengths; None where this release has none."""
+    try:
+        found: Callable[..., torch.Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+def spans_of(
+    queries: npt.NDArray[np.int64],
+    contexts: npt.NDArray[np.int64],
+    first_row: int,
+    window: int | None,
+    device: torch.device,
+) -> Spans | None:
+    """The rows from `first_row` on, without keys that no query of a row sees; None where they are better not gathered.
+
+    # [B] each
+    """
+    queries, contexts = queries[first_row:], contexts[first_row:]
+    firsts = np.zeros_like(contexts) if window is None else np.maximum(contexts - queries - window + 1, 0)
+    counts = contexts - firsts
+    if len(queries) == 0 or queries.max() < LEAST_QUERIES or counts.sum() > MOST_KEYS * queries.sum():
+        return None
+    query_starts, key_starts = (np.concatenate(([0], np.cumsum(each))).astype(np.int32) for each in (queries, counts))
+    rows = np.repeat(np.arange(first_row, first_row + len(counts)), counts)
+    positions = np.arange(len(rows)) + np.repeat(firsts - key_starts[:-1], counts)
+    starts_q, starts_k, of_rows, at = upload([query_starts, key_starts, rows, positions], device)
+    return Spans(starts_q, starts_k, of_rows, at, int(queries.max()), int(counts.max()))
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCacheTensor,
+    block_tables: torch.Tensor,
+    spans: Spans,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Causal attention of the spans to the keys and values that are stored. # q [T, Hq, D] -> [T, Hq, D]
+
+    `block_tables`: of the whole step. # [B, max_blocks] int32
+    """
+    compute = library()
+    assert compute is not None, "it was started"
+    block_size = cache.k_cache.shape[2]
+    blocks = block_tables[spans.rows, spans.positions // block_size]
+    offsets = spans.positions % block_size
+    k, v = (_gathered(pages, blocks, offsets, q.dtype) for pages in (cache.k_cache, cache.v_cache))
+    window = -1 if options.sliding_window is None else options.sliding_window - 1
+    out = compute(
+        q,
+        k,
+        v,
+        spans.query_starts,
+        spans.key_starts,
+        spans.most_queries,
+        spans.most_keys,
+        scale=options.scale * options.k_scale,
+        window_size=(window, 0),
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+    return out if options.v_scale == 1.0 else out * options.v_scale
+
+
+def _gathered(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """# [num_blocks, Hkv, block, D], 2 x [keys] -> [keys, Hkv, D]"""
+    if pages.dtype.itemsize > 1:
+        return pages[blocks, :, offsets]
+    return pages.view(torch.uint8)[blocks, :, offsets].view(pages.dtype).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashCase(Case):
+    """Spans of a layer, one of them after a cached prefix."""
+
+    operator: ClassVar[str] = "attention"
+    heads: int
+    kv_heads: int
+    head_dim: int
+    options: AttentionOptions
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    block_size: int
+
+    @property
+    def key(self) -> Hashable:
+        q = torch.empty(0, self.heads, self.head_dim, dtype=self.dtype)
+        return form_of(q, self.kv_heads, self.options)
+
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`."""
+        window = self.options.sliding_window
+        queries, lengths = [5, LEAST_QUERIES + 3, 40], [5, LEAST_QUERIES + 3, 110]
+        if window is not None and window < LEAST_QUERIES:
+            lengths[2] += window
+        rows = PagedRows(problems, lengths, self.block_size)
+        shape = rows.num_blocks, self.kv_heads, self.block_size, self.head_dim
+        cache = KVCacheTensor(*(problems.normal(*shape).to(self.cache_dtype) for _ in range(2)))
+        tables = rows.tables.to(problems.device)
+        arrays = np.array(queries), np.array(lengths)
+        spans = spans_of(*arrays, 0, window, problems.device)
+        assert spans is not None
+        q = problems.normal(sum(queries), self.heads, self.head_dim, dtype=self.dtype)
+        found = attend(q, cache, tables, spans, self.options)
+        starts, contexts = spans.query_starts, torch.tensor(lengths, device=problems.device)
+        absolute = KVCacheTensor(cache.k_cache, cache.v_cache.float().abs())
+        exact, magnitude = (
+            reference.attend(q.float(), each, starts, contexts, tables, self.options) for each in (cache, absolute)
+        )
+        # Weights are rounded too before they multiply values.
+        yield Finding(f"prompts of {self}", relative_error(found, exact, 2 * rounding_bound(self.dtype) * magnitude))
