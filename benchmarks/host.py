@@ -78,11 +78,15 @@ Found = dict[str, list[tuple[str, dict[str, float | str]]]]
 
 def measured(target: str, part: str | None, *, is_dry: bool) -> Found:
     """For one GPU, in a process whose kernels are not interpreted."""
+    import torch
+
     from benchmarks.gpu import absent as turn
     from benchmarks.gpu import launch
     from benchmarks.gpu.absent import AbsentBench, on
     from models.ops.triton.configs import TARGETS as GPUS
 
+    # What a GPU would copy is copied here: threads that wait for each other would be measured.
+    torch.set_num_threads(1)
     bench = AbsentBench(is_dry=is_dry)
     with on(GPUS[target], turn.first_tokens):
         cases = {"operators": launch.launch_cases, "turns": turn.turn_cases}
