@@ -443,7 +443,14 @@ def _keep_quantized(
                 keep_quantized(parameter)
                 staying.append(sources[-1])
                 continue
-        if all(layer is not None and layout_of(layer).has_kernel for layer in layers):
+        is_stack = parameter.dim() == 3
+        if all(
+            layer is not None
+            and layout_of(layer).has_kernel
+            # Kernels of experts read no 8-bit integers.
+            and not (is_stack and layer.quant_dtype == "int8")
+            for layer in layers
+        ):
             keep_quantized(parameter)
             staying += sources
     return frozenset(staying)

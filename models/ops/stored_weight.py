@@ -13,6 +13,7 @@ from models.ops.weight_formats import (
     Codes,
     FourBitWeight,
     FP8Weight,
+    Int8Weight,
     QuantizedWeight,
     Rows,
     pack_nibbles,
@@ -33,14 +34,16 @@ class StoredWeight:
 
     @property
     def kind(self) -> str | None:
-        """`fp8`, `int4` or `mxfp4`; None before it has rows."""
+        """`fp8`, `int8`, `int4` or `mxfp4`; None before it has rows."""
         return None if self._first is None else self._first.kind
 
     def put(self, first: int, rows: Codes, index: int | None = None) -> bool:
         """Fill rows from `first` on, of a stack those of weight `index`; False if they differ in layout from those
-        before. # [count, inputs]
+        before, or no kernel reads theirs. # [count, inputs]
         """
         rows = rows.unpaired()
+        if rows.kind == "int8" and (index is not None or rows.scales.shape[1] > 1 or _has_zero_points(rows)):
+            return False
         if self._first is None:
             self._begin(rows)
         begun = self._first
@@ -70,6 +73,8 @@ class StoredWeight:
         if rows.kind == "fp8":
             self._codes = empty(inputs, getattr(torch, f"float8_{target_of(self._device).fp8 or 'e4m3fn'}"))
             self._scales = empty(groups, torch.float32)
+        elif rows.kind == "int8":
+            self._codes, self._scales = empty(inputs, torch.int8), empty(groups, torch.float32)
         else:
             self._codes = empty(inputs // 2, torch.uint8)
             self._scales = empty(groups, torch.uint8 if rows.kind == "mxfp4" else self._dtype)
@@ -78,6 +83,8 @@ class StoredWeight:
     def _as_kernels_read(self, rows: Codes) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales, on the device."""
         codes, scales = rows.codes.to(self._device), rows.scales.to(self._device)
+        if rows.kind == "int8":
+            return codes, scales
         return to_flavour(codes, scales, self._codes.dtype) if rows.kind == "fp8" else (pack_nibbles(codes), scales)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -125,7 +132,13 @@ class StoredWeight:
         assert self._first is not None, "a weight is filled before it is used"
         if self._first.kind == "fp8":
             return FP8Weight(self._codes, self._scales if self._first.width == FP8_GROUP else self._scales[..., 0])
+        if self._first.kind == "int8":
+            return Int8Weight(self._codes, self._scales[..., 0])
         return FourBitWeight(self._codes, self._scales, self._zeros)
+
+
+def _has_zero_points(rows: Codes) -> bool:
+    return rows.zeros is not None and bool(rows.zeros.any())
 
 
 def _multiply_by_aiter(

@@ -1,4 +1,4 @@
-"""Layouts of quantized weights in a GPU's memory, in plain torch: FP8, MXFP4, and 4-bit integers with zero points.
+"""Layouts of quantized weights in a GPU's memory, in plain torch: FP8, MXFP4, and integers of 4 and of 8 bits.
 
 FP8 weights have codes and float32 scales. 4-bit weights are packed two to a byte: 32 bytes hold 64 inputs, the first
 32 in their low nibbles, the next 32 in their high nibbles. `Codes` are a checkpoint's rows before they are packed.
@@ -117,7 +117,32 @@ class FourBitWeight(NamedTuple):
         return (values * scales.repeat_interleave(size, -1)).to(dtype)
 
 
-QuantizedWeight: TypeAlias = FP8Weight | FourBitWeight
+class Int8Weight(NamedTuple):
+    """A weight of 8-bit integers with a scale an output feature."""
+
+    codes: torch.Tensor  # [N, K] int8
+    scales: torch.Tensor  # [N] float32
+
+    @property
+    def kind(self) -> str:
+        """As `Codes.kind`."""
+        return "int8"
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the dense weight. # [N, K]"""
+        return self.codes.shape
+
+    def part(self, at: Rows) -> "Int8Weight":
+        """Some rows."""
+        return Int8Weight(self.codes[at], self.scales[at])
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The numbers. # [N, K]"""
+        return (self.codes.float() * self.scales[..., None]).to(dtype)
+
+
+QuantizedWeight: TypeAlias = FP8Weight | FourBitWeight | Int8Weight
 """A weight, or a stack of them, as the kernels read it."""
 
 
@@ -205,7 +230,7 @@ class Codes:
     """Rows of one quantized weight."""
 
     kind: str
-    """`fp8`, `int4`, `int8` (on a CPU) or `mxfp4`."""
+    """`fp8`, `int4`, `int8` or `mxfp4`."""
     codes: torch.Tensor
     """[rows, inputs] float8_e4m3fn, int8, or uint8 below 16; with `is_paired` [rows, inputs / 2] uint8."""
     scales: torch.Tensor

@@ -64,6 +64,8 @@ class LayerQuantConfig:
     """Whether the checkpoint lists each input's group, because groups are not of adjacent inputs."""
     zero_offset: int = 0
     """Added to a stored zero point."""
+    rounds_inputs: bool = False
+    """Whether the checkpoint was made for activations that are rounded to as many bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,9 @@ class Scaled(StorageLayout):
 
     @property
     def has_kernel(self) -> bool:
+        if self.layer.quant_dtype == "int8":
+            is_by_rows = self.layer.quant_type in (Granularity.TENSOR, Granularity.CHANNEL)
+            return is_by_rows and self.layer.symmetric and self.layer.rounds_inputs
         return self.layer.quant_dtype == "fp8" and self.layer.symmetric
 
     @property

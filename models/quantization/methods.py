@@ -201,6 +201,7 @@ def _compressed_layer(storage_format: str, group: Fields, weights: Fields) -> La
         symmetric=weights.boolean("symmetric", True),
         # "weight" and "static" order the quantiser's work and keep groups of adjacent inputs.
         has_group_index=weights.values.get("actorder") in ("group", "dynamic", True),
+        rounds_inputs=group.section("input_activations") is not None,
     )
 
 

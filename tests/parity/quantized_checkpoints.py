@@ -295,10 +295,15 @@ def pack_quantized(*, bits: int = 4, symmetric: bool = True, shuffled: bool = Fa
 
 
 def compressed_tensors(
-    storage_format: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: Any
+    storage_format: str, *, ignore: tuple[str, ...] = ("lm_head",), rounds_inputs: bool = False, **weights: Any
 ) -> dict[str, Any]:
     """A `quantization_config` of compressed-tensors with one group."""
-    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights}}
+    group: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights},
+    }
+    if rounds_inputs:
+        group["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
         "format": storage_format,

@@ -36,6 +36,10 @@ FORMATS: dict[str, tuple[q.Quantize, dict[str, Any]]] = {
         q.compressed_tensors("float-quantized", type="float", strategy="block", block_structure=[128, 128]),
     ),
     "compressed-tensors int8 channel": (q.int8_channel, q.compressed_tensors("int-quantized", strategy="channel")),
+    "compressed-tensors int8 and rounded inputs": (
+        q.int8_channel,
+        q.compressed_tensors("int-quantized", strategy="channel", rounds_inputs=True),
+    ),
     "compressed-tensors int8 asymmetric": (
         q.int8_asymmetric,
         q.compressed_tensors("int-quantized", strategy="channel", symmetric=False),

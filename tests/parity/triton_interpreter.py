@@ -47,8 +47,13 @@ def rdna(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     """As it was, in float32 whatever the operands are."""
     del self, input_precision, max_num_imprecise_acc
-    product = np.matmul(_as_float32(a), _as_float32(b)) if d.dtype.is_floating() else np.matmul(a.data, b.data)
+    product = np.matmul(_as_float32(a), _as_float32(b)) if d.dtype.is_floating() else _sum_of(a, b, d)
     return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def _sum_of(a: Any, b: Any, d: Any) -> Any:
+    """Of integers, in the type of the sum: numpy would keep theirs."""
+    return np.matmul(a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
 
 
 def _as_float32(operand: Any) -> Any:

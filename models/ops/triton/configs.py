@@ -487,6 +487,23 @@ CONFIGS["fp8_gemm"] = (
     Row(("sm_90",), _product_config(4, 3, 64, 128), _SOME),
     Row(("sm_90",), _product_config(8, 3, 128, 128)),
 )
+CONFIGS["quantize_rows"] = (
+    Row(_INTERPRETER, Config({"TILE": 64})),
+    Row(ALL, Config({"TILE": 2048})),
+)
+CONFIGS["int8_gemm"] = (
+    Row(_INTERPRETER, _product_config(1, 1, 16, 16, DEPTH=64)),
+    Row(CDNA, _product_config(4, 2, 16, 32, DEPTH=128), _FEW_PRODUCT_ROWS),
+    Row(CDNA, _product_config(4, 2, 64, 128, DEPTH=128), _SOME),
+    Row(CDNA, _product_config(8, 2, 128, 128, DEPTH=128)),
+    Row(RDNA, _product_config(4, 1, 16, 32, DEPTH=128), _FEW_PRODUCT_ROWS),
+    Row(RDNA, _product_config(4, 1, 64, 32, DEPTH=128)),
+    Row(("sm_90",), _product_config(4, 3, 16, 32, DEPTH=128), _FEW_PRODUCT_ROWS),
+    Row(AMPERE, _product_config(8, 2, 64, 64, DEPTH=128), _SOME),
+    Row(AMPERE, _product_config(8, 2, 128, 64, DEPTH=128)),
+    Row(("sm_90",), _product_config(4, 3, 64, 128, DEPTH=128), _SOME),
+    Row(("sm_90",), _product_config(8, 3, 128, 128, DEPTH=128)),
+)
 CONFIGS["four_bit_gemm"] = (
     Row(_INTERPRETER, _product_config(1, 1, 16, 16, DEPTH=128)),
     Row(CDNA, _product_config(2, 1, 16, 32, DEPTH=128), _FEW_PRODUCT_ROWS),

@@ -448,4 +448,5 @@ def grouped_products(
         return moe_fp8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
     if isinstance(weight, FourBitWeight):
         return moe_four_bit_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
+    assert isinstance(weight, torch.Tensor), "8-bit integers of experts are dense"
     return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)

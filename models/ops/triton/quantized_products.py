@@ -16,9 +16,10 @@ import triton.language as tl
 
 from models.ops.triton.configs import launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.int8_products import int8_linear
 from models.ops.triton.launcher import jit
 from models.ops.types import FP8_GROUP
-from models.ops.weight_formats import FourBitWeight, FP8Weight, QuantizedWeight
+from models.ops.weight_formats import FourBitWeight, FP8Weight, Int8Weight, QuantizedWeight
 
 
 @jit
@@ -355,4 +356,6 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     """`x @ weight.T + bias` by the kernel for the weight's layout. # [M, K] -> [M, N]"""
     if isinstance(weight, FP8Weight):
         return fp8_linear(x, weight, bias)
+    if isinstance(weight, Int8Weight):
+        return int8_linear(x, weight, bias)
     return four_bit_linear(x, weight, bias)

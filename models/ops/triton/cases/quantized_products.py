@@ -9,12 +9,14 @@ import torch.nn.functional as F
 
 from models.ops.self_test import FLOAT32, Case, Finding, Problems, relative_error, rounding_bound
 from models.ops.triton.configs import target_of
+from models.ops.triton.int8_products import LARGEST
 from models.ops.triton.quantized_products import quantized_linear
 from models.ops.types import FP8_GROUP
 from models.ops.weight_formats import (
     RUN,
     FourBitWeight,
     FP8Weight,
+    Int8Weight,
     QuantizedWeight,
     Rows,
     pack_nibbles,
@@ -46,6 +48,13 @@ def reference_fp8_linear(
     """As the kernel's launcher; `is_rounded`: as where the hardware has FP8."""
     by = rounded(x, weight.codes.dtype) if is_rounded else x.float()
     return F.linear(by, weight.dense(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def reference_quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `int8_products.quantize_rows`."""
+    reach = x.float().abs().amax(1)
+    scales = torch.where(reach > 0, reach / LARGEST, 1.0)
+    return (x.float() / scales[:, None] + 0.5).floor().clamp(-LARGEST, LARGEST).to(torch.int8), scales
 
 
 def reference_four_bit_linear(
@@ -83,6 +92,9 @@ def product_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 def as_multiplied(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
     """Activations as the kernel for a weight sees them. # [rows, inputs] -> float32"""
+    if isinstance(weight, Int8Weight):
+        codes, scales = reference_quantize_rows(x)
+        return codes.float() * scales[:, None]
     fp8 = target_of(x.device).fp8_dtype
     return x.float() if fp8 is None or not isinstance(weight, FP8Weight) else rounded(x, fp8)
 
@@ -96,14 +108,17 @@ def part_of(weight: torch.Tensor | QuantizedWeight, at: Rows, dtype: torch.dtype
     """Some rows' numbers, as kernels multiply by them. # -> [..., inputs] float32"""
     if isinstance(weight, torch.Tensor):
         return weight[at].float()
-    if isinstance(weight, FP8Weight):
+    if isinstance(weight, FP8Weight | Int8Weight):
         return weight.part(at).dense()
     return weight.part(at).dense(dtype).float()
 
 
 def random_weight(problems: Problems, kind: str, *shape: int, dtype: torch.dtype) -> QuantizedWeight:
-    """A weight, or a stack of them, in `fp8`, `int4` or `mxfp4`. # [.., outputs, inputs]"""
+    """A weight in `int8`; or one, or a stack of them, in `fp8`, `int4` or `mxfp4`. # [.., outputs, inputs]"""
     *rows, inputs = shape
+    if kind == "int8":
+        codes = problems.normal(*shape, scale=40.0).clamp(-LARGEST, LARGEST).to(torch.int8)
+        return Int8Weight(codes, 0.001 * problems.near_one(*rows))
     if kind == "fp8":
         codes = problems.normal(*shape).to(torch.float8_e4m3fn)
         scales = 0.02 * problems.near_one(*rows, -(-inputs // FP8_GROUP))
@@ -144,7 +159,7 @@ class ProductCase(Case):
                 yield Finding(f"{rows} tokens by a weight of {self.weight.kind}, {outputs}x{inputs}", error)
 
 
-_KINDS = ("fp8", "int4", "mxfp4")
+_KINDS = ("fp8", "int8", "int4", "mxfp4")
 
 
 def common_cases(device: torch.device) -> tuple[Case, ...]:
