@@ -173,7 +173,9 @@ def make_graphs(
         if config.compilation_config.compilation_level:
             _log.info("Steps with prompts run eagerly: layers that torch compiles are not cut into graphs")
         else:
-            pieces = PieceRunner(device, backend, model, most, shape, parallel, memory)
+            # Steps with adapters run eagerly.
+            of_pieces = dataclasses.replace(shape, has_adapters=False)
+            pieces = PieceRunner(device, backend, model, most, of_pieces, parallel, memory)
     of_drafts = []
     for num_drafts in range(config.num_drafts, 0, -1):
         most = max_verified_rows(config.max_num_seqs, num_drafts)

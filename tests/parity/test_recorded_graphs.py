@@ -10,6 +10,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from engine.core.scheduler import Scheduler
 from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
 from engine.runner.device_batch import DeviceInputs
@@ -196,11 +197,11 @@ OF_EACH_KIND = ("qwen3", "deepseek_v32", "Qwen3_5ForCausalLM", "FalconH1ForCausa
 """Attention, latents with an indexer, a delta net, a state space next to attention, and a short convolution."""
 
 
-def captured_in_pieces(path: Path) -> tuple[ModelRunner, RecordingDevice]:
+def captured_in_pieces(path: Path, **fields: Any) -> tuple[ModelRunner, RecordingDevice]:
     """A runner whose steps with prompts are recorded in pieces."""
     how = {"cudagraph_capture_sizes": (SIZE,), "piecewise_capture_tokens": PIECES}
     device = RecordingDevice(has_pieces=True)
-    runner = rebuilt(runner_of(path, how, max_num_batched_tokens=64), device, NUM_BLOCKS)
+    runner = rebuilt(runner_of(path, how, max_num_batched_tokens=64, **fields), device, NUM_BLOCKS)
     assert runner.graphs is not None
     runner.graphs.capture_all()
     device.num_replayed = 0
@@ -215,6 +216,22 @@ def test_a_prompt_of_every_architecture_can_be_captured_in_pieces(
     caplog.set_level(logging.INFO)
     captured_in_pieces(checkpoint_of(variant, tmp_path))
     assert f"up to {PIECES} tokens replay graphs" in caplog.text, caplog.messages
+
+
+@pytest.mark.usefixtures("_kernels_compute_nothing")
+def test_prompts_without_adapters_are_replayed_where_others_have_them(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "base", "qwen3")
+    make_adapter(tmp_path / "adapter", read_weights(path), rank=4, alpha=8, leaves={"q_proj", "down_proj"}, seed=1)
+    runner, device = captured_in_pieces(path, lora=(f"one={tmp_path / 'adapter'}",))
+    scheduler = Scheduler(runner.config)
+    for adapter, is_replayed in ((0, True), (1, False)):
+        before = device.num_replayed
+        scheduler.extend([Sequence([1, 2, 3], 16, SamplingParams(max_tokens=1), id=adapter, adapter=adapter)])
+        scheduled = scheduler.schedule()
+        assert scheduled is not None
+        batch, in_step = scheduled
+        scheduler.postprocess(list(in_step.values()), runner.forward(batch))
+        assert (device.num_replayed > before) == is_replayed
 
 
 @pytest.mark.parametrize(
