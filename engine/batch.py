@@ -158,6 +158,13 @@ class ScheduledBatch:
         return [(length - 1) % size + 1 for length in self.context_lens]
 
     @property
+    def written_blocks(self) -> set[int]:
+        """The blocks to which the step writes keys and values."""
+        size = self._rows[0].block_size if self._rows else 1
+        rows = zip(self._tables, self.num_scheduled_tokens, self.context_lens, strict=True)
+        return {table[index] for table, count, end in rows for index in range((end - count) // size, -(-end // size))}
+
+    @property
     def kind(self) -> str:
         """`prefill`, `decode` or `mixed`; `dummy` for a warm-up."""
         if self.is_dummy_run:

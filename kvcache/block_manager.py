@@ -81,14 +81,14 @@ class BlockManager:
 
     def count_cached_tokens(self, seq: BlockOwner) -> int:
         """Leading tokens of a waiting sequence whose KV `allocate` would find in the cache."""
-        return len(self._find_prefix(seq)) * self.block_size
+        return len(self.find_prefix(seq)) * self.block_size
 
     def can_allocate(self, seq: BlockOwner) -> bool:
         """Whether enough blocks are free for a whole waiting sequence."""
         free = len(self.pool.free_block_ids)
         if free >= seq.num_blocks:
             return True
-        in_use = sum(self.pool.blocks[block_id].ref_count > 0 for block_id in self._find_prefix(seq))
+        in_use = sum(self.pool.blocks[block_id].ref_count > 0 for block_id in self.find_prefix(seq))
         return free >= seq.num_blocks - in_use
 
     def allocate(self, seq: BlockOwner, num_computed: int | None = None) -> None:
@@ -97,7 +97,7 @@ class BlockManager:
         Publishes the full blocks among the first `num_computed` tokens, which the step being scheduled computes; all
         tokens by default. Equal prompts in one step share blocks, because each layer writes K and V before it attends.
         """
-        prefix = self._find_prefix(seq)
+        prefix = self.find_prefix(seq)
         self._match = None
         table = [self.pool.share(block_id).block_id for block_id in prefix]
         seq.num_cached_tokens = len(prefix) * self.block_size
@@ -233,7 +233,7 @@ class BlockManager:
         beyond = seq.num_tokens - 1 + num_new_tokens - len(seq.block_table) * self.block_size
         return -(-beyond // self.block_size) if beyond > 0 else 0
 
-    def _find_prefix(self, seq: BlockOwner) -> list[int]:
+    def find_prefix(self, seq: BlockOwner) -> list[int]:
         """Blocks of the longest cached prefix, kept until the cache changes."""
         if not self.enable_prefix_caching or seq.skips_cached_prefix:
             return []

@@ -7,6 +7,7 @@ import time
 from typing import NoReturn, Self
 
 from engine.config.config import ServerConfig
+from engine.config.paths import check_regular, why_unreadable
 
 _log = logging.getLogger(__name__)
 
@@ -98,9 +99,10 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 def _check_readable(field: str, file: str) -> None:
     """Raise an error that names the field and the file: the library's own error names neither."""
     try:
+        check_regular(file)
         open(file, "rb").close()
-    except OSError as error:
-        raise ValueError(f"{field} is {file}, which cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{field} is {file}, which cannot be read: {why_unreadable(error)}") from error
 
 
 def _refuse_encrypted_key() -> NoReturn:

@@ -34,13 +34,14 @@ class SimulatedEngine:
             "speculative_config": None,
             "max_step_seconds": 0.5,
         }
-        default = settings.pop("default_step_seconds", 0.0)
+        options = {name: settings.pop(name, 0) for name in ("default_step_seconds", "max_interposed_tokens")}
         config = SimpleNamespace(**(fields | settings))
-        self.scheduler = Scheduler(config, default_step_seconds=default, clock=lambda: self.now)
+        self.scheduler = Scheduler(config, **options, clock=lambda: self.now)
         self.token_times: dict[int, list[float]] = {}
         """By sequence: its arrival, and when each of its tokens was sampled."""
         self.steps: list[tuple[ScheduledBatch, float]] = []
-        """Each step and its duration."""
+        """Each step and its duration, with what was interposed in it."""
+        self.interposed: list[ScheduledBatch] = []
         self._arrivals: list[tuple[float, int, Sequence]] = []
         self._numbers = itertools.count()
 
@@ -63,20 +64,41 @@ class SimulatedEngine:
             if not self._arrivals:
                 return False
             self.now = max(self.now, self._arrivals[0][0])
-        while self._arrivals and self._arrivals[0][0] <= self.now:
-            self.scheduler.add(heapq.heappop(self._arrivals)[2])
-        scheduled = self.scheduler.schedule()
+        self._take_in()
+        scheduled = self.scheduler.interpose() or self.scheduler.schedule()
         assert scheduled is not None
         batch, seqs = scheduled
-        duration = self._seconds(StepWork.of(batch))
-        self.now += duration
-        self.steps.append((batch, duration))
+        start, duration = self.now, self._seconds(StepWork.of(batch))
+        num_parts = self.scheduler.num_parts(batch)
+        for _ in range(num_parts - 1):
+            self.now += duration / num_parts
+            self._interpose(batch)
+        self.now += duration / num_parts
+        self.steps.append((batch, self.now - start))
         whole = [seq.id for seq in seqs.values() if seq.num_computed_tokens == seq.num_tokens]
         self.scheduler.postprocess(list(seqs.values()), ScheduledBatchOutput(dict.fromkeys(whole, (7,))))
         self.scheduler.note_duration(batch, duration)
         for seq_id in whole:
             self.token_times[seq_id].append(self.now)
         return True
+
+    def _take_in(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self.now:
+            self.scheduler.add(heapq.heappop(self._arrivals)[2])
+
+    def _interpose(self, paused: ScheduledBatch) -> None:
+        """Take in what has arrived, and run the step that is interposed in a paused one, if there is one."""
+        self._take_in()
+        scheduled = self.scheduler.interpose(paused)
+        if scheduled is None:
+            return
+        batch, seqs = scheduled
+        self.now += self._seconds(StepWork.of(batch))
+        self.interposed.append(batch)
+        self.scheduler.begin_step(batch)
+        self.scheduler.read_step(ScheduledBatchOutput(dict.fromkeys(seqs, (7,))))
+        for seq_id in seqs:
+            self.token_times[seq_id].append(self.now)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Run steps until everything has ended, or `until` holds after one."""

@@ -3,6 +3,8 @@
 Called by the server, by `LLMEngine` and by the engine core.
 """
 
+import os
+import stat
 from pathlib import Path
 
 from models.demo import CHECKPOINT_DIR
@@ -10,6 +12,9 @@ from models.errors import CheckpointError, first_line
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken")
 """Files of a hub repository that serving needs: weights, configuration, tokenizer and chat templates."""
+
+_MOST_BYTES = 16 * 2**20
+"""Of a file of keys: 40,000 of them."""
 
 
 def resolve_checkpoint(model: str | None, revision: str | None = None, *, setting: str = "model") -> Path:
@@ -77,3 +82,25 @@ def _download(model: str, revision: str | None, setting: str) -> Path:
 def why_unreadable(error: OSError | ValueError) -> str:
     """What went wrong, without the number and the path that an `OSError` puts around it."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def read_small_file(path: Path) -> str:
+    """The text of a regular file of at most `_MOST_BYTES`. Raises `OSError` and `ValueError` for anything else.
+
+    The event loop reads such files again while it serves, so that a pipe or a device in their place must not block it.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        check_regular(file.fileno())
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return content.decode()
+
+
+def check_regular(file: int | str) -> None:
+    """Raise `ValueError` where a path or descriptor is no regular file, or one that anybody may change."""
+    mode = os.stat(file).st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError("it is no regular file")
+    if mode & stat.S_IWOTH:
+        raise ValueError("every user of this machine may change it; remove that permission with chmod o-w")

@@ -69,15 +69,16 @@ class EngineCore:
         splits_prompts: bool = True,
         generates: bool = True,
         default_step_seconds: float = 0.0,
+        max_interposed_tokens: int = 0,
         prepare_ahead: Callable[[], bool] | None = None,
         device_memory: Callable[[], tuple[int, int]] | None = None,
         sentinel_counts: Callable[[], tuple[int, int]] | None = None,
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """`window`, `blocks_at_first`, `splits_prompts` and `default_step_seconds` are the scheduler's. `generates`:
-        False where all that the model does is to pool prompts. `record` names the sequences in the steps that run.
-        `kv_events` publishes which blocks are cached.
+        """What comes before `prepare_ahead` is the scheduler's, but `generates`: False where all that the model does
+        is to pool prompts. `record` names the sequences in the steps that run. `kv_events` publishes which blocks are
+        cached.
 
         `device_memory` returns the bytes of a GPU that this process holds, and all of its bytes; None: on a CPU.
 
@@ -91,6 +92,7 @@ class EngineCore:
             blocks_at_first=blocks_at_first,
             splits_prompts=splits_prompts,
             default_step_seconds=default_step_seconds,
+            max_interposed_tokens=max_interposed_tokens,
         )
         self.adapters = CoreAdapters(config.lora_paths, runner, input_queue, output_queue)
         self._kv_events = kv_events
@@ -107,7 +109,10 @@ class EngineCore:
         self._record = record or FlightRecord.of_its_own(config.max_num_seqs)
         self._isolation = Isolation(self.scheduler)
         depth = 2 if config.async_scheduling == "on" else 1
-        self._steps = StepPipeline(self.scheduler, runner, self._record, depth)
+        on_pause = self._take_in_during_step if max_interposed_tokens else None
+        self._steps = StepPipeline(self.scheduler, runner, self._record, depth, on_pause)
+        self._deferred: deque[Incoming] = deque()
+        """Messages that arrived during a step and are taken in after it."""
         self._suspects: deque[Sequence] = deque()
         """Sequences that an earlier core died on; each is computed alone first."""
         self._stopping = False
@@ -148,7 +153,21 @@ class EngineCore:
             self._send_rest()
             self._take_in([self._wait_idle()])
 
+    def _take_in_during_step(self) -> bool:
+        """Take in the sequences that have arrived, and say whether any has; other messages wait for the step's end."""
+        has_taken = False
+        while not self.input_queue.empty():
+            message = self.input_queue.get_nowait()
+            if isinstance(message, Sequence) and not message.adapter:
+                self._take_in_sequence(message)
+                has_taken = True
+            else:
+                self._deferred.append(message)
+        return has_taken
+
     def _arrived(self) -> Iterator[Incoming]:
+        while self._deferred:
+            yield self._deferred.popleft()
         while not self.input_queue.empty():
             yield self.input_queue.get_nowait()
 

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -35,6 +35,16 @@ NO_ADAPTERS: Mapping[int, str] = MappingProxyType({})
 _HELD_MESSAGES = 10_000
 _HIGH_WATER_MARK = 100_000
 """Messages that wait for a subscriber; further ones are dropped, which it sees by their numbers."""
+_REPLAY_HIGH_WATER_MARK = 1000
+"""Messages of a replay that wait for a client; the others follow as it reads."""
+_MOST_REPLAYS = 64
+"""At a time; further requests wait."""
+_REQUESTS_PER_ROUND, _MESSAGES_PER_ROUND, _ROUND_SECONDS = 16, 128, 0.005
+"""A round takes so many requests, sends each client so many messages, and is followed by a pause."""
+_UNREAD_SECONDS = 30.0
+"""A client that reads nothing for so long gets no more of its replay."""
+_WARNING_SECONDS = 10.0
+"""Between two lines of the log about requests that are none."""
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _MEDIUM = "GPU"
 """vLLM's name of the cache that attention reads, which on a CPU is in the host's memory."""
@@ -76,7 +86,7 @@ class KVEventPublisher:
         self._block_size = block_size
         self._encoder = msgspec.msgpack.Encoder()
         self._next = 0
-        self._held: deque[tuple[bytes, bytes]] = deque(maxlen=_HELD_MESSAGES)
+        self._held: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=_HELD_MESSAGES)
         self._held_lock = threading.Lock()
         self._context = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
@@ -99,7 +109,7 @@ class KVEventPublisher:
         number = self._next.to_bytes(8, "big")
         self._next += 1
         with self._held_lock:
-            self._held.append((number, payload))
+            self._held.append((number, zmq.Frame(payload)))
         self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -137,21 +147,83 @@ class KVEventPublisher:
     def _answer_replays(self, socket: "zmq.Socket[bytes]") -> None:
         # The context ends only once its sockets are closed, so this one is closed wherever the end finds the thread.
         with socket, contextlib.suppress(zmq.ContextTerminated):
-            while True:
-                self._answer_replay(socket)
+            _Replays(socket, self._messages).run()
 
-    def _answer_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        frames = socket.recv_multipart()
+    def _messages(self) -> "list[tuple[bytes, zmq.Frame]]":
+        with self._held_lock:
+            return list(self._held)
+
+
+class _Replay:
+    """What one client is still to be sent."""
+
+    def __init__(self, messages: "Iterable[tuple[bytes, zmq.Frame]]") -> None:
+        self.messages = deque(messages)
+        self.progress_time = time.monotonic()
+        """When a message was last sent."""
+
+
+class _Replays:
+    """Answers requests for replays on a ROUTER socket, all clients in turn, each as fast as it reads.
+
+    So much waits for a client as the socket's high-water mark says; none loses a message of its replay, and none
+    delays another's. The pause between two rounds leaves the interpreter to the thread of the core's loop, whatever
+    clients ask for. Messages are shared among the clients that they wait for.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", messages: "Callable[[], list[tuple[bytes, zmq.Frame]]]") -> None:
+        """`messages` returns those that are held, in order, each with its number."""
+        self._socket, self._messages = socket, messages
+        # A send to a client that does not read, or that has gone, is refused instead of dropping the message.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.set_hwm(_REPLAY_HIGH_WATER_MARK)
+        self._replays: dict[bytes, _Replay] = {}
+        self._warn_from = 0.0
+
+    def run(self) -> None:
+        """Answer until the context ends, which raises `zmq.ContextTerminated`."""
+        while True:
+            if self._replays:
+                time.sleep(_ROUND_SECONDS)
+            else:
+                self._socket.poll()
+            for _ in range(_REQUESTS_PER_ROUND):
+                if len(self._replays) >= _MOST_REPLAYS or not self._socket.poll(0):
+                    break
+                self._begin(self._socket.recv_multipart())
+            for client, replay in list(self._replays.items()):
+                if not self._go_on(client, replay):
+                    del self._replays[client]
+
+    def _begin(self, frames: list[bytes]) -> None:
+        """Take a request. One of a client whose replay goes on takes its place."""
         if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("a replay of KV events must be asked for with a number of 8 bytes; it is ignored")
+            if time.monotonic() >= self._warn_from:
+                self._warn_from = time.monotonic() + _WARNING_SECONDS
+                logger.warning("a replay of KV events must be asked for with a number of 8 bytes; others are ignored")
             return
         client, _, first = frames
-        with self._held_lock:
-            held = list(self._held)
-        for number, payload in held:
-            if number >= first:  # Bytes of equal length in big-endian order compare as their numbers do.
-                socket.send_multipart((client, b"", number, payload))
-        socket.send_multipart((client, b"", _END_OF_REPLAY, b""))
+        # Bytes of equal length in big-endian order compare as their numbers do.
+        messages = [(number, payload) for number, payload in self._messages() if number >= first]
+        self._replays[client] = _Replay([*messages, (_END_OF_REPLAY, zmq.Frame())])
+
+    def _go_on(self, client: bytes, replay: _Replay) -> bool:
+        """Send a client what it has room for; False where it has all, has gone, or has read nothing for too long."""
+        for _ in range(_MESSAGES_PER_ROUND):
+            number, payload = replay.messages[0]
+            try:
+                self._socket.send_multipart((client, b"", number, payload), zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return time.monotonic() < replay.progress_time + _UNREAD_SECONDS
+            except zmq.ContextTerminated:
+                raise
+            except zmq.ZMQError:
+                return False
+            replay.messages.popleft()
+            replay.progress_time = time.monotonic()
+            if not replay.messages:
+                return False
+        return True
 
 
 def _open(socket: "zmq.Socket[bytes]", field: str, address: str, replica: int, *, listens: bool = False) -> None:

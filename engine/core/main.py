@@ -198,6 +198,7 @@ def _core(
         "blocks_at_first": loaded.blocks_at_first,
         "splits_prompts": loaded.splits_prompts,
         "default_step_seconds": loaded.default_step_seconds,
+        "max_interposed_tokens": loaded.max_interposed_tokens if links is None else 0,
         "generates": loaded.generates,
         "prepare_ahead": runner.prepare_ahead,
         "device_memory": loaded.device_memory,

@@ -75,6 +75,7 @@ class Scheduler:
         blocks_at_first: int | None = None,
         splits_prompts: bool = True,
         default_step_seconds: float = 0.0,
+        max_interposed_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`window`: tokens that a query sees in the model's widest layer, its own included; None: all before it.
@@ -82,8 +83,8 @@ class Scheduler:
         With a window, a sequence gives back the blocks that none of its later tokens sees. `blocks_at_first`: initial
         size of a cache that grows with its use; None: all of it. `splits_prompts`: False where each token sees the
         whole prompt, which is then computed in one step. `default_step_seconds`: the `max_step_seconds` of a config
-        that sets none, which grows where steps have large fixed costs; 0: no bound. `clock` is that of
-        `Sequence.arrive_time`.
+        that sets none, which grows where steps have large fixed costs; 0: no bound. `max_interposed_tokens`: of a
+        step that is computed while another one is paused; 0: none is. `clock` is that of `Sequence.arrive_time`.
         """
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
@@ -105,6 +106,7 @@ class Scheduler:
         self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.max_drafts
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
         seconds: float | None = getattr(config, "max_step_seconds", None)
+        self._max_interposed_tokens = 0 if self.use_spec or self.delay_factor > 0 else max_interposed_tokens
         self.step_budget: StepBudget | None = None
         """Bounds steps by time; None: they are bounded by tokens alone."""
         if default_step_seconds if seconds is None else seconds:
@@ -179,6 +181,12 @@ class Scheduler:
                 self.block_manager.forget(seq)
                 self.preempt(seq)
 
+    def retract_interposed(self, seqs: Iterable[Sequence]) -> None:
+        """As `retract`, of an interposed step: other steps compute its sequences, where failures are traced."""
+        self.retract(seqs)
+        if self.step_budget is not None:
+            self.step_budget.note_failed_interposed()
+
     def shrink_steps(self, num_tokens: int, num_rows: int) -> bool:
         """Make steps smaller than one that ran out of memory. False where it cannot be smaller."""
         if self.drafts.suspend():
@@ -241,6 +249,7 @@ class Scheduler:
         may_admit = self._passed_delay(now)
         if self.step_budget is not None:
             self.step_budget.begin_step(self._owners(), now)
+            self._shares.begin_step(now)
         if self.mixed or self.step_budget is not None:
             if self._schedule_decodes(step):
                 self._schedule_prefills(step, may_admit)
@@ -278,6 +287,50 @@ class Scheduler:
                 self.preempt(holding[-1])
                 return self.schedule_only(seqs)
         return scheduled
+
+    def num_parts(self, batch: ScheduledBatch) -> int:
+        """Into how many parts a scheduled step is divided, between which `interpose` is called; 1: it is not."""
+        if self.step_budget is None or not self._max_interposed_tokens:
+            return 1
+        return self.step_budget.num_parts(batch)
+
+    def interpose(self, paused: ScheduledBatch | None = None) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        """A step to compute while the step scheduled last is paused, or before the next one; None: there is none.
+
+        It has short prompts of an owner that was served little lately, which are computed whole, so that they do not
+        wait for a long step of others. `begin_step` and `read_step` of it follow before `paused` goes on.
+        """
+        if not self.waiting or self.step_budget is None or not self.step_budget.may_interpose(0.0):
+            return None
+        found = self._shares.lightest(each for each in self.waiting.latest_owners if each not in self._held_back)
+        if found is None or not self.step_budget.may_interpose(found[1]):
+            return None
+        owner = found[0]
+        step = StepBuilder(min(self._max_interposed_tokens, self.limits.num_tokens), 0)
+        self.step_budget.give_interposed_time(step)
+        while owner in self.waiting.owners and self._interposes(step, self.waiting.first_of(owner), paused):
+            seq = self.waiting.take(owner)
+            start = self.block_manager.count_cached_tokens(seq)
+            count = max(1, seq.num_tokens - start)
+            self._admit(step, seq, seq.num_tokens - count, count)
+        if not step.seqs:
+            return None
+        scheduled = step.batch()
+        self.step_budget.note_interposed(scheduled[0])
+        return scheduled
+
+    def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
+        """Whether a waiting sequence is added to a step that is interposed in `paused`."""
+        if seq.is_suspect or seq.adapter or seq.pooling is not None or seq.prompt_logprobs is not None:
+            return False
+        prefix = self.block_manager.count_cached_tokens(seq)
+        count = max(1, seq.num_tokens - prefix)
+        if count > step.budget or self._chunk(step, seq.num_tokens - count, count) < count:
+            return False
+        if not (self._has_slot() and self.block_manager.can_allocate(seq)):
+            return False
+        # What a paused step writes may be published already.
+        return not prefix or paused is None or paused.written_blocks.isdisjoint(self.block_manager.find_prefix(seq))
 
     # -- the two phases -----------------------------------------------------------------------------------------
 

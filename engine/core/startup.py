@@ -61,6 +61,8 @@ class LoadedModel(NamedTuple):
     """The group of the replicas that compute in lockstep."""
     default_step_seconds: float = 0.0
     """Bound of a step's duration where the settings have none; 0: none."""
+    max_interposed_tokens: int = 0
+    """Most tokens of a step that is computed while another is paused; 0: none is."""
     splits_prompts: bool = True
     """Whether a prompt may be computed in several steps."""
     generates: bool = True
@@ -136,6 +138,7 @@ def load_model(
         blocks_at_first=runner.blocks_at_first,
         world=world,
         default_step_seconds=_CPU_STEP_SECONDS if loaded.device.type == "cpu" else 0.0,
+        max_interposed_tokens=runner.max_interposed_tokens,
         splits_prompts=not loaded.is_encoder,
         generates=loaded.generates,
         device_memory=None if loaded.device.type == "cpu" else runner.device_memory,

@@ -8,9 +8,13 @@
 
 The bound is `max_step_seconds`. That cost is small in small models, so that where owners share the device their steps
 take some milliseconds, and near a tenth of the bound in large ones.
+
+A longer step of several owners is computed in parts, between which a short prompt of an owner that was served little
+may be computed as a step of its own. What such interposed steps cost before their first token is bounded in all.
 """
 
 import logging
+import math
 from collections.abc import Collection
 
 from engine.batch import DecodeRows, ScheduledBatch, StepBuilder
@@ -39,6 +43,19 @@ _CHUNK_MULTIPLE = 16
 """Chunks that time cuts are multiples of it, which suits the cache's blocks and the processor's tiles."""
 _LEAST_CHUNK = 64
 """A step that computes prompts takes no smaller part of another one."""
+
+_PART_SECONDS, _PART_COSTS = 0.008, 2.5
+"""Of a step in parts, how long each is to take at least, in seconds and in units of what a step costs before its first
+token: a pause costs half a millisecond where the threads that compute have to be woken again."""
+_INTERPOSED_SHARE, _MOST_INTERPOSED = 0.01, 4.0
+"""Part of all time that the fixed cost of interposed steps may take, and how many of them that may save up for."""
+_MOST_SERVICE, _MOST_NEEDED = 0.25, 3.0
+"""Most recent service of an owner for which a step is interposed, where 1 is the mean of all owners, and how many
+fixed costs must be left for such an owner; fewer for those that were served less."""
+_INTERPOSED_BOUND = 0.5
+"""What steps interposed in one step may take, in units of the bound: streams wait so much longer."""
+_FAILED_SECONDS = 10.0
+"""How long no step is interposed after one that raised: its sequences are computed in other steps first."""
 
 
 class StepLimits:
@@ -102,6 +119,12 @@ class StepBudget:
         self._fixed = 0.0
         """What the next step costs before its first token, as predicted."""
         self._turn = 0
+        self._interposed_left = 0.0
+        """Seconds that may be interposed in the step that is scheduled now."""
+        self._allowance = 0.0
+        """Seconds that the fixed cost of interposed steps may take now."""
+        self._allowed_until = math.inf
+        """When the allowance was last increased."""
 
     def note(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn how long a step took."""
@@ -118,6 +141,39 @@ class StepBudget:
         if self._grows:
             bound = max(bound, min(shared, _MOST_GROWTH * bound))
         self._bound = bound if self._is_alone else min(bound, max(shared, _LEAST))
+        gained = _INTERPOSED_SHARE * max(0.0, now - self._allowed_until)
+        self._allowance = min(self._allowance + gained, _MOST_INTERPOSED * self._fixed)
+        self._allowed_until = now
+        self._interposed_left = _INTERPOSED_BOUND * self._bound
+
+    def num_parts(self, batch: ScheduledBatch) -> int:
+        """Into how many parts a step is divided; 1: nothing is interposed in it."""
+        if self._is_alone:
+            return 1
+        seconds = max(_PART_SECONDS, _PART_COSTS * self._fixed)
+        return max(1, round(self._model.seconds(StepWork.of(batch)) / seconds))
+
+    def may_interpose(self, service: float) -> bool:
+        """Whether one more step may be interposed, for an owner of this recent service, where 1 is the mean of all.
+
+        The more an owner was served, the more of the allowance it leaves to others.
+        """
+        if self._is_alone or service > _MOST_SERVICE or self._interposed_left < self._fixed:
+            return False
+        return self._allowance >= self._fixed * max(1.0, _MOST_NEEDED * service / _MOST_SERVICE)
+
+    def give_interposed_time(self, step: StepBuilder) -> None:
+        """Set how long the prompts of an interposed step may take."""
+        step.seconds = self._interposed_left - self._fixed
+
+    def note_interposed(self, batch: ScheduledBatch) -> None:
+        """Count an interposed step."""
+        self._allowance -= self._fixed
+        self._interposed_left -= self._model.seconds(StepWork.of(batch))
+
+    def note_failed_interposed(self) -> None:
+        """Interpose nothing for a while, because an interposed step raised."""
+        self._allowance = -_INTERPOSED_SHARE * _FAILED_SECONDS
 
     def give_prompts_time(self, step: StepBuilder) -> None:
         """Set how long the prompts of a step may take whose decodes are chosen."""

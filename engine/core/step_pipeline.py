@@ -54,6 +54,14 @@ class ModelRunnerInterface(Protocol):
     def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
         """Compute a step."""
 
+    def forward_in_parts(
+        self, batch: ScheduledBatch, num_parts: int, on_pause: Callable[[], object], /
+    ) -> ScheduledBatchOutput:
+        """As `forward`, with a call of `on_pause` between two parts."""
+
+    def forward_interposed(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
+        """As `forward`, while `forward_in_parts` is paused."""
+
     def launch(self, batch: ScheduledBatch, /) -> LaunchedStep:
         """Begin a step. A row's last token may be one that an unread step samples."""
 
@@ -98,16 +106,29 @@ class _Flight(NamedTuple):
 class StepPipeline:
     """At most `depth` submitted steps, which the device computes in order.
 
-    `record` always has the ids of the sequences in the steps that run.
+    `record` always has the ids of the sequences in the steps that run. With a depth of 1, `on_pause` takes in the
+    sequences that arrived during a step that is paused, and returns whether there were any.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunnerInterface, record: FlightRecord, depth: int = 1
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunnerInterface,
+        record: FlightRecord,
+        depth: int = 1,
+        on_pause: Callable[[], bool] | None = None,
     ) -> None:
         self._scheduler, self._runner, self._record = scheduler, runner, record
         self._depth = depth
         self._flights: deque[_Flight] = deque()
         self._last_end = 0.0
+        self._on_pause = on_pause if depth == 1 else None
+        self._computing: list[list[int]] = []
+        """Ids of the sequences of the step that this thread computes, and of one interposed in it."""
+        self._interposed_seconds = 0.0
+        """What the steps interposed in the step that is computed have taken."""
+        self._may_interpose = False
+        """Whether something waits that the scheduler has not been asked about in the step that is computed."""
         self._recorded: list[int] = []
 
     def __bool__(self) -> bool:
@@ -116,19 +137,23 @@ class StepPipeline:
 
     def advance(self, on_read: OnRead) -> FailedStep | None:
         """Schedule and submit a step; with none to schedule, read one. The step that raised, if one did."""
-        scheduled = self._scheduler.schedule()
+        # What arrived since the last pause would otherwise be computed with a long step of others.
+        scheduled = None if self._on_pause is None else self._scheduler.interpose()
+        scheduled = scheduled or self._scheduler.schedule()
         if scheduled is not None:
             return self.submit(*scheduled, on_read)
         return self._read(on_read) if self._flights else None
 
     def submit(self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead) -> FailedStep | None:
         """Launch a scheduled step, then read the oldest one where `depth` are unread. The step that raised."""
-        self._update_record(batch)
+        self._computing = [batch.req_ids]
+        self._update_record()
         launched = time.perf_counter()
         try:
-            step = self._runner.launch(batch) if self._depth > 1 else _ComputedStep(self._runner.forward(batch))
+            step = self._runner.launch(batch) if self._depth > 1 else _ComputedStep(self._forward(batch, on_read))
         except BaseException as error:  # a panic of native code is no `Exception`
             logger.exception("a step of %d sequences failed", len(seqs))
+            self._computing = []
             # The steps that were launched before it are valid.
             failed = self.drain(on_read)
             self._scheduler.retract(seqs.values())
@@ -136,7 +161,8 @@ class StepPipeline:
             live = [seq for seq in seqs.values() if not seq.is_finished]
             return failed or FailedStep(live, error, batch.total_tokens_num)
         self._scheduler.begin_step(batch)
-        self._flights.append(_Flight(batch, step, launched))
+        self._computing = []
+        self._flights.append(_Flight(batch, step, launched + self._interposed_seconds))
         if len(self._flights) == 1:
             failed = self._sample(step)
             return failed if failed is not None or self._depth > 1 else self._read(on_read)
@@ -153,6 +179,40 @@ class StepPipeline:
         """Write the record again, which was used for a sequence that was taken in."""
         self._recorded = []
         self._record.end()
+        self._update_record()
+
+    def _forward(self, batch: ScheduledBatch, on_read: OnRead) -> ScheduledBatchOutput:
+        """Compute a step, and what is interposed in it."""
+        self._interposed_seconds, self._may_interpose = 0.0, False
+        num_parts = 1 if self._on_pause is None else self._scheduler.num_parts(batch)
+        if num_parts == 1:
+            return self._runner.forward(batch)
+        return self._runner.forward_in_parts(batch, num_parts, lambda: self._interpose(batch, on_read))
+
+    def _interpose(self, paused: ScheduledBatch, on_read: OnRead) -> None:
+        """Take in what has arrived, and compute and read the step that the scheduler interposes, if it does."""
+        assert self._on_pause is not None
+        if not self._on_pause() and not self._may_interpose:
+            return
+        scheduled = self._scheduler.interpose(paused)
+        self._may_interpose = scheduled is not None
+        if scheduled is None:
+            return
+        batch, seqs = scheduled
+        self._computing.append(batch.req_ids)
+        self._update_record()
+        start = time.perf_counter()
+        try:
+            output = self._runner.forward_interposed(batch)
+        except BaseException:  # a panic of native code is no `Exception`
+            logger.exception("a step of %d sequences failed that was interposed; they are computed again", len(seqs))
+            self._scheduler.retract_interposed(seqs.values())
+        else:
+            self._scheduler.begin_step(batch)
+            outputs = self._scheduler.read_step(output)
+            on_read(outputs, batch.kind, time.perf_counter() - start)
+        self._interposed_seconds += time.perf_counter() - start
+        self._computing.pop()
         self._update_record()
 
     def _read(self, on_read: OnRead, following: LaunchedStep | None = None) -> FailedStep | None:
@@ -193,11 +253,9 @@ class StepPipeline:
         self._update_record()
         return FailedStep(seqs, error, flight.batch.total_tokens_num)
 
-    def _update_record(self, launching: ScheduledBatch | None = None) -> None:
-        """Record the sequences of the steps that run and of `launching`, which is about to."""
-        running = [flight.batch.req_ids for flight in self._flights]
-        if launching is not None:
-            running.append(launching.req_ids)
+    def _update_record(self) -> None:
+        """Record the sequences of the steps that run, and of those that are about to."""
+        running = [flight.batch.req_ids for flight in self._flights] + self._computing
         ids = running[0] if running else []
         if any(others != ids for others in running):
             ids = list(dict.fromkeys(itertools.chain(*running)))

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, KeysView, Reversible, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Reversible, Set
 from dataclasses import dataclass
 
 from engine.sequence import Sequence
@@ -21,8 +21,12 @@ _OWNERS_KEPT = 64
 """Owners whose service is remembered before those that no longer matter are looked for."""
 _CREDIT = 4096.0
 """Tokens of its share that an owner may have later, and then before others."""
+_LATEST_OWNERS = 64
+"""Owners among which the lightest is looked for."""
 _MOST_OWNERS = 4096
 """Owners that are remembered, of those that have no sequence."""
+_RECENT_SECONDS = 5.0
+"""Recent service is that of the last one to two periods of this length."""
 
 
 class FairShares:
@@ -40,6 +44,11 @@ class FairShares:
         self._furthest = 0.0
         """Where the owner stands that got furthest by its turns."""
         self._most_kept = _OWNERS_KEPT
+        self._recent: dict[str, float] = {}
+        """Service of each owner in the period that runs."""
+        self._before: dict[str, float] = {}
+        """The same of the period before."""
+        self._period_ends = 0.0
 
     def __len__(self) -> int:
         return len(self._served)
@@ -59,6 +68,7 @@ class FairShares:
     def serve(self, owner: str, cost: float) -> None:
         """Note that it is an owner's turn, in which it gets tokens, divided by its weight."""
         at = self.served(owner)
+        self._recent[owner] = self._recent.get(owner, 0.0) + cost
         self._now = max(self._now, at)
         self._served[owner] = at + cost
         self._furthest = max(self._furthest, at + cost)
@@ -70,6 +80,22 @@ class FairShares:
     def charge(self, owner: str, cost: float) -> None:
         """Count tokens, divided by the owner's weight, that a step computes for it without a turn."""
         self._served[owner] = self.served(owner) + cost
+        self._recent[owner] = self._recent.get(owner, 0.0) + cost
+
+    def begin_step(self, now: float) -> None:
+        """Note the time, in seconds on any clock that does not go back."""
+        if now >= self._period_ends:
+            self._before, self._recent = self._recent, {}
+            self._period_ends = now + _RECENT_SECONDS
+
+    def lightest(self, owners: Iterable[str]) -> tuple[str, float] | None:
+        """Of these owners the one that was served least lately, and how much that is, where 1 is the mean of all."""
+        recent, before = self._recent, self._before
+        found = min(((recent.get(each, 0.0) + before.get(each, 0.0), each) for each in owners), default=None)
+        if found is None:
+            return None
+        mean = (sum(recent.values()) + sum(before.values())) / max(1, len(recent.keys() | before.keys()))
+        return found[1], found[0] / mean if mean else 0.0
 
     @property
     def is_crowded(self) -> bool:
@@ -87,6 +113,7 @@ class FairShares:
     def reset(self) -> None:
         """Forget everything: nothing is left to compute."""
         self._served.clear()
+        self._recent, self._before = {}, {}
         self._now = self._furthest = 0.0
         self._most_kept = _OWNERS_KEPT
 
@@ -189,6 +216,11 @@ class WaitingQueue:
         for entry in aside:
             heapq.heappush(order, entry)
         return found
+
+    @property
+    def latest_owners(self) -> Iterator[str]:
+        """Owners that wait, those first that began to wait last."""
+        return itertools.islice(reversed(self._queues), _LATEST_OWNERS)
 
     def first_of(self, owner: str) -> Sequence:
         """The sequence of an owner that waits which is served next."""

@@ -10,7 +10,7 @@ run by each rank by itself, in the same order.
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -61,6 +61,9 @@ from models.ops.types import LayerCache
 
 _log = logging.getLogger(__name__)
 
+
+_MOST_INTERPOSED_TOKENS = 512
+"""Of a step that is computed while another one is paused, whose memory this bounds."""
 
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
@@ -232,6 +235,9 @@ class ModelRunner:
         if interval and is_serving and loaded.generates and not loaded.compilation_level:
             self.sentinel = Sentinel(self.model, self.backend, self.parallel, self.device_batch, interval)
         self._is_dummy_run = False
+        self._num_parts = 1
+        self._on_pause: Callable[[], object] | None = None
+        """Called between two of the parts of the step that runs; None: it has one."""
         self._num_blocks = num_blocks
         self.graphs: DecodeGraphs | None = None
         """Where decode steps are replayed."""
@@ -245,6 +251,8 @@ class ModelRunner:
         """Chooses argmax tokens from hidden states, without logits in between."""
         if loaded.operators is not None and is_serving and not loaded.is_encoder:
             self._record(loaded.operators)
+        self._interposed_program: Program | None = None
+        """The pass over memory of its own, for steps that are computed while another is paused; made while idle."""
         self._stream_layers = loaded.stream_layers
         self._graphs_take_adapters = bool(config.lora)
         """Whether graphs compute the adapters of their rows: those that were loaded at the start, and no others."""
@@ -305,6 +313,14 @@ class ModelRunner:
             most = self.config.max_num_seqs
             max_rows = max_sampled_tokens(most) if self.config.num_drafts else most
             self.greedy_head = GreedyHead.of(operators, self._shard_logits, self.model_config.hidden_size, max_rows)
+
+    @property
+    def max_interposed_tokens(self) -> int:
+        """Most tokens of a step that is computed while another is paused; 0: none may be."""
+        is_plain = self.parallel.is_alone and self.loaded.exchange is None and not self.loaded.stream_layers
+        if self.program is None or self.drafter is not None or not is_plain:
+            return 0
+        return min(_MOST_INTERPOSED_TOKENS, self.program.max_tokens)
 
     @property
     def window(self) -> int | None:
@@ -371,14 +387,35 @@ class ModelRunner:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""
+        return self.forward_in_parts(batch, 1, None)
+
+    def forward_in_parts(
+        self, batch: ScheduledBatch, num_parts: int, on_pause: Callable[[], object] | None
+    ) -> ScheduledBatchOutput:
+        """As `forward`, with a call of `on_pause` between two of so many parts of the recorded pass."""
         # Before a step, the outputs of the last one have been sent.
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
-        with oom_in_step(), self._leaving_what_is_unchecked():
-            output = self._compute(batch)
+        self._num_parts, self._on_pause = num_parts, on_pause
+        try:
+            with oom_in_step(), self._leaving_what_is_unchecked():
+                output = self._compute(batch)
+        finally:
+            self._num_parts, self._on_pause = 1, None
         self._last_step_seconds = time.perf_counter() - start
         self._count_step()
         return output
+
+    def forward_interposed(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """As `forward`, while a step with other rows is paused, of at most `max_interposed_tokens`."""
+        self._record_interposed()
+        program, on_pause = self.program, self._on_pause
+        self.program, self._on_pause = self._interposed_program, None
+        try:
+            with oom_in_step():
+                return self._compute(batch)
+        finally:
+            self.program, self._on_pause = program, on_pause
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Have the device compute a step, and sample unless that needs tokens that are not read yet.
@@ -539,7 +576,16 @@ class ModelRunner:
         # Other ranks are not notified between steps.
         if self.graphs is not None and self.parallel.is_alone and self.graphs.capture_next():
             return True
-        return self.page_committer.commit_idle()
+        return self._record_interposed() or self.page_committer.commit_idle()
+
+    def _record_interposed(self) -> bool:
+        """Record the pass of interposed steps, if there are any; False where that was done before."""
+        if self._interposed_program is not None or not self.max_interposed_tokens:
+            return False
+        assert self.loaded.operators is not None, "steps that pause are run by the operators"
+        most = self.max_interposed_tokens
+        self._interposed_program = record_pass(self.loaded, self.loaded.operators, num_tokens=most)
+        return True
 
     def device_memory(self) -> tuple[int, int]:
         """Bytes of a GPU's memory that this process holds, and all of them."""
@@ -821,7 +867,11 @@ class ModelRunner:
         experts, exchange = self.parallel.experts, self.loaded.exchange
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
         operands.is_dummy = bool(experts and dp_metadata and dp_metadata.is_dummy(experts.replica))
-        hidden = self.program.run(step.input_ids, step.positions, operands)
+        if self._on_pause is None:
+            hidden = self.program.run(step.input_ids, step.positions, operands)
+        else:
+            tokens = step.input_ids, step.positions
+            hidden = self.program.run_in_parts(*tokens, operands, self._num_parts, self._on_pause)
         if self._stream_layers:
             streams = zip(self._stream_layers, self.program.others(num_tokens), strict=True)
             get_forward_context().streams.update(streams)
@@ -877,14 +927,18 @@ class ModelRunner:
 
 
 def record_pass(
-    loaded: LoadedModel, operators: Library, kv_cache_data: dict[str, LayerCache] | None = None
+    loaded: LoadedModel,
+    operators: Library,
+    kv_cache_data: dict[str, LayerCache] | None = None,
+    num_tokens: int | None = None,
 ) -> Program:
-    """The model's pass of up to `max_num_batched_tokens` as one call of the compiled operators.
+    """The model's pass of up to `num_tokens` as one call of the compiled operators; None: `max_num_batched_tokens`.
 
     `kv_cache_data` as in `forward_context`. The memory for the largest step is committed as far as steps have used it.
     Raises `NotRecordable`.
     """
-    num_tokens, none = loaded.config.max_num_batched_tokens, np.zeros(0, dtype=np.int64)
+    none = np.zeros(0, dtype=np.int64)
+    num_tokens = loaded.config.max_num_batched_tokens if num_tokens is None else num_tokens
     metadata = loaded.backend.build_metadata(
         query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
     )

@@ -160,11 +160,13 @@ def forward_context(
     kv_cache_data: dict[str, LayerCache] | None = None,
     stream_layers: tuple[int, ...] = (),
 ) -> Iterator[ForwardContext]:
-    """A step: the context is set inside, and reset afterwards also when an exception leaves.
+    """A step: the context is set inside, and that of before is set afterwards also when an exception leaves.
 
     `kv_cache_data` replaces the caches that `set_kv_cache_data` set. The residual streams that the `stream_layers`
     receive are kept in the context's `streams`.
     """
+    global _current
+    before = _current
     set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata, lora)
     if kv_cache_data is not None:
         get_forward_context().kv_cache_data = kv_cache_data
@@ -173,4 +175,4 @@ def forward_context(
     try:
         yield context_of_step
     finally:
-        reset_forward_context()
+        _current = before

@@ -35,7 +35,8 @@ _MARGIN = 1.2
 _SOONEST_SECONDS = 0.05
 
 _MAX_RESERVING = 1024
-"""Owners beyond which those without reservations are forgotten."""
+"""Owners beyond which those whose reservations have ended are forgotten. Their number at most doubles before each
+look, so that looking costs each refusal the same."""
 
 _MIN_RETURN_SHARE = 2 / 3
 """Share of the reservations that clients must return for. Below it, the others are dropped."""
@@ -61,6 +62,7 @@ class QueueForecast:
         self._busy_since: float | None = None
         self._reservations: dict[str, _RetryReservations] = {}
         """By party: an owner that is refused often waits for its own reservations, and for no other owner's."""
+        self._most_reserving = _MAX_RESERVING
 
     def arrived(self, now: float, sequences: int, party: str = "") -> None:
         """A request of so many sequences was admitted. For a refused one, call `retry_after`."""
@@ -102,8 +104,10 @@ class QueueForecast:
         longer takes what this owner has reserved before.
         """
         self._measure(now)
-        if len(self._reservations) > _MAX_RESERVING:
-            self._reservations = {each: of for each, of in self._reservations.items() if of.sequences}
+        if len(self._reservations) > self._most_reserving:
+            # Most never return, so that nothing else would end theirs.
+            self._reservations = {each: of for each, of in self._reservations.items() if of.ends > now}
+            self._most_reserving = max(_MAX_RESERVING, 2 * len(self._reservations))
         reservations = self._reservations.setdefault(party, _RetryReservations())
         reservations.arrived(now, sequences)
         seconds = max(
@@ -142,6 +146,8 @@ class _RetryReservations:
     def __init__(self) -> None:
         self.sequences = 0
         self.tokens = 0
+        self.ends = -math.inf
+        """The latest of the times."""
         self._times: list[tuple[float, int, int]] = []
         """(time, sequences, tokens), a heap."""
         self._since = 0.0
@@ -154,6 +160,7 @@ class _RetryReservations:
         if not self._times:
             self._restart_counts(now)
         heapq.heappush(self._times, (now + seconds, sequences, tokens))
+        self.ends = max(self.ends, now + seconds)
         self.sequences += sequences
         self.tokens += tokens
 

@@ -15,6 +15,7 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
+from engine.config.paths import read_small_file
 from server.limits.owners import AcceptedKey, Owner, Quotas, Scope, digest_of
 
 KEY_PREFIX = "kaon-"
@@ -94,7 +95,7 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
     def load(cls, path: Path) -> Self:
         """The file at `path`; one without keys if there is none. Raises `ValueError` and `OSError`."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_small_file(path)
         except FileNotFoundError:
             return cls(1, [])
         if not text.lstrip().startswith("{"):

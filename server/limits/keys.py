@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from engine.config.config import ServerConfig
-from engine.config.paths import why_unreadable
+from engine.config.paths import read_small_file, why_unreadable
 from server.errors import InvalidApiKey
 from server.limits.key_file import KeyFile
 from server.limits.owners import AcceptedKey, Owner, digest_of
@@ -110,7 +110,7 @@ class ApiKeys:
 def _read_keys(file: Path) -> Mapping[str, AcceptedKey]:
     """The keys of a file by digest: of `kaon key`, which is a JSON object, or one key a line. Raises `ValueError`."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_small_file(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"api_key_file is {file}, which cannot be read: {why_unreadable(error)}") from error
     if text.lstrip().startswith("{"):

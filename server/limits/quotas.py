@@ -18,7 +18,8 @@ from server.limits.owners import NO_QUOTAS, Owner, Quotas
 _MINUTE = 60.0
 
 _MAX_BUCKETS = 3 * 4096
-"""Beyond it, those that are full are dropped."""
+"""Beyond it, those that are full are dropped. Their number at most doubles before each look, so that looking costs
+each request the same."""
 
 _WORDS = {"requests": "requests", "prompt_tokens": "prompt tokens", "output_tokens": "output tokens"}
 
@@ -93,6 +94,7 @@ class QuotaMeter:
         self._clock = clock
         self._kept: dict[tuple[str, str], _Bucket] = {}
         """Buckets by party and kind; one that is full need not be kept."""
+        self._most_kept = _MAX_BUCKETS
 
     @staticmethod
     def defaults_of(config: ServerConfig) -> Quotas:
@@ -154,13 +156,14 @@ class QuotaMeter:
                 bucket.follow(tally, limit)
                 bucket.update(now)
                 yield kind, bucket
-        if len(self._kept) > _MAX_BUCKETS:
+        if len(self._kept) > self._most_kept:
             self._drop_full(now)
 
     def _drop_full(self, now: float) -> None:
         for bucket in self._kept.values():
             bucket.update(now)
         self._kept = {key: bucket for key, bucket in self._kept.items() if bucket.level < bucket.limit}
+        self._most_kept = max(_MAX_BUCKETS, 2 * len(self._kept))
 
 
 def _duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from engine.config.config import ServerConfig
-from engine.config.paths import why_unreadable
+from engine.config.paths import read_small_file, why_unreadable
 from server.errors import InvalidApiKey
 from server.limits.owners import ALL_SCOPES, Owner, Scope
 
@@ -64,7 +64,7 @@ class KeySource:
         self._fetching: asyncio.Task[None] | None = None
         if file is not None:
             try:
-                self._keys = _public_keys(file.read_bytes())
+                self._keys = _public_keys(read_small_file(file).encode())
             except (OSError, ValueError) as error:
                 why = why_unreadable(error) if isinstance(error, OSError) else str(error)
                 raise ValueError(f"jwt_jwks_file is {file}, which cannot be used: {why}") from error
@@ -95,7 +95,8 @@ class KeySource:
 
     async def _fetch(self) -> None:
         try:
-            self._keys = _public_keys(await _download(self._url or ""))
+            # In a thread: a megabyte of keys takes a second.
+            self._keys = await asyncio.to_thread(_public_keys, await _download(self._url or ""))
         except Exception as error:  # noqa: BLE001 - the keys that are known stay, and the next fetch may succeed
             self._pause = min(2 * self._pause, _MAX_PAUSE)
             _log.warning(

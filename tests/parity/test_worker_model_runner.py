@@ -15,6 +15,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.start import measure_kv_cache, run_worst_case
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from models.demo import CHECKPOINT_DIR
 from tests.parity.runners import load, rebuilt
 
 VOCAB_SIZE = 160
@@ -234,3 +235,57 @@ def test_the_cache_size_is_counted_in_blocks_of_all_layers(checkpoint):
     assert measure_kv_cache(runner.loaded).num_bytes == NUM_BLOCKS * one_block
     config = Config(cpu_kvcache_gib=100.5 * one_block / 2**30)
     assert measure_kv_cache(dataclasses.replace(runner.loaded, config=config)).num_blocks == 100
+
+
+def test_a_step_paused_for_another_gives_what_both_give_alone():
+    """In bfloat16, in which the compiled operators run a recorded pass, with seeded sampling and log probabilities."""
+    random = SamplingParams(temperature=1.0, seed=3, logprobs=3, max_tokens=NUM_NEW)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(300, 1000, size=length).tolist() for length in (70, 33, 21, 150)]
+
+    def run(*, interposed: bool) -> tuple[list[ScheduledBatchOutput], int]:
+        runner = ModelRunner(load(CHECKPOINT_DIR, Config(num_kvcache_blocks=64), torch.bfloat16), 64)
+        seqs = [Sequence(prompt, 16, random, id=number) for number, prompt in enumerate(prompts)]
+        for number, seq in enumerate(seqs):
+            seq.slot, seq.block_table = number, list(range(10 * number, 10 * number + 10))
+        first = batch_of(seqs[:2], new=True)
+        outputs = [runner.forward(first)]
+        for seq in seqs[:2]:
+            seq.append_token(outputs[0].token_ids[seq.id][0])
+        later: list[ScheduledBatchOutput] = []
+        pauses = 0
+
+        def pause() -> None:
+            nonlocal pauses
+            pauses += 1
+            if pauses == 3:
+                later.append(runner.forward_interposed(batch_of(seqs[2:], new=True)))
+
+        decode = batch_of(seqs[:2], new=False)
+        outputs.append(runner.forward_in_parts(decode, 7, pause) if interposed else runner.forward(decode))
+        outputs += later or [runner.forward(batch_of(seqs[2:], new=True))]
+        for seq in seqs:
+            seq.append_token(outputs[2 if seq.id > 1 else 1].token_ids[seq.id][0])
+        outputs.append(runner.forward(batch_of(seqs, new=False)))
+        return outputs, pauses
+
+    paused, pauses = run(interposed=True)
+    assert pauses == 6
+    assert paused == run(interposed=False)[0]
+
+
+def batch_of(seqs: list[Sequence], *, new: bool) -> ScheduledBatch:
+    """A step of whole prompts, or of the last token of each sequence."""
+    counts = [len(seq) if new else 1 for seq in seqs]
+    total, rows = sum(counts), len(seqs)
+    return ScheduledBatch(
+        {seq.id: seq for seq in seqs},
+        counts,
+        total,
+        total_tokens_num_prefill=total if new else 0,
+        total_tokens_num_decode=0 if new else total,
+        total_seqs_num=rows,
+        total_seqs_num_prefill=rows if new else 0,
+        total_seqs_num_decode=0 if new else rows,
+        new_seqs=seqs if new else [],
+    )

@@ -131,6 +131,14 @@ def test_a_few_that_stay_away_prove_nothing_nor_does_a_moment() -> None:
     assert told(forecast, 66.0) == pytest.approx(MARGIN * 6.0, rel=0.1)
 
 
+def test_owners_that_never_return_are_forgotten_and_looked_for_seldom() -> None:
+    forecast = draining(10)
+    for number in range(20_000):
+        now = 60.0 + 0.01 * number
+        forecast.retry_after(now, excess=1, sequences=1, excess_tokens=0, tokens=5, party=f"address {number}")
+    assert len(forecast._reservations) <= 2 * 1024 + 1
+
+
 def test_before_anything_was_measured_times_are_short_and_apart() -> None:
     forecast = QueueForecast()
     forecast.start_busy(0.0)

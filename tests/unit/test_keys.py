@@ -121,12 +121,25 @@ async def test_a_running_server_takes_new_keys_and_keeps_the_old_ones_of_a_broke
         assert "the keys that were read before stay in force" in caplog.text
         assert keys.owner(first) is not None
         assert keys.owner(second) is not None
+    for put in (file.symlink_to, os.mkfifo, changeable_by_all):
+        # The thread of the server's event loop reads the file: it waits for no pipe, and reads no endless device.
+        caplog.clear()
+        file.unlink()
+        put("/dev/zero") if put == file.symlink_to else put(file)
+        while not caplog.text:
+            await asyncio.sleep(0.001)
+        assert keys.owner(first) is not None
     caplog.clear()
     file.unlink()
     while not caplog.text:
         await asyncio.sleep(0.001)
     assert keys.owner(first) is not None
     watching.cancel()
+
+
+def changeable_by_all(file: Path) -> None:
+    KeyFile(1, []).save(file)
+    file.chmod(0o666)
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,27 @@ def test_a_subscriber_that_missed_messages_gets_them_again(
     assert msgspec.msgpack.decode(payload)[1][0] == ["AllBlocksCleared"]
 
 
+def test_a_replay_is_whole_while_other_clients_do_not_read_theirs(
+    open_publisher: Callable[..., tuple[KVEventPublisher, int]], context: "zmq.Context[zmq.Socket[bytes]]"
+) -> None:
+    port = ports.free_ports()
+    publisher, _ = open_publisher(kv_events_replay_endpoint=f"tcp://*:{port}")
+    for number in range(3000):
+        publisher.publish([StoredBlock(number, None, [number] * 400, 0)])
+    for _ in range(20):
+        unread = context.socket(zmq.DEALER)
+        unread.setsockopt(zmq.RCVHWM, 1)
+        unread.setsockopt(zmq.RCVBUF, 4096)
+        unread.connect(f"tcp://127.0.0.1:{port}")
+        unread.send_multipart((b"", bytes(8)))
+        unread.send_multipart((b"not", b"a", b"request"))
+    replay = context.socket(zmq.DEALER)
+    replay.connect(f"tcp://127.0.0.1:{port}")
+    replay.send_multipart((b"", bytes(8)))
+    numbers = [int.from_bytes(replay.recv_multipart()[1], "big", signed=True) for _ in range(3001)]
+    assert numbers == [*range(3000), -1]
+
+
 @pytest.mark.timeout(60)
 def test_a_publisher_closes_while_it_answers_a_replay(
     open_publisher: Callable[..., tuple[KVEventPublisher, int]], context: "zmq.Context[zmq.Socket[bytes]]"

@@ -145,9 +145,11 @@ class Library:
         """Pin each thread except the caller's to one of `cpus`; whether the system did."""
         return not self._library.kaon_pin((ctypes.c_int64 * len(cpus))(*cpus))
 
-    def run(self, operations: Operations, step: Step) -> None:
-        """Each operator on all threads, in order. One caller at a time."""
-        self._library.kaon_run(operations.array, len(operations), ctypes.byref(step))
+    def run(self, operations: Operations, step: Step, first: int = 0, end: int | None = None) -> None:
+        """Each operator `[first, end)` on all threads, in order; `end` None: to the last. One caller at a time."""
+        count = (len(operations) if end is None else end) - first
+        start = ctypes.byref(operations.array, first * ctypes.sizeof(_Operation))
+        self._library.kaon_run(start, count, ctypes.byref(step))
 
 
 def sources_hash(directory: Path) -> str:

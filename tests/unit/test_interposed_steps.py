@@ -1,0 +1,241 @@
+"""Short prompts of owners that were served little are computed while a long step of others is paused.
+
+The scheduler's part on a simulated device, and the busy loop's over a stub of the model.
+"""
+
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import pytest
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config.config import Config
+from engine.core.engine_core import EngineCore
+from engine.messages import AbortRequests, Shutdown, StepOutputs
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from tests.simulated_engine import SimulatedEngine, device
+from tests.unit.core_bench import BLOCK_SIZE, Bench, StubRunner, ends
+
+FIXED, TOKEN = 0.018, 0.0004
+DEVICE = device(FIXED, TOKEN, decode=0.002)
+
+
+def loaded_engine(**settings: object) -> SimulatedEngine:
+    """One that has measured its device, and on which ten owners compute long prompts and answers."""
+    options = {"max_interposed_tokens": 512, "default_step_seconds": 0.5, "max_step_seconds": None}
+    made = SimulatedEngine(DEVICE, **options | settings)
+    made.add(3000, 20)
+    made.run()
+    made.now += 100
+    for number in range(40):
+        made.add(8000 if number % 10 < 5 else 40, 3000, owner=f"heavy {number % 10}", at=made.now)
+    made.run(lambda: made.now > 104)
+    made.steps.clear()
+    made.interposed.clear()
+    return made
+
+
+def rounds(made: SimulatedEngine, count: int, owner: str = "light") -> list[Sequence]:
+    """Short requests of an owner, of which each arrives a while after the one before has ended."""
+    seqs = []
+    for number in range(count):
+        seqs.append(made.add(20, 1, owner=owner, at=made.now + 5.0 + 0.037 * number))
+        made.run(lambda: seqs[-1].is_finished)
+    return seqs
+
+
+def test_a_light_owner_has_its_first_token_before_a_long_step_ends() -> None:
+    made = loaded_engine()
+    seqs = rounds(made, 6)
+    alone = FIXED + 20 * TOKEN
+    assert max(seconds for _, seconds in made.steps) > 4 * alone, "steps of the others are long"
+    assert max(map(made.ttft, seqs)) <= 3 * alone
+    made.scheduler.check_integrity()
+
+
+def test_without_it_the_light_owner_waits_for_that_step() -> None:
+    made = loaded_engine(max_interposed_tokens=0)
+    assert max(map(made.ttft, rounds(made, 6))) > 4 * (FIXED + 20 * TOKEN)
+    assert not made.interposed
+
+
+def test_what_interposed_steps_cost_is_one_percent_of_the_time_however_many_light_owners_come() -> None:
+    made = loaded_engine()
+    start = made.now
+    for number in range(400):
+        made.add(20, 1, owner=f"light {number}", at=start + 0.05 * number)
+    made.run(lambda: made.now > start + 20)
+    assert len(made.interposed) * FIXED <= 0.01 * (made.now - start) + 5 * FIXED
+    assert made.interposed
+
+
+def test_owners_that_use_more_leave_interposed_steps_to_those_that_use_less() -> None:
+    made = loaded_engine()
+    start = made.now
+    for number in range(200):
+        made.add(60, 12, owner="frequent", at=start + 0.1 * number)
+    seqs = rounds(made, 6)
+    assert max(map(made.ttft, seqs)) <= 3 * (FIXED + 20 * TOKEN)
+
+
+def test_nothing_is_interposed_while_one_owner_is_alone() -> None:
+    made = SimulatedEngine(DEVICE, max_interposed_tokens=512, max_step_seconds=0.5)
+    for number in range(20):
+        made.add(900, 30, at=0.1 * number)
+    made.run()
+    assert not made.interposed
+
+
+@pytest.mark.parametrize("fields", [{"is_suspect": True}, {"adapter": 1}], ids=["suspect", "adapter"])
+def test_what_may_not_be_interposed_waits_for_the_next_step(fields: dict[str, object]) -> None:
+    made = loaded_engine()
+    seq = made.add(60, 2, owner="light", at=made.now + 0.01, **fields)
+    made.run(lambda: seq.is_finished)
+    assert not made.interposed
+
+
+def test_a_prompt_does_not_read_blocks_that_the_paused_step_writes() -> None:
+    made = loaded_engine()
+    seqs = []
+    for number in range(2):
+        seq = Sequence([5] * 64, BLOCK_SIZE, SamplingParams(max_tokens=1), id=9000 + number, owner=f"twin {number}")
+        made.token_times[seq.id] = [made.now]
+        seqs.append(seq)
+    made.scheduler.add(seqs[0])
+    scheduled = made.scheduler.schedule()
+    assert scheduled is not None
+    assert seqs[0].id in scheduled[0].req_ids, "the step computes the first of two equal prompts"
+    made.scheduler.add(seqs[1])
+    assert made.scheduler.block_manager.count_cached_tokens(seqs[1]) > 0, "its blocks are published already"
+    assert made.scheduler.interpose(scheduled[0]) is None
+
+
+class PausingRunner(StubRunner):
+    """Calls `during` in each pause of a step, of which it makes as many as it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.during: Callable[[ScheduledBatch], None] = lambda batch: None
+        self.interposed: list[ScheduledBatch] = []
+        self.fails = False
+
+    def forward_in_parts(
+        self, batch: ScheduledBatch, num_parts: int, on_pause: Callable[[], object], /
+    ) -> ScheduledBatchOutput:
+        for _ in range(num_parts - 1):
+            self.during(batch)
+            on_pause()
+        return self.forward(batch)
+
+    def forward_interposed(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
+        self.interposed.append(batch)
+        if self.fails:
+            raise RuntimeError("an interposed step failed")
+        return ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (5,)))
+
+
+class PausingBench(Bench):
+    """A bench each of whose steps of several owners has four parts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(num_kvcache_blocks=256, max_num_seqs=32, max_step_seconds=0.5)
+        self.runner: PausingRunner = PausingRunner()
+        config = Config(**{**self.defaults, "num_kvcache_blocks": 256, "max_num_seqs": 32, "max_step_seconds": 0.5})
+        self.core = EngineCore(
+            config, self.runner, SimpleQueue(), SimpleQueue(), max_interposed_tokens=64, record=self.record
+        )
+        budget = self.core.scheduler.step_budget
+        assert budget is not None
+        monkeypatch.setattr(budget, "num_parts", lambda batch: 4)
+        monkeypatch.setattr(budget, "_allowance", 1e9)
+        self._is_sent = False
+
+    def owned(self, seq_id: int, owner: str, max_tokens: int = 4) -> Sequence:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return Sequence([10 + seq_id] * 3, BLOCK_SIZE, params, id=seq_id, owner=owner)
+
+    def during_step_of(self, seq_id: int, *messages: object) -> None:
+        """Send these in the first pause of the second step that computes a sequence."""
+        seen: list[ScheduledBatch] = []
+
+        def send(batch: ScheduledBatch) -> None:
+            if seq_id in batch.req_ids and batch not in seen:
+                seen.append(batch)
+                if len(seen) == 2:
+                    for message in messages:
+                        self.core.input_queue.put(message)  # type: ignore[arg-type]
+
+        self.runner.during = send
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> PausingBench:
+    return PausingBench(monkeypatch)
+
+
+def order(messages: list[StepOutputs]) -> list[int]:
+    """The ids of outputs in the order of their messages."""
+    return [output.request_id for message in messages for output in message.outputs if output.output_tokens]
+
+
+def test_what_arrives_during_a_step_is_answered_before_its_end(bench: PausingBench) -> None:
+    light = bench.owned(1, "light")
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    bench.during_step_of(0, light)
+    messages = bench.run_until_done(0, 1)
+    assert [batch.req_ids for batch in bench.runner.interposed] == [[1]]
+    assert order(messages).index(1) == order(messages).index(0) + 2, "its token precedes the second step's"
+    assert {seq_id: reason for seq_id, reason in ends(messages).items() if seq_id < 2} == dict.fromkeys(
+        (0, 1), "max_tokens"
+    )
+
+
+def test_aborts_that_arrive_during_a_step_wait_for_its_end(bench: PausingBench) -> None:
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=50))
+    bench.during_step_of(0, AbortRequests([0]), bench.owned(1, "light"))
+    messages = bench.run_until_done(0, 1)
+    assert len(bench.runner.interposed) == 1
+    assert ends(messages)[0] == "abort"
+    assert order(messages).count(0) == 2, "the step that was paused counts"
+
+
+def test_a_sequence_that_ends_in_an_interposed_step_leaves_its_slot_and_blocks(bench: PausingBench) -> None:
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    bench.during_step_of(0, bench.owned(1, "light", max_tokens=1), bench.owned(2, "other", max_tokens=3))
+    messages = bench.run_until_done(0, 2)
+    assert [seq_id for batch in bench.runner.interposed for seq_id in batch.req_ids] == [1, 2]
+    assert [ends(messages)[seq_id] for seq_id in (0, 1, 2)] == ["max_tokens"] * 3
+
+
+def test_an_interposed_step_that_raises_is_computed_again_with_others(bench: PausingBench) -> None:
+    bench.runner.fails = True
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    bench.during_step_of(0, bench.owned(1, "light"))
+    messages = bench.run_until_done(0, 1)
+    assert len(bench.runner.interposed) == 1, "and not tried again at once"
+    assert [ends(messages)[seq_id] for seq_id in (0, 1)] == ["max_tokens"] * 2
+    assert order(messages).count(0) == 6
+    assert order(messages).count(1) == 4
+
+
+def test_the_record_names_the_paused_step_and_the_interposed_one(bench: PausingBench) -> None:
+    seen: list[list[int]] = []
+    inner = bench.runner.forward_interposed
+
+    def look(batch: ScheduledBatch, /) -> ScheduledBatchOutput:
+        seen.append(sorted(bench.record.read()))
+        return inner(batch)
+
+    bench.runner.forward_interposed = look  # type: ignore[method-assign]
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    bench.during_step_of(0, bench.owned(1, "light"))
+    bench.run_until_done(0, 1)
+    assert seen == [[0, 1, 999]]
+
+
+def test_a_shutdown_during_a_step_ends_all_sequences_once(bench: PausingBench) -> None:
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=100))
+    bench.core.input_queue.put(bench.owned(3, "other", max_tokens=100))
+    bench.during_step_of(0, bench.owned(1, "light"), Shutdown())
+    assert ends(bench.run()) == dict.fromkeys((0, 1, 3), "abort")
