@@ -6,8 +6,10 @@ for layers of whose form a small problem was equal to the reference at the start
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -60,13 +62,18 @@ def supports(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
     return sinks is None and options.soft_cap is None and not options.is_chunked
 
 
+@cache
 def library() -> Callable[..., torch.Tensor] | None:
-    """torch's attention of rows of any lengths; None where this release has none."""
+    """torch's attention of rows of any lengths; None where this release has none.
+
+    Keys are not split where a release has an option for it: the number of splits depends on the longest row of a step.
+    """
     try:
         found: Callable[..., torch.Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
-    return found
+    takes_splits = "num_splits" in inspect.signature(found).parameters
+    return partial(found, num_splits=1) if takes_splits else found
 
 
 def spans_of(
