@@ -25,6 +25,7 @@ from models.ops.triton.cases.gated_delta import DeltaCase
 from models.ops.triton.cases.latent_attention import IndexCase, LatentCase
 from models.ops.triton.cases.quantized_products import ProductCase
 from models.ops.triton.cases.state_space import Mamba2Case, ShortConvCase
+from models.ops.triton.cases.token_scans import DeltaRuleCase, SelectiveScanCase
 
 
 def cases_of_model(
@@ -38,7 +39,7 @@ def cases_of_model(
     found: dict[str, dict[Hashable, Case]] = defaultdict(dict)
     attention = _attention_cases(observed, dtype, query_len) if triton.takes("attention") else ()
     for case in (*attention, *_layer_cases(model, observed, dtype, max_tokens)):
-        if isinstance(case, DeltaCase | Mamba2Case | ShortConvCase):
+        if isinstance(case, DeltaCase | Mamba2Case | ShortConvCase | DeltaRuleCase | SelectiveScanCase):
             case = dataclasses.replace(case, verifies_drafts=query_len > 1)
         found[case.operator].setdefault((type(case), case.key), case)
     return {

@@ -5,12 +5,11 @@ Importing this module imports no torch; reading a `ModelConfig` imports the arch
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
-from models.config.fields import Fields, body_name, read_config, read_generation_config
+from models.config.fields import Fields, read_config, read_generation_config
 from models.config.rope import RopeConfig, parse_rope
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
@@ -116,8 +115,8 @@ class ModelConfig(CheckpointConfig):
         config = config.with_names(facts.renamed).with_defaults(facts.defaults)
         if facts.complete is not None:
             config = facts.complete(config)
-        if facts.body_prefix is not None and config.has("quantization_config"):
-            named = with_names(config.values["quantization_config"], partial(body_name, facts.body_prefix))
+        if facts.rename is not None and config.has("quantization_config"):
+            named = with_names(config.values["quantization_config"], facts.rename)
             config = Fields({**config.values, "quantization_config": named}, config.where)
         generation = read_generation_config(path)
         hidden_size = config.integer("hidden_size")

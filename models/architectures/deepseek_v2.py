@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, shared and routed experts.
+"""DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash and GLM-5: latent attention, shared and routed experts.
 
 V3.2 and GLM-5 attend to what an indexer selects; in GLM-5 some layers take the selection of the layer before.
 """
@@ -31,7 +31,7 @@ class DeepseekAttention(MLAAttention):
         is_indexed = config.architecture in (_V32, _GLM5)
         shares = config.architecture == _GLM5 and _shares_selection(config, layer)
         indexer = _indexer(config, f"{name}.indexer") if is_indexed and not shares else None
-        super().__init__(name, _shape(config), indexer=indexer, shares_selection=shares, parallel=parallel)
+        super().__init__(name, mla_shape(config), indexer=indexer, shares_selection=shares, parallel=parallel)
 
 
 _LATENT = ConfigFacts(head_dim_field="qk_rope_head_dim")
@@ -44,12 +44,20 @@ _GLM5_FACTS = ConfigFacts(
 )
 
 
+_LITE_FACTS = ConfigFacts(
+    defaults={"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    head_dim_field="qk_rope_head_dim",
+    renamed={"num_local_experts": "n_routed_experts"},
+)
+
+
 @architecture("DeepseekV2ForCausalLM", _LATENT)
 @architecture("DeepseekV3ForCausalLM", _LATENT)
 @architecture(_V32, _INDEXED)
 @architecture(_GLM5, _GLM5_FACTS)
+@architecture("Glm4MoeLiteForCausalLM", _LITE_FACTS)
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """DeepSeek-V2, V3 or V3.2, or GLM-5, with its language-model head."""
+    """DeepSeek-V2, V3 or V3.2, GLM-4.7-Flash or GLM-5, with its language-model head."""
 
     attention: ClassVar[type[nn.Module]] = DeepseekAttention
 
@@ -57,7 +65,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
         """Routed and shared experts in sparse layers, a dense network in the others."""
         fields = config.fields
-        if not _is_sparse(fields, layer):
+        if not is_sparse(fields, layer):
             return LlamaMLP(config, parallel)
         size, num_experts = fields.integer("moe_intermediate_size"), fields.integer("n_routed_experts")
         num_shared = fields.integer("n_shared_experts", 0, minimum=0)
@@ -73,7 +81,8 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         return [module.cache_spec for module in self.modules() if isinstance(module, MLAAttention | LightningIndexer)]
 
 
-def _shape(config: ModelConfig) -> MLAShape:
+def mla_shape(config: ModelConfig) -> MLAShape:
+    """The sizes of the config."""
     fields = config.fields
     nope, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
     return MLAShape(
@@ -132,7 +141,7 @@ def _yarn_scale(config: ModelConfig) -> float:
     return (0.1 * scaling.number("mscale_all_dim") * math.log(config.rope.factor) + 1.0) ** 2
 
 
-def _is_sparse(fields: Fields, layer: int) -> bool:
+def is_sparse(fields: Fields, layer: int) -> bool:
     """Whether the layer has experts, as those past the last one have, which predict further tokens."""
     if layer >= fields.integer("num_hidden_layers"):
         return True

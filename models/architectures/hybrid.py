@@ -1,13 +1,13 @@
 """What models of recurrent layers and attention share: the body, its layers, and the reading of Mamba-2's sizes."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.llama import DecoderBody, LlamaForCausalLM
+from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM
 from models.config.fields import Fields
 from models.layers.attention import Attention
 from models.layers.base import CacheSpec
@@ -68,6 +68,23 @@ class HybridDecoderLayer(nn.Module):
         return self.self_attn(hidden, cos, sin)  # type: ignore[no-any-return]
 
 
+class OnePartDecoderLayer(nn.Module):
+    """One part with a norm before it and a residual connection."""
+
+    def __init__(self, config: ModelConfig, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]"""
+        hidden, residual = self.norm.add_norm(hidden, residual)
+        attends = isinstance(self.mixer, LlamaAttention)
+        return self.mixer(hidden, cos, sin) if attends else self.mixer(hidden), residual
+
+
 class HybridModel(DecoderBody):
     """Embedding, decoder layers and final norm."""
 
@@ -109,12 +126,12 @@ class HybridForCausalLM(LlamaForCausalLM):
         "final_norm": "final_layernorm",
     }
     """Module of the model -> its name in Bamba's checkpoints, and in those of families that are made like it."""
+    caching: ClassVar[tuple[type[nn.Module], ...]] = (Attention, Mamba2Mixer, ShortConv)
+    """The layers with a `cache_spec`."""
 
     def kv_cache_layers(self) -> list[CacheSpec]:
         """The caches of the layers, first to last."""
-        return [
-            module.cache_spec for module in self.modules() if isinstance(module, Attention | Mamba2Mixer | ShortConv)
-        ]
+        return [cast(CacheSpec, module.cache_spec) for module in self.modules() if isinstance(module, self.caching)]
 
 
 _MAMBA_FIELDS: dict[str, object] = {

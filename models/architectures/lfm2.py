@@ -1,18 +1,25 @@
-"""LFM2: gated short convolutions and attention, each followed by a dense network or, in the larger sizes, experts."""
+"""LFM2 and 3: gated short convolutions and attention, each followed by a dense network or, in LFM2's larger sizes,
+experts.
+"""
 
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.hybrid import HybridDecoderLayer, HybridForCausalLM, HybridModel
-from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.llama import DecoderBody, LlamaAttention, LlamaForCausalLM, LlamaMLP, TwoRopesBody
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
+from models.config.rope import parse_rope
+from models.layers.linear import ColumnParallelLinear
 from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
 from models.layers.norm import RMSNorm
 from models.layers.routing import GroupedRouter, experts_per_token
 from models.layers.short_conv import ShortConv
+from models.ops.activation import gate_heads
+from models.ops.norm import add_rows
 from models.ops.types import HeadNorms
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -155,3 +162,113 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         size = fields.integer("moe_intermediate_size")
         names = ExpertNames("w1", "w3", "w2")
         return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, names=names, parallel=parallel))
+
+
+class Lfm3Attention(Lfm2Attention):
+    """LFM2's, with a gate on the output of each head."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
+        has_gate = config.fields.boolean("use_attention_gate", True)
+        heads = config.num_attention_heads
+        self.g_proj = ColumnParallelLinear(config.hidden_size, heads, parallel=parallel) if has_gate else None
+
+    def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, heads, head_dim], [tokens, hidden_size] -> [tokens, heads, head_dim]"""
+        return attended if self.g_proj is None else gate_heads(attended, self.g_proj(hidden))
+
+
+class Lfm3DecoderLayer(nn.Module):
+    """A short convolution or attention, then a dense network, each between two norms or behind one."""
+
+    def __init__(self, config: ModelConfig, layer: int, conv: ShortConv | None, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.is_local = config.sliding_windows[layer] is not None
+        self.conv = conv
+        self.self_attn = Lfm3Attention(config, layer, parallel) if conv is None else None
+        self.feed_forward = LlamaMLP(config, parallel)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.operator_norm, self.ffn_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        is_between = config.fields.boolean("use_sandwich_norm", True)
+        self.post_operator_norm = RMSNorm(size, eps) if is_between else None
+        self.post_ffn_norm = RMSNorm(size, eps) if is_between else None
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        normed = self.operator_norm(hidden)
+        mixed: torch.Tensor
+        if self.conv is not None:
+            mixed = self.conv(normed)
+        else:
+            assert self.self_attn is not None, "a layer is a convolution or attends"
+            mixed = self.self_attn(normed, cos, sin)
+        hidden = _added(self.post_operator_norm, mixed, hidden)
+        return _added(self.post_ffn_norm, self.feed_forward(self.ffn_norm(hidden)), hidden)
+
+
+def _added(norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """`residual`, which may be overwritten, plus `x` or the norm of it. # [tokens, hidden_size] each"""
+    return add_rows(residual, x) if norm is None else norm.norm_add(x, residual)
+
+
+_LFM3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+
+
+def _complete_lfm3(fields: Fields) -> Fields:
+    """The kinds of layers, and the name of the epsilon."""
+    values = {"rope_parameters": _LFM3_ROPES, **fields.values, "rms_norm_eps": fields.number("norm_eps", 1e-5)}
+    if not fields.has("layer_types"):
+        kinds = {0: "sliding_attention", 2: "full_attention"}
+        layers = range(fields.integer("num_hidden_layers"))
+        values["layer_types"] = [kinds.get(layer % 4, "conv") if layer else "conv" for layer in layers]
+    return Fields(values, fields.where)
+
+
+@architecture(
+    "Lfm3ForCausalLM",
+    ConfigFacts(
+        defaults={
+            **_DEFAULTS,
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "intermediate_size": 7680,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "sliding_window": 256,
+        },
+        complete=_complete_lfm3,
+        layer_kinds=frozenset({"conv"}),
+    ),
+)
+class Lfm3ForCausalLM(Lfm2ForCausalLM):
+    """LFM3 with its language-model head."""
+
+    checkpoint_modules: ClassVar[dict[str, str]] = {
+        "norm": "embedding_norm",
+        "q_norm": "q_norm",
+        "down_proj": "w2",
+        "g_proj": "gate_proj",
+    }
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        fields = config.fields
+        kinds = fields.strings("layer_types")
+        kernel_size, bias = fields.integer("conv_L_cache", 7, minimum=2), fields.boolean("conv_bias", False)
+
+        def make_layer(layer: int) -> nn.Module:
+            name, size, conv = f"model.layers.{layer}.conv", config.hidden_size, None
+            if kinds[layer] == "conv":
+                conv = ShortConv(name, size, kernel_size, bias=bias, parallel=parallel)
+            return Lfm3DecoderLayer(config, layer, conv, parallel)
+
+        by_kind = fields.section("rope_parameters")
+        local = None if by_kind is None else by_kind.section("sliding_attention")
+        rope = None
+        if local is not None:
+            length = fields.integer("max_position_embeddings")
+            rope = parse_rope(fields, head_dim=config.head_dim, max_position_embeddings=length, parameters=local)
+        return TwoRopesBody(config, make_layer, parallel, local_rope=rope)

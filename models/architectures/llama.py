@@ -102,7 +102,7 @@ class LlamaAttention(nn.Module):
             rotation=(cos, sin) if self.rotates else None,
             q_scales=self.query_scales(),
         )
-        return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
+        return self.o_proj(self.gated(attended, hidden).view(num_tokens, -1))  # type: ignore[no-any-return]
 
     @classmethod
     def output_bias(cls, config: ModelConfig) -> bool:
@@ -126,6 +126,11 @@ class LlamaAttention(nn.Module):
     def query_scales(self) -> torch.Tensor | None:
         """Factors of the step's queries, after their rotation; None: there are none. # [tokens, 1] float32"""
         return None
+
+    def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What is done to the heads' output; `hidden` is the layer's input. # [tokens, heads, head_dim] -> the same"""
+        del hidden
+        return attended
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float | None:

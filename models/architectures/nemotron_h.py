@@ -7,14 +7,19 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
-from models.architectures.hybrid import HybridForCausalLM, HybridModel, require_divisor, with_kv_heads
+from models.architectures.hybrid import (
+    HybridForCausalLM,
+    HybridModel,
+    OnePartDecoderLayer,
+    require_divisor,
+    with_kv_heads,
+)
 from models.architectures.llama import DecoderBody, LlamaAttention, PlainMLP
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.linear import ColumnParallelLinear
 from models.layers.mamba2 import Mamba2Mixer, Mamba2Options, Mamba2Shape
 from models.layers.moe import ExpertNames, FusedMoE
-from models.layers.norm import RMSNorm
 from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
 from models.ops.activation import activate
 from models.ops.scale import scale
@@ -103,23 +108,6 @@ class NemotronHExperts(nn.Module):
         return scale(self.fc2_latent_proj(routed), 1.0, shared)
 
 
-class NemotronHDecoderLayer(nn.Module):
-    """One part with a norm before it and a residual connection."""
-
-    def __init__(self, config: ModelConfig, mixer: nn.Module) -> None:
-        super().__init__()
-        self.mixer = mixer
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]"""
-        hidden, residual = self.norm.add_norm(hidden, residual)
-        attends = isinstance(self.mixer, NemotronHAttention)
-        return self.mixer(hidden, cos, sin) if attends else self.mixer(hidden), residual
-
-
 def _complete(fields: Fields) -> Fields:
     """The kinds of layers by their present names, and the number of layers, which is theirs alone."""
     values = dict(fields.values)
@@ -195,11 +183,11 @@ class NemotronHForCausalLM(HybridForCausalLM):
         def decoder_layer(layer: int) -> nn.Module:
             kind = kinds[layer]
             if kind == "linear_attention":
-                return NemotronHDecoderLayer(config, _mamba_mixer(config, layer, parallel))
+                return OnePartDecoderLayer(config, _mamba_mixer(config, layer, parallel))
             if kind == "full_attention":
-                return NemotronHDecoderLayer(config, NemotronHAttention(config, layer, parallel))
+                return OnePartDecoderLayer(config, NemotronHAttention(config, layer, parallel))
             mixer = NemotronHExperts(config, parallel) if kind == "moe" else PlainMLP(config, parallel)
-            return NemotronHDecoderLayer(config, mixer)
+            return OnePartDecoderLayer(config, mixer)
 
         return HybridModel(config, decoder_layer, parallel)
 

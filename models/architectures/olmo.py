@@ -43,7 +43,7 @@ class HeadsNormAttention(LlamaAttention):
         q, k, v = self.qkv_proj(hidden).split(sizes, dim=1)
         q, k = self.q_norm(join_columns(q)), self.k_norm(join_columns(k))
         q, k, v = (x.view(len(hidden), -1, dim) for x in (q, k, v))
-        attended = self.attn(q, k, v, rotation=(cos, sin))
+        attended = self.attn(q, k, v, rotation=(cos, sin) if self.rotates else None)
         return self.o_proj(attended.view(len(hidden), -1))  # type: ignore[no-any-return]
 
 

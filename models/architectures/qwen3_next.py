@@ -16,8 +16,7 @@ from models.layers.linear import QKVParallelLinear, RowParallelLinear, VocabPara
 from models.layers.norm import OffsetRMSNorm
 from models.layers.parameter import empty_parameter, load_whole
 from models.layers.rotary import RotaryEmbedding
-from models.ops.cpu import gated_delta as delta_ops
-from models.ops.cpu import runtime
+from models.ops.activation import gate_heads
 from models.ops.types import HeadNorms
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -58,8 +57,7 @@ class Qwen3NextAttention(nn.Module):
         q, gate = qkv[:, : 2 * self.num_heads].view(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
         k, v = qkv[:, 2 * self.num_heads :].split(self.num_kv_heads, dim=1)
         attended = self.attn(q, k, v, norms=HeadNorms(self.q_norm.operand, self.k_norm.operand), rotation=(cos, sin))
-        gated = delta_ops.gate_heads(attended, gate) if runtime.runs(attended, gate) else attended * gate.sigmoid()
-        return self.o_proj(gated.view(num_tokens, -1))  # type: ignore[no-any-return]
+        return self.o_proj(gate_heads(attended, gate).view(num_tokens, -1))  # type: ignore[no-any-return]
 
 
 class SharedExpertGate(nn.Module):

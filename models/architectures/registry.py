@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from models.config.fields import body_name, with_parts
 from models.registry import Registry
 
 if TYPE_CHECKING:
@@ -64,6 +65,20 @@ class ConfigFacts:
     """Prefixes of the tensors that predict further tokens, other than those of layers past the last one."""
     body_prefix: str | None = None
     """How the names of the body's tensors begin in published checkpoints; None: with `model.`."""
+    names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Parts of the names of tensors, and what the model has in their place."""
+
+    @property
+    def rename(self) -> Callable[[str], str] | None:
+        """The model's name of a tensor or module by its name in checkpoints; None: it is the same."""
+        if self.body_prefix is None and not self.names:
+            return None
+
+        def renamed(name: str) -> str:
+            own = name if self.body_prefix is None else body_name(self.body_prefix, name)
+            return with_parts(self.names, own)
+
+        return renamed
 
 
 class Architecture(NamedTuple):
@@ -127,7 +142,16 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "GraniteMoeHybridForCausalLM": "models.architectures.granite_hybrid",
         "Lfm2ForCausalLM": "models.architectures.lfm2",
         "Lfm2MoeForCausalLM": "models.architectures.lfm2",
+        "Lfm3ForCausalLM": "models.architectures.lfm2",
         "NemotronHForCausalLM": "models.architectures.nemotron_h",
+        "MambaForCausalLM": "models.architectures.mamba",
+        "Mamba2ForCausalLM": "models.architectures.mamba",
+        "FalconMambaForCausalLM": "models.architectures.mamba",
+        "JambaForCausalLM": "models.architectures.jamba",
+        "KimiLinearForCausalLM": "models.architectures.kimi_linear",
+        "OlmoHybridForCausalLM": "models.architectures.olmo_hybrid",
+        "Glm4MoeLiteForCausalLM": "models.architectures.deepseek_v2",
+        "MiniMaxForCausalLM": "models.architectures.minimax",
     },
 )
 

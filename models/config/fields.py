@@ -132,6 +132,13 @@ def body_name(prefix: str, name: str) -> str:
     return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
+def with_parts(names: Mapping[str, str], name: str) -> str:
+    """The name of a tensor or module in which some parts are replaced by others."""
+    for old, new in names.items():
+        name = name.replace(old, new)
+    return name
+
+
 def read_config(path: Path) -> Fields:
     """config.json of the checkpoint directory `path`. Raises `CheckpointError` where there is none."""
     if not path.is_dir():

@@ -135,44 +135,9 @@ class Mamba2Mixer(nn.Module):
         inputs, states = cache.tensors
         wide = self.inner + 2 * self.keys
         convolved = self.conv1d(projected[:, :wide], inputs, metadata)
-        return self._read(convolved, projected[:, wide:], states, metadata)
-
-    def _read(
-        self, convolved: torch.Tensor, dt: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData
-    ) -> torch.Tensor:
-        """# [tokens, inner + 2 * keys], [tokens, heads] -> [tokens, inner]"""
-        weights = self.A_log, self.D, self.dt_bias
-        limits, groups = self.options.dt_limits, self.num_groups
-        if metadata.step is not None and ops.remembers(convolved, dt, states):
-            return ops.state_space(convolved, dt, *weights, states, metadata.step, groups=groups, limits=limits)
-        if isinstance(metadata, TritonMetaData) and triton.runs(convolved, dt, states, operator="recurrent"):
-            import models.ops.triton.state_space as kernels
-
-            plan = plan_of(metadata)
-            return kernels.state_space(convolved, dt, *weights, states, plan, groups=groups, limits=limits)
-        return self._read_by_torch(convolved, dt, states, metadata)
-
-    def _read_by_torch(
-        self, convolved: torch.Tensor, dt: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData
-    ) -> torch.Tensor:
-        """Decodes together, then prefills one by one."""
-        assert metadata.slots is not None
-        tokens = len(convolved)
-        x, b, c = torch.split(convolved.float(), [self.inner, self.keys, self.keys], dim=1)
-        x = x.view(tokens, self.num_heads, -1)
-        b, c = (part.view(tokens, self.num_groups, -1) for part in (b, c))
-        dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.options.dt_limits)
-        a, read = -self.A_log.exp(), torch.zeros_like(x)
-        for single, before, after in single_tokens(metadata):
-            state = states[before]
-            read[single] = state_space_step(x[single], b[single], c[single], dt[single], a, self.D, state)
-            states[after] = state
-        for slot, span, is_first in row_spans(metadata):
-            if is_first:
-                states[slot] = 0
-            state = states[slot]
-            read[span] = state_space_span(x[span], b[span], c[span], dt[span], a, self.D, state)
-        return read.view(tokens, -1).to(convolved.dtype)
+        weights = StateSpaceWeights(self.A_log, self.D, self.dt_bias)
+        dt, limits = projected[:, wide:], self.options.dt_limits
+        return state_space(convolved, dt, weights, states, metadata, groups=self.num_groups, limits=limits)
 
     def _gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         if self.norm is not None:
@@ -209,6 +174,71 @@ class Mamba2Mixer(nn.Module):
     def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         require_shape(loaded, (len(parameter) * self.parallel.size,))
         parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
+
+
+class StateSpaceWeights(NamedTuple):
+    """What the states of heads fade by. # 3 x [heads] float32"""
+
+    a_log: torch.Tensor
+    """Logarithms of the decays of a time step of 1, which is multiplied by it in the exponent."""
+    d: torch.Tensor
+    """The share of a token's own values that is added to what it reads."""
+    dt_bias: torch.Tensor
+
+
+def state_space(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    weights: StateSpaceWeights,
+    states: torch.Tensor,
+    metadata: AttentionMetaData,
+    *,
+    groups: int,
+    limits: tuple[float, float],
+) -> torch.Tensor:
+    """Each row's tokens through its state, which is brought up to date; returns what is read.
+
+    `x` holds values, keys (B) and queries (C); `limits` are those of the time steps, after softplus.
+
+    # x [tokens, heads * dim + 2 * groups * state], dt [tokens, heads], states [slots, heads, state, dim] float32
+    # -> [tokens, heads * dim]
+    """
+    if metadata.step is not None and ops.remembers(x, dt, states):
+        return ops.state_space(x, dt, *weights, states, metadata.step, groups=groups, limits=limits)
+    if isinstance(metadata, TritonMetaData) and triton.runs(x, dt, states, operator="recurrent"):
+        import models.ops.triton.state_space as kernels
+
+        return kernels.state_space(x, dt, *weights, states, plan_of(metadata), groups=groups, limits=limits)
+    return _state_space_by_torch(x, dt, weights, states, metadata, groups, limits)
+
+
+def _state_space_by_torch(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    weights: StateSpaceWeights,
+    states: torch.Tensor,
+    metadata: AttentionMetaData,
+    groups: int,
+    limits: tuple[float, float],
+) -> torch.Tensor:
+    """Decodes together, then prefills one by one."""
+    assert metadata.slots is not None
+    tokens, (_, heads, size, dim) = len(x), states.shape
+    values, b, c = torch.split(x.float(), [heads * dim, groups * size, groups * size], dim=1)
+    values = values.view(tokens, heads, dim)
+    b, c = (part.view(tokens, groups, size) for part in (b, c))
+    dt = F.softplus(dt.float() + weights.dt_bias).clamp(*limits)
+    a, read = -weights.a_log.exp(), torch.zeros_like(values)
+    for single, before, after in single_tokens(metadata):
+        state = states[before]
+        read[single] = state_space_step(values[single], b[single], c[single], dt[single], a, weights.d, state)
+        states[after] = state
+    for slot, span, is_first in row_spans(metadata):
+        if is_first:
+            states[slot] = 0
+        state = states[slot]
+        read[span] = state_space_span(values[span], b[span], c[span], dt[span], a, weights.d, state)
+    return read.view(tokens, -1).to(x.dtype)
 
 
 class GroupNorm(nn.Module):

@@ -24,7 +24,6 @@ from tqdm import tqdm
 from models.architectures.config import CheckpointConfig, ModelConfig, text_name
 from models.architectures.encoder_config import EncoderConfig
 from models.architectures.registry import ARCHITECTURES, ENCODERS
-from models.config.fields import body_name
 from models.errors import CheckpointError, first_line
 from models.layers.attention import Attention
 from models.layers.base import CausalLM, DraftLM
@@ -259,9 +258,7 @@ def _renaming(config: ModelConfig | EncoderConfig) -> Callable[[str], str]:
     if isinstance(config, ModelConfig):
         if config.is_text_part:
             return lambda name: text_name(name) or name
-        prefix = ARCHITECTURES[config.architecture].facts.body_prefix
-        if prefix is not None:
-            return partial(body_name, prefix)
+        return ARCHITECTURES[config.architecture].facts.rename or (lambda name: name)
     return lambda name: name
 
 
@@ -411,11 +408,12 @@ def wanted_tensors(model: nn.Module) -> dict[str, Target]:
         parent, _, kind = module.rpartition(".")
         if spellings := sources_of(parameter):
             wanted |= _in_any_spelling(parameter, parent, spellings)
-        elif kind in parts:
-            layer = cast(ParallelLinear, model.get_submodule(name.rpartition(".")[0]))
-            for source, shard in parts[kind]:
-                if shard in layer.parts:
-                    wanted[f"{parent}.{source}.{leaf}"] = Target(parameter, shard)
+            continue
+        layer = model.get_submodule(name.rpartition(".")[0])
+        # A layer of that name may hold a tensor of its own instead of several ones.
+        of_layer = layer.parts if kind in parts and isinstance(layer, ParallelLinear) else {}
+        if packed := [(source, shard) for source, shard in parts.get(kind, ()) if shard in of_layer]:
+            wanted |= {f"{parent}.{source}.{leaf}": Target(parameter, shard) for source, shard in packed}
         else:
             wanted[f"{module}.{leaf}"] = Target(parameter, None)
     return wanted

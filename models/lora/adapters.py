@@ -17,7 +17,7 @@ from safetensors.torch import load
 from torch import nn
 
 from models.attention.context import LoRATokens
-from models.config.fields import body_name
+from models.config.fields import body_name, with_parts
 from models.errors import CheckpointError
 from models.layers.base import CausalLM
 from models.layers.linear import ParallelLinear
@@ -65,6 +65,9 @@ class Adapter(NamedTuple):
         file = path / WEIGHTS_FILE
         products = _products(file)
         prefix: str | None = getattr(model, "body_prefix", None)
+        parts: Mapping[str, str] = getattr(model, "renamed_parts", {})
+        if parts:
+            products = {with_parts(parts, module): halves for module, halves in products.items()}
         if prefix is not None:
             products = {body_name(prefix, module): halves for module, halves in products.items()}
         _require_all(products, config, targets, file)
@@ -143,7 +146,10 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             parent, _, kind = checkpoint_name(name, model).rpartition(".")
-            for source, shard in parts.get(kind, ((kind, None),)):
+            own: list[tuple[str, str | int | None]] = [(kind, None)]
+            # A layer of a packed one's name may hold a tensor of its own instead.
+            packed = [each for each in parts.get(kind, ()) if each[1] in module.parts]
+            for source, shard in packed or own:
                 if shard in module.parts:
                     targets[f"{parent}.{source}"] = _Target(module, shard)
     return targets

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
+from models.ops.cpu import gated_delta as gate_ops
 from models.ops.cpu import runtime
 from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
 
@@ -34,6 +35,16 @@ def activate(gate: torch.Tensor, activation: int, up: torch.Tensor | None = None
         return kernels.activated(gate, activation, up)
     out = _by_torch(gate, activation)
     return out if up is None else out * up
+
+
+def gate_heads(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(gate)`, of each element or of whole heads.
+
+    # [tokens, heads, dim], the same or [tokens, heads] -> [tokens, heads, dim]
+    """
+    if runtime.runs(x, gate):
+        return gate_ops.gate_heads(x, gate)
+    return x * (gate if gate.dim() == x.dim() else gate[..., None]).sigmoid()
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

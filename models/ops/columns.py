@@ -17,7 +17,7 @@ def join_columns(*parts: torch.Tensor) -> torch.Tensor:
         columns = out[:, first : first + part.shape[1]]
         # Heads without gates are copied.
         arguments = structures.GateHeads(
-            part.data_ptr(), part.stride(0), 0, None, 0, 0, columns.data_ptr(), columns.stride(0), 1, part.shape[1]
+            part.data_ptr(), part.stride(0), 0, None, 0, 0, columns.data_ptr(), columns.stride(0), 1, part.shape[1], 0
         )
         current.run(arguments, Step(num_tokens=len(part)), (part, out))
         first += part.shape[1]

@@ -1,12 +1,15 @@
 """The gated delta rule (Yang, Kautz and Hatamizadeh, 2025), token by token and chunk by chunk.
 
 A head's state S, keys by values, first decays by `exp(decay)`, then moves what it holds under the key k towards the
-value v by the share beta; the query reads it afterwards. Both functions compute in float32 and leave S in place.
+value v by the share beta; the query reads it afterwards. Each dimension of the keys may have a decay of its own (Kimi
+Linear, 2025). Both functions compute in float32 and leave S in place.
 """
 
 import torch
 
 _CHUNK = 64
+_CHUNK_BY_KEY = 16
+"""Where each key has decays of its own, of which a chunk has as many as pairs of its tokens."""
 
 
 def delta_rule_step(
@@ -15,8 +18,10 @@ def delta_rule_step(
     """One token of each of B sequences; `state` is brought up to date. Returns what the queries read.
 
     # q, k [B, H, K], v [B, H, V], decay and beta [B, H], state [B, H, K, V] float32 -> [B, H, V] float32
+
+    `decay` may be [B, H, K].
     """
-    state *= decay.exp()[..., None, None]
+    state *= (decay[..., None] if decay.dim() == beta.dim() else decay).exp()[..., None]
     held = (k[..., None, :] @ state)[..., 0, :]
     state += k[..., None] * ((v - held) * beta[..., None])[..., None, :]
     return (q[..., None, :] @ state)[..., 0, :]
@@ -28,11 +33,15 @@ def delta_rule_span(
     """Consecutive tokens of one sequence; `state` is brought up to date. Returns what the queries read.
 
     # q, k [H, T, K], v [H, T, V], decay and beta [H, T], state [H, K, V] float32 -> [H, T, V] float32
+
+    `decay` may be [H, T, K].
     """
     read = torch.empty_like(v)
-    for first in range(0, v.shape[1], _CHUNK):
-        part = slice(first, first + _CHUNK)
-        read[:, part] = _chunk(q[:, part], k[:, part], v[:, part], decay[:, part], beta[:, part], state)
+    by_key = decay.dim() > beta.dim()
+    size, chunk = (_CHUNK_BY_KEY, _chunk_by_key) if by_key else (_CHUNK, _chunk)
+    for first in range(0, v.shape[1], size):
+        part = slice(first, first + size)
+        read[:, part] = chunk(q[:, part], k[:, part], v[:, part], decay[:, part], beta[:, part], state)
     return read
 
 
@@ -52,5 +61,24 @@ def _chunk(
     read: torch.Tensor = shrunk * (q @ state) + ((q @ k.transpose(1, 2)) * between) @ corrections
     to_end = (since_start[:, -1:] - since_start).exp()[..., None]
     state *= since_start[:, -1].exp()[:, None, None]
+    state += (k * to_end).transpose(1, 2) @ corrections
+    return read
+
+
+def _chunk_by_key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """As `_chunk`, with a decay of each dimension of the keys. # decay [H, T, K]"""
+    since_start = decay.cumsum(1)
+    apart = since_start[:, :, None] - since_start[:, None]  # [H, T, T, K]
+    later = torch.ones(apart.shape[1:3], dtype=torch.bool, device=q.device).triu(1)
+    between = apart.masked_fill(later[..., None], -torch.inf).exp()
+    faded = since_start.exp()
+    wanted = beta[..., None] * (v - (k * faded) @ state)
+    overlap = (beta[..., None] * torch.einsum("htk,hjk,htjk->htj", k, k, between)).tril(-1)
+    corrections = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
+    read: torch.Tensor = (q * faded) @ state + torch.einsum("htk,hjk,htjk->htj", q, k, between) @ corrections
+    to_end = (since_start[:, -1:] - since_start).exp()
+    state *= faded[:, -1, :, None]
     state += (k * to_end).transpose(1, 2) @ corrections
     return read

@@ -74,8 +74,12 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         saved = model.state_dict().keys()
-        # Some routers keep a bias as a buffer.
-        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+        # Some routers keep a bias as a buffer. MiniMax's others follow from its configuration.
+        buffers = [
+            (name, buffer)
+            for name, buffer in model.named_buffers()
+            if name in saved and not name.endswith(("_decay", ".slope_rate"))
+        ]
         for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name.lower():

@@ -73,6 +73,17 @@ SERVED = [
     Foreign("GraniteMoe", _EXPERTS),
     Foreign("HunYuanDenseV1"),
     Foreign("JetMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
+    Foreign(
+        "MiMoV2Flash",
+        {
+            **_EXPERTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "v_head_dim": 16,
+            "sliding_window": 20,
+            "attention_value_scale": 0.7,
+        },
+    ),
     Foreign("Nemotron"),
     Foreign("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     Foreign("OPT", {"word_embed_proj_dim": 64, "ffn_dim": 112}),
@@ -81,6 +92,17 @@ SERVED = [
     Foreign("Phimoe", {**_EXPERTS, "sliding_window": 20}),
     # It makes masks of a sliding window that no layer uses.
     Foreign("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 48}),
+    Foreign(
+        "SolarOpen",
+        {
+            **_EXPERTS,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
     Foreign("StableLm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
     Foreign("Starcoder2", {"sliding_window": 24}),
 ]

@@ -1,5 +1,6 @@
 """`PagedModel`: a loaded model with a paged cache, driven step by step without the engine."""
 
+import inspect
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -176,6 +177,11 @@ class Reference:
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The likeliest continuation, EOS and all."""
         tokens, step, cache = list(prompt), list(prompt), None
+        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+            # Mamba has a cache of its own, without positions.
+            for _ in range(count):
+                tokens.append(int(self.logits(tokens)[-1].argmax()))
+            return tokens[len(prompt) :]
         for _ in range(count):
             with torch.inference_mode():
                 # As its `generate` does: by itself Bamba counts positions from the start of each call.

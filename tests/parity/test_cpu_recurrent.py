@@ -8,10 +8,12 @@ import torch
 
 from models.attention.cpu_native import NativeCPUAttentionBackend
 from models.layers.mamba2 import torch_gated_norm
+from models.ops.cpu import gated_delta as delta_ops
 from models.ops.cpu import recurrent as ops
 from models.ops.scale import scale
 from models.ops.triton.cases.gated_delta import Span
 from models.ops.triton.cases.state_space import reference_convolution, reference_state_space
+from models.ops.triton.cases.token_scans import reference_rule, reference_scan
 from tests.parity.test_cpu_delta import Spans, arrays
 from tests.parity.test_cpu_operators import bf16, operators, pytestmark
 
@@ -164,3 +166,69 @@ def test_a_state_after_each_draft_is_that_of_the_tokens_one_by_one(dim: int) -> 
     assert torch.equal(torch.cat([*found, last[1:]]), expected[1:])
     for one, other in zip(drafted, plain, strict=True):
         assert torch.equal(one[3], other[0])
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize(
+    ("key_heads", "heads", "key_dim", "value_dim", "by_key", "most"),
+    [(2, 2, 32, 32, True, 1.0), (2, 4, 12, 16, False, 2.0), (1, 1, 7, 48, True, 1.0)],
+)
+def test_a_delta_rule_equals_torchs_in_any_steps(
+    key_heads: int, heads: int, key_dim: int, value_dim: int, by_key: bool, most: float
+) -> None:
+    decays = key_dim if by_key else 1
+    x, a = bf16(80, 2 * key_heads * key_dim + heads * value_dim), bf16(80, heads * decays, seed=1)
+    b = bf16(80, heads, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(size, generator=generator) * 0.5 for size in (heads, heads * decays)]
+
+    def computed(steps: list[Spans]) -> tuple[torch.Tensor, torch.Tensor]:
+        states = torch.full((SLOTS, heads, key_dim, value_dim), 3.0)
+
+        def compute(step: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return delta_ops.delta_rule(x, a, b, *weights, states, step, key_heads=key_heads, most=most)
+
+        return run(steps, compute, heads * value_dim, x=x, a=a, b=b), states
+
+    found, after = computed([WHOLE])
+    states = torch.zeros_like(after)
+    exact, terms = reference_rule(x, a, b, *weights, states, spans(), key_heads=key_heads, most=most)
+    assert ((found - exact.flatten(1)).abs() <= 2**-8 * exact.flatten(1).abs() + 1e-4 * terms.max()).all()
+    rows = list(LENGTHS)
+    torch.testing.assert_close(after[rows], states[rows], rtol=1e-4, atol=1e-4)
+    for one, other in zip((found, after), computed(STEPS), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize(("channels", "size"), [(64, 16), (131, 5), (40, 1)])
+def test_a_selective_scan_equals_torchs_in_any_steps(channels: int, size: int) -> None:
+    x, dt, both = bf16(80, channels), bf16(80, channels, seed=1), bf16(80, 2 * size, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    a_log = torch.randn(size, channels, generator=generator) * 0.5
+    d, dt_bias = (torch.randn(channels, generator=generator) * 0.5 for _ in range(2))
+
+    def computed(steps: list[Spans]) -> tuple[torch.Tensor, torch.Tensor]:
+        states = torch.full((SLOTS, size, channels), 3.0)
+
+        def compute(step: Any, x: torch.Tensor, dt: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+            b, c = both.chunk(2, dim=1)
+            return ops.selective_scan(x, dt, b, c, a_log, d, dt_bias, states, step)
+
+        return run(steps, compute, channels, x=x, dt=dt, both=both), states
+
+    found, after = computed([WHOLE])
+    states, (b, c) = torch.zeros_like(after), both.chunk(2, dim=1)
+    exact, terms = reference_scan(x, dt, b, c, a_log, d, dt_bias, states, spans())
+    assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-4 * terms.max()).all()
+    rows = list(LENGTHS)
+    torch.testing.assert_close(after[rows], states[rows], rtol=1e-4, atol=1e-4)
+    for one, other in zip((found, after), computed(STEPS), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("operators")
+def test_whole_heads_are_gated() -> None:
+    x, gate = bf16(5, 3 * 40).view(5, 3, 40), bf16(5, 3, seed=1)
+    exact = x.float() * gate.float().sigmoid()[..., None]
+    torch.testing.assert_close(delta_ops.gate_heads(x, gate).float(), exact, rtol=2**-7, atol=1e-5)

@@ -47,6 +47,7 @@ from tests.parity.variants import (
     phi3,
     qwen3_5,
     qwen3_next,
+    recurrent,
 )
 
 __all__ = ["triton_kernels"]
@@ -82,6 +83,7 @@ ARCHITECTURES = [
             attention_families.VARIANTS,
             mamba2.VARIANTS,
             lfm2.VARIANTS,
+            recurrent.VARIANTS,
         )
         for name in sorted({each.architecture for each in variants})
     ),

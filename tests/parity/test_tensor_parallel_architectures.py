@@ -14,7 +14,7 @@ from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, Row, prompt
 from tests.parity.thread_ranks import Meeting, ThreadCollectives, at_once, thread_ranks
-from tests.parity.variants import DERIVED, Variant, all_variants, lfm2, mamba2
+from tests.parity.variants import DERIVED, Variant, all_variants, lfm2, mamba2, recurrent
 
 VARIANTS = all_variants()
 NUM_TOKENS = 12
@@ -43,14 +43,15 @@ KIND = "DeepseekV3ForCausalLM"
 """Of real processes in the short form: with latents, experts and dense layers."""
 
 
-HYBRIDS = frozenset({*(each.architecture for each in (*mamba2.VARIANTS, *lfm2.VARIANTS))})
+HYBRIDS = frozenset({*(each.architecture for each in (*mamba2.VARIANTS, *lfm2.VARIANTS, *recurrent.VARIANTS))})
 """Architectures whose layers differ in their number of sums over the ranks."""
 
 
 def divides(size: int, variant: Variant) -> bool:
     """Whether so many ranks can share the heads out, those of recurrent layers too."""
     fields = {"num_attention_heads": 4, **variant.family.defaults, **variant.overrides}
-    heads = ("num_attention_heads", "linear_num_key_heads", "mamba_n_heads", "mamba_num_heads")
+    heads = ("num_attention_heads", "linear_num_key_heads", "mamba_n_heads", "mamba_num_heads", "num_heads")
+    heads = (*heads, "linear_num_heads", "linear_num_value_heads")
     groups = [fields[name] for name in ("mamba_n_groups", "n_groups") if name in fields]
     return all(fields.get(name, size) % size == 0 for name in heads) and all(
         number % size == 0 or size % number == 0 for number in groups

@@ -33,6 +33,14 @@ ONLY_OURS = {
     "FalconH1ForCausalLM": "layers of hybrid",
     "Lfm2ForCausalLM": "layers of conv",
     "Lfm2MoeForCausalLM": "layers of conv",
+    "Lfm3ForCausalLM": "layers of conv",
+    "MambaForCausalLM": "layers of linear_attention",
+    "FalconMambaForCausalLM": "layers of linear_attention",
+    "JambaForCausalLM": "layers of linear_attention",
+    "KimiLinearForCausalLM": "layers of linear_attention",
+    "OlmoHybridForCausalLM": "layers of linear_attention",
+    "Mamba2ForCausalLM": "layers of linear_attention",
+    "MiniMaxForCausalLM": "layers of linear_attention",
 }
 """Architectures that only our own code serves, with the reason."""
 

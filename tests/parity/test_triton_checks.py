@@ -65,6 +65,8 @@ SLOW = {
     "a weight in mxfp4",
     "delta net in bf16",
     "Mamba-2 in bf16",
+    "delta rule in fp16",
+    "selective scan in bf16",
 }
 """As others, in other types."""
 
@@ -119,6 +121,8 @@ BROKEN = {
     "state_space_step_kernel": "Mamba-2 in fp16",
     "state_space_span_kernel": "Mamba-2 in fp16",
     "group_norm_kernel": "Mamba-2 in fp16",
+    "delta_rule_kernel": "delta rule in fp16",
+    "selective_scan_kernel": "selective scan in fp16",
     "adjust_kernel": "sampling",
     "mask_kernel": "sampling",
     "argmax_kernel": "sampling",

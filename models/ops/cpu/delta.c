@@ -86,13 +86,15 @@ CLONES static void scale_to(float *x, int64_t size, float wanted) {
     for (int64_t i = 0; i < size; i++) x[i] *= scale;
 }
 
+/* `each`: 1 where every key has a decay of its own, 0 where they have one. */
 INLINE void recur_columns(const float *before, float *state, const float *q, const float *k, const float *v,
-                          float decay, float beta, int64_t key_dim, int64_t value_dim, int count, float *read) {
+                          const float *decay, int64_t each, float beta, int64_t key_dim, int64_t value_dim, int count,
+                          float *read) {
     vector held[AT_ONCE] = {{0}}, sums[AT_ONCE] = {{0}};
     for (int64_t key = 0; key < key_dim; key++)
         for (int i = 0; i < count; i++) {
             int64_t at = key * value_dim + i * LANES;
-            vector now = load(before + at) * decay;
+            vector now = load(before + at) * decay[key * each];
             store(state + at, now);
             held[i] += k[key] * now;
         }
@@ -110,12 +112,13 @@ INLINE void recur_columns(const float *before, float *state, const float *q, con
 /* The state before fades into the state after, which may be the same memory, and moves what it holds under the key
  * towards the value; the query reads it afterwards. */
 CLONES static void recur(const float *before, float *state, const float *q, const float *k, const float *v,
-                         float decay, float beta, int64_t key_dim, int64_t value_dim, float *read) {
+                         const float *decay, int64_t each, float beta, int64_t key_dim, int64_t value_dim,
+                         float *read) {
     int64_t i = 0;
     for (; i + AT_ONCE * LANES <= value_dim; i += AT_ONCE * LANES)
-        recur_columns(before + i, state + i, q, k, v + i, decay, beta, key_dim, value_dim, AT_ONCE, read + i);
+        recur_columns(before + i, state + i, q, k, v + i, decay, each, beta, key_dim, value_dim, AT_ONCE, read + i);
     for (; i < value_dim; i += LANES)
-        recur_columns(before + i, state + i, q, k, v + i, decay, beta, key_dim, value_dim, 1, read + i);
+        recur_columns(before + i, state + i, q, k, v + i, decay, each, beta, key_dim, value_dim, 1, read + i);
 }
 
 /* The norm of what was read, behind its gate. */
@@ -145,9 +148,9 @@ static void read_token(const struct part *part, int64_t token, const float *befo
     scale_to(k, keys, 1);
     for (int64_t i = 0; i < op->group; i++) {
         int64_t head = part->head * op->group + i;
-        float beta = 1 / (1 + expf(-widen(b[i])));
-        recur(before + i * keys * values, states + i * keys * values, q, k, k + keys + i * values,
-              decay_of(op, head, widen(a[i])), beta, keys, values, part->read);
+        float beta = 1 / (1 + expf(-widen(b[i]))), decay = decay_of(op, head, widen(a[i]));
+        recur(before + i * keys * values, states + i * keys * values, q, k, k + keys + i * values, &decay, 0, beta,
+              keys, values, part->read);
         write_gated(op, part->read, gates + i * values, op->out + token * op->out_stride + head * values);
     }
 }
@@ -188,5 +191,74 @@ void delta_net(const void *arguments, const struct step *step, struct worker *wo
     for (int64_t task; (task = take_task(worker)) < step->num_rows * op->key_heads;) {
         const struct part part = set_up(op, task % op->key_heads, worker);
         read_row(&part, step, task / op->key_heads);
+    }
+}
+
+/* A value head of one row. */
+struct ruled {
+    const struct delta_rule *op;
+    int64_t head;
+    float *q, *k, *v, *decay, *read;
+};
+
+static float *ruled_state(const struct ruled *ruled, int64_t slot) {
+    const struct delta_rule *op = ruled->op;
+    return op->states + (slot * op->heads + ruled->head) * op->key_dim * op->value_dim;
+}
+
+CLONES static void widen_all(const bf16 *from, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i++) to[i] = widen(from[i]);
+}
+
+static void rule_token(const struct ruled *ruled, int64_t token, const float *before, float *state) {
+    const struct delta_rule *op = ruled->op;
+    int64_t keys = op->key_dim, values = op->value_dim, head = ruled->head, of_keys = op->heads / op->group * keys;
+    const bf16 *x = op->x + token * op->x_stride, *a = op->a + token * op->a_stride + head * op->decays;
+    widen_all(x + head / op->group * keys, keys, ruled->q);
+    widen_all(x + of_keys + head / op->group * keys, keys, ruled->k);
+    widen_all(x + 2 * of_keys + head * values, values, ruled->v);
+    scale_to(ruled->q, keys, 1.0f / sqrtf((float)keys));
+    scale_to(ruled->k, keys, 1);
+    float rate = expf(op->a_log[head]);
+    for (int64_t i = 0; i < op->decays; i++) {
+        float raw = widen(a[i]) + op->dt_bias[head * op->decays + i], softplus = raw > 20 ? raw : log1pf(expf(raw));
+        ruled->decay[i] = expf(-rate * softplus);
+    }
+    float beta = (float)op->most / (1 + expf(-widen(op->b[token * op->b_stride + head])));
+    recur(before, state, ruled->q, ruled->k, ruled->v, ruled->decay, op->decays > 1, beta, keys, values, ruled->read);
+    bf16 *out = op->out + token * op->out_stride + head * values;
+    for (int64_t i = 0; i < values; i++) out[i] = narrow(ruled->read[i]);
+}
+
+static void rule_row(const struct ruled *ruled, const struct step *step, int64_t row) {
+    const struct delta_rule *op = ruled->op;
+    int64_t first = step->query_starts[row], past = step->query_starts[row + 1];
+    if (first == past) return;
+    float *before = ruled_state(ruled, step->state_slots[row]);
+    if (step->seq_lens[row] == past - first && slot_after(step, row, first) >= 0)
+        memset(before, 0, op->key_dim * op->value_dim * sizeof(float));
+    for (int64_t token = first; token < past; token++) {
+        int64_t after = slot_after(step, row, token);
+        if (after < 0) {
+            memset(op->out + token * op->out_stride + ruled->head * op->value_dim, 0, op->value_dim * sizeof(bf16));
+            continue;
+        }
+        float *state = ruled_state(ruled, after);
+        rule_token(ruled, token, before, state);
+        before = state;
+    }
+}
+
+/* Tasks: value heads of rows. */
+void delta_rule(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct delta_rule *op = arguments;
+    struct ruled ruled = {.op = op, .q = (float *)worker->scratch};
+    ruled.k = ruled.q + op->key_dim;
+    ruled.decay = ruled.k + op->key_dim;
+    ruled.v = ruled.decay + op->key_dim;
+    ruled.read = ruled.v + op->value_dim;
+    for (int64_t task; (task = take_task(worker)) < step->num_rows * op->heads;) {
+        ruled.head = task % op->heads;
+        rule_row(&ruled, step, task / op->heads);
     }
 }

@@ -326,10 +326,12 @@ void gated(const void *arguments, const struct step *step, struct worker *worker
                  op->out + row * op->out_stride);
 }
 
-CLONES static void gate_head(const bf16 *x, const bf16 *gates, bf16 *out, int64_t dim) {
+CLONES static void gate_head(const bf16 *x, const bf16 *gates, int is_of_head, bf16 *out, int64_t dim) {
+    float whole = is_of_head ? 1 / (1 + expf(-widen(gates[0]))) : 0;
     FOR_PARTS(i, width, dim, {
         struct both v = load_both(x + i, width);
-        if (gates) {
+        if (is_of_head) v.even *= whole, v.odd *= whole;
+        else if (gates) {
             struct both by = load_both(gates + i, width);
             v = times(v, (struct both){sigmoid_of(by.even), sigmoid_of(by.odd)});
         }
@@ -343,6 +345,6 @@ void gate_heads(const void *arguments, const struct step *step, struct worker *w
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;)
         for (int64_t head = 0; head < op->heads; head++)
             gate_head(op->x + token * op->x_stride + head * op->x_step,
-                      op->gate ? op->gate + token * op->gate_stride + head * op->gate_step : NULL,
+                      op->gate ? op->gate + token * op->gate_stride + head * op->gate_step : NULL, op->is_of_head,
                       op->out + token * op->out_stride + head * op->dim, op->dim);
 }

@@ -11,7 +11,10 @@ _MAX_WINDOW = 1 << 18
 
 
 def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """`x * sigmoid(gate)`, the heads of a token one after the other. # 2 x [T, heads, dim] -> [T, heads, dim]"""
+    """`x * sigmoid(gate)`, the heads of a token one after the other; `gate` may be [T, heads], those of whole heads.
+
+    # 2 x [T, heads, dim] -> [T, heads, dim]
+    """
     runtime = current()
     num_tokens, heads, dim = x.shape
     out = runtime.rows(num_tokens, heads * dim)
@@ -26,6 +29,7 @@ def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         out.stride(0),
         heads,
         dim,
+        gate is not None and gate.dim() == 2,
     )
     runtime.run(arguments, Step(num_tokens=num_tokens), (x, gate, out))
     return out.view(num_tokens, heads, dim)
@@ -86,4 +90,54 @@ def delta_net(
         conv.shape[-1],
     )
     runtime.run(arguments, step, (x, ba, conv, a_log, dt_bias, weight, inputs, states, out))
+    return out
+
+
+def rules(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor) -> bool:
+    """Whether the operators compute a delta rule of these. See `delta_rule`."""
+    _, _, key_dim, value_dim = states.shape
+    is_sized = value_dim % 16 == 0 and key_dim + value_dim <= _MAX_WINDOW
+    return runs(x, a, b) and states.dtype is torch.float32 and is_sized
+
+
+def delta_rule(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    step: Step,
+    *,
+    key_heads: int,
+    most: float,
+) -> torch.Tensor:
+    """Each row's tokens through its state, which is brought up to date; returns what is read.
+
+    # x [T, key_heads * 2 * key_dim + heads * value_dim], a [T, heads * decays], b [T, heads], a_log [heads] and
+    # dt_bias [heads * decays] float32, states [slots, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]
+    """
+    runtime = current()
+    _, heads, key_dim, value_dim = states.shape
+    out = runtime.rows(len(x), heads * value_dim)
+    arguments = structures.DeltaRule(
+        x.data_ptr(),
+        x.stride(0),
+        a.data_ptr(),
+        a.stride(0),
+        b.data_ptr(),
+        b.stride(0),
+        a_log.data_ptr(),
+        dt_bias.data_ptr(),
+        states.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        heads,
+        heads // key_heads,
+        key_dim,
+        value_dim,
+        len(dt_bias) // heads,
+        most,
+    )
+    runtime.run(arguments, step, (x, a, b, a_log, dt_bias, states, out))
     return out

@@ -20,6 +20,7 @@ operator *const operators[OPERATORS] = {
     [CODED_GROUPED_LINEAR] = coded_grouped_linear, [TAKE_DRAFTS] = take_drafts,
     [ACCEPT_DRAFTS] = accept_drafts, [POSITION_SCALES] = position_scales,
     [SHORT_CONV] = short_conv, [STATE_SPACE] = state_space, [GROUP_NORM] = group_norm, [SCALE_ROWS] = scale_rows,
+    [DELTA_RULE] = delta_rule, [SELECTIVE_SCAN] = selective_scan,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -68,6 +69,8 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [STATE_SPACE] = sizeof(struct state_space),
     [GROUP_NORM] = sizeof(struct group_norm),
     [SCALE_ROWS] = sizeof(struct scale_rows),
+    [DELTA_RULE] = sizeof(struct delta_rule),
+    [SELECTIVE_SCAN] = sizeof(struct selective_scan),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

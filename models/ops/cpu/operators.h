@@ -30,6 +30,7 @@ enum {
     CODED_LINEAR, EXPAND_CODES, CODED_PACK, CODED_GROUPED_LINEAR,
     TAKE_DRAFTS, ACCEPT_DRAFTS, POSITION_SCALES,
     SHORT_CONV, STATE_SPACE, GROUP_NORM, SCALE_ROWS,
+    DELTA_RULE, SELECTIVE_SCAN,
     OPERATORS
 };
 
@@ -219,6 +220,7 @@ struct gate_heads {
     bf16 *out; /* [tokens, heads, dim] */
     int64_t out_stride;
     int64_t heads, dim;
+    int64_t is_of_head; /* whether a gate is that of a whole head: [tokens, heads] */
 };
 
 /* A gated delta net between its projections. */
@@ -522,6 +524,41 @@ struct state_space {
     double least, most; /* what time steps are clamped to */
 };
 
+/* The delta rule alone: what each query reads of a state that fades and moves towards each token's value under its key.
+ * Queries and keys get unit length. */
+struct delta_rule {
+    const bf16 *x; /* [tokens, 2 * key_heads * key_dim + heads * value_dim]: all queries, all keys, all values */
+    int64_t x_stride;
+    const bf16 *a; /* [tokens, heads, decays]: the inputs of decays */
+    int64_t a_stride;
+    const bf16 *b; /* [tokens, heads]: the inputs of beta */
+    int64_t b_stride;
+    const float *a_log;   /* [heads] */
+    const float *dt_bias; /* [heads, decays] */
+    float *states;        /* [slots, heads, key_dim, value_dim] */
+    bf16 *out;            /* [tokens, heads, value_dim] */
+    int64_t out_stride;
+    int64_t heads, group, key_dim, value_dim; /* value heads, and those of a key head */
+    int64_t decays;                           /* of a head: 1, or one for each dimension of its key */
+    double most;                              /* what beta is at most, above 0 */
+};
+
+/* The selective state space of Mamba (Gu and Dao, 2023), in which each channel has a state and decays of its own. */
+struct selective_scan {
+    const bf16 *x; /* [tokens, channels] */
+    int64_t x_stride;
+    const bf16 *dt; /* [tokens, channels] */
+    int64_t dt_stride;
+    const bf16 *b, *c; /* [tokens, state]: keys, queries */
+    int64_t b_stride, c_stride;
+    const float *a_log;       /* [state, channels] */
+    const float *d, *dt_bias; /* [channels] */
+    float *states;            /* [slots, state, channels] */
+    bf16 *out;                /* [tokens, channels] */
+    int64_t out_stride;
+    int64_t channels, state;
+};
+
 /* x times SiLU of the gate; with a weight, a root-mean-square norm of each group after it or before it. */
 struct group_norm {
     const bf16 *x; /* [tokens, groups * size] */
@@ -550,6 +587,7 @@ struct scale_rows {
 
 operator read_limit, product_limit;
 operator short_conv, state_space, group_norm, scale_rows;
+operator delta_rule, selective_scan;
 operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
 operator greedy_head, greedy_choice, take_drafts, accept_drafts;

@@ -297,3 +297,56 @@ void scale_rows(const void *arguments, const struct step *step, struct worker *w
         scale_row(op, op->x + row * op->x_stride, op->added ? op->added + row * op->added_stride : NULL,
                 op->out + row * op->out_stride);
 }
+
+/* log(1 + e^x) within 2e-7 of it: of e^-|x|, by the series of the inverse hyperbolic tangent of u / (2 + u). */
+INLINE vector softplus_of(vector x) {
+    vector u = exp_of(-larger(x, -x)), s = u * reciprocal_of(2.0f + u), square = s * s, sum = all(1.0f / 15);
+    for (int odd = 13; odd > 0; odd -= 2) sum = sum * square + 1.0f / odd;
+    return larger(x, all(0)) + 2.0f * s * sum;
+}
+
+/* 16 channels or fewer of a span: their states [state, LANES] lie in `room`, and their decays after them. */
+CLONES static void scan_channels(const struct selective_scan *op, const struct span *span, int64_t channel,
+                                 int64_t width, float *room) {
+    float *rates = room + op->state * LANES, some[LANES] = {0}, bias[LANES] = {0}, skip[LANES] = {0};
+    int64_t of_slot = op->state * op->channels;
+    for (int64_t key = 0; key < op->state; key++) {
+        memcpy(some, op->a_log + key * op->channels + channel, width * sizeof(float));
+        store(rates + key * LANES, -exp_of(load(some)));
+        memset(some, 0, sizeof some);
+        if (span->before >= 0)
+            memcpy(some, op->states + span->before * of_slot + key * op->channels + channel, width * sizeof(float));
+        store(room + key * LANES, load(some));
+    }
+    memcpy(bias, op->dt_bias + channel, width * sizeof(float));
+    memcpy(skip, op->d + channel, width * sizeof(float));
+    for (int64_t token = span->first; token < span->past; token++) {
+        vector x = load_some(op->x + token * op->x_stride + channel, width), sum = load(skip) * x;
+        vector dt = softplus_of(load_some(op->dt + token * op->dt_stride + channel, width) + load(bias));
+        const bf16 *b = op->b + token * op->b_stride, *c = op->c + token * op->c_stride;
+        x *= dt;
+        for (int64_t key = 0; key < op->state; key++) {
+            vector now = load(room + key * LANES) * exp_of(dt * load(rates + key * LANES)) + x * widen(b[key]);
+            store(room + key * LANES, now);
+            sum += now * widen(c[key]);
+        }
+        store_some(op->out + token * op->out_stride + channel, sum, width);
+    }
+    for (int64_t key = 0; key < op->state; key++)
+        memcpy(op->states + span->after * of_slot + key * op->channels + channel, room + key * LANES,
+               width * sizeof(float));
+}
+
+/* Tasks: parts of the channels of rows. */
+void selective_scan(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct selective_scan *op = arguments;
+    int64_t shares = parts(op->channels, CHANNELS);
+    for (int64_t task; (task = take_task(worker)) < step->num_rows * shares;) {
+        int64_t row = task / shares, first = task % shares * CHANNELS, past = min64(op->channels, first + CHANNELS);
+        int64_t token = step->query_starts[row], slot = step->state_slots[row];
+        clear_outputs(step, row, op->out + first, op->out_stride, past - first);
+        for (struct span span; next_span(step, row, token, slot, &span); token = span.past, slot = span.after)
+            for (int64_t channel = first; channel < past; channel += LANES)
+                scan_channels(op, &span, channel, min64(LANES, past - channel), (float *)worker->scratch);
+    }
+}

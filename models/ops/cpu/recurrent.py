@@ -107,6 +107,52 @@ def state_space(
     return out
 
 
+def scans(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor) -> bool:
+    """Whether the operators compute a selective scan of these. See `selective_scan`."""
+    return runs(x, dt, b, c) and states.dtype is torch.float32 and 32 * states.shape[1] <= _MAX_STATE
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    a_log: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    step: Step,
+) -> torch.Tensor:
+    """Each row's tokens through its state, which is brought up to date; returns what is read.
+
+    # x and dt [T, channels], b and c [T, N], a_log [N, channels], d and dt_bias [channels] float32,
+    # states [slots, N, channels] float32 -> [T, channels]
+    """
+    runtime = current()
+    _, size, channels = states.shape
+    out = runtime.rows(len(x), channels)
+    arguments = structures.SelectiveScan(
+        x.data_ptr(),
+        x.stride(0),
+        dt.data_ptr(),
+        dt.stride(0),
+        b.data_ptr(),
+        c.data_ptr(),
+        b.stride(0),
+        c.stride(0),
+        a_log.data_ptr(),
+        d.data_ptr(),
+        dt_bias.data_ptr(),
+        states.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        channels,
+        size,
+    )
+    runtime.run(arguments, step, (x, dt, b, c, a_log, d, dt_bias, states, out))
+    return out
+
+
 def gates(x: torch.Tensor, gate: torch.Tensor) -> bool:
     """Whether the operators compute a gated norm of these. See `gated_norm`."""
     return runs(x, gate) and x.shape[1] <= _MAX_GROUP

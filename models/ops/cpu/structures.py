@@ -192,7 +192,9 @@ class GateHeads(Arguments):
     """`struct gate_heads`."""
 
     kind = 16
-    _fields_: ClassVar = _declared("*x x_stride x_step *gate gate_stride gate_step *out out_stride heads dim")
+    _fields_: ClassVar = _declared(
+        "*x x_stride x_step *gate gate_stride gate_step *out out_stride heads dim is_of_head"
+    )
 
 
 class DeltaNet(Arguments):
@@ -329,6 +331,25 @@ class StateSpace(Arguments):
     _fields_: ClassVar = _declared(
         "*x x_stride *dt dt_stride *a_log *d *dt_bias *states *out out_stride heads dim groups state least:double "
         "most:double"
+    )
+
+
+class DeltaRule(Arguments):
+    """`struct delta_rule`."""
+
+    kind = 45
+    _fields_: ClassVar = _declared(
+        "*x x_stride *a a_stride *b b_stride *a_log *dt_bias *states *out out_stride heads group key_dim value_dim "
+        "decays most:double"
+    )
+
+
+class SelectiveScan(Arguments):
+    """`struct selective_scan`."""
+
+    kind = 46
+    _fields_: ClassVar = _declared(
+        "*x x_stride *dt dt_stride *b *c b_stride c_stride *a_log *d *dt_bias *states *out out_stride channels state"
     )
 
 

@@ -446,6 +446,14 @@ CONFIGS["state_space_span"] = (
     Row(("sm_90",), _latent_config(4, CHUNK=16, VALUES=32), {"keys": range(129)}),
     Row(("sm_90",), _latent_config(8, CHUNK=16, VALUES=32)),
 )
+CONFIGS["delta_rule"] = (
+    Row(_INTERPRETER, _latent_config(1, VALUES=16)),
+    Row(ALL, _latent_config(4, VALUES=32)),
+)
+CONFIGS["selective_scan"] = (
+    Row(_INTERPRETER, _latent_config(1, CHANNELS=32)),
+    Row(ALL, _latent_config(4, CHANNELS=128)),
+)
 CONFIGS["group_norm"] = (
     Row(_INTERPRETER, _latent_config(1, BLOCK=32)),
     Row(CDNA, _latent_config(4, BLOCK=2048)),

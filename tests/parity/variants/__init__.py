@@ -32,7 +32,9 @@ DERIVED = frozenset(
         *("GraniteForCausalLM", "GraniteMoeForCausalLM", "HunYuanMoEV1ForCausalLM", "NemotronForCausalLM"),
         *("Dots1ForCausalLM", "Gemma2ForCausalLM", "GemmaForCausalLM", "OlmoeForCausalLM"),
         *("Qwen2MoeForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
-        *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM"),
+        *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM"),
+        *("Lfm3ForCausalLM", "MiniMaxForCausalLM", "FalconMambaForCausalLM", "Glm4MoeLiteForCausalLM"),
+        *("OlmoHybridForCausalLM", "MambaForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
     }
 )

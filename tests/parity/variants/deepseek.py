@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2."""
+"""DeepSeek-V2, V3 and V3.2, and GLM's models of latents."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
 )
@@ -49,6 +51,7 @@ _V32 = Family(
     DeepseekV32ForCausalLM,
     {**_MLA, "index_n_heads": 16, "index_head_dim": 24, "index_topk": 16},
 )
+_LITE = Family(Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _MLA)
 _GLM5 = Family(
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
@@ -159,5 +162,31 @@ VARIANTS = [
         "more selected than a prompt, two layers share, groups of experts",
         _GLM5,
         {"index_topk": 64, "indexer_types": ["full", "shared", "shared"], "n_group": 2, "topk_group": 1},
+    ),
+    Variant("Glm4MoeLiteForCausalLM", "first layer dense, three of eight experts", _LITE, {}),
+    Variant(
+        "Glm4MoeLiteForCausalLM",
+        "two of four groups, biases, queries without a latent, wide values, tied",
+        _LITE,
+        {
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "q_lora_rank": None,
+            "v_head_dim": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Variant(
+        "Glm4MoeLiteForCausalLM",
+        "experts in all layers, rope in halves, weights not normalised, six heads",
+        _LITE,
+        {
+            "mlp_layer_types": ["sparse", "sparse"],
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+        },
     ),
 ]

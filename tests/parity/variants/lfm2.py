@@ -1,8 +1,15 @@
-"""LFM2, dense and of experts."""
+"""LFM2, dense and of experts, and LFM3."""
 
 from typing import Any
 
-from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
+)
 
 from tests.parity.checkpoints import Family
 from tests.parity.variants import Variant
@@ -20,6 +27,19 @@ _EXPERTS: dict[str, Any] = {
 }
 _DENSE = Family(Lfm2Config, Lfm2ForCausalLM, {**_SHAPE, "block_multiple_of": 16})
 _MOE = Family(Lfm2MoeConfig, Lfm2MoeForCausalLM, {**_SHAPE, **_EXPERTS})
+_LFM3 = Family(
+    Lfm3Config,
+    Lfm3ForCausalLM,
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+        "sliding_window": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    },
+)
 
 VARIANTS = [
     Variant("Lfm2ForCausalLM", "one layer in three attends, tied", _DENSE, {}),
@@ -71,6 +91,33 @@ VARIANTS = [
             "num_dense_layers": 0,
             "conv_L_cache": 4,
             "num_key_value_heads": 1,
+        },
+    ),
+    Variant("Lfm3ForCausalLM", "one layer in four windowed, gates, norms on both sides", _LFM3, {}),
+    Variant(
+        "Lfm3ForCausalLM",
+        "neither gates nor second norms, biases, narrow convolution, untied",
+        _LFM3,
+        {
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "conv_bias": True,
+            "attention_bias": True,
+            "conv_L_cache": 3,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Variant(
+        "Lfm3ForCausalLM",
+        "odd channels, three query heads a KV head, layers and ropes by default",
+        _LFM3,
+        {
+            "hidden_size": 54,
+            "num_attention_heads": 6,
+            "head_dim": 12,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "rope_parameters": None,
         },
     ),
 ]

@@ -99,7 +99,7 @@ def reference_norm(
     return normed if is_gated_first else normed * open_gate
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows of a step: their plan over a small pool of slots, and over the slots of a pool that may be large."""
 
     num_tokens: int
@@ -113,7 +113,7 @@ class _Rows(NamedTuple):
     large: DeltaPlan
 
     @classmethod
-    def made(cls, problems: Problems, size: int, *, with_drafts: bool) -> "_Rows":
+    def made(cls, problems: Problems, size: int, *, with_drafts: bool) -> "Rows":
         """`size`: elements of a slot."""
         rows, num_decodes = (_DRAFTS, 3) if with_drafts else (_ROWS, 2)
         counts, lengths = [count for count, _ in rows], [length for _, length in rows]
@@ -163,11 +163,11 @@ class ShortConvCase(Case):
         """See `Case`."""
         size = (self.taps - 1) * self.channels
         for with_drafts in (False, True)[: 1 + self.verifies_drafts]:
-            rows = _Rows.made(problems, size, with_drafts=with_drafts)
+            rows = Rows.made(problems, size, with_drafts=with_drafts)
             suffix = " that verifies drafts" if with_drafts else ""
             yield from self._of_rows(problems, rows, f"a short convolution of {self.channels} channels{suffix}")
 
-    def _of_rows(self, problems: Problems, rows: _Rows, name: str) -> Iterator[Finding]:
+    def _of_rows(self, problems: Problems, rows: Rows, name: str) -> Iterator[Finding]:
         # The parts of one product.
         product = problems.normal(rows.num_tokens, self.row or 3 * self.channels, dtype=self.dtype)
         x, gates = product[:, self.first : self.first + self.channels], None
@@ -205,8 +205,10 @@ class Mamba2Case(Case):
     groups: int
     state: int
     taps: int
+    """Of the convolution; 0: there is none."""
     has_bias: bool
     gate: str
+    """Where gates are, as `models.layers.mamba2.Gate` says; "none": there are neither gates nor a norm."""
     eps: float
     limits: tuple[float, float]
     dtype: torch.dtype
@@ -227,15 +229,16 @@ class Mamba2Case(Case):
             first=inner,
             verifies_drafts=self.verifies_drafts,
         )
-        yield from convolution.compare(problems)
+        if self.taps:
+            yield from convolution.compare(problems)
         size = self.heads * self.state * self.dim
         for with_drafts in (False, True)[: 1 + self.verifies_drafts]:
-            rows = _Rows.made(problems, size, with_drafts=with_drafts)
+            rows = Rows.made(problems, size, with_drafts=with_drafts)
             suffix = " that verifies drafts" if with_drafts else ""
             name = f"a state space of {self.heads} heads of {self.state}x{self.dim}{suffix}"
             yield from self._of_rows(problems, rows, name)
 
-    def _of_rows(self, problems: Problems, rows: _Rows, name: str) -> Iterator[Finding]:
+    def _of_rows(self, problems: Problems, rows: Rows, name: str) -> Iterator[Finding]:
         inner, wide = self.heads * self.dim, self.heads * self.dim + 2 * self.groups * self.state
         share = rounding_bound(self.dtype)
         x = problems.normal(rows.num_tokens, wide, dtype=self.dtype, scale=0.5)
@@ -254,6 +257,8 @@ class Mamba2Case(Case):
             yield Finding(f"{what} of {name}", relative_error(found[some], exact[some], bound[some]))
         largest = states.abs().amax((-2, -1), keepdim=True).expand(states.shape)
         yield Finding(f"states of {name}", relative_error(after, states, _ROUNDED * largest))
+        if self.gate == "none":
+            return
         weight = None if self.gate == "alone" else problems.near_one(inner, dtype=self.dtype)
         is_first = self.gate == "before the norm"
         normed = group_norm(read, gate, weight, groups, self.eps, is_gated_first=is_first)

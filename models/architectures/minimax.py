@@ -1,0 +1,182 @@
+"""MiniMax-Text-01 and M1: lightning attention, in some layers attention, experts, and residuals of normed inputs."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.hybrid import HybridForCausalLM, HybridModel
+from models.architectures.llama import DecoderBody, LlamaAttention
+from models.architectures.mixtral import MixtralForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
+from models.attention.context import between_graphs, get_forward_context
+from models.config.fields import Fields
+from models.layers.attention import Attention
+from models.layers.base import StateCacheSpec
+from models.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
+from models.layers.lora import OutputPart, Span
+from models.layers.mamba2 import StateSpaceWeights, state_space
+from models.layers.norm import HeadsRMSNorm, RMSNorm
+from models.ops.activation import activate, gate_heads
+from models.ops.types import SILU, StateCache
+from models.parallel.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
+
+_NORM_EPS = 1e-6
+"""Of the norm of what is read, whatever `rms_norm_eps` is."""
+
+
+class LightningAttention(nn.Module):
+    """Linear attention that fades by a constant of each head (Qin et al., 2024), a norm and a gate; sharded by head.
+
+    A state space of Mamba-2 computes it, with a group a head, no skips, and time steps of 1.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.layer_name = f"model.layers.{layer}.self_attn"
+        heads, dim, size = config.num_attention_heads, config.head_dim, config.hidden_size
+        local = parallel.share(heads, "num_attention_heads")
+        first, wide = parallel.rank * local, heads * dim
+        self.num_heads, self.head_dim = local, dim
+        # Each head of the checkpoint has its query, its key and its value; a state space reads them in this order.
+        spans = tuple(
+            Span(((first + head) * 3 + kind) * dim, dim, (row * local + head) * dim)
+            for row, kind in enumerate((2, 1, 0))
+            for head in range(local)
+        )
+        self.qkv_proj = PackedLinear(size, {None: OutputPart(3 * wide, spans)})
+        self.output_gate = ColumnParallelLinear(size, wide, parallel=parallel)
+        self.norm = HeadsRMSNorm(dim, first, local, heads, _NORM_EPS, parallel)
+        self.out_proj = RowParallelLinear(wide, size, parallel=parallel)
+        a_log = _log_slopes(heads, layer, config.num_hidden_layers)[first : first + local]
+        self.a_log: torch.Tensor
+        self.zeros: torch.Tensor
+        self.register_buffer("a_log", a_log, persistent=False)
+        self.register_buffer("zeros", torch.zeros(local, dtype=torch.float32), persistent=False)
+        self.cache_spec = StateCacheSpec(self.layer_name, ((local, dim, dim),), (torch.float32,))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> the same"""
+        read = between_graphs(self._remember, activate(self.qkv_proj(hidden), SILU))
+        normed, gate = self.norm(read), self.output_gate(hidden)
+        shape = len(hidden), self.num_heads, self.head_dim
+        gated = gate_heads(normed.view(shape), gate.view(shape))
+        return self.out_proj(gated.view(len(hidden), -1))  # type: ignore[no-any-return]
+
+    def _remember(self, qkv: torch.Tensor) -> torch.Tensor:
+        """# [tokens, values, keys and queries] -> [tokens, heads * head_dim]"""
+        context = get_forward_context()
+        cache = context.kv_cache_data[self.layer_name]
+        assert isinstance(cache, StateCache)
+        (states,) = cache.tensors
+        weights = StateSpaceWeights(self.a_log, self.zeros, self.zeros)
+        # Time steps of anything are 1 between these limits.
+        steps, limits = qkv[:, : self.num_heads], (1.0, 1.0)
+        metadata = context.attn_metadata
+        return state_space(qkv, steps, weights, states, metadata, groups=self.num_heads, limits=limits)
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The state space."""
+        from models.ops.triton.cases.state_space import Mamba2Case
+
+        del max_tokens
+        heads, dim = self.num_heads, self.head_dim
+        yield Mamba2Case(heads, dim, heads, dim, 0, False, "none", 0.0, (1.0, 1.0), dtype)
+
+
+def _log_slopes(heads: int, layer: int, num_layers: int) -> torch.Tensor:
+    """Logarithms of the decays of a layer's heads. # [heads] float32"""
+    slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, dtype=torch.float32))
+    factor: float = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
+    return slopes.log() + math.log(factor)
+
+
+class MiniMaxDecoderLayer(nn.Module):
+    """Attention and experts, each with a norm before it, and with factors of its output and of the normed input.
+
+    A norm is the same of a multiple, but for its epsilon: of `alpha * x + beta * y` it is that of
+    `x + beta / alpha * y` with its epsilon divided by the square of `alpha`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, *, is_linear: bool) -> None:
+        super().__init__()
+        mixer = LightningAttention if is_linear else LlamaAttention
+        self.is_linear = is_linear
+        self.self_attn: nn.Module = mixer(config, layer, parallel)
+        self.mlp = MixtralForCausalLM.feed_forward(config, layer, parallel)
+        alpha, self.attended = _factors(config.fields, "linear_attn" if is_linear else "full_attn")
+        before, self.fed_forward = _factors(config.fields, "mlp")
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps / (before**2 if layer else 1.0))
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps / alpha**2)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns two tensors, of which the next norm adds the first, times a factor, to the second.
+
+        # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
+        """
+        normed, _ = self.input_layernorm.add_norm(hidden, residual, self.fed_forward)
+        attended = self.self_attn(normed) if self.is_linear else self.self_attn(normed, cos, sin)
+        normed, _ = self.post_attention_layernorm.add_norm(attended, normed, self.attended)
+        return self.mlp(normed), normed
+
+
+def _factors(fields: Fields, part: str) -> tuple[float, float]:
+    """The factor of the residual, and that of what is added to it as a share of the first."""
+    alpha, beta = (fields.number(f"{part}_{name}_factor", 1.0) for name in ("alpha", "beta"))
+    return alpha, beta / alpha
+
+
+def _complete(fields: Fields) -> Fields:
+    """The kinds of layers, by their names here."""
+    kinds = fields.strings("layer_types")
+    if not kinds:
+        layers = range(fields.integer("num_hidden_layers"))
+        kinds = tuple("linear_attention" if layer % 2 else "full_attention" for layer in layers)
+    if fields.has("sliding_window"):  # Of every layer that attends.
+        kinds = tuple("sliding_attention" if kind == "full_attention" else kind for kind in kinds)
+    return Fields({**fields.values, "layer_types": list(kinds)}, fields.where)
+
+
+def _unread(fields: Fields) -> tuple[str, ...]:
+    """Buffers that follow from the configuration."""
+    names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    layers = range(fields.integer("num_hidden_layers"))
+    return tuple(f"model.layers.{layer}.self_attn.{name}" for layer in layers for name in names)
+
+
+@architecture(
+    "MiniMaxForCausalLM",
+    ConfigFacts(
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        complete=_complete,
+        layer_kinds=frozenset({"linear_attention"}),
+        unread=_unread,
+    ),
+)
+class MiniMaxForCausalLM(HybridForCausalLM):
+    """MiniMax-Text-01 with its language-model head."""
+
+    checkpoint_modules: ClassVar[dict[str, str]] = {"mlp": "block_sparse_moe", "final_norm": "norm"}
+    caching: ClassVar[tuple[type[nn.Module], ...]] = (Attention, LightningAttention)
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        if config.activation != "silu":
+            raise config.fields.invalid("hidden_act", '"silu"')
+        kinds = config.fields.strings("layer_types")
+
+        def decoder_layer(layer: int) -> nn.Module:
+            return MiniMaxDecoderLayer(config, layer, parallel, is_linear=kinds[layer] == "linear_attention")
+
+        alpha, beta = _factors(config.fields, "mlp")
+        model = HybridModel(config, decoder_layer, parallel, residual_multiplier=beta)
+        model.final_norm.eps /= alpha**2
+        return model

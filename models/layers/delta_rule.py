@@ -1,0 +1,200 @@
+"""`DeltaMixer`: the delta rule over projections that lie apart, the recurrent layer of Kimi Linear and OLMo Hybrid."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.attention.backend import AttentionMetaData
+from models.attention.context import between_graphs, get_forward_context
+from models.attention.gpu import TritonMetaData
+from models.layers.base import StateCacheSpec
+from models.layers.linear import PackedLinear, RowParallelLinear
+from models.layers.lora import OutputPart, Span
+from models.layers.parameter import WeightPart, empty_parameter, require_shape
+from models.layers.recurrent import ShortConvolution, plan_of, row_spans, single_tokens
+from models.ops import triton
+from models.ops.cpu import gated_delta as ops
+from models.ops.gated_delta_rule import delta_rule_span, delta_rule_step
+from models.ops.types import StateCache
+from models.parallel.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
+
+_LENGTH_EPS = 1e-6
+"""Of the lengths of queries and keys."""
+
+
+class DeltaShape(NamedTuple):
+    """Sizes of a layer, those of all ranks together."""
+
+    hidden_size: int
+    key_heads: int
+    heads: int
+    """Value heads, of which each key head serves equally many consecutive ones."""
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    decays: int
+    """Of a value head: 1, or one for each dimension of its key."""
+    most: float
+    """What the share by which a state moves is at most."""
+
+
+class DeltaMixer(nn.Module):
+    """Short causal convolution and delta rule (Yang et al., 2025; Kimi Linear, 2025); sharded by head.
+
+    A subclass says what decays and shares are made of, and what follows the rule.
+    """
+
+    def __init__(self, layer_name: str, shape: DeltaShape, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.layer_name, self.shape, self.parallel = layer_name, shape, parallel
+        self.key_heads = parallel.share(shape.key_heads, "linear_num_key_heads")
+        self.heads = parallel.share(shape.heads, "linear_num_value_heads")
+        sizes = {"q": shape.key_heads * shape.key_dim, "k": shape.key_heads * shape.key_dim}
+        sizes["v"] = shape.heads * shape.value_dim
+        parts: dict[str | int | None, OutputPart] = {}
+        row = 0
+        for kind, whole in sizes.items():
+            local = whole // parallel.size
+            parts[kind] = OutputPart(whole, (Span(parallel.rank * local, local, row),))
+            row += local
+        self.qkv_proj = PackedLinear(shape.hidden_size, parts)
+        self.conv1d = _ApartConvolution(parts, shape.kernel_size)
+        self.o_proj = RowParallelLinear(sizes["v"], shape.hidden_size, parallel=parallel)
+        # In float32: they are few, and the exponents of every later token.
+        self.A_log, self.dt_bias = (
+            empty_parameter(self.heads * each, weight_loader=self._load_heads, dtype=torch.float32)
+            for each in (1, shape.decays)
+        )
+        self.cache_spec = StateCacheSpec(
+            layer_name,
+            (self.conv1d.state_shape, (self.heads, shape.key_dim, shape.value_dim)),
+            (None, torch.float32),
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> the same"""
+        a, b, gate = self.gates(hidden)
+        read = between_graphs(self._remember, self.qkv_proj(hidden), a, b)
+        return self.o_proj(self.gated(read, gate))  # type: ignore[no-any-return]
+
+    def _remember(self, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """# [tokens, queries, keys and values], [tokens, heads * decays], [tokens, heads] -> [tokens, heads *
+        value_dim]
+        """
+        context = get_forward_context()
+        metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
+        assert isinstance(cache, StateCache)
+        inputs, states = cache.tensors
+        return self._read(self.conv1d(qkv, inputs, metadata), a, b, states, metadata)
+
+    def gates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What decays and shares are made of, and the output's gate.
+
+        # [tokens, hidden_size] -> [tokens, heads * decays], [tokens, heads], [tokens, heads * value_dim]
+        """
+        raise NotImplementedError
+
+    def gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """The norm of what heads read, and its gate. # 2 x [tokens, heads * value_dim] -> the same"""
+        raise NotImplementedError
+
+    def _read(
+        self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        most = self.shape.most
+        if metadata.step is not None and ops.rules(x, a, b, states):
+            return ops.delta_rule(
+                x, a, b, self.A_log, self.dt_bias, states, metadata.step, key_heads=self.key_heads, most=most
+            )
+        if isinstance(metadata, TritonMetaData) and triton.runs(x, a, b, states, operator="recurrent"):
+            import models.ops.triton.token_scans as kernels
+
+            return kernels.delta_rule(
+                x, a, b, self.A_log, self.dt_bias, states, plan_of(metadata), key_heads=self.key_heads, most=most
+            )
+        return self._read_by_torch(x, a, b, states, metadata)
+
+    def _read_by_torch(
+        self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """Decodes together, then prefills one by one."""
+        q, k, v = delta_inputs(x, self.key_heads, self.heads, self.shape.key_dim)
+        decay, beta = delta_gates(a, b, self.A_log, self.dt_bias, self.shape.most)
+        read = torch.zeros_like(v)
+        for tokens, before, after in single_tokens(metadata):
+            state = states[before]
+            read[tokens] = delta_rule_step(q[tokens], k[tokens], v[tokens], decay[tokens], beta[tokens], state)
+            states[after] = state
+        for slot, span, is_first in row_spans(metadata):
+            if is_first:
+                states[slot] = 0
+            qs, ks, vs, decays, shares = (part[span].transpose(0, 1) for part in (q, k, v, decay, beta))
+            read[span] = delta_rule_span(qs, ks, vs, decays, shares, states[slot]).transpose(0, 1)
+        return read.flatten(1).to(x.dtype)
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The convolution and the rule."""
+        from models.ops.triton.cases.state_space import ShortConvCase
+        from models.ops.triton.cases.token_scans import DeltaRuleCase
+
+        del max_tokens
+        taps, channels = self.conv1d.weight.shape
+        yield ShortConvCase(channels, taps, has_bias=False, dtype=dtype, is_gated=False, row=channels)
+        shape = self.shape
+        yield DeltaRuleCase(
+            self.key_heads, self.heads, shape.key_dim, shape.value_dim, shape.decays, shape.most, dtype
+        )
+
+    def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
+        loaded = loaded.flatten()
+        require_shape(loaded, (len(parameter) * self.parallel.size,))
+        parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
+
+
+def delta_inputs(
+    x: torch.Tensor, key_heads: int, heads: int, key_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys of unit length, one a value head, and values. # [T, all] -> 3 x [T, heads, dim] float32"""
+    keys = key_heads * key_dim
+    q, k, v = torch.split(x.float(), [keys, keys, x.shape[1] - 2 * keys], dim=1)
+    q, k = (
+        part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _LENGTH_EPS)
+        for part in (each.view(len(x), key_heads, key_dim).repeat_interleave(heads // key_heads, 1) for each in (q, k))
+    )
+    return q * key_dim**-0.5, k, v.view(len(x), heads, -1)
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, most: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logarithms of decays, and shares. # -> [T, heads] or [T, heads, key_dim], [T, heads], float32"""
+    decay = F.softplus(a.float() + dt_bias)
+    if len(dt_bias) > len(a_log):
+        decay = decay.view(len(a), len(a_log), -1)
+    rates = a_log.exp() if decay.dim() == 2 else a_log.exp()[:, None]
+    return -rates * decay, most * b.float().sigmoid()
+
+
+class _ApartConvolution(ShortConvolution):
+    """A short convolution of which checkpoints have the parts for queries, keys and values apart."""
+
+    def __init__(self, parts: dict[str | int | None, OutputPart], taps: int) -> None:
+        channels = sum(span.local for part in parts.values() for span in part.spans)
+        super().__init__(channels, taps, (), 0, bias=False, has_silu=True)
+        self.parts = parts
+        self.weight = empty_parameter(
+            taps, channels, weight_loader=self._load_part, sources=({f"{kind}_conv1d.weight": kind for kind in "qkv"},)
+        )
+
+    def _load_part(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
+        assert isinstance(part, str)
+        each = self.parts[part]
+        require_shape(loaded, (each.whole, 1, len(parameter)))
+        for first, local, row in each.spans:
+            parameter.data[:, row : row + local] = loaded[first : first + local, 0].T

@@ -1,0 +1,45 @@
+"""The selective state space of Mamba (Gu and Dao, 2023), token by token.
+
+Each channel has a state of a few numbers, which first decay by `exp(dt * a)`, each by its own, and then gain `dt * x`
+under the key B; C reads them afterwards, and `d * x` is added. Computed in float32; the state is left in place.
+"""
+
+import torch
+
+
+def selective_scan_step(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """One token of each of B sequences; `state` is brought up to date. Returns what is read.
+
+    # x and dt [B, channels], b and c [B, N], a [N, channels], d [channels], state [B, N, channels] -> [B, channels]
+    """
+    state *= (dt[:, None] * a).exp()
+    state += b[..., None] * (dt * x)[:, None]
+    return (c[..., None] * state).sum(1) + d * x
+
+
+def selective_scan_span(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Consecutive tokens of one sequence; `state` is brought up to date. Returns what is read.
+
+    # x and dt [T, channels], b and c [T, N], a [N, channels], d [channels], state [N, channels] -> [T, channels]
+    """
+    read = torch.empty_like(x)
+    for token in range(len(x)):
+        at = slice(token, token + 1)
+        read[at] = selective_scan_step(x[at], b[at], c[at], dt[at], a, d, state[None])
+    return read
