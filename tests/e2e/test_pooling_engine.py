@@ -53,8 +53,10 @@ def assert_close(found: list[list[float]], expected: list[list[float]], toleranc
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"async_scheduling": "on", "num_speculative_tokens": 3}],
-    ids=["step by step", "ahead, with drafts"],
+    [
+        pytest.param({}, id="step by step", marks=pytest.mark.slow),
+        pytest.param({"async_scheduling": "on", "num_speculative_tokens": 3}, id="ahead, with drafts"),
+    ],
 )
 def test_texts_are_embedded_next_to_generation(checkpoint: Path, settings: dict[str, Any]) -> None:
     with engine_of(checkpoint, task=("generate", "embed"), **settings) as engine:

@@ -46,7 +46,17 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_sources_are_c_for_arm_too() -> None:
+    """Checked without code being made, which takes a quarter of a minute."""
+    sources = map(str, sorted(SOURCES.glob("*.c")))
+    checked = subprocess.run(
+        [COMPILER, *FLAGS, "-fsyntax-only", *sources], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 20])
 def test_operators_on_arm_compute_what_their_references_do(rounds: int, driver: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "tests.parity.emulated_operators", driver, str(rounds)],
@@ -59,6 +69,7 @@ def test_operators_on_arm_compute_what_their_references_do(rounds: int, driver: 
     assert run.stdout.endswith("ran portable neon neon_bf16\n")
 
 
+@pytest.mark.slow
 def test_a_processor_runs_the_paths_that_it_has_instructions_for(driver: Path) -> None:
     """A Cortex-A72 has no products of bytes, a Neoverse N1 none of bfloat16."""
     script = (

@@ -123,7 +123,10 @@ def runner(checkpoint: Path, **fields: object) -> ModelRunner:
 
 
 @first_of_each(VARIANTS, without=DERIVED)
-@pytest.mark.parametrize("by", [pytest.param("operators", marks=needs_operators), "torch"])
+# By torch alone test_architectures compares them too.
+@pytest.mark.parametrize(
+    "by", [pytest.param("operators", marks=needs_operators), pytest.param("torch", marks=pytest.mark.slow)]
+)
 def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, by: str) -> None:
     exact = Reference(checkpoint)
     theirs = errors_by_token(exact, Reference(checkpoint, dtype=torch.bfloat16))

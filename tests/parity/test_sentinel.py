@@ -121,7 +121,8 @@ def triton_backend(triton_kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 @requires_interpreter
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
-    ("kernel", "operator"), [("attention_decode_kernel", "attention"), ("moe_gemm_kernel", "moe")]
+    ("kernel", "operator"),
+    [("attention_decode_kernel", "attention"), pytest.param("moe_gemm_kernel", "moe", marks=pytest.mark.slow)],
 )
 def test_a_spoiled_kernel_is_left_to_torch(
     kernel: str, operator: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +137,7 @@ def test_a_spoiled_kernel_is_left_to_torch(
     assert runner.sentinel_counts()[1] == mismatches, "the spoiled kernel computes no further step"
 
 
+@pytest.mark.slow
 @requires_interpreter
 @pytest.mark.usefixtures("triton_backend")
 def test_a_spoiled_product_of_quantised_weights_is_found_and_weights_become_dense(
