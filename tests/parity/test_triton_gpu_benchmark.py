@@ -31,7 +31,11 @@ def bench() -> Bench:
 
 
 @requires_interpreter
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "engine"])
+@pytest.mark.parametrize(
+    "name",
+    # The gap between steps is that of a whole model.
+    [pytest.param(name, marks=pytest.mark.slow if name == "gap" else ()) for name in BY_NAME if name != "engine"],
+)
 def test_the_first_case_of_each_part_runs(name: str, bench: Bench) -> None:
     values = next(iter(BY_NAME[name].cases(bench))).run()
     assert any(isinstance(value, float) and value > 0 for value in values.values())
