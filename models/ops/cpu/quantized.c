@@ -21,10 +21,30 @@ static int64_t staged_rows(int64_t blocks) {
     return max64(LANES, min64(STAGED_ROWS, STAGED_VALUES / (blocks * BLOCK)) & -(int64_t)TWO_TILES);
 }
 
-INLINE uint32_t largest_of(bits v) {
-    uint32_t largest = 0;
-    for (int lane = 0; lane < LANES; lane++) largest = v[lane] > largest ? v[lane] : largest;
-    return largest;
+typedef int32_t eight __attribute__((vector_size(LANES * 2)));
+typedef int32_t four __attribute__((vector_size(LANES)));
+
+INLINE int32_t larger_of(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* Halves, then halves of these: the order of integers does not matter. */
+INLINE int32_t largest_of(integers v) {
+    eight halves_of[2];
+    four quarters[2];
+    memcpy(halves_of, &v, sizeof v);
+    eight is_first = halves_of[0] > halves_of[1], largest = (halves_of[0] & is_first) | (halves_of[1] & ~is_first);
+    memcpy(quarters, &largest, sizeof quarters);
+    four first = quarters[0] > quarters[1], last = (quarters[0] & first) | (quarters[1] & ~first);
+    return larger_of(larger_of(last[0], last[2]), larger_of(last[1], last[3]));
+}
+
+INLINE int32_t total_of(integers v) {
+    eight halves_of[2];
+    four quarters[2];
+    memcpy(halves_of, &v, sizeof v);
+    halves_of[0] += halves_of[1];
+    memcpy(quarters, halves_of, sizeof quarters);
+    four last = quarters[0] + quarters[1];
+    return (last[0] + last[2]) + (last[1] + last[3]);
 }
 
 /* A block of a row, rounded to the nearest of 255 values; its scale. What is not finite makes it NaN. */
@@ -41,7 +61,7 @@ INLINE float stage_block(int8_t *to, int32_t *totals, const bf16 *x, int64_t cou
     union {
         uint32_t bits;
         float value;
-    } most = {largest_of(largest)};
+    } most = {(uint32_t)largest_of((integers)largest)};
     int is_finite = most.bits < 0x7f800000;
     float inverse = is_finite && most.value > 1e-30f ? LARGEST / most.value : 0;
     for (int step = 0; step < STEPS; step++) {
@@ -53,9 +73,7 @@ INLINE float stage_block(int8_t *to, int32_t *totals, const bf16 *x, int64_t cou
             bytes narrowed = __builtin_convertvector(whole, bytes);
             memcpy(to + step * BYTES_OF_TILE + i * LANES, &narrowed, sizeof narrowed);
         }
-        int32_t sum = 0;
-        for (int lane = 0; lane < LANES; lane++) sum += total[lane];
-        totals[step * LANES] = sum;
+        totals[step * LANES] = total_of(total);
     }
     return is_finite ? most.value / LARGEST : __builtin_nanf("");
 }
@@ -163,6 +181,7 @@ static void multiply_panels(const struct linear *op, int64_t bits, struct place 
             stage_row(at->bench, row, op->x + token * op->x_stride, op->in_features);
         }
     at->first_row = first;
+    prepare_rows(at->isa, count);
     for (; panel < past; panel++) multiply_panel(op, bits, at, count, panel * PANEL);
 }
 

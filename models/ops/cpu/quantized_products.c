@@ -3,7 +3,7 @@
 #include "quantized.h"
 #include "vectors.h"
 
-#define ROWS_OF_VECTORS(bits) ((bits) == 8 ? 4 : 8) /* up to here faster without AMX, for which 4 bits are unpacked */
+#define ROWS_OF_VECTORS(bits) ((bits) == 8 ? 2 : 7) /* up to here faster without AMX, for which 4 bits are unpacked */
 
 CLONES static void unpack_blocks(const struct quantized_panel *panel, int8_t *values) {
     enum { HALF = BYTES_OF_VALUES / 2 };

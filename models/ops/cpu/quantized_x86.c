@@ -66,13 +66,21 @@ AMX static inline void zero_tiles(void) {
     _tile_zero(3);
 }
 
+/* Rows are read past the first cache, which keeps the weight. With one tile of them, which may have less than 16, the
+ * weight is in tile 7, which always has. */
 AMX static inline void add_tiles(const int8_t *x0, const int8_t *x1, const int8_t *weight) {
-    _tile_stream_loadd(4, x0, LINE); /* Past the first cache, which keeps the weight. */
+    _tile_stream_loadd(4, x0, LINE);
+    if (!x1) {
+        _tile_loadd(7, weight, LINE);
+        _tile_dpbssd(0, 4, 7);
+        _tile_loadd(7, weight + BYTES_OF_TILE, LINE);
+        _tile_dpbssd(1, 4, 7);
+        return;
+    }
     _tile_loadd(6, weight, LINE);
     _tile_dpbssd(0, 4, 6);
     _tile_loadd(7, weight + BYTES_OF_TILE, LINE);
     _tile_dpbssd(1, 4, 7);
-    if (!x1) return;
     _tile_stream_loadd(5, x1, LINE);
     _tile_dpbssd(2, 5, 6);
     _tile_dpbssd(3, 5, 7);
