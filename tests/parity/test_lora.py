@@ -101,16 +101,22 @@ few = pytest.mark.parametrize(
 
 @few
 def test_bfloat16_errs_about_as_much_as_products_beside_transformers_layers(served: Served) -> None:
-    """Merged weights err less: they are rounded once."""
+    """Merged weights err less: they are rounded once. Where two experts are nearly equal, rounding chooses between
+    them: so by the median and a quantile of many tokens."""
     model = PagedModel(served.checkpoint, dtype=torch.bfloat16)
     load_adapters(model.model, dict(zip("wn", served.adapters, strict=True)), dtype=torch.bfloat16, device=CPU)
-    row = Row(prompt(60, seed=3), adapter=WIDE)
-    (logits,) = model.step([(row, 60)])
-    exact = served.references[WIDE].logits(row.tokens).log_softmax(-1)
     theirs = Reference(served.checkpoint, dtype=torch.bfloat16)
     add_products(theirs.model, served.adapters[0])
-    their_error = theirs.logits(row.tokens).float().log_softmax(-1) - exact
-    assert (logits.log_softmax(-1) - exact).abs().mean() < 1.5 * their_error.abs().mean()
+    ours_by_token, theirs_by_token = [], []
+    for seed in range(3, 7):
+        row = Row(prompt(60, seed=seed), adapter=WIDE)
+        (logits,) = model.step([(row, 60)])
+        exact = served.references[WIDE].logits(row.tokens).log_softmax(-1)
+        ours_by_token.append((logits.log_softmax(-1) - exact).abs().mean(-1))
+        theirs_by_token.append((theirs.logits(row.tokens).float().log_softmax(-1) - exact).abs().mean(-1))
+    our_errors, their_errors = torch.cat(ours_by_token), torch.cat(theirs_by_token)
+    assert our_errors.median() < 1.25 * their_errors.median()
+    assert our_errors.quantile(0.75) < 1.5 * their_errors.quantile(0.75)
 
 
 def add_products(model: nn.Module, adapter: Path) -> None:
