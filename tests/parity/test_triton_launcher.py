@@ -28,6 +28,12 @@ def scaled(  # type: ignore[no-untyped-def]
     """A kernel that is never compiled."""
 
 
+def named_alike(  # type: ignore[no-untyped-def]
+    grid, found, form, device, run, function, metadata, active, rest, launches: tl.constexpr, bind: tl.constexpr
+):
+    """One whose parameters are called as a launcher may call what it needs."""
+
+
 @pytest.fixture(params=["hip", "cuda"])
 def ran(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ran:
     """Triton's compiler makes binaries that note their number; every form is another binary."""
@@ -114,6 +120,26 @@ def test_the_second_launch_of_a_form_does_not_pass_through_triton(ran: Ran, monk
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
     kernel[(1,)](x, x, 4, 64, 1.0, SIZE=16, HAS_SCALE=True)
     assert len(bound) == 3
+
+
+def test_a_kernel_is_given_its_own_arguments_whatever_their_names_are(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[Any, ...]] = []
+    compiled = SimpleNamespace(
+        run=lambda *launch: given.append(launch[9:]),
+        function=None,
+        packed_metadata=None,
+        launch_metadata=lambda *_: None,
+    )
+    monkeypatch.setattr(triton.compiler, "compile", lambda *_, **__: compiled)
+    kernel, x = DirectKernel(named_alike), torch.zeros(64)
+    arguments = x, x[1:], 3, 4, 5, 6, 7, 8.0, 9
+    for _ in range(2):
+        kernel[(1,)](*arguments, launches=16, bind=False)
+    by_triton, direct = given
+    assert all(one is other for one, other in zip(by_triton, (*arguments, 16, False), strict=True))
+    assert all(one is other for one, other in zip(direct, (*arguments, 16, False), strict=True))
 
 
 def test_a_form_that_was_not_compared_is_refused_although_others_are_launched_directly(

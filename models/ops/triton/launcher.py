@@ -8,9 +8,9 @@ torch (`specializations`); what is launched from here has been through it.
 The function that finds a form is generated for each kernel, as Triton generates its binder: loops over arguments would
 take twice as long. Of a kernel with a tensor `x`, an integer `n` and a constant `SIZE` it is
 
-    def launch(grid, x, n, *, SIZE, num_warps=None, num_stages=None, **rest):
+    def launch__(grid__, x, n, *, SIZE, num_warps=None, num_stages=None, **rest__):
         ...
-        form = (device(), x.dtype, n.__class__, n & 15 and n == 1, pointers, sizes, wide, SIZE, num_warps, ...)
+        form__ = (device__, x.dtype, n.__class__, n & 15 and n == 1, pointers, sizes, wide, SIZE, num_warps, ...)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,29 +24,31 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelParam
 
 _SOURCE = """\
-def launch(grid, {names}, *, {constants}num_warps=None, num_stages=None, **rest):
-    active = driver.active
-    device = active.get_current_device()
+def launch__(grid__, {names}, *, {constants}num_warps=None, num_stages=None, **rest__):
+    active__ = driver__.active
+    device__ = active__.get_current_device()
     try:
-        form = (
-            device, {facts}
+        form__ = (
+            device__, {facts}
             ({pointers}) & 15 and ({unaligned},),
             ({sizes}) >> 31 and ({large},),
             {wide}
-            {given}num_warps, num_stages, *rest.items(),
+            {given}num_warps, num_stages, *rest__.items(),
         )
-        found = launches.get(form)
+        found__ = launches__.get(form__)
     except (AttributeError, TypeError):  # An argument of another kind than in the first launch.
-        form = found = None
-    if found is None or is_watched():
-        return bind(form, grid, ({names},), {{{by_name}"num_warps": num_warps, "num_stages": num_stages, **rest}})
-    run, function, metadata = found
-    run(
-        grid[0], grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1, active.get_current_stream(device),
-        function, metadata, None, None, None, {names}, {given}
+        form__ = found__ = None
+    if found__ is None or is_watched__():
+        options__ = {{{by_name}"num_warps": num_warps, "num_stages": num_stages, **rest__}}
+        return bind__(form__, grid__, ({names},), options__)
+    run__, function__, metadata__ = found__
+    run__(
+        grid__[0], grid__[1] if len(grid__) > 1 else 1, grid__[2] if len(grid__) > 2 else 1,
+        active__.get_current_stream(device__), function__, metadata__, None, None, None, {names}, {given}
     )
 """
-"""`wide`: integers that are no natural numbers of 31 bits. On AMD's GPUs, a pointer to more than 2 GiB is another."""
+"""No parameter's name ends in `__`. `wide`: integers that are no natural numbers of 31 bits. On AMD's GPUs a pointer
+to more than 2 GiB is of another form."""
 
 
 class DirectKernel(JITFunction[Any]):  # type: ignore[misc]  # Triton has no types.
@@ -68,10 +70,15 @@ class DirectKernel(JITFunction[Any]):  # type: ignore[misc]  # Triton has no typ
     def _first(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
         source = _source_of(self.params, arguments, set(options))
         if source is not None:
-            known = {"driver": driver, "launches": self._launches, "bind": self._bind, "is_watched": _is_watched}
-            known |= {f"default_{each.name}": each.default for each in self.params}
+            known = {
+                "driver__": driver,
+                "launches__": self._launches,
+                "bind__": self._bind,
+                "is_watched__": _is_watched,
+                **{f"default_{each.name}__": each.default for each in self.params},
+            }
             exec(compile(source, f"<launch of {self.__name__}>", "exec"), known)
-            self._launch = known["launch"]
+            self._launch = known["launch__"]
             return self._launch(grid, *arguments, **options)
         return self._bind(None, grid, arguments, options)
 
@@ -92,6 +99,8 @@ _OPTIONS = frozenset({"num_warps", "num_stages"})
 def _source_of(parameters: Sequence[KernelParam], arguments: Sequence[Any], options: set[str]) -> str | None:
     """The function that launches a kernel with arguments of such types; None: all launches take Triton's own path."""
     plain = [each for each in parameters if not each.is_constexpr]
+    if any(each.is_constexpr for each in parameters[: len(plain)]):
+        return None
     constants = [each.name for each in parameters if each.is_constexpr]
     defaults = {each.name for each in parameters if each.is_constexpr and each.has_default}
     if len(arguments) != len(plain) or not options.issuperset({*constants} - defaults):
@@ -119,14 +128,14 @@ def _source_of(parameters: Sequence[KernelParam], arguments: Sequence[Any], opti
         return None
     return _SOURCE.format(
         names=", ".join(each.name for each in plain),
-        constants="".join(f"{name}=default_{name}, " if name in defaults else f"{name}, " for name in constants),
+        constants="".join(f"{name}=default_{name}__, " if name in defaults else f"{name}, " for name in constants),
         given="".join(f"{name}, " for name in constants),
         by_name="".join(f'"{name}": {name}, ' for name in constants),
         facts="".join(f"{fact}, " for fact in facts),
-        pointers=" | ".join(f"(p_{name} := {name}.data_ptr())" for name in pointers),
-        unaligned=", ".join(f"p_{name} & 15 == 0" for name in pointers),
-        sizes=" | ".join(f"(s_{name} := {name}.untyped_storage().size())" for name in sizes),
-        large=", ".join(f"s_{name} >> 31 == 0" for name in sizes),
+        pointers=" | ".join(f"(p_{name}__ := {name}.data_ptr())" for name in pointers),
+        unaligned=", ".join(f"p_{name}__ & 15 == 0" for name in pointers),
+        sizes=" | ".join(f"(s_{name}__ := {name}.untyped_storage().size())" for name in sizes),
+        large=", ".join(f"s_{name}__ >> 31 == 0" for name in sizes),
         wide=f"({' or '.join(wide)}) and ({', '.join(wide)},)," if wide else "",
     )
 
