@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -56,6 +57,7 @@ class Seen(NamedTuple):
         late = self.probes[int(len(self.probes) * 0.99)]
         return (
             f"gap {1e3 * self.gap:.0f} ms, first chunk {1e3 * self.first:.0f} ms; {len(self.probes)} probes, "
+            f"median {1e3 * statistics.median(self.probes):.0f} ms, "
             f"p99 {1e3 * late:.0f} ms, longest {1e3 * self.probes[-1]:.0f} ms, {self.closed} closed"
         )
 
