@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
+.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks pins lint lint-style lint-types lint-docs format docs kernels bench bench-gpu bench-host bench-peers mutate test-gpu test-ops rendered site demo-model demo-head clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -82,6 +82,9 @@ docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API'
 	$(VENV)/bin/python -m tools.api_docs
 	$(VENV)/bin/python -m tests.parity.models_docs
 	$(VENV)/bin/python -m tools.kernel_report
+
+kernels: $(VENV)/.installed-test ## Compile changed kernels without a GPU, and write docs/kernels.md and its record
+	@exec $(VENV)/bin/python -m tools.kernel_report $(ARGS)
 
 rendered: $(VENV)/.installed-ops ## Write dashboards, manifests and bill of materials of deploy/ again
 	$(VENV)/bin/python -m tools.dashboards

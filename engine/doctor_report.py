@@ -50,6 +50,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Why its kernels do not run on the first GPU."""
     ptxas: str | None = None
     """The release of NVIDIA's assembler that Triton uses for the first GPU."""
+    kernels_checked: tuple[str, ...] = ()
+    """Operators whose kernels were compared with torch there, at usual sizes."""
+    kernels_like: str | None = None
+    """The target whose tiles they have: that of the first GPU, or the nearest."""
     kernel_reasons: dict[str, str] = {}
     """By operator, what is wrong with its kernels there, compared with torch at usual sizes."""
     aiter: str | None = None

@@ -89,6 +89,9 @@ def lines(report: Report) -> list[str]:
         found += [f"{name:<10}{version or 'not installed'}" for name, version in _libraries(facts)]
         if facts.aiter is not None:
             found += [f"aiter     {name}: {_use(facts, name)}" for name in facts.aiter_reasons]
+        if facts.kernels_checked:
+            names = ", ".join(name for name in facts.kernels_checked if name not in facts.kernel_reasons) or "none"
+            found.append(f"kernels   tiles of {facts.kernels_like}; equal to torch: {names}")
         found += [f"operator  {words}" for words in facts.operators]
     if not report.problems:
         return [*found, "Nothing is wrong."]

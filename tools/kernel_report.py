@@ -19,21 +19,19 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tools.kernels as package
 from models.ops.triton.configs import KIB, TARGETS, Target
+from tools.kernel_prediction import DEVICES, READERS, SIMDS, Prediction, Timing, predict, read_timing, width_of_load
+from tools.kernel_work import work_of
 from tools.kernels.compilation import Compilation, source_of
 
 # The compiler's output, and what is wrong with it.
 
-_SIMDS = 4
-"""Of a compute unit, of an RDNA pair of them, of a multiprocessor: what waves are shared out to."""
-_WIDTHS = {"x4": 16, "128": 16, "x3": 12, "96": 12, "x2": 8, "64": 8, "rd": 4, "32": 4, "rt": 2, "16": 2}
-"""Bytes of a load, by the last letters of its name: `dwordx4`, `b128`, `dword`, `ushort`; others are of one byte."""
 _AMD_LOAD = re.compile(r"^\s+(?:global|buffer|flat)_load_(\w+)", re.MULTILINE)
 _PTX_LOAD = re.compile(r"\bld\.global(?:\.\w+?)*?(?:\.v(\d))?\.[busf](\d+)\b")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\b[^;]*?\], *\[[^]]*\], *(0x[0-9a-f]+|\d+)")
@@ -57,6 +55,8 @@ class Assembly:
     """Matrix instructions, by name."""
     loads: dict[int, int]
     """Instructions that load from global memory, by bytes a thread."""
+    timing: Timing | None = None
+    """What predictions need; None where none are made."""
 
 
 def read_assembly(compilation: Compilation, compiled: Any) -> Assembly:
@@ -90,15 +90,16 @@ def _read_amd(compilation: Compilation, compiled: Any) -> Assembly:
     target, lds = compilation.target, int(compiled.metadata.shared)
     arch_registers, accumulators = _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"; NumAgprs: (\d+)", text, 0)
     waves = compilation.config.num_warps
-    groups = min(_number(r"; Occupancy: (\d+)", text) * _SIMDS // waves, _groups_by_lds(target, lds))
+    groups = min(_number(r"; Occupancy: (\d+)", text) * SIMDS // waves, _groups_by_lds(target, lds))
     return Assembly(
         registers=_number(r"; TotalNumVgprs: (\d+)", text, arch_registers + accumulators),
         spilled=_number(r"; ScratchSize: (\d+)", text),
         scalar_spills=_number(r"\.sgpr_spill_count:\s+(\d+)", text),
         lds=lds,
-        occupancy=groups * waves // _SIMDS,
+        occupancy=groups * waves // SIMDS,
         matrix=_matrix(target, re.findall(r"^\s+(v_(?:mfma|wmma)_\w+)", text, re.MULTILINE)),
-        loads=dict(Counter(_width(name) for name in _AMD_LOAD.findall(text))),
+        loads=dict(Counter(width_of_load(name) for name in _AMD_LOAD.findall(text))),
+        timing=read_timing(text, target) if work_of(compilation) else None,
     )
 
 
@@ -107,22 +108,16 @@ def _groups_by_lds(target: Target, lds: int) -> int:
     return target.lds_bytes * (1 if target.warp_size == 64 else 2) // max(lds, 1)
 
 
-def _width(name: str) -> int:
-    name = name.removesuffix("_e32").removeprefix("lds_")
-    name = re.sub(r"^(?:ushort|sshort|short|u16|i16|d16)(?:_\w+)?$", "b16", name)
-    return next((width for letters, width in _WIDTHS.items() if name.endswith(letters)), 1)
-
-
 def _read_cuda(compilation: Compilation, compiled: Any) -> Assembly:
     text = compiled.asm["ptx"]
-    lds, waves = int(compiled.metadata.shared), compilation.config.num_warps
-    usage = _resource_usage(compiled.asm["cubin"])
+    target, lds, waves = compilation.target, int(compiled.metadata.shared), compilation.config.num_warps
+    usage = _dump(compiled.asm["cubin"], "cuobjdump", "-res-usage")
     registers = _number(r"REG:(\d+)", usage)
     groups = min(
-        64 * KIB // (-(-registers // 8) * 8 * compilation.target.warp_size * waves),
+        64 * KIB // (-(-registers // 8) * 8 * target.warp_size * waves),
         # A workgroup takes 1 KiB more than its own.
-        (compilation.target.lds_bytes + KIB) // (lds + KIB),
-        compilation.target.waves // waves,
+        (target.lds_bytes + KIB) // (lds + KIB),
+        target.waves // waves,
     )
     loads = Counter(int(vector or 1) * int(bits) // 8 for vector, bits in _PTX_LOAD.findall(text))
     loads.update(int(size, 0) for size in _PTX_COPY.findall(text))
@@ -131,21 +126,22 @@ def _read_cuda(compilation: Compilation, compiled: Any) -> Assembly:
         spilled=_number(r"LOCAL:(\d+)", usage) + _number(r"STACK:(\d+)", usage),
         scalar_spills=0,
         lds=lds,
-        occupancy=groups * waves // _SIMDS,
-        matrix=_matrix(compilation.target, re.findall(r"\b((?:wgmma\.mma_async|mma\.sync)[\w.]*?m\d+n\d+k\d+)", text)),
+        occupancy=groups * waves // SIMDS,
+        matrix=_matrix(target, re.findall(r"\b((?:wgmma\.mma_async|mma\.sync)[\w.]*?m\d+n\d+k\d+)", text)),
         loads=dict(loads),
+        timing=read_timing(_dump(compiled.asm["cubin"], "nvdisasm", "-c"), target) if work_of(compilation) else None,
     )
 
 
-def _resource_usage(cubin: bytes) -> str:
-    """What `cuobjdump`, which Triton brings, says of a program."""
+def _dump(cubin: bytes, tool: str, option: str) -> str:
+    """What one of the tools that Triton brings says of a program."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+        return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _matrix(target: Target, names: list[str]) -> dict[str, int]:
@@ -173,11 +169,20 @@ def read_record(path: Path = RECORD) -> dict[str, Assembly]:
     record = json.loads(path.read_text()) if path.is_file() else {}
     if record.get("reader") != _reader():
         return {}
-    return {entry["key"]: _assembly(entry) for entry in record["kernels"]}
+    found = {entry["key"]: _assembly(entry) for entry in record["kernels"]}
+    if record.get("replay") != _replay_reader():
+        return {key: dataclasses.replace(assembly, timing=None) for key, assembly in found.items()}
+    return found
 
 
-def write_record(results: Iterable[tuple[Compilation, Assembly]], path: Path = RECORD) -> None:
-    """One line for each compilation, sorted by name and target."""
+Accepted = dict[str, dict[str, list[float]]]
+"""By kernel with its problem, and target: share of the roofline, and microseconds."""
+
+
+def write_record(
+    results: Iterable[tuple[Compilation, Assembly]], path: Path = RECORD, predicted: Accepted | None = None
+) -> None:
+    """One line for each compilation, sorted by name and target, and one for the predictions of each problem."""
     entries = sorted(
         (
             {"name": one.name, "target": one.target.arch, "key": one.key} | dataclasses.asdict(assembly)
@@ -186,24 +191,88 @@ def write_record(results: Iterable[tuple[Compilation, Assembly]], path: Path = R
         key=lambda entry: (entry["name"], entry["target"]),
     )
     lines = ",\n".join(json.dumps(entry) for entry in entries)
-    path.write_text(f'{{"triton": "{triton_release()}", "reader": "{_reader()}", "kernels": [\n{lines}\n]}}\n')
+    shares = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in (predicted or {}).items())
+    head = f'"triton": "{triton_release()}", "reader": "{_reader()}", "replay": "{_replay_reader()}"'
+    path.write_text(f'{{{head}, "kernels": [\n{lines}\n], "predictions": {{\n{shares}\n}}}}\n')
+
+
+def read_accepted(path: Path = RECORD) -> Accepted:
+    """The predictions in the record, whatever read the compilations."""
+    predicted: Accepted = json.loads(path.read_text()).get("predictions", {}) if path.is_file() else {}
+    return predicted
+
+
+def predictions(results: Iterable[tuple[Compilation, Assembly]]) -> dict[str, dict[str, Prediction]]:
+    """By kernel with its problem, and target, in the order of the results."""
+    found: dict[str, dict[str, Prediction]] = {}
+    for one, assembly in results:
+        if (timing := assembly.timing) is None:
+            continue
+        for work in work_of(one):
+            made = predict(timing, work, DEVICES[one.target.arch], one.config.num_warps, assembly.occupancy)
+            found.setdefault(f"{one.name}: {work.name}", {})[one.target.arch] = made
+    return found
+
+
+_TOLERANCE = 1.1
+
+
+def lowered(made: Mapping[str, Mapping[str, Prediction]], recorded: Accepted) -> list[str]:
+    """Predictions that are more than a tenth worse than those in the record, in words."""
+    found = []
+    for name, by_arch in made.items():
+        for arch, one in by_arch.items():
+            share, microseconds = recorded.get(name, {}).get(arch, (0.0, float("inf")))
+            if one.share * _TOLERANCE < share or one.seconds * 1e6 > microseconds * _TOLERANCE:
+                now = f"{one.share:.0%} of the roofline and {one.seconds * 1e6:.1f} µs"
+                found.append(f"{name} on {arch}: {now} are predicted, {share:.0%} and {microseconds:.1f} µs before")
+    return found
+
+
+def accepted(made: Mapping[str, Mapping[str, Prediction]], recorded: Accepted, *, all_of: bool = False) -> Accepted:
+    """What the record is to have: the best so far, unless a change that makes some worse is accepted."""
+    found: Accepted = {}
+    for name, by_arch in made.items():
+        for arch, one in by_arch.items():
+            before = recorded.get(name, {}).get(arch)
+            share, microseconds = round(one.share, 3), round(one.seconds * 1e6, 2)
+            if before is not None and not all_of:
+                share, microseconds = max(share, before[0]), min(microseconds, before[1])
+            found.setdefault(name, {})[arch] = [share, microseconds]
+    return found
 
 
 def _reader() -> str:
     """A hash of the code that reads the compiler's output."""
-    functions = (_read_amd, _groups_by_lds, _width, _read_cuda, _resource_usage, _matrix, _number)
-    constants = (_SIMDS, _WIDTHS, _AMD_LOAD.pattern, _PTX_LOAD.pattern, _PTX_COPY.pattern)
+    functions = (_read_amd, _groups_by_lds, width_of_load, _read_cuda, _dump, _matrix, _number)
+    return _hash(functions, SIMDS, _AMD_LOAD.pattern, _PTX_LOAD.pattern, _PTX_COPY.pattern)
+
+
+def _replay_reader() -> str:
+    """The same of timings, which kernels without predictions have not."""
+    return _hash(READERS, SIMDS, DEVICES)
+
+
+def _hash(functions: Iterable[Callable[..., object]], *constants: object) -> str:
     sources = [source_of(function) for function in functions]
     return hashlib.sha256(repr((sources, constants)).encode()).hexdigest()[:20]
+
+
+def lacks(one: Compilation, known: Mapping[str, Assembly]) -> bool:
+    """Whether a compilation, or the timing that its predictions need, is not among those that are known."""
+    assembly = known.get(one.key)
+    return assembly is None or (assembly.timing is None and one.target.arch in DEVICES and bool(work_of(one)))
 
 
 def _assembly(entry: dict[str, Any]) -> Assembly:
     fields = {field.name: entry[field.name] for field in dataclasses.fields(Assembly)}
     fields["loads"] = {int(width): count for width, count in entry["loads"].items()}
+    fields["timing"] = Timing(*entry["timing"]) if entry["timing"] else None
     return Assembly(**fields)
 
 
 _BEGIN, _END = "<!-- kernels: begin -->\n", "<!-- kernels: end -->\n"
+_PREDICTED, _PREDICTED_END = "<!-- predictions: begin -->\n", "<!-- predictions: end -->\n"
 _NOT_THERE = "-"
 ON_PAGE = tuple(arch for arch, target in TARGETS.items() if not target.like)
 """Those with rows of their own in the table of configurations."""
@@ -227,6 +296,35 @@ def table(results: Sequence[tuple[Compilation, Assembly]]) -> str:
     lines = ["| Kernel | " + " | ".join(ON_PAGE) + " |", "| --- |" + " --- |" * len(ON_PAGE)]
     for name, cells in by_name.items():
         lines.append(f"| {name} | " + " | ".join(cells.get(arch, _NOT_THERE) for arch in ON_PAGE) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def prediction_table(made: Mapping[str, Mapping[str, Prediction]]) -> str:
+    """A row a kernel and problem, a column a target."""
+    lines = ["| Kernel and problem | " + " | ".join(ON_PAGE) + " |", "| --- |" + " --- |" * len(ON_PAGE)]
+    for name, by_arch in made.items():
+        cells = [
+            f"{one.share:.0%} {one.limit[0].upper()}, {one.in_flight / 1e6:.2g} MB, {one.seconds * 1e6:.3g} µs"
+            if (one := by_arch.get(arch))
+            else _NOT_THERE
+            for arch in ON_PAGE
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def device_table() -> str:
+    """The devices that predictions are of."""
+    lines = [
+        "| Target | Device | Units | Memory, TB/s | Latency, ns | In flight, MB | bf16, TFLOP/s |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for arch, device in DEVICES.items():
+        need = device.bandwidth * device.latency / 1e6
+        lines.append(
+            f"| {arch} | {device.name} | {device.units} | {device.bandwidth / 1e12:.3g} | {device.latency * 1e9:.0f} "
+            f"| {need:.2g} | {device.matrix[16] / 1e12:.0f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -254,10 +352,16 @@ def names_on_page() -> list[str]:
 
 
 def write_page(results: Sequence[tuple[Compilation, Assembly]]) -> None:
-    """Puts the table where the page has its marks."""
-    before, rest = PAGE.read_text().split(_BEGIN)
-    _, after = rest.split(_END)
-    PAGE.write_text(before + _BEGIN + table(results) + _END + after)
+    """Puts the tables where the page has its marks."""
+    page = PAGE.read_text()
+    tables = (
+        (_PREDICTED, _PREDICTED_END, device_table() + "\n" + prediction_table(predictions(results))),
+        (_BEGIN, _END, table(results)),
+    )
+    for begin, end, text in tables:
+        before, rest = page.split(begin)
+        page = before + begin + text + end + rest.split(end)[1]
+    PAGE.write_text(page)
 
 
 def compile_all(wanted: Sequence[Compilation]) -> Iterator[Assembly]:
@@ -299,6 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 where nothing is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fresh", action="store_true", help="compile also what docs/kernels.json has")
+    parser.add_argument("--accept-slower", action="store_true", help="record predictions that are worse than before")
     parser.add_argument("--check", action="store_true", help="compile nothing; are page and record complete?")
     parser.add_argument("--compile", nargs="+", metavar="KEY", help="compile these and print one JSON line for each")
     options = parser.parse_args(arguments)
@@ -314,15 +419,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {} if options.fresh else read_record()
     if options.check:
         return 0 if is_complete(every, known) else 1
-    new = {one.key: one for one in every if one.key not in known}
+    new = {one.key: one for one in every if lacks(one, known)}
     known |= zip(new, compile_all(list(new.values())), strict=True)
     results = [(one, known[one.key]) for one in every]
     wrong = [(one, found) for one, assembly in results if (found := problems(one, assembly))]
     for one, found in wrong:
         sys.stderr.write(f"{one.name} on {one.target.arch}: {'; '.join(found)}\n")
-    write_record(results)
+    made, recorded = predictions(results), read_accepted()
+    slower = [] if options.accept_slower else lowered(made, recorded)
+    for sentence in slower:
+        sys.stderr.write(f"{sentence}; --accept-slower if it must be\n")
+    write_record(results, predicted=accepted(made, recorded, all_of=options.accept_slower))
     write_page(results)
-    return int(bool(wrong))
+    return int(bool(wrong or slower))
 
 
 def is_complete(every: Sequence[Compilation], known: Mapping[str, Assembly]) -> bool:
@@ -330,7 +439,7 @@ def is_complete(every: Sequence[Compilation], known: Mapping[str, Assembly]) -> 
 
     Says on stderr what is not. The record is of one release of Triton, and is compared under that release alone.
     """
-    missing = [one for one in every if one.key not in known]
+    missing = [one for one in every if lacks(one, known)]
     if list(dict.fromkeys(one.name for one in every)) != names_on_page():
         sys.stderr.write(f"{PAGE} lacks a kernel or has one too many; run python -m tools.kernel_report\n")
         return False

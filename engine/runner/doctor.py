@@ -139,7 +139,7 @@ def _with_torch(facts: Facts) -> Facts:
     device = torch.device("cuda", 0)
     reason, reasons = triton.start(device), backends.aiter_reasons(device)
     choices = backends.choose(backends.parse(()), reason, reasons)
-    wrong = {} if reason is not None else _wrong_kernels(device)
+    checked, wrong = ((), {}) if reason is not None else _checked_kernels(device)
     choices = tuple(
         backends.Choice(choice.operator, backends.TORCH, "Triton's kernels are wrong")
         if choice.backend == backends.TRITON and choice.operator in wrong
@@ -152,6 +152,8 @@ def _with_torch(facts: Facts) -> Facts:
         facts,
         triton_reason=reason,
         ptxas=ptxas.release(device),
+        kernels_checked=checked,
+        kernels_like=None if reason is not None else _like(device),
         kernel_reasons=wrong,
         aiter_reasons=reasons,
         aiter_when_asked=tuple(sorted(backends.WHEN_ASKED)),
@@ -177,8 +179,8 @@ def _with_operators(facts: Facts, library: "Library") -> Facts:
     )
 
 
-def _wrong_kernels(device: "torch.device") -> dict[str, str]:
-    """By operator, what is wrong with Triton's kernels for it, at sizes of common models."""
+def _checked_kernels(device: "torch.device") -> tuple[tuple[str, ...], dict[str, str]]:
+    """Operators whose Triton kernels were compared with torch at sizes of common models; what is wrong with some."""
     import torch
 
     from engine.runner.kernel_checks import failure_of
@@ -189,15 +191,23 @@ def _wrong_kernels(device: "torch.device") -> dict[str, str]:
         cases = common_cases(device)
     except torch.OutOfMemoryError:
         logging.getLogger(__name__).warning("There is no memory to compare Triton's kernels with torch")
-        return {}
+        return (), {}
     for operator, some in cases.items():
         try:
             reason = failure_of(some, device, operator)
         except ValueError as lost:  # The device computes nothing any more.
-            return {**found, operator: str(lost)}
+            return tuple(cases), {**found, operator: str(lost)}
         if reason is not None:
             found[operator] = reason
-    return found
+    return tuple(cases), found
+
+
+def _like(device: "torch.device") -> str:
+    """The target whose tiles the kernels have on a GPU."""
+    from models.ops.triton.configs import target_of
+
+    target = target_of(device)
+    return target.like or target.arch
 
 
 def _build() -> str:

@@ -13,7 +13,7 @@ import torch
 from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
 from models.ops.flash_attention import Spans, spans_of
 from models.ops.memory import Send, upload
-from models.ops.triton.grids import MAX_PIECES, PIECE, AttentionPlan, list_pieces, list_tiles, num_pieces
+from models.ops.triton.grids import MAX_PIECES, AttentionPlan, list_pieces, list_tiles, most_pieces, num_pieces
 
 Lengths = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class TritonMetaData(AttentionMetaData):
     def pieces(self, block_size: int) -> int:
         """The most pieces that a decode of the step has, or may have in a captured graph."""
         if self.lengths is None:
-            return min(MAX_PIECES, -(-self.block_tables.shape[1] * block_size // PIECE))
+            return most_pieces(self.block_tables.shape[1] * block_size)
         if "pieces" not in self.plans:
             self.plans["pieces"] = int(num_pieces(self.lengths.contexts[: self.num_decodes]).max())
         most: int = self.plans["pieces"]

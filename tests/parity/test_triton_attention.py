@@ -12,7 +12,7 @@ from models.layers.rotary import RotaryEmbedding
 from models.ops import paged_attention as reference
 from models.ops.triton.attention import attention_decode, attention_merge, attention_prefill, tokens_of_tile
 from models.ops.triton.cache_store import store
-from models.ops.triton.grids import MAX_PIECES, PIECE, list_pieces, num_pieces
+from models.ops.triton.grids import MAX_PIECES, PIECE, list_pieces, most_pieces, num_pieces
 from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor
 from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
 
@@ -219,13 +219,20 @@ def test_a_row_comes_out_the_same_alone_and_in_a_batch_whatever_the_grid() -> No
 
 def test_pieces_cover_every_row_and_long_rows_have_no_more_than_the_most() -> None:
     piece, most = PIECE, MAX_PIECES
-    lengths = np.array([0, 1, piece, piece + 1, piece * most, piece * most + 1, piece * most * 5 + 3])
+    lengths = np.array([0, 1, 64, 65, 1024, 1025, 2048, 2049, piece * most, piece * most + 1, piece * most * 5 + 3])
     counts = num_pieces(lengths)
-    assert counts.tolist()[:5] == [0, 1, 1, 2, most]
+    assert counts.tolist()[:9] == [0, 1, 1, 2, 16, 9, 16, 9, most]
     assert counts.max() == most
     items = list_pieces(lengths)
     assert sorted(items.tolist()) == [row * most + piece for row, n in enumerate(counts) for piece in range(n)]
-    assert (items[:6] % most == counts[1:] - 1).all()
+    assert (items[:10] % most == counts[1:] - 1).all()
+
+
+def test_a_graph_has_room_for_the_pieces_of_each_row_that_it_may_be_replayed_for() -> None:
+    counts = num_pieces(np.arange(1, 40_000))
+    assert [most_pieces(length) for length in (1, 500, 1025, 5000, 39_999)] == [
+        counts[:length].max() for length in (1, 500, 1025, 5000, 39_999)
+    ]
 
 
 @pytest.mark.parametrize("norm", [None, RMSNorm, OffsetRMSNorm])

@@ -108,6 +108,7 @@ BROKEN = {
     "moe_four_bit_gemm_kernel": "experts in MXFP4",
     "quantize_groups_kernel": "a weight in fp8",
     "fp8_gemm_kernel": "a weight in fp8",
+    "add_splits_kernel": "a weight in fp8",
     "four_bit_gemm_kernel": "a weight in int4",
     "delta_conv_kernel": "delta net in fp16",
     "delta_conv_step_kernel": "delta net in fp16",
@@ -125,6 +126,7 @@ BROKEN = {
     "selective_scan_kernel": "selective scan in fp16",
     "adjust_kernel": "sampling",
     "mask_kernel": "sampling",
+    "argmax_tile_kernel": "sampling",
     "argmax_kernel": "sampling",
     "weigh_kernel": "sampling",
     "gather_kernel": "sampling",
@@ -433,7 +435,7 @@ def test_no_number_at_all_is_wrong() -> None:
 def test_the_doctor_reports_each_operator_that_fails_at_common_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = {"norm": [SOUND["norm of 40 in bf16"]], "moe": [FailingCase(RuntimeError("no such instruction"))]}
     monkeypatch.setattr(cases, "common_cases", lambda device: dict(broken))
-    assert doctor._wrong_kernels(CPU) == {"moe": "they failed: RuntimeError: no such instruction"}
+    assert doctor._checked_kernels(CPU) == (tuple(broken), {"moe": "they failed: RuntimeError: no such instruction"})
 
 
 def test_every_operator_of_triton_but_latents_has_cases_of_common_sizes() -> None:

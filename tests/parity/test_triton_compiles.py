@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from models.ops.triton.configs import TARGETS, Config
 from tools import kernel_report
+from tools.kernel_prediction import Prediction
 from tools.kernel_report import Assembly, compilations, compile_apart, problems, read_record
 from tools.kernels.compilation import Compilation, source_of
 from tools.kernels.probe_kernel import COMPILATIONS as PROBE
@@ -89,6 +90,31 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.
     assert read_record(path) == {PROBE[0].key: made, other.key: made}
     monkeypatch.setattr(kernel_report, "_reader", lambda: "another")
     assert read_record(path) == {}, "other code would read other numbers"
+
+
+def test_no_prediction_is_more_than_a_tenth_worse_than_recorded() -> None:
+    recorded = read_record()
+    results = [(one, recorded[one.key]) for one in compilations() if one.key in recorded]
+    made = kernel_report.predictions(results)
+    assert made, "the record has no timings"
+    worse = kernel_report.lowered(made, kernel_report.read_accepted())
+    assert not worse, "\n".join(worse)
+
+
+def test_a_worse_prediction_is_found_and_recorded_only_where_it_is_accepted() -> None:
+    def predicted(share: float, seconds: float) -> dict[str, dict[str, Prediction]]:
+        return {"norm: 1 row": {"gfx942": Prediction(share, seconds, 0.0, "latency")}}
+
+    before = kernel_report.accepted(predicted(0.5, 1e-5), {})
+    assert before == {"norm: 1 row": {"gfx942": [0.5, 10.0]}}
+    assert not kernel_report.lowered(predicted(0.46, 1.09e-5), before)
+    assert kernel_report.accepted(predicted(0.46, 0.9e-5), before) == {"norm: 1 row": {"gfx942": [0.5, 9.0]}}
+    for worse in (predicted(0.44, 1e-5), predicted(0.5, 1.2e-5)):
+        (sentence,) = kernel_report.lowered(worse, before)
+        assert sentence.startswith("norm: 1 row on gfx942: ")
+    now = kernel_report.accepted(predicted(0.3, 2e-5), before, all_of=True)
+    assert now == {"norm: 1 row": {"gfx942": [0.3, 20.0]}}
+    assert not kernel_report.lowered(predicted(0.1, 1.0), {}), "a new kernel is worse than nothing"
 
 
 def test_the_page_and_the_record_have_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,9 @@ OPTIONS = AttentionOptions(1.0, k_scale=0.5, v_scale=2.0)
     ("arch", "row"),
     [
         ("gfx942", "gfx942"),
-        ("gfx1151", "gfx1100"),
-        ("gfx1200", "gfx1201"),
+        ("gfx1101", "gfx1100"),
+        ("gfx1150", "gfx1151"),
+        ("gfx1202", "gfx1201"),
         ("sm_87", "sm_80"),
         ("sm_88", "sm_86"),
         ("sm_100", "sm_90"),
@@ -31,6 +32,17 @@ def test_a_gpu_without_a_row_gets_the_nearest(arch: str, row: str) -> None:
 def test_a_gpu_that_is_like_none_is_refused_in_words(arch: str) -> None:
     with pytest.raises(ValueError, match=f"the GPU is {arch}, for which there are no kernel configurations"):
         nearest_target(arch)
+
+
+@pytest.mark.parametrize(("arch", "like"), [("gfx908", "gfx90a"), ("gfx1151", "gfx1100"), ("gfx1200", "gfx1201")])
+def test_a_gpu_of_amd_that_is_like_another_takes_its_rows_and_has_its_own_limits(arch: str, like: str) -> None:
+    target, other = nearest_target(arch), TARGETS[like]
+    assert (target.arch, target.like, target.lds_bytes) == (arch, like, 64 * 1024)
+    assert (target.fp8, target.warp_size, target.matrix) == (other.fp8, other.warp_size, other.matrix)
+    shape = {"head_dim": 128, "element": 2, "rows": 16}
+    assert config_of("attention_decode", target, **shape) == config_of("attention_decode", other, **shape)
+    options = config_of("attention_decode", target, **shape).options
+    assert options(target) == options(other)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,46 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 requires_fp8 = pytest.mark.skipif(target_of(DEVICE).fp8 is None, reason="the GPU has no FP8")
 
 
+@pytest.mark.parametrize("inputs", [1152, 2112])
+@pytest.mark.parametrize("kind", ["fp8", "no fp8", "four bits"])
+def test_products_of_few_rows_are_split_by_the_weight_alone(
+    kind: str, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's sums are the same alone and in company, and those of all inputs."""
+    if kind == "no fp8":
+        without_fp8(monkeypatch)
+    rows, outputs = 16, 40
+    x, bias = random(rows, inputs), random(outputs)
+    weight: FP8Weight | FourBitWeight = fp8_weight("row", outputs, inputs)
+    if kind == "four bits":
+        codes = torch.randint(
+            256, (outputs, inputs // 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        )
+        weight = FourBitWeight(codes.to(DEVICE), random(outputs, inputs // 64), torch.full((outputs, inputs // 64), 8))
+    splits: list[int] = []
+    merged = quantized_products._merged
+
+    def noted(partial: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        splits.append(len(partial))
+        return merged(partial, out, bias)
+
+    monkeypatch.setattr(quantized_products, "_merged", noted)
+    found = quantized_products.quantized_linear(x, weight, bias)
+    for row in (0, 7):
+        assert torch.equal(quantized_products.quantized_linear(x[row : row + 1], weight, bias)[0], found[row])
+    assert splits == [2 if inputs < 2048 else 4] * 3
+    more = quantized_products.quantized_linear(torch.cat((x, x)), weight, bias)
+    assert len(splits) == 3, "more rows make enough programs"
+    torch.testing.assert_close(found, more[:rows], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "steps", "splits"), [(1, 4096, 32, 4), (16, 4096, 32, 4), (17, 4096, 32, 1), (1, 28672, 32, 1)]
+)
+def test_as_many_splits_as_make_enough_programs(rows: int, outputs: int, steps: int, splits: int) -> None:
+    assert quantized_products.splits_of(rows, outputs, steps, columns=32) == splits
+
+
 EXPERTS = 3
 """That a rank holds; one more is held elsewhere."""
 

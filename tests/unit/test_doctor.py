@@ -117,6 +117,17 @@ def test_what_aiter_does_is_told_by_operator() -> None:
     ]
 
 
+def test_which_kernels_were_compared_and_whose_tiles_they_have_is_printed() -> None:
+    facts = Facts(
+        **{**ROCM, "gpus": (RADEON,)},
+        kernels_checked=("attention", "norm", "moe"),
+        kernels_like="gfx1100",
+        kernel_reasons={"norm": "its numbers are off by 31 times"},
+    )
+    printed = doctor.lines(doctor.Report(facts=facts, problems=[]))
+    assert "kernels   tiles of gfx1100; equal to torch: attention, moe" in printed
+
+
 def test_free_memory_of_gpus_is_what_their_drivers_say(tmp_path: Path) -> None:
     address = pci_address(SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0))
     assert address == "0000:c1:00.0"

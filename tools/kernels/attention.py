@@ -75,7 +75,7 @@ def _decode_compilation(variant: str, target: Target, head_dim: int, group: int,
         kernel=attention_decode_kernel,
         variant=variant,
         target=target,
-        config=config_of("attention_decode", target, head_dim=head_dim, element=4 if own == "*fp32" else 2),
+        config=config_of("attention_decode", target, head_dim=head_dim, element=4 if own == "*fp32" else 2, rows=rows),
         signature={
             "q_ptr": own,
             **dict.fromkeys(("partial_ptr", "partial_lse_ptr"), "*fp32"),

@@ -73,7 +73,7 @@ class Compilation:
         return triton.compile(self._source(), target=gpu_of(self.target), options=self._options)
 
     @property
-    def _options(self) -> dict[str, int]:
+    def _options(self) -> dict[str, int | str]:
         return self.config.options(self.target)
 
     def _source(self) -> Any:

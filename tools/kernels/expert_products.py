@@ -117,7 +117,12 @@ _MOE_FP8_GEMM_COMPILATIONS = tuple(
             **dict.fromkeys(("row_scales", "scales"), "*fp32"),
         },
         integers=("num_groups",),
-        constexprs={"IS_ROUNDED": target.fp8 is not None, "IS_BLOCKED": is_blocked, "DEPTH": FP8_GROUP},
+        constexprs={
+            "IS_ROUNDED": target.fp8 is not None,
+            "IS_BLOCKED": is_blocked,
+            "IS_EVEN": True,
+            "DEPTH": FP8_GROUP,
+        },
         divisible=frozenset(),
     )
     for target in TARGETS.values()
@@ -139,7 +144,8 @@ _MOE_FOUR_BIT_GEMM_COMPILATIONS = tuple(
             "scales": "*u8" if is_mxfp4 else "*bf16",
         },
         integers=("num_groups",),
-        constexprs={"IS_MXFP4": is_mxfp4, "SUBGROUPS": 1 if is_mxfp4 else 4},
+        # gpt-oss has 2880 inputs.
+        constexprs={"IS_MXFP4": is_mxfp4, "SUBGROUPS": 1 if is_mxfp4 else 4, "IS_EVEN": not is_mxfp4},
         divisible=frozenset(),
         # gpt-oss's have a bias.
         has_bias=is_mxfp4,

@@ -6,6 +6,7 @@ from models.ops.triton.logits import (
     REPETITION,
     adjust_kernel,
     argmax_kernel,
+    argmax_tile_kernel,
     logprobs_row_kernel,
     logprobs_tile_kernel,
     mask_kernel,
@@ -16,10 +17,10 @@ from tools.kernels.compilation import Compilation
 def _compilations() -> tuple[Compilation, ...]:
     pointers = {
         **dict.fromkeys(("logits", "values", "peaks"), "*fp32"),
-        **dict.fromkeys(("rows", "ids", "tokens"), "*i64"),
+        **dict.fromkeys(("rows", "ids", "tokens", "best"), "*i64"),
         **dict.fromkeys(("seen", "masks"), "*i32"),
     }
-    names = ("num_changes", "stride", "words", "mask_stride", "num_words", "vocab_size")
+    names = ("num_changes", "stride", "words", "mask_stride", "num_words", "vocab_size", "tiles")
     signature = {**pointers, **dict.fromkeys(names, "i32")}
     return tuple(
         Compilation(
@@ -30,14 +31,15 @@ def _compilations() -> tuple[Compilation, ...]:
             signature=signature,
             constexprs=constexprs,
             divisible=frozenset({"stride", "vocab_size"}),
-            has_wide_loads=kernel is argmax_kernel,
+            has_wide_loads=kernel is argmax_tile_kernel,
         )
         for target in TARGETS.values()
         for kernel, variant, constexprs in (
             (adjust_kernel, "repetition", {"KIND": REPETITION}),
             (adjust_kernel, "frequency", {"KIND": FREQUENCY}),
             (mask_kernel, "", {}),
-            (argmax_kernel, "", {}),
+            (argmax_tile_kernel, "", {}),
+            (argmax_kernel, "", {"TILES": 32}),
         )
     )
 

@@ -8,6 +8,7 @@ Dao, 2023): `peak` [M] is the row maximum so far, `total` [M] the sum of weights
 weighted sum of values.
 """
 
+import math
 from functools import cache
 
 import torch
@@ -26,26 +27,30 @@ NOTHING_YET = tl.constexpr(-1.0e30)
 
 PIECE = tl.constexpr(pieces.PIECE)
 MAX_PIECES = tl.constexpr(pieces.MAX_PIECES)
+SHORT = tl.constexpr(pieces.SHORT)
+LEAST_PIECE = tl.constexpr(pieces.LEAST_PIECE)
 
 
 @triton.jit
 def piece_length(length):
     """Tokens of each of a row's pieces but the last."""
-    return PIECE * tl.maximum(tl.cdiv(length, PIECE * MAX_PIECES), 1)
+    short = tl.where(length <= SHORT * LEAST_PIECE, LEAST_PIECE, 2 * LEAST_PIECE)
+    return tl.where(
+        length <= SHORT * 2 * LEAST_PIECE, short, PIECE * tl.maximum(tl.cdiv(length, PIECE * MAX_PIECES), 1)
+    )
 
 
 @triton.jit
 def page_offsets(
     table_ptr,  # of the row
-    keys,  # [N], positions
-    is_key,  # [N]
+    keys,  # [N], positions that the row has
     block_stride,
     kv_head,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     """Where keys, and values, begin in their caches. # [N] int64"""
-    blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    blocks = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
     return blocks * block_stride + kv_head * (BLOCK_SIZE * HEAD_DIM) + (keys % BLOCK_SIZE) * HEAD_DIM
 
 
@@ -53,9 +58,7 @@ def page_offsets(
 def load_dims(
     cache_ptr,
     offsets,  # [N], of vectors
-    is_key,  # [N]
     first,
-    IS_MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -63,14 +66,9 @@ def load_dims(
     """WIDTH dimensions of cached vectors from `first` on. # [N, WIDTH]"""
     dims = first + tl.arange(0, WIDTH)
     offsets = offsets[:, None] + dims[None, :]
-    # What lies past a row's end may be not finite, and its weight of zero is multiplied by it.
     if D_TILE != HEAD_DIM:
-        loaded = tl.load(cache_ptr + offsets, mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    elif IS_MASKED:
-        loaded = tl.load(cache_ptr + offsets, mask=is_key[:, None], other=0.0)
-    else:
-        loaded = tl.load(cache_ptr + offsets)
-    return loaded
+        return tl.load(cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(cache_ptr + offsets)
 
 
 @triton.jit
@@ -89,8 +87,8 @@ def attend_tile(
     positions,  # [M], of the queries
     kv_head,
     block_stride,
-    scale,  # of the products, the keys' own included; over the soft cap where there is one
-    soft_cap,
+    scale,  # of the products to base 2, the keys' own included; with a soft cap twice that over the cap, see `scales`
+    soft_cap,  # to base 2
     window,
     head_dim,  # HEAD_DIM, as the compiler does not know it: of parts whose number it knows it would load all at once
     IS_MASKED: tl.constexpr,  # whether some query may not see all keys
@@ -106,27 +104,29 @@ def attend_tile(
     """`acc`, `peak` and `total` with BLOCK_N more keys."""
     keys = first_key + tl.arange(0, BLOCK_N)
     is_key = keys < end if IS_MASKED else tl.full([BLOCK_N], True, tl.int1)
-    # Blocks before the window have been given back, and what others store there may be not finite: the first key that
-    # is seen is loaded instead.
+    # What others store before the window, whose blocks have been given back, and past the row's end may not be finite,
+    # and a weight of zero would be multiplied by it: the first key that is seen, or the last, is loaded instead. Masks
+    # of the loads are branches around each on AMD, with waits in front: one round trip to memory after another.
     loaded = tl.maximum(keys, first_seen) if HAS_WINDOW else keys
-    offsets = page_offsets(table_ptr, loaded, is_key, block_stride, kv_head, BLOCK_SIZE, HEAD_DIM)
+    loaded = tl.minimum(loaded, end - 1) if IS_MASKED else loaded
+    offsets = page_offsets(table_ptr, loaded, block_stride, kv_head, BLOCK_SIZE, HEAD_DIM)
     dtype: tl.constexpr = q.dtype.element_ty if DEPTH < D_TILE else q.dtype
     if DEPTH < D_TILE:
         scores = tl.zeros([acc.shape[0], BLOCK_N], tl.float32)
         for first in range(0, head_dim, DEPTH):
             dims = first + tl.arange(0, DEPTH)
             part = tl.load(q + dims[None, :], mask=is_query[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-            k = load_dims(k_cache_ptr, offsets, is_key, first, IS_MASKED, HEAD_DIM, D_TILE, DEPTH)
+            k = load_dims(k_cache_ptr, offsets, first, HEAD_DIM, D_TILE, DEPTH)
             scores = tl.dot(part, tl.trans(k.to(dtype)), scores, input_precision="ieee")
-        v = load_dims(v_cache_ptr, offsets, is_key, 0, IS_MASKED, HEAD_DIM, D_TILE, D_TILE)
+        v = load_dims(v_cache_ptr, offsets, 0, HEAD_DIM, D_TILE, D_TILE)
     else:
-        k = load_dims(k_cache_ptr, offsets, is_key, 0, IS_MASKED, HEAD_DIM, D_TILE, D_TILE)
-        v = load_dims(v_cache_ptr, offsets, is_key, 0, IS_MASKED, HEAD_DIM, D_TILE, D_TILE)
+        # Values first: on AMD keys pass through LDS behind a barrier, and a load after that begins too late.
+        v = load_dims(v_cache_ptr, offsets, 0, HEAD_DIM, D_TILE, D_TILE)
+        k = load_dims(k_cache_ptr, offsets, 0, HEAD_DIM, D_TILE, D_TILE)
         scores = tl.dot(q, tl.trans(k.to(dtype)), input_precision="ieee")
     scores = scores * scale  # [M, N]
     if HAS_SOFT_CAP:
-        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0))  # soft_cap * tanh(scores)
-    scores *= LOG2_E
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # soft_cap * tanh
     if IS_MASKED:
         is_seen = (keys[None, :] <= positions[:, None]) & is_key[None, :]
         if HAS_WINDOW:
@@ -245,6 +245,14 @@ def attention_prefill_kernel(
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=is_value)
 
 
+def scales(options: AttentionOptions) -> tuple[float, float]:
+    """What `attend_tile` takes for `scale` and `soft_cap`, so that a score is multiplied once."""
+    scale, log2_e = options.scale * options.k_scale, math.log2(math.e)
+    if options.soft_cap is None:
+        return scale * log2_e, 0.0
+    return 2.0 * log2_e * scale / options.soft_cap, options.soft_cap * log2_e
+
+
 def tokens_of_tile(q: torch.Tensor, kv_heads: int) -> int:
     """Tokens that one program takes of a row. # q [T, Hq, D]"""
     group = q.shape[1] // kv_heads
@@ -280,7 +288,6 @@ def attention_prefill(
     group = q.shape[1] // kv_heads
     target = target_of(q.device)
     config = config_of("attention_prefill", target, head_dim=head_dim, element=q.element_size())
-    scale = options.scale * options.k_scale
     attention_prefill_kernel[(kv_heads, len(tiles))](
         q,
         out,
@@ -295,8 +302,7 @@ def attention_prefill(
         q.stride(1),
         cache.k_cache.stride(0),
         block_tables.stride(0),
-        scale if options.soft_cap is None else scale / options.soft_cap,
-        options.soft_cap or 0.0,
+        *scales(options),
         options.v_scale,
         options.sliding_window or 0,
         head_dim,
@@ -433,14 +439,13 @@ def attention_decode(
     """
     kv_heads, block_size, head_dim = cache.k_cache.shape[1:]
     group = q.shape[1] // kv_heads
-    launch = launch_of("attention_decode", q.device, head_dim=head_dim, element=q.element_size())
     rows, tiles = decode_tiles(query_len * group, head_dim)
+    launch = launch_of("attention_decode", q.device, head_dim=head_dim, element=q.element_size(), rows=rows)
     programs = items.shape[0]
     if max_programs is not None:
         programs = min(programs, cdiv(max_programs, kv_heads * tiles))
     if programs == 0:
         return
-    scale = options.scale * options.k_scale
     attention_decode_kernel[(kv_heads * tiles, programs)](
         q,
         partial,
@@ -455,8 +460,7 @@ def attention_decode(
         cache.k_cache.stride(0),
         block_tables.stride(0),
         partial.shape[1],
-        scale if options.soft_cap is None else scale / options.soft_cap,
-        options.soft_cap or 0.0,
+        *scales(options),
         options.sliding_window or 0,
         head_dim,
         HAS_WINDOW=options.sliding_window is not None,

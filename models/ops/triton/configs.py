@@ -67,10 +67,13 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         target.arch: target
         for target in (
+            Target("gfx908", 64, 64 * KIB, None, ("v_mfma_",), like="gfx90a"),
             Target("gfx90a", 64, 64 * KIB, None, ("v_mfma_",)),
             Target("gfx942", 64, 64 * KIB, "e4m3fnuz", ("v_mfma_",), first_class=True),
             Target("gfx950", 64, 160 * KIB, "e4m3fn", ("v_mfma_",), first_class=True),
             Target("gfx1100", 32, 64 * KIB, None, ("v_wmma_",)),
+            Target("gfx1151", 32, 64 * KIB, None, ("v_wmma_",), like="gfx1100"),
+            Target("gfx1200", 32, 64 * KIB, "e4m3fn", ("v_wmma_",), like="gfx1201"),
             Target("gfx1201", 32, 64 * KIB, "e4m3fn", ("v_wmma_",)),
             Target("sm_90", 32, 227 * KIB, "e4m3fn", ("wgmma.mma_async", "mma.sync"), first_class=True),
             Target("sm_80", 32, 163 * KIB, None, ("mma.sync",), like="sm_90"),
@@ -84,8 +87,13 @@ INTERPRETER = Target("interpreter", 1, 0, "e4m3fn", ())
 
 CDNA = ("gfx90a", "gfx942", "gfx950")
 RDNA = ("gfx1100", "gfx1201")
+"""Those with rows of their own; gfx908 takes gfx90a's, gfx1151 (Strix Halo) gfx1100's, and gfx1200 gfx1201's."""
 AMPERE = ("sm_80", "sm_86", "sm_89")
 """And Ada: like Hopper, whose matrix units read shared memory, but theirs read registers."""
+
+
+EARLY_LOADS = "memory-bound-attention"
+"""The order in which instructions overlap most, whatever registers it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +107,19 @@ class Config:
     """Iterations of its inner loop whose loads are in flight; costs LDS."""
     matrix_instr_nonkdim: int | None = None
     """Rows and columns of a matrix instruction on CDNA; None lets the compiler choose."""
+    waves_per_eu: int = 0
+    """On AMD, waves of a SIMD for which the compiler is to leave registers; 0 lets it choose."""
+    hint: str = ""
+    """On AMD, how instructions are ordered: see `EARLY_LOADS`."""
 
-    def options(self, target: Target) -> dict[str, int]:
+    def options(self, target: Target) -> dict[str, int | str]:
         """The options of a launch or a compilation."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.matrix_instr_nonkdim is not None and target.arch in CDNA:
+        options: dict[str, int | str] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if target.backend == "hip" and self.waves_per_eu:
+            options["waves_per_eu"] = self.waves_per_eu
+        if target.backend == "hip" and self.hint:
+            options["schedule_hint"] = self.hint
+        if self.matrix_instr_nonkdim is not None and target.has_float32_matrices:
             options["matrix_instr_nonkdim"] = self.matrix_instr_nonkdim
         return options
 
@@ -124,6 +140,8 @@ def _target_of_gpu(index: int | None) -> Target:
     return nearest_target(properties.gcnArchName.split(":")[0])
 
 
+_NEAREST_AMD = (("gfx94", "gfx942"), ("gfx115", "gfx1151"), ("gfx11", "gfx1100"), ("gfx12", "gfx1201"))
+"""By the beginning of its name, to which a GPU without a row is nearest."""
 _NEAREST_NVIDIA = ((120, "sm_89"), (90, "sm_90"), (88, "sm_86"), (80, "sm_80"))
 """From which compute capability on a GPU is nearest to which: workstations' have less shared memory than servers'."""
 
@@ -132,7 +150,7 @@ def nearest_target(arch: str) -> Target:
     """`arch`'s own row or that of the nearest. Raises `ValueError` where none is near."""
     if arch in TARGETS:
         return TARGETS[arch]
-    for prefix, nearest in (("gfx94", "gfx942"), ("gfx11", "gfx1100"), ("gfx12", "gfx1201")):
+    for prefix, nearest in _NEAREST_AMD:
         if arch.startswith(prefix):
             return TARGETS[nearest]
     if arch.startswith("sm_"):
@@ -183,12 +201,15 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(CDNA, Config({"BLOCK_N": 16}, 4, 1, 16), _WIDE),
         Row(RDNA, Config({"BLOCK_N": 16, "DEPTH": 64}, 8, 1), _WIDE),
         Row(("sm_90",), Config({"BLOCK_N": 16}, 8, 1), _WIDE),
-        Row(("gfx950",), Config({"BLOCK_N": 64}, 4, 1, 16), {"head_dim": range(129)}),
+        # The pieces of a short row are one tile, whose keys and values are under way at once.
+        Row(CDNA, Config({"BLOCK_N": 64}, 4, 1, 16, hint=EARLY_LOADS), {"head_dim": range(129)}),
         Row(CDNA, Config({"BLOCK_N": 32}, 4, 1, 16)),
         Row(RDNA, Config({"BLOCK_N": 32}, 4, 1), {"head_dim": range(65)}),
+        Row(("gfx1100",), Config({"BLOCK_N": 16}, 8, 1), {"head_dim": range(129), "rows": (64,)}),
         Row(RDNA, Config({"BLOCK_N": 16}, 4, 1), {"head_dim": range(129)}),
         Row(("gfx1100",), Config({"BLOCK_N": 16, "DEPTH": 64}, 4, 1)),
         Row(("gfx1201",), Config({"BLOCK_N": 16}, 8, 1)),
+        Row(("sm_90",), Config({"BLOCK_N": 64}, 8, 3), {"head_dim": range(129), "rows": (64,)}),
         Row(("sm_90",), Config({"BLOCK_N": 64}, 4, 3), {"head_dim": range(129)}),
         Row(("sm_90",), Config({"BLOCK_N": 32}, 4, 3)),
     ),
@@ -320,13 +341,11 @@ CONFIGS["mask"] = (
     Row((INTERPRETER.arch,), Config({"WORDS": 2})),
     Row(ALL, Config({"WORDS": 128}, num_warps=4)),
 )
-CONFIGS["argmax"] = (
+CONFIGS["argmax_tile"] = (
     Row((INTERPRETER.arch,), Config({"TILE": 256})),
-    # Two programs of a multiprocessor read a whole row each: many loads in flight. On AMD, reductions in two stages
-    # are reported to go wrong with Triton 3.6.
-    Row((*CDNA, *RDNA), Config({"TILE": 8192}, num_warps=8)),
-    Row(ALL, Config({"TILE": 8192}, num_warps=8, num_stages=2)),
+    Row(ALL, Config({"TILE": 4096}, num_warps=4)),
 )
+CONFIGS["argmax"] = (Row(ALL, Config(num_warps=1)),)
 CONFIGS["weigh"] = (
     Row((INTERPRETER.arch,), Config({"TILE": 512})),
     # Sixteen tokens a thread, whose keys, places and addresses are all in registers.
@@ -349,7 +368,7 @@ class Launch(NamedTuple):
     """A kernel's tiles, and these with the compiler's options as keywords of its launch."""
 
     blocks: Mapping[str, int]
-    keywords: Mapping[str, int]
+    keywords: Mapping[str, int | str]
 
 
 @functools.cache
@@ -381,7 +400,11 @@ CONFIGS["latent_attention"] = (
     Row(RDNA, _latent_config(8, HEADS=16, KEYS=16, RUN=1024, DEPTH=32), {"element": (4,)}),
     Row((*CDNA, "sm_90"), _latent_config(8, HEADS=16, KEYS=16, RUN=1024), {"element": (4,)}),
     # The queries of a tile and its sums stay in registers: more heads read latents less often, until they spill.
-    Row(CDNA, _latent_config(4, HEADS=16, KEYS=16, RUN=512), {"heads": range(17)}),
+    Row(
+        CDNA,
+        Config({"HEADS": 16, "KEYS": 16, "RUN": 512}, 4, 1, matrix_instr_nonkdim=16, hint=EARLY_LOADS),
+        {"heads": range(17)},
+    ),
     Row(CDNA, _latent_config(4, HEADS=32, KEYS=16, RUN=1024), {"sparse": (True,)}),
     Row(("gfx90a",), _latent_config(4, HEADS=32, KEYS=16, RUN=1024)),
     Row(CDNA, _latent_config(8, HEADS=64, KEYS=16, RUN=1024)),
@@ -478,13 +501,17 @@ CONFIGS["quantize_groups"] = (
     Row(_INTERPRETER, Config({"GROUPS": 2})),
     Row(ALL, Config({"GROUPS": 8})),
 )
+CONFIGS["add_splits"] = (
+    Row(_INTERPRETER, Config({"COLUMNS": 64})),
+    Row(ALL, Config({"COLUMNS": 1024})),
+)
 CONFIGS["fp8_gemm"] = (
     Row(_INTERPRETER, _product_config(1, 1, 16, 16)),
     # Without FP8 both sides take twice the registers and the shared memory.
     Row(("gfx90a",), _product_config(4, 1, 16, 32), _FEW_PRODUCT_ROWS),
     Row(("gfx90a",), _product_config(4, 1, 64, 64), _SOME),
     Row(("gfx90a",), _product_config(8, 1, 128, 64)),
-    Row(CDNA, _product_config(4, 2, 16, 32), _FEW_PRODUCT_ROWS),
+    Row(CDNA, _product_config(4, 2, 16, 64), _FEW_PRODUCT_ROWS),
     Row(CDNA, _product_config(4, 2, 64, 128), _SOME),
     Row(CDNA, _product_config(8, 2, 128, 128)),
     Row(RDNA, _product_config(4, 1, 16, 32), _FEW_PRODUCT_ROWS),
@@ -514,7 +541,11 @@ CONFIGS["int8_gemm"] = (
 )
 CONFIGS["four_bit_gemm"] = (
     Row(_INTERPRETER, _product_config(1, 1, 16, 16, DEPTH=128)),
-    Row(CDNA, _product_config(2, 1, 16, 32, DEPTH=128), _FEW_PRODUCT_ROWS),
+    Row(
+        CDNA,
+        Config({"ROWS": 16, "COLUMNS": 64, "DEPTH": 128}, 4, 2, matrix_instr_nonkdim=16, hint=EARLY_LOADS),
+        _FEW_PRODUCT_ROWS,
+    ),
     Row(CDNA, _product_config(4, 1, 64, 64, DEPTH=128), _SOME),
     Row(CDNA, _product_config(8, 1, 128, 128, DEPTH=128)),
     Row(RDNA, _product_config(4, 1, 16, 16, DEPTH=64), _FEW_PRODUCT_ROWS),
@@ -563,9 +594,15 @@ CONFIGS["moe_fp8_gemm"] = (
     Row(CDNA, _fp8_grouped(4, 2, 16, 32), {"block": (16,)}),
     Row(CDNA, _fp8_grouped(4, 2, 64, 64), {"block": (64,)}),
     Row(CDNA, _fp8_grouped(8, 2, 128, 64), {"block": (128,)}),
+    Row(("gfx1100",), _fp8_grouped(8, 1, 16, 16), {"block": (16,), **_GATED}),
     Row(("gfx1100",), _fp8_grouped(4, 1, 16, 16), {"block": (16,)}),
+    Row(("gfx1201",), _fp8_grouped(4, 1, 16, 16), {"block": (16,), **_GATED}),
     Row(("gfx1100",), _fp8_grouped(4, 1, 64, 16), {"block": (64,), **_GATED}),
-    Row(("gfx1100",), _fp8_grouped(8, 1, 128, 16), {"block": (128,), **_GATED}),
+    Row(
+        ("gfx1100",),
+        Config({"BLOCK_M": 128, "COLUMNS": 16}, 8, 1, waves_per_eu=2),
+        {"block": (128,), **_GATED},
+    ),
     Row(RDNA, _fp8_grouped(4, 1, 16, 32), {"block": (16,)}),
     Row(RDNA, _fp8_grouped(4, 1, 64, 32), {"block": (64,)}),
     Row(RDNA, _fp8_grouped(8, 1, 128, 32), {"block": (128,)}),

@@ -17,7 +17,7 @@ from models.ops.triton.elementwise import gated_product
 from models.ops.triton.expert_routing import SortedPairs
 from models.ops.triton.grids import cdiv
 from models.ops.triton.launcher import jit
-from models.ops.triton.quantized_products import add_group, add_runs, operands
+from models.ops.triton.quantized_products import add_group, add_runs, load_runs, load_some, operands
 from models.ops.types import FP8_GROUP, Gating
 from models.ops.weight_formats import FourBitWeight, FP8Weight, QuantizedWeight
 
@@ -230,6 +230,7 @@ def moe_fp8_gemm_kernel(
     ACTIVATION: tl.constexpr,  # As moe_gemm's
     IS_ROUNDED: tl.constexpr,
     IS_BLOCKED: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # whether `inner` is a multiple of DEPTH
     DEPTH: tl.constexpr,  # Of a group
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -256,13 +257,18 @@ def moe_fp8_gemm_kernel(
         up_at = weight_at + columns.to(tl.int64) * inner
         up_scale_at = scale_at + (columns.to(tl.int64) * num_groups if IS_BLOCKED else columns)
     for group in range(num_groups):
-        exists = depth[None, :] < inner - group * DEPTH
-        a = tl.load(x_at, mask=exists, other=0.0)
-        a_scale = tl.load(x_scale_at + group) if IS_ROUNDED else 1.0
-        acc = add_group(acc, a, a_scale, weight_at, scale_at + group, exists, IS_ROUNDED, IS_BLOCKED)
+        exists = None if IS_EVEN else depth[None, :] < inner - group * DEPTH
+        part = load_some(weight_at, exists)
+        part_scale = tl.load(scale_at + group) if IS_BLOCKED else 1.0
         if ACTIVATION >= 0:
-            up = add_group(up, a, a_scale, up_at, up_scale_at + group, exists, IS_ROUNDED, IS_BLOCKED)
+            up_part = load_some(up_at, exists)
+            up_scale = tl.load(up_scale_at + group) if IS_BLOCKED else 1.0
             up_at += DEPTH
+        a = load_some(x_at, exists)
+        a_scale = tl.load(x_scale_at + group) if IS_ROUNDED else 1.0
+        acc = add_group(acc, a, a_scale, part, part_scale, IS_ROUNDED, IS_BLOCKED)
+        if ACTIVATION >= 0:
+            up = add_group(up, a, a_scale, up_part, up_scale, IS_ROUNDED, IS_BLOCKED)
         x_at += DEPTH
         weight_at += DEPTH
     if not IS_BLOCKED:
@@ -309,6 +315,7 @@ def moe_fp8_gemm(
         made.gating.limit,
         IS_ROUNDED=sides.row_scales is not None,
         IS_BLOCKED=weight.is_blocked,
+        IS_EVEN=inner % FP8_GROUP == 0,
         DEPTH=FP8_GROUP,
         **made.forms,
         **launch.keywords,
@@ -344,6 +351,7 @@ def moe_four_bit_gemm_kernel(
     ACTIVATION: tl.constexpr,  # As moe_gemm's
     IS_MXFP4: tl.constexpr,
     SUBGROUPS: tl.constexpr,  # Runs of 32 inputs that share a scale
+    IS_EVEN: tl.constexpr,  # whether `inner` is a multiple of DEPTH
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # Inputs at a time, a multiple of 64
@@ -370,21 +378,25 @@ def moe_four_bit_gemm_kernel(
         up_codes_at = codes_at + columns.to(tl.int64) * (inner // 2)
         up_group = group + columns.to(tl.int64) * num_groups
     for start in range(0, inner, DEPTH):
-        exists = (start + inputs < inner)[None, :]
         runs = start // 64 + run[None, :]
-        has_run = runs * 64 < inner
-        low_x = tl.load(x_at, mask=exists, other=0.0)
-        high_x = tl.load(x_at + 32, mask=exists, other=0.0)
-        acc = add_runs(
-            acc, low_x, high_x, codes_at, scales + group, zeros + group, runs, has_run, IS_MXFP4, SUBGROUPS, COLUMNS,
-            DEPTH,
-        )  # fmt: skip
+        exists = None if IS_EVEN else (start + inputs < inner)[None, :]
+        has_run = None if IS_EVEN else runs * 64 < inner
+        codes, low_scale, high_scale, low_zero, high_zero = load_runs(
+            codes_at, scales + group, zeros + group, runs, has_run, IS_MXFP4, SUBGROUPS
+        )
+        if ACTIVATION >= 0:
+            up_codes, up_low_scale, up_high_scale, up_low_zero, up_high_zero = load_runs(
+                up_codes_at, scales + up_group, zeros + up_group, runs, has_run, IS_MXFP4, SUBGROUPS
+            )
+            up_codes_at += DEPTH // 2
+        low_x = load_some(x_at, exists)
+        high_x = load_some(x_at + 32, exists)
+        acc = add_runs(acc, low_x, high_x, codes, low_scale, high_scale, low_zero, high_zero, IS_MXFP4, COLUMNS, DEPTH)
         if ACTIVATION >= 0:
             up = add_runs(
-                up, low_x, high_x, up_codes_at, scales + up_group, zeros + up_group, runs, has_run, IS_MXFP4,
-                SUBGROUPS, COLUMNS, DEPTH,
+                up, low_x, high_x, up_codes, up_low_scale, up_high_scale, up_low_zero, up_high_zero, IS_MXFP4, COLUMNS,
+                DEPTH,
             )  # fmt: skip
-            up_codes_at += DEPTH // 2
         x_at += DEPTH
         codes_at += DEPTH // 2
     store_products(
@@ -426,6 +438,7 @@ def moe_four_bit_gemm(
         made.gating.limit,
         IS_MXFP4=weight.zeros is None,
         SUBGROUPS=inner // groups // 32,
+        IS_EVEN=inner % launch.blocks["DEPTH"] == 0,
         **made.forms,
         **launch.keywords,
     )

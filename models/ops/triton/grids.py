@@ -26,13 +26,27 @@ PIECE = 256
 """Tokens of a piece, or of a part of it where a row is very long."""
 MAX_PIECES = 64
 """Pieces of a row."""
+LEAST_PIECE = 64
+"""Tokens of a piece of a short row, or half of them: of one sequence few programs would run otherwise, while what is
+written for pieces, in float32, is an eighth of what is read at 4 query heads to a KV head."""
+SHORT = 16
+"""Pieces that a short row has at most."""
 
 
 def num_pieces(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Pieces of rows of so many tokens; none of an empty row. # [B]"""
-    piece_lengths = PIECE * np.maximum(-(-lengths // (PIECE * MAX_PIECES)), 1)
+    piece_lengths = np.where(
+        lengths <= SHORT * 2 * LEAST_PIECE,
+        np.where(lengths <= SHORT * LEAST_PIECE, LEAST_PIECE, 2 * LEAST_PIECE),
+        PIECE * np.maximum(-(-lengths // (PIECE * MAX_PIECES)), 1),
+    )
     counts: npt.NDArray[np.int64] = -(-lengths // piece_lengths)
     return counts
+
+
+def most_pieces(length: int) -> int:
+    """Pieces that a row of at most so many tokens may have: a shorter row may have more than one of that length."""
+    return min(MAX_PIECES, max(min(SHORT, cdiv(length, LEAST_PIECE)), cdiv(length, PIECE)))
 
 
 def list_pieces(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

@@ -38,6 +38,15 @@ def _load_part(rows, has_row, first, WIDTH: tl.constexpr, TILE: tl.constexpr):
     return tl.load(rows + columns, mask=has_row[:, None] & (columns < WIDTH), other=0.0)
 
 
+@triton.jit
+def _load_latents(rows, first, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """The same of rows that are all there."""
+    columns = first + tl.arange(0, TILE)[None, :]
+    if WIDTH % TILE == 0:
+        return tl.load(rows + columns)
+    return tl.load(rows + columns, mask=columns < WIDTH, other=0.0)
+
+
 # What differs from step to step; the tokens of a step may begin anywhere in their tensors.
 @jit(do_not_specialize=["table_stride", "num_runs"], do_not_specialize_on_alignment=["token_rows", "token_lens"])
 def latent_attention_kernel(
@@ -100,10 +109,14 @@ def latent_attention_kernel(
     for start in range(first, last, KEYS):
         positions = start + tl.arange(0, KEYS)
         seen = positions < last
+        # A latent that is not seen has a weight of zero, by which another of the row's is multiplied: masks of loads
+        # would be branches on AMD, with a wait in front of each.
+        positions = tl.minimum(positions, last - 1)
         if IS_SPARSE:
-            positions = tl.load(selected + token.to(tl.int64) * num_selected + positions, mask=seen, other=-1)
-            seen = positions >= 0
-        block = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0)
+            positions = tl.load(selected + token.to(tl.int64) * num_selected + positions)
+            seen &= positions >= 0
+            positions = tl.maximum(positions, 0)
+        block = tl.load(table + positions // BLOCK_SIZE)
         at = vectors + block.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * (RANK + ROPE)
         at = at[:, None]
         # One tile in two parts: the latents, both keys and values, and the key that all heads share.
@@ -111,14 +124,14 @@ def latent_attention_kernel(
             scores = tl.zeros([HEADS, KEYS], tl.float32)
             for begin in range(0, rank, DEPTH):
                 queries_part = _load_part(queries, has_head, begin, RANK, DEPTH)
-                part = _load_part(at, seen, begin, RANK, DEPTH).to(dtype)
+                part = _load_latents(at, begin, RANK, DEPTH).to(dtype)
                 scores = tl.dot(queries_part, tl.trans(part), scores, input_precision="ieee")
-            keys = _load_part(at + RANK, seen, 0, ROPE, ROPE_TILE).to(dtype)
+            keys = _load_latents(at + RANK, 0, ROPE, ROPE_TILE).to(dtype)
             scores = tl.dot(q_keys, tl.trans(keys), scores, input_precision="ieee")
-            latents = _load_part(at, seen, 0, RANK, RANK_TILE).to(dtype)
+            latents = _load_latents(at, 0, RANK, RANK_TILE).to(dtype)
         else:
-            latents = _load_part(at, seen, 0, RANK, RANK_TILE).to(dtype)
-            keys = _load_part(at + RANK, seen, 0, ROPE, ROPE_TILE).to(dtype)
+            latents = _load_latents(at, 0, RANK, RANK_TILE).to(dtype)
+            keys = _load_latents(at + RANK, 0, ROPE, ROPE_TILE).to(dtype)
             scores = tl.dot(q_keys, tl.trans(keys), input_precision="ieee")
             scores = tl.dot(q_latent, tl.trans(latents), scores, input_precision="ieee")
         scores = tl.where(seen[None, :], scores * score_scale, float("-inf"))

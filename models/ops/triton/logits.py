@@ -116,23 +116,39 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     )
 
 
-@jit
+@jit(do_not_specialize=["tiles"])
+def argmax_tile_kernel(
+    logits,  # [N, V] float32
+    best,  # [N, tiles] int64, as order_of has it
+    stride,
+    vocab_size,
+    tiles,
+    TILE: tl.constexpr,
+):
+    """The first of the largest logits of one tile. Grid: (tiles, N).
+
+    A row alone would otherwise be read by one program, of which one unit has the loads in flight.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+    tl.store(best + row * tiles + tl.program_id(0), tl.max(order_of(values, ids), 0))
+
+
+@jit(do_not_specialize=["tiles"])
 def argmax_kernel(
     logits,  # [N, V] float32
+    best,  # [N, tiles] int64, as order_of has it
     tokens,  # [N] int64
     peaks,  # [N] float32
     stride,
-    vocab_size,
-    TILE: tl.constexpr,
+    tiles,
+    TILES: tl.constexpr,  # A power of two, `tiles` or more
 ):
-    """The argmax of one row: first of each lane, then of the lanes. Grid: (N,)."""
+    """The argmax of one row, from those of its tiles. Grid: (N,)."""
     row = tl.program_id(0).to(tl.int64)
-    best = tl.full([TILE], -(2**63), tl.int64)
-    for first in range(0, vocab_size, TILE):
-        ids = first + tl.arange(0, TILE)
-        values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
-        best = tl.maximum(best, order_of(values, ids))
-    token = id_of(tl.max(best, 0))
+    nth = tl.arange(0, TILES)
+    token = id_of(tl.max(tl.load(best + row * tiles + nth, mask=nth < tiles, other=-(2**63)), 0))
     tl.store(tokens + row, token)
     tl.store(peaks + row, tl.load(logits + row * stride + token))
 
@@ -161,8 +177,20 @@ def argmax(logits: torch.Tensor) -> Argmax:
     """The argmax of each row, the first of equal logits, and its logit; a NaN counts as largest. # [N, V] float32"""
     num_rows, vocab_size = logits.shape
     found = Argmax(num_rows, logits.device)
-    launch = launch_of("argmax", logits.device)
-    argmax_kernel[(num_rows,)](logits, found.tokens, found.peaks, logits.stride(0), vocab_size, **launch.keywords)
+    launch = launch_of("argmax_tile", logits.device)
+    tiles = cdiv(vocab_size, launch.blocks["TILE"])
+    best = found.tokens.new_empty(num_rows, tiles)
+    argmax_tile_kernel[(tiles, num_rows)](logits, best, logits.stride(0), vocab_size, tiles, **launch.keywords)
+    argmax_kernel[(num_rows,)](
+        logits,
+        best,
+        found.tokens,
+        found.peaks,
+        logits.stride(0),
+        tiles,
+        TILES=next_power_of_2(tiles),
+        **launch_of("argmax", logits.device).keywords,
+    )
     return found
 
 

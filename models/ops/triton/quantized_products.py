@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from models.ops.triton.configs import launch_of, target_of
+from models.ops.triton.configs import FEW_ROWS, launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.int8_products import int8_linear
 from models.ops.triton.launcher import jit
@@ -48,6 +48,16 @@ def quantize_groups_kernel(
 
 
 @triton.jit
+def load_some(pointers, exists):
+    """What is there, and zeros elsewhere. A mask costs registers and, on AMD, branches: None where all is there."""
+    if exists is None:  # noqa: SIM108, Triton types both branches of an expression
+        loaded = tl.load(pointers)
+    else:
+        loaded = tl.load(pointers, mask=exists, other=0.0)
+    return loaded
+
+
+@triton.jit
 def fp8_values(codes, dtype: tl.constexpr):
     """The numbers of e4m3fn's bytes, exact in bfloat16; NaN is not among them.
 
@@ -62,14 +72,12 @@ def add_group(
     total,  # [ROWS, COLUMNS] float32
     x,  # [ROWS, FP8_GROUP]
     row_scale,  # [ROWS, 1] float32; any where x was not rounded
-    weight_at,  # [COLUMNS, FP8_GROUP]
-    column_scale_at,  # [COLUMNS]; any where not IS_BLOCKED
-    exists,  # [1, FP8_GROUP]
+    weight,  # [COLUMNS, FP8_GROUP], loaded before x: it comes from memory, and x from a cache
+    column_scale,  # [COLUMNS]; any where not IS_BLOCKED
     IS_ROUNDED: tl.constexpr,
     IS_BLOCKED: tl.constexpr,
 ):
     """`total` and the product of one group of inputs, which is scaled before it is added."""
-    weight = tl.load(weight_at, mask=exists, other=0.0)
     if not IS_ROUNDED:
         weight = fp8_values(weight, x.dtype)
     if IS_ROUNDED or IS_BLOCKED:
@@ -77,7 +85,7 @@ def add_group(
         if IS_ROUNDED:
             product = product * row_scale
         if IS_BLOCKED:
-            product = product * tl.load(column_scale_at)[None, :]
+            product = product * column_scale[None, :]
         return total + product
     return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
 
@@ -138,7 +146,7 @@ def fp8_gemm_kernel(
     weight,  # [N, K] FP8, or its bytes where not IS_ROUNDED
     weight_scales,  # float32; one for SCALE_ROWS output features and, where IS_BLOCKED, each group
     bias,  # [N], or any pointer
-    out,  # [M, N]
+    out,  # [M, N], or with SPLITS [SPLITS, M, N] float32
     M,
     N,
     K,
@@ -147,12 +155,17 @@ def fp8_gemm_kernel(
     SCALE_ROWS: tl.constexpr,  # 0: one scale for all
     IS_ROUNDED: tl.constexpr,
     IS_BLOCKED: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # whether K is a multiple of DEPTH
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`. Grid: (tiles of N, tiles of M)."""
+    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`, or of the sum over a run of groups.
+
+    Grid: (tiles of N, tiles of M, SPLITS).
+    """
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
@@ -164,19 +177,89 @@ def fp8_gemm_kernel(
     scale_rows = safe_columns * 0 if SCALE_ROWS == 0 else safe_columns // SCALE_ROWS
     weight_scale_at = weight_scales + (scale_rows * num_groups if IS_BLOCKED else scale_rows)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for group in range(num_groups):
-        exists = depth[None, :] < K - group * DEPTH
-        a = tl.load(x_at, mask=exists, other=0.0)
+    share = tl.cdiv(num_groups, SPLITS)
+    first = tl.program_id(2) * share
+    x_at += first * DEPTH
+    weight_at += first * DEPTH
+    for group in range(first, tl.minimum(first + share, num_groups)):
+        exists = None if IS_EVEN else depth[None, :] < K - group * DEPTH
+        part = load_some(weight_at, exists)
+        part_scale = tl.load(weight_scale_at + group) if IS_BLOCKED else 1.0
+        a = load_some(x_at, exists)
         a_scale = tl.load(x_scale_at + group) if IS_ROUNDED else 1.0
-        total = add_group(total, a, a_scale, weight_at, weight_scale_at + group, exists, IS_ROUNDED, IS_BLOCKED)
+        total = add_group(total, a, a_scale, part, part_scale, IS_ROUNDED, IS_BLOCKED)
         x_at += DEPTH
         weight_at += DEPTH
     if not IS_BLOCKED:
         total = total * tl.load(weight_scale_at)[None, :]
-    if HAS_BIAS:
+    if HAS_BIAS and SPLITS == 1:
         total += tl.load(bias + safe_columns).to(tl.float32)[None, :]
-    at = out + rows[:, None].to(tl.int64) * N + columns[None, :]
+    at = out + (tl.program_id(2) * M + rows[:, None]).to(tl.int64) * N + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+@jit(do_not_specialize=["M"])
+def add_splits_kernel(
+    partial,  # [SPLITS, M, N] float32
+    bias,  # [N], or any pointer
+    out,  # [M, N]
+    M,
+    N,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The splits' sums in their order, and the bias. Grid: (tiles of N, M)."""
+    row = tl.program_id(1)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < N
+    total = tl.zeros([COLUMNS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + (split * M + row).to(tl.int64) * N + columns, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * N + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+_MOST_SPLITS = 8
+_ENOUGH_PROGRAMS = 512
+"""From which number on the bytes in flight of all programs are what memory needs."""
+_LEAST_STEPS = 4
+"""Of a program's loop, whose start takes as long as some of its steps."""
+
+
+def splits_of(rows: int, outputs: int, steps: int, columns: int) -> int:
+    """Into how many sums a product is split: of few rows, by the weight's size alone, so by no step's company.
+
+    `steps` of DEPTH inputs that the weight has; `columns` of a tile.
+    """
+    if rows > FEW_ROWS:
+        return 1
+    splits = 1
+    while (
+        splits < _MOST_SPLITS
+        and cdiv(outputs, columns) * splits < _ENOUGH_PROGRAMS
+        and steps >= 2 * splits * _LEAST_STEPS
+    ):
+        splits *= 2
+    return splits
+
+
+def _merged(partial: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`out` [M, N] from the sums of `partial` [SPLITS, M, N] float32."""
+    splits, rows, outputs = partial.shape
+    launch = launch_of("add_splits", out.device)
+    add_splits_kernel[(cdiv(outputs, launch.blocks["COLUMNS"]), rows)](
+        partial,
+        out if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        HAS_BIAS=bias is not None,
+        SPLITS=splits,
+        **launch.keywords,
+    )
+    return out
 
 
 def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -186,14 +269,16 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
     outputs = weight.codes.shape[0]
     out = x.new_empty(rows, outputs)
     launch = launch_of("fp8_gemm", x.device, rows=next_power_of_2(rows))
-    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"])
+    splits = splits_of(rows, outputs, cdiv(inputs, FP8_GROUP), launch.blocks["COLUMNS"])
+    summed = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
+    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"]), splits
     fp8_gemm_kernel[grid](
         sides.rows,
         weight.scales if sides.row_scales is None else sides.row_scales,
         sides.codes,
         weight.scales,
         weight.scales if bias is None else bias,
-        out,
+        summed,
         rows,
         outputs,
         inputs,
@@ -202,11 +287,13 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
         SCALE_ROWS=weight.scale_rows,
         IS_ROUNDED=sides.row_scales is not None,
         IS_BLOCKED=weight.is_blocked,
+        IS_EVEN=inputs % FP8_GROUP == 0,
         HAS_BIAS=bias is not None,
         DEPTH=FP8_GROUP,
+        SPLITS=splits,
         **launch.keywords,
     )
-    return out
+    return out if splits == 1 else _merged(summed, out, bias)
 
 
 # 4-bit weights: the numbers of their codes, and one step of a product. `models.ops.weight_formats` describes the
@@ -218,14 +305,16 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
 def mxfp4_values(codes, exponents, dtype: tl.constexpr):
     """The numbers of E2M1 codes times powers of two (OCP microscaling formats 1.0), exact in bfloat16.
 
-    A code's exponent and first bit of mantissa, moved to float32's places, are the number but for the bias; 0.5, which
-    has no leading one, is put right by hand.
+    A code's bits, moved to float32's places, are the number but for the bias, also 0.5, which has no leading one.
     """
-    magnitude = (codes & 7).to(tl.int32)
-    bits = tl.where(magnitude > 1, (magnitude << 22) + (126 << 23), magnitude * (126 << 23))
-    bits = bits | ((codes & 8).to(tl.int32) << 28)
+    bits = ((codes & 7).to(tl.int32) << 22) | ((codes & 8).to(tl.int32) << 28)
     scale = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return (bits.to(tl.float32, bitcast=True) * scale).to(dtype)
+    value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale  # 2^126
+    if dtype == tl.bfloat16:
+        # Nothing is cut off, and rounding takes several instructions where the hardware has none for it.
+        return (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505, what follows a constant branch's return is compiled too
+        return value.to(dtype)
 
 
 @triton.jit
@@ -236,37 +325,51 @@ def integer_values(codes, zeros, scales, dtype: tl.constexpr):
 
 
 @triton.jit
-def add_runs(
-    total,  # [ROWS, COLUMNS] float32
-    low_x,  # [ROWS, DEPTH / 2], the inputs of low nibbles
-    high_x,
+def load_runs(
     codes_at,  # [COLUMNS, RUNS, 32] of bytes
     scales_at,  # [COLUMNS, 1] of each column's first
     zeros_at,
     run,  # [1, RUNS], which 64 inputs of the weight's
-    has_run,  # [1, RUNS]
+    has_run,  # [1, RUNS]; None: all are there
     IS_MXFP4: tl.constexpr,
     SUBGROUPS: tl.constexpr,  # Runs of 32 inputs that share a scale
+):
+    """One step of a weight: bytes, scales of low and of high nibbles, and zero points of both.
+
+    To be called before rows are loaded: weights come from memory, and rows from a cache.
+    """
+    codes = load_some(codes_at, None if has_run is None else has_run[:, :, None])
+    first, second = run * 2 // SUBGROUPS, (run * 2 + 1) // SUBGROUPS
+    low_scale = load_some(scales_at + first, has_run)
+    low_zero = low_scale if IS_MXFP4 else load_some(zeros_at + first, has_run)
+    high_scale, high_zero = low_scale, low_zero
+    if SUBGROUPS % 2:
+        high_scale = load_some(scales_at + second, has_run)
+        high_zero = high_scale if IS_MXFP4 else load_some(zeros_at + second, has_run)
+    return codes, low_scale, high_scale, low_zero, high_zero
+
+
+@triton.jit
+def add_runs(
+    total,  # [ROWS, COLUMNS] float32
+    low_x,  # [ROWS, DEPTH / 2], the inputs of low nibbles
+    high_x,
+    codes,  # as `load_runs` returns these
+    low_scale,
+    high_scale,
+    low_zero,
+    high_zero,
+    IS_MXFP4: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # Inputs at a time, a multiple of 64
 ):
     """`total` and the product of one step: a tile of bytes is two of weights."""
-    codes = tl.load(codes_at, mask=has_run[:, :, None], other=0)
-    first, second = run * 2 // SUBGROUPS, (run * 2 + 1) // SUBGROUPS
-    low_scale = tl.load(scales_at + first, mask=has_run, other=0)[:, :, None]
-    high_scale = low_scale
-    if SUBGROUPS % 2:
-        high_scale = tl.load(scales_at + second, mask=has_run, other=0)[:, :, None]
     if IS_MXFP4:
-        low = mxfp4_values(codes & 15, low_scale, low_x.dtype)
-        high = mxfp4_values(codes >> 4, high_scale, low_x.dtype)
+        low = mxfp4_values(codes & 15, low_scale[:, :, None], low_x.dtype)
+        high = mxfp4_values(codes >> 4, high_scale[:, :, None], low_x.dtype)
     else:
-        low_zero = tl.load(zeros_at + first, mask=has_run, other=0)[:, :, None]
-        high_zero = low_zero
-        if SUBGROUPS % 2:
-            high_zero = tl.load(zeros_at + second, mask=has_run, other=0)[:, :, None]
-        low = integer_values(codes & 15, low_zero, low_scale, low_x.dtype)
-        high = integer_values(codes >> 4, high_zero, high_scale, low_x.dtype)
+        low = integer_values(codes & 15, low_zero[:, :, None], low_scale[:, :, None], low_x.dtype)
+        high = integer_values(codes >> 4, high_zero[:, :, None], high_scale[:, :, None], low_x.dtype)
     low, high = tl.reshape(low, [COLUMNS, DEPTH // 2]), tl.reshape(high, [COLUMNS, DEPTH // 2])
     total = tl.dot(low_x, tl.trans(low), total, input_precision="ieee")
     return tl.dot(high_x, tl.trans(high), total, input_precision="ieee")
@@ -282,7 +385,7 @@ def four_bit_gemm_kernel(
     scales,  # [N, groups] of x's type; with MXFP4 uint8 exponents of two
     zeros,  # [N, groups] uint8, or any pointer with MXFP4
     bias,  # [N], or any pointer
-    out,  # [M, N]
+    out,  # [M, N], or with SPLITS [SPLITS, M, N] float32
     M,
     N,
     K,
@@ -290,12 +393,17 @@ def four_bit_gemm_kernel(
     num_groups,
     IS_MXFP4: tl.constexpr,
     SUBGROUPS: tl.constexpr,  # Runs of 32 inputs that share a scale
+    IS_EVEN: tl.constexpr,  # whether K is a multiple of DEPTH
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # Inputs at a time, a multiple of 64
+    SPLITS: tl.constexpr,
 ):
-    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`. Grid: (tiles of N, tiles of M)."""
+    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`, or of the sum over a run of inputs.
+
+    Grid: (tiles of N, tiles of M, SPLITS).
+    """
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Half of a tile's inputs, those in low nibbles: every other run of 32. A run shares a scale.
@@ -308,20 +416,27 @@ def four_bit_gemm_kernel(
     weight_at = weight + safe_columns[:, None, None].to(tl.int64) * (K // 2) + bytes_at
     group_at = safe_columns[:, None] * num_groups
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, K, DEPTH):
-        exists = (start + inputs < K)[None, :]
+    share = tl.cdiv(tl.cdiv(K, DEPTH), SPLITS) * DEPTH
+    begin = tl.program_id(2) * share
+    x_at += begin
+    weight_at += begin // 2
+    for start in range(begin, tl.minimum(begin + share, K), DEPTH):
         runs = start // 64 + run[None, :]
-        low_x = tl.load(x_at, mask=exists, other=0.0)
-        high_x = tl.load(x_at + 32, mask=exists, other=0.0)
+        exists = None if IS_EVEN else (start + inputs < K)[None, :]
+        has_run = None if IS_EVEN else runs * 64 < K
+        codes, low_scale, high_scale, low_zero, high_zero = load_runs(
+            weight_at, scales + group_at, zeros + group_at, runs, has_run, IS_MXFP4, SUBGROUPS
+        )
+        low_x = load_some(x_at, exists)
+        high_x = load_some(x_at + 32, exists)
         total = add_runs(
-            total, low_x, high_x, weight_at, scales + group_at, zeros + group_at, runs, runs * 64 < K, IS_MXFP4,
-            SUBGROUPS, COLUMNS, DEPTH,
-        )  # fmt: skip
+            total, low_x, high_x, codes, low_scale, high_scale, low_zero, high_zero, IS_MXFP4, COLUMNS, DEPTH
+        )
         x_at += DEPTH
         weight_at += DEPTH // 2
-    if HAS_BIAS:
+    if HAS_BIAS and SPLITS == 1:
         total += tl.load(bias + safe_columns).to(tl.float32)[None, :]
-    at = out + rows[:, None].to(tl.int64) * N + columns[None, :]
+    at = out + (tl.program_id(2) * M + rows[:, None]).to(tl.int64) * N + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
@@ -331,14 +446,16 @@ def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor |
     outputs, groups = weight.scales.shape
     out = x.new_empty(rows, outputs)
     launch = launch_of("four_bit_gemm", x.device, rows=next_power_of_2(rows))
-    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"])
+    splits = splits_of(rows, outputs, cdiv(inputs, launch.blocks["DEPTH"]), launch.blocks["COLUMNS"])
+    summed = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
+    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"]), splits
     four_bit_gemm_kernel[grid](
         x,
         weight.packed,
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         weight.scales if bias is None else bias,
-        out,
+        summed,
         rows,
         outputs,
         inputs,
@@ -346,10 +463,12 @@ def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor |
         groups,
         IS_MXFP4=weight.zeros is None,
         SUBGROUPS=inputs // groups // 32,
+        IS_EVEN=inputs % launch.blocks["DEPTH"] == 0,
         HAS_BIAS=bias is not None,
+        SPLITS=splits,
         **launch.keywords,
     )
-    return out
+    return out if splits == 1 else _merged(summed, out, bias)
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
