@@ -223,7 +223,8 @@ def lowered(made: Mapping[str, Mapping[str, Prediction]], recorded: Accepted) ->
     for name, by_arch in made.items():
         for arch, one in by_arch.items():
             share, microseconds = recorded.get(name, {}).get(arch, (0.0, float("inf")))
-            if one.share * _TOLERANCE < share or one.seconds * 1e6 > microseconds * _TOLERANCE:
+            # Shares are recorded in thousandths.
+            if one.share * _TOLERANCE + 0.001 < share or one.seconds * 1e6 > microseconds * _TOLERANCE:
                 now = f"{one.share:.0%} of the roofline and {one.seconds * 1e6:.1f} µs"
                 found.append(f"{name} on {arch}: {now} are predicted, {share:.0%} and {microseconds:.1f} µs before")
     return found
