@@ -34,11 +34,12 @@ the machine, which other work shared.
 """
 _OPERATORS = """### Launching kernels, {target}
 
-The host's time to call an operator of a decode step outside graphs, as its layer calls it; that of the same launches
-alone, a kernel by its grid, with all arguments at hand; and that of these launches by Triton's own path, which `an
-empty kernel` takes as well. What is beyond launches: which kernels take the call, tiles, strides, and the results'
-memory; `a tensor's allocation` is what torch takes for the memory of one. Microseconds, medians of 31 rounds of 50
-calls; what is beyond is the median of the rounds' differences.
+The host's time to call an operator of a decode step outside graphs, as its layer calls it; the time of the same
+launches alone, with each kernel's grid and arguments prepared; and the time of these launches through Triton's own
+path, which `an empty kernel` takes as well. The column `beyond` has the operator's time without its launches: the
+choice of kernels, tiles and strides, and the allocation of results. `a tensor's allocation` is torch's time to
+allocate one tensor. Microseconds, medians of 31 rounds of 50 calls; `beyond` is the median of the rounds'
+differences.
 
 Target: at most 1.25 times an empty kernel for a launch. {met} of {all} operators meet it here.
 """

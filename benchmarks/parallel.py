@@ -282,9 +282,10 @@ def ranks_table() -> Table:
             rows.append((name, f"{1e6 * seconds:.0f}", ""))
     return Table(
         "Two ranks on one host",
-        "What the second rank adds to a step beside its computing, from telling it of the step to hearing of its end, "
-        "through shared memory or as a rank on another host is told; one sum of both ranks' rows, of which a layer "
-        "takes two; and whole steps. Each rank on one thread, all on one machine; the control's are medians of the "
+        "The time that the second rank adds to a step in addition to its computing, from sending it the step to "
+        "receiving its result, through shared memory or as to a rank on another host; one sum of both ranks' rows, "
+        "which a layer computes twice; and whole steps. Each rank on one thread, all on one machine; the times of the "
+        "second rank are medians of the "
         f"quickest of {RANK_ROUNDS} rounds of {RANK_STEPS} steps, the whole steps' are medians of "
         f"{RANK_ROUNDS} rounds of {RANK_TOKENS}.",
         "control at most 150 µs a step of a busy engine on one host.",

@@ -14,7 +14,7 @@ HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tikt
 """Files of a hub repository that serving needs: weights, configuration, tokenizer and chat templates."""
 
 _MOST_BYTES = 16 * 2**20
-"""Of a file of keys: 40,000 of them."""
+"""The largest file that is read: a file of 40,000 keys."""
 
 
 def resolve_checkpoint(model: str | None, revision: str | None = None, *, setting: str = "model") -> Path:

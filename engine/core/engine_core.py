@@ -76,8 +76,8 @@ class EngineCore:
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """What comes before `prepare_ahead` is the scheduler's, but `generates`: False where all that the model does
-        is to pool prompts. `record` names the sequences in the steps that run. `kv_events` publishes which blocks are
+        """The parameters before `prepare_ahead` are the scheduler's, except `generates`: False if the model only pools
+        prompts. `record` names the sequences in the steps that run. `kv_events` publishes which blocks are
         cached.
 
         `device_memory` returns the bytes of a GPU that this process holds, and all of its bytes; None: on a CPU.

@@ -7,8 +7,8 @@ The wire format is that of vLLM's KV events, which llm-d and others read: on a P
     event: ["BlockStored", hashes, parent hash, token ids, block size, adapter id, medium, adapter name]
            ["BlockRemoved", hashes, medium]   ["AllBlocksCleared"]
 
-and on a ROUTER socket the replay: a request with a sequence number is answered with all messages from that one on that
-are still held, each as its number and its payload, and then the number -1. Numbers begin at 0 with each core, whose
+and on a ROUTER socket the replay: a request with a sequence number is answered with all held messages from that number
+on, each as its number and its payload, and then the number -1. Numbers begin at 0 with each core, whose
 first message begins with AllBlocksCleared, because a new core caches nothing.
 
 Only the thread of the core's loop uses the PUB socket, since another thread would wake up while a step computes.
@@ -38,13 +38,13 @@ _HIGH_WATER_MARK = 100_000
 _REPLAY_HIGH_WATER_MARK = 1000
 """Messages of a replay that wait for a client; the others follow as it reads."""
 _MOST_REPLAYS = 64
-"""At a time; further requests wait."""
+"""The most replays at a time; further requests wait."""
 _REQUESTS_PER_ROUND, _MESSAGES_PER_ROUND, _ROUND_SECONDS = 16, 128, 0.005
-"""A round takes so many requests, sends each client so many messages, and is followed by a pause."""
+"""A round takes at most so many requests, sends each client at most so many messages, and ends with a pause."""
 _UNREAD_SECONDS = 30.0
-"""A client that reads nothing for so long gets no more of its replay."""
+"""The replay of a client that has read nothing for this time ends."""
 _WARNING_SECONDS = 10.0
-"""Between two lines of the log about requests that are none."""
+"""The least time between two log lines about malformed requests."""
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _MEDIUM = "GPU"
 """vLLM's name of the cache that attention reads, which on a CPU is in the host's memory."""
@@ -145,7 +145,7 @@ class KVEventPublisher:
         return _BlockStored([block.hash], block.parent_hash, tokens, self._block_size, adapter, _MEDIUM, name)
 
     def _answer_replays(self, socket: "zmq.Socket[bytes]") -> None:
-        # The context ends only once its sockets are closed, so this one is closed wherever the end finds the thread.
+        # The context ends only once its sockets are closed, so this one is closed however the thread ends.
         with socket, contextlib.suppress(zmq.ContextTerminated):
             _Replays(socket, self._messages).run()
 
@@ -155,7 +155,7 @@ class KVEventPublisher:
 
 
 class _Replay:
-    """What one client is still to be sent."""
+    """The messages that one client has not been sent yet."""
 
     def __init__(self, messages: "Iterable[tuple[bytes, zmq.Frame]]") -> None:
         self.messages = deque(messages)
@@ -196,7 +196,7 @@ class _Replays:
                     del self._replays[client]
 
     def _begin(self, frames: list[bytes]) -> None:
-        """Take a request. One of a client whose replay goes on takes its place."""
+        """Take a request. It replaces an earlier request of the same client whose replay has not ended."""
         if len(frames) != 3 or len(frames[2]) != 8:
             if time.monotonic() >= self._warn_from:
                 self._warn_from = time.monotonic() + _WARNING_SECONDS
@@ -208,7 +208,7 @@ class _Replays:
         self._replays[client] = _Replay([*messages, (_END_OF_REPLAY, zmq.Frame())])
 
     def _go_on(self, client: bytes, replay: _Replay) -> bool:
-        """Send a client what it has room for; False where it has all, has gone, or has read nothing for too long."""
+        """Send a client what its queue has room for; False if it has all, has gone, or has not read for too long."""
         for _ in range(_MESSAGES_PER_ROUND):
             number, payload = replay.messages[0]
             try:

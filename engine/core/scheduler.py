@@ -182,7 +182,7 @@ class Scheduler:
                 self.preempt(seq)
 
     def retract_interposed(self, seqs: Iterable[Sequence]) -> None:
-        """As `retract`, of an interposed step: other steps compute its sequences, where failures are traced."""
+        """As `retract`, for an interposed step: other steps compute its sequences and trace failures."""
         self.retract(seqs)
         if self.step_budget is not None:
             self.step_budget.note_failed_interposed()
@@ -289,13 +289,13 @@ class Scheduler:
         return scheduled
 
     def num_parts(self, batch: ScheduledBatch) -> int:
-        """Into how many parts a scheduled step is divided, between which `interpose` is called; 1: it is not."""
+        """The number of parts of a scheduled step, between which `interpose` is called; 1: the step is not divided."""
         if self.step_budget is None or not self._max_interposed_tokens:
             return 1
         return self.step_budget.num_parts(batch)
 
     def interpose(self, paused: ScheduledBatch | None = None) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """A step to compute while the step scheduled last is paused, or before the next one; None: there is none.
+        """A step to compute while the last scheduled step is paused, or before the next step; None: there is none.
 
         It has short prompts of an owner that was served little lately, which are computed whole, so that they do not
         wait for a long step of others. `begin_step` and `read_step` of it follow before `paused` goes on.
@@ -329,7 +329,7 @@ class Scheduler:
             return False
         if not (self._has_slot() and self.block_manager.can_allocate(seq)):
             return False
-        # What a paused step writes may be published already.
+        # Blocks that the paused step is still writing may be published already.
         return not prefix or paused is None or paused.written_blocks.isdisjoint(self.block_manager.find_prefix(seq))
 
     # -- the two phases -----------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class LoadedModel(NamedTuple):
     default_step_seconds: float = 0.0
     """Bound of a step's duration where the settings have none; 0: none."""
     max_interposed_tokens: int = 0
-    """Most tokens of a step that is computed while another is paused; 0: none is."""
+    """Most tokens of a step that is computed while another is paused; 0: no step is."""
     splits_prompts: bool = True
     """Whether a prompt may be computed in several steps."""
     generates: bool = True

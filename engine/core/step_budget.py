@@ -10,7 +10,7 @@ The bound is `max_step_seconds`. That cost is small in small models, so that whe
 take some milliseconds, and near a tenth of the bound in large ones.
 
 A longer step of several owners is computed in parts, between which a short prompt of an owner that was served little
-may be computed as a step of its own. What such interposed steps cost before their first token is bounded in all.
+may be computed as a step of its own. The sum of such interposed steps' costs before their first token is bounded.
 """
 
 import logging
@@ -45,17 +45,18 @@ _LEAST_CHUNK = 64
 """A step that computes prompts takes no smaller part of another one."""
 
 _PART_SECONDS, _PART_COSTS = 0.008, 2.5
-"""Of a step in parts, how long each is to take at least, in seconds and in units of what a step costs before its first
-token: a pause costs half a millisecond where the threads that compute have to be woken again."""
+"""The least time of each part of a step, in seconds and in units of what a step costs before its first token: a pause
+costs half a millisecond when the computing threads have to be woken again."""
 _INTERPOSED_SHARE, _MOST_INTERPOSED = 0.01, 4.0
-"""Part of all time that the fixed cost of interposed steps may take, and how many of them that may save up for."""
+"""The share of all time that the fixed costs of interposed steps may take, and the largest number of these costs that
+the allowance saves up."""
 _MOST_SERVICE, _MOST_NEEDED = 0.25, 3.0
-"""Most recent service of an owner for which a step is interposed, where 1 is the mean of all owners, and how many
-fixed costs must be left for such an owner; fewer for those that were served less."""
+"""A step is interposed for an owner with at most this recent service, where 1 is the mean of all owners. For an owner
+with exactly that much, the allowance must hold this number of fixed costs; fewer for owners that were served less."""
 _INTERPOSED_BOUND = 0.5
-"""What steps interposed in one step may take, in units of the bound: streams wait so much longer."""
+"""The most time of the steps interposed in one step, in units of the bound: streams wait longer by that time."""
 _FAILED_SECONDS = 10.0
-"""How long no step is interposed after one that raised: its sequences are computed in other steps first."""
+"""After an interposed step raised, none is interposed for this time: other steps compute its sequences first."""
 
 
 class StepLimits:
@@ -147,7 +148,7 @@ class StepBudget:
         self._interposed_left = _INTERPOSED_BOUND * self._bound
 
     def num_parts(self, batch: ScheduledBatch) -> int:
-        """Into how many parts a step is divided; 1: nothing is interposed in it."""
+        """The number of parts of a step; 1: no step is interposed in it."""
         if self._is_alone:
             return 1
         seconds = max(_PART_SECONDS, _PART_COSTS * self._fixed)
@@ -172,7 +173,7 @@ class StepBudget:
         self._interposed_left -= self._model.seconds(StepWork.of(batch))
 
     def note_failed_interposed(self) -> None:
-        """Interpose nothing for a while, because an interposed step raised."""
+        """Interpose no step for a while, because an interposed step raised."""
         self._allowance = -_INTERPOSED_SHARE * _FAILED_SECONDS
 
     def give_prompts_time(self, step: StepBuilder) -> None:

@@ -126,9 +126,9 @@ class StepPipeline:
         self._computing: list[list[int]] = []
         """Ids of the sequences of the step that this thread computes, and of one interposed in it."""
         self._interposed_seconds = 0.0
-        """What the steps interposed in the step that is computed have taken."""
+        """The time that the steps interposed in the current step have taken."""
         self._may_interpose = False
-        """Whether something waits that the scheduler has not been asked about in the step that is computed."""
+        """Whether a sequence waits that the scheduler has not been asked about during the current step."""
         self._recorded: list[int] = []
 
     def __bool__(self) -> bool:
@@ -137,7 +137,7 @@ class StepPipeline:
 
     def advance(self, on_read: OnRead) -> FailedStep | None:
         """Schedule and submit a step; with none to schedule, read one. The step that raised, if one did."""
-        # What arrived since the last pause would otherwise be computed with a long step of others.
+        # Otherwise prompts that arrived since the last pause would be computed in a long step of other owners.
         scheduled = None if self._on_pause is None else self._scheduler.interpose()
         scheduled = scheduled or self._scheduler.schedule()
         if scheduled is not None:
@@ -182,7 +182,7 @@ class StepPipeline:
         self._update_record()
 
     def _forward(self, batch: ScheduledBatch, on_read: OnRead) -> ScheduledBatchOutput:
-        """Compute a step, and what is interposed in it."""
+        """Compute a step and the steps interposed in it."""
         self._interposed_seconds, self._may_interpose = 0.0, False
         num_parts = 1 if self._on_pause is None else self._scheduler.num_parts(batch)
         if num_parts == 1:
@@ -190,7 +190,7 @@ class StepPipeline:
         return self._runner.forward_in_parts(batch, num_parts, lambda: self._interpose(batch, on_read))
 
     def _interpose(self, paused: ScheduledBatch, on_read: OnRead) -> None:
-        """Take in what has arrived, and compute and read the step that the scheduler interposes, if it does."""
+        """Take in messages that have arrived, and compute and read the step that the scheduler interposes, if any."""
         assert self._on_pause is not None
         if not self._on_pause() and not self._may_interpose:
             return
@@ -254,7 +254,7 @@ class StepPipeline:
         return FailedStep(seqs, error, flight.batch.total_tokens_num)
 
     def _update_record(self) -> None:
-        """Record the sequences of the steps that run, and of those that are about to."""
+        """Record the sequences of the running steps and of the steps that are about to run."""
         running = [flight.batch.req_ids for flight in self._flights] + self._computing
         ids = running[0] if running else []
         if any(others != ids for others in running):

@@ -22,11 +22,11 @@ _OWNERS_KEPT = 64
 _CREDIT = 4096.0
 """Tokens of its share that an owner may have later, and then before others."""
 _LATEST_OWNERS = 64
-"""Owners among which the lightest is looked for."""
+"""How many owners are compared to find the one with least recent service."""
 _MOST_OWNERS = 4096
 """Owners that are remembered, of those that have no sequence."""
 _RECENT_SECONDS = 5.0
-"""Recent service is that of the last one to two periods of this length."""
+"""Recent service is the service of the last one to two periods of this length."""
 
 
 class FairShares:
@@ -45,9 +45,9 @@ class FairShares:
         """Where the owner stands that got furthest by its turns."""
         self._most_kept = _OWNERS_KEPT
         self._recent: dict[str, float] = {}
-        """Service of each owner in the period that runs."""
+        """Service of each owner in the current period."""
         self._before: dict[str, float] = {}
-        """The same of the period before."""
+        """Service of each owner in the previous period."""
         self._period_ends = 0.0
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class FairShares:
             self._period_ends = now + _RECENT_SECONDS
 
     def lightest(self, owners: Iterable[str]) -> tuple[str, float] | None:
-        """Of these owners the one that was served least lately, and how much that is, where 1 is the mean of all."""
+        """The owner among these with least recent service, and that service, where 1 is the mean of all owners."""
         recent, before = self._recent, self._before
         found = min(((recent.get(each, 0.0) + before.get(each, 0.0), each) for each in owners), default=None)
         if found is None:
@@ -219,7 +219,7 @@ class WaitingQueue:
 
     @property
     def latest_owners(self) -> Iterator[str]:
-        """Owners that wait, those first that began to wait last."""
+        """Waiting owners, the one that began to wait last first."""
         return itertools.islice(reversed(self._queues), _LATEST_OWNERS)
 
     def first_of(self, owner: str) -> Sequence:

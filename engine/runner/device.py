@@ -133,7 +133,7 @@ class Device(Protocol):
         """
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Graph]:
-        """The same as several graphs: `run` is given a function that ends one, and begins the next."""
+        """The same as several graphs: `run` receives a function that ends one graph and begins the next."""
 
 
 class HostDevice:
@@ -204,7 +204,7 @@ class GPUDevice:
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            # Other threads may query their events meanwhile, as the watchdog of collectives does.
+            # Other threads may query their events during the capture, as the watchdog of collectives does.
             graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
         def cut() -> None:

@@ -142,7 +142,7 @@ class GraphRunner:
     """Graphs of one model for rows of one number of tokens."""
 
     rows: ClassVar[str] = "Decodes of %d rows"
-    """What a size is of, in words."""
+    """The unit of a size, for log lines."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class GraphRunner:
         self._backend.init_capture(self._sizes[-1], self._shape.max_blocks, self._shape.query_len)
 
     def _metadata_for(self, size: int) -> AttentionMetaData | None:
-        """What a pass of `size` rows is captured with; None where the backend captures none."""
+        """The metadata with which a pass of `size` rows is captured; None if the backend captures none."""
         return self._backend.prepare_for_capture(size, self._shape.query_len)
 
     @property

@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 _MOST_INTERPOSED_TOKENS = 512
-"""Of a step that is computed while another one is paused, whose memory this bounds."""
+"""Most tokens of a step that is computed while another one is paused; this bounds the memory of its pass."""
 
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
@@ -237,7 +237,7 @@ class ModelRunner:
         self._is_dummy_run = False
         self._num_parts = 1
         self._on_pause: Callable[[], object] | None = None
-        """Called between two of the parts of the step that runs; None: it has one."""
+        """Called between two parts of the running step; None: the step has one part."""
         self._num_blocks = num_blocks
         self.graphs: DecodeGraphs | None = None
         """Where decode steps are replayed."""
@@ -316,7 +316,7 @@ class ModelRunner:
 
     @property
     def max_interposed_tokens(self) -> int:
-        """Most tokens of a step that is computed while another is paused; 0: none may be."""
+        """Most tokens of a step that is computed while another is paused; 0: no step may be."""
         is_plain = self.parallel.is_alone and self.loaded.exchange is None and not self.loaded.stream_layers
         if self.program is None or self.drafter is not None or not is_plain:
             return 0
@@ -392,7 +392,7 @@ class ModelRunner:
     def forward_in_parts(
         self, batch: ScheduledBatch, num_parts: int, on_pause: Callable[[], object] | None
     ) -> ScheduledBatchOutput:
-        """As `forward`, with a call of `on_pause` between two of so many parts of the recorded pass."""
+        """As `forward`, in `num_parts` parts of the recorded pass, with a call of `on_pause` between two parts."""
         # Before a step, the outputs of the last one have been sent.
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Graphs of steps with prompts: `PieceRunner` captures all of a pass but what reads the step's rows.
+"""Graphs of steps with prompts: `PieceRunner` captures all of a pass except the operators that read the step's rows.
 
     graph 0 -> attention of layer 0 -> graph 1 -> attention of layer 1 -> ... -> graph L
 
 A short prompt's pass is bound by the host, which launches hundreds of kernels. Captured for some numbers of tokens, a
 layer is one graph, and its attention, or its recurrent part, is launched for the step's own rows. Before it, a graph
-copies the rows of the tokens to buffers that all layers share; what it computes is copied to another buffer, which the
-next graph reads. Rows beyond the step's tokens compute what earlier steps left there.
+copies the tokens' rows to buffers that all layers share. Attention's result is copied to another buffer, which the
+next graph reads. Rows beyond the step's tokens hold data of earlier steps, and their results are not used.
 """
 
 import logging
@@ -25,24 +25,26 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 _log = logging.getLogger(__name__)
 
 _SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of tokens to capture, as far as they are wanted, and the most that are."""
+"""Numbers of tokens to capture below the configured limit, which is captured as well."""
 
 
 class _Call(NamedTuple):
-    """What runs between two graphs."""
+    """A call that runs between two graphs."""
 
     call: OfTokens
     tokens: tuple[torch.Tensor | None, ...]  # [size, ...] each
     out: torch.Tensor  # [size, ...]
 
     def run(self, num_tokens: int) -> None:
-        """For the step's tokens, without those that pad the graphs."""
+        """Run the call for the step's tokens, without the padding tokens."""
         tokens = [None if each is None else each[:num_tokens] for each in self.tokens]
         self.out[:num_tokens].copy_(self.call(*tokens))
 
 
 class _NotInGraphs:
-    """A step's metadata inside graphs: a layer that reads it there, as models of other code do, cannot be captured."""
+    """Stands for a step's metadata inside graphs and raises when it is read: a layer that reads metadata without
+    `between_graphs`, as models of other code do, cannot be captured.
+    """
 
     def __getattr__(self, name: str) -> None:
         raise RuntimeError(f"a layer reads the step's {name} where graphs would keep that of the capture")
@@ -57,7 +59,7 @@ class _Pass(NamedTuple):
     size: int
 
     def run(self, num_tokens: int) -> None:
-        """For a step of at most `size` tokens, whose forward context is set."""
+        """Replay for a step of at most `size` tokens, whose forward context is set."""
         for graph, call in zip(self.graphs, self.calls, strict=False):
             graph.replay()
             call.run(num_tokens)
@@ -83,10 +85,10 @@ class PieceRunner(GraphRunner):
         parallel: TensorParallel = SINGLE_RANK,
         memory: GraphMemory | None = None,
     ) -> None:
-        """As `GraphRunner`; of steps of up to `max_tokens`. The largest is captured first: buffers are made for it."""
+        """As `GraphRunner`, for steps of up to `max_tokens`. The largest is captured first and makes the buffers."""
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
         self._outs: list[torch.Tensor] = []
-        """The buffers for what runs between graphs, in the order of the pass. # each [max_tokens, ...]"""
+        """The buffers of the calls between graphs, in the order of the pass. # each [max_tokens, ...]"""
         self._between: Between = self._note
         sizes = [size for size in _SIZES if size < max_tokens] + [max_tokens]
         super().__init__(device, backend, forward, sizes, shape, parallel, memory)
@@ -107,7 +109,7 @@ class PieceRunner(GraphRunner):
         return max(1, (self._shape.max_blocks - 1) * self._shape.block_size)
 
     def _init_capture(self) -> None:
-        """Nothing of attention is captured."""
+        """Attention is not captured."""
 
     def _log_captured(self) -> None:
         sizes = self.captured_sizes
@@ -119,7 +121,7 @@ class PieceRunner(GraphRunner):
         lengths = np.full(-(-size // longest), longest, dtype=np.int64)
         lengths[-1] = size - longest * (len(lengths) - 1)
         positions = np.arange(size) % longest
-        # The padding block stands for all blocks of the context: positions beyond it are stored nowhere.
+        # The table has the padding block in all slots of the context; keys at positions beyond it are not stored.
         slots = np.where(positions < shape.block_size, self.padding_slot + positions, NO_SLOT)
         num_blocks = -(-int(lengths.max()) // shape.block_size)
         return self._backend.build_metadata(
@@ -150,7 +152,7 @@ class PieceRunner(GraphRunner):
     def _note(
         self, call: OfTokens, tokens: tuple[torch.Tensor | None, ...], shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """Runs what a graph cannot hold within an eager pass, and makes the buffers for it."""
+        """Runs the calls that a graph cannot hold within an eager pass, and makes their buffers."""
         for number, each in enumerate(tokens):
             if each is not None:
                 self._buffer(number, each)

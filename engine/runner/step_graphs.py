@@ -1,4 +1,4 @@
-"""Which graph replays a step: `make_graphs` decides on them, `DecodeGraphs` chooses one."""
+"""Graphs of steps: `make_graphs` decides which are captured, `DecodeGraphs` chooses the one that replays a step."""
 
 import dataclasses
 import logging
@@ -64,11 +64,11 @@ class DecodeGraphs:
         return 0 if runner is None else runner.size_for(inputs)
 
     def size_of(self, num_rows: int) -> int:
-        """Rows of the graph that replays a plain decode of so many; 0 where there is none yet."""
+        """Rows of the graph that replays a plain decode of `num_rows` rows; 0 if there is none yet."""
         return self._plain.size_of(num_rows)
 
     def pad(self, inputs: StepInputs, size: int) -> StepInputs:
-        """A step padded to a graph of `size` rows. 0: as it is."""
+        """A step padded to a graph of `size` rows; with size 0, the step unchanged."""
         return self._runners[inputs.query_len].pad(inputs, size) if size else inputs
 
     def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
@@ -89,12 +89,12 @@ class DecodeGraphs:
         return self._pieces.run(step, num_tokens)
 
     def count_step(self) -> None:
-        """Called once a step: capture a further size once in a while, those of plain decodes first."""
+        """Called once a step: capture one more size from time to time, sizes of plain decodes first."""
         self._unfinished.count_step()
         self._settle()
 
     def capture_next(self) -> bool:
-        """Capture the next size that is left; whether there are more. Where that fails, steps stay eager."""
+        """Capture the next size; returns whether more remain. If the capture fails, steps of that size run eagerly."""
         self._unfinished.capture_next()
         self._settle()
         return self._unfinished.has_pending
@@ -114,7 +114,7 @@ class DecodeGraphs:
 
     @property
     def _unfinished(self) -> GraphRunner:
-        """The first that has sizes to capture, or the last."""
+        """The first runner that has sizes to capture, or the last one."""
         return next((runner for runner in self._all if runner.has_pending), self._all[-1])
 
     @property

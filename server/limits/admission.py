@@ -35,8 +35,8 @@ _MARGIN = 1.2
 _SOONEST_SECONDS = 0.05
 
 _MAX_RESERVING = 1024
-"""Owners beyond which those whose reservations have ended are forgotten. Their number at most doubles before each
-look, so that looking costs each refusal the same."""
+"""Beyond this number, owners whose reservations have ended are forgotten. The number at most doubles between two
+scans, so that the cost of scanning is constant for each refusal."""
 
 _MIN_RETURN_SHARE = 2 / 3
 """Share of the reservations that clients must return for. Below it, the others are dropped."""
@@ -105,7 +105,7 @@ class QueueForecast:
         """
         self._measure(now)
         if len(self._reservations) > self._most_reserving:
-            # Most never return, so that nothing else would end theirs.
+            # Most of these owners never return, so that no other call would remove their reservations.
             self._reservations = {each: of for each, of in self._reservations.items() if of.ends > now}
             self._most_reserving = max(_MAX_RESERVING, 2 * len(self._reservations))
         reservations = self._reservations.setdefault(party, _RetryReservations())

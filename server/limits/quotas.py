@@ -18,8 +18,8 @@ from server.limits.owners import NO_QUOTAS, Owner, Quotas
 _MINUTE = 60.0
 
 _MAX_BUCKETS = 3 * 4096
-"""Beyond it, those that are full are dropped. Their number at most doubles before each look, so that looking costs
-each request the same."""
+"""Beyond this number, full quotas are dropped. The number at most doubles between two scans, so that the cost of
+scanning is constant for each request."""
 
 _WORDS = {"requests": "requests", "prompt_tokens": "prompt tokens", "output_tokens": "output tokens"}
 

@@ -95,7 +95,7 @@ class KeySource:
 
     async def _fetch(self) -> None:
         try:
-            # In a thread: a megabyte of keys takes 0.3 s.
+            # A thread parses the keys, because a megabyte of them takes 0.3 s.
             self._keys = await asyncio.to_thread(_public_keys, await _download(self._url or ""))
         except Exception as error:  # noqa: BLE001 - the keys that are known stay, and the next fetch may succeed
             self._pause = min(2 * self._pause, _MAX_PAUSE)

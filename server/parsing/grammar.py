@@ -52,11 +52,11 @@ class LarkWriter:
         return self.ended(text, marker)
 
     def ended(self, text: str, end: str) -> str:
-        """What matches `text`, a terminal's body that excludes `end`, and `end`."""
+        """An expression for `text`, a terminal's body that excludes `end`, followed by `end`."""
         token = self._split.search(end) if self._split is not None else None
         if token is None or not token.start():
             return f"{self.terminal(text)} {self.spelled(end)}"
-        # The terminal takes what stands before the token too, or it would take that as its own.
+        # The terminal includes the part of `end` before the token; otherwise it would match that part as text.
         return f"{self.terminal(f'({text}) {_literal(end[: token.start()])}')} {self.spelled(end[token.start() :])}"
 
     def recursive(self, body: Callable[[str], str]) -> str:
@@ -243,7 +243,7 @@ def bare_value(
 ) -> str:
     """An expression for a value that is written as bare text if it is a string and as JSON if not, and for `end`.
 
-    `end` is the marker behind the value, `before` what stands between the two. `openings` is what stands before a
+    `end` is the marker after the value, `before` the text between the two. `openings` are the texts before a
     string, and before any other value.
     """
     return lark.any_of(_bare_values(lark, schema, root, end, before, openings, _DEPTH))
@@ -295,7 +295,7 @@ def _bare_values(
 
 
 def bare_string(lark: LarkWriter, schema: Mapping[str, Any], end: str, before: str = "") -> str:
-    """An expression for a string that `schema` allows, as bare text, for `before`, and for the marker `end`."""
+    """An expression for a string that `schema` allows, as bare text, followed by `before` and the marker `end`."""
     low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
     limits = []
     if low or high is not None:

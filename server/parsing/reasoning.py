@@ -106,7 +106,7 @@ REASONING_DIALECTS.register("cohere_command")(
         aliases=("command_a",),
     )
 )
-# The next two as "think", with tags around the answer as well.
+# The next two dialects are as "think", with tags around the answer as well.
 REASONING_DIALECTS.register("hunyuan_a13b")(
     ReasoningDialect(
         "<think>",

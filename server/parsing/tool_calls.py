@@ -302,7 +302,7 @@ class CallObjectParser(ToolCallParser):
         return True
 
     def _read_list(self, end_marker: str = "") -> Waiting[bool]:
-        """Read the list of such objects that comes next, kept from its marker on; whether it was whole.
+        """Read the next list of such objects, kept from its marker on; returns whether it was complete.
 
         `end_marker`: what follows the list. If the list breaks off, what belongs to no call has become content.
         """
@@ -388,7 +388,7 @@ class MembersParser(ToolCallParser):
         """Read a key and what opens its value; None where they are not there."""
 
     def _types(self, schema: Mapping[str, Any], key: str) -> frozenset[str]:
-        """The JSON types that the value behind `key`, which was read last, may have."""
+        """The JSON types that the value of `key`, which was read last, may have."""
         return argument_types(schema, key)
 
     def _read_arguments(self, name: str) -> Waiting[bool]:

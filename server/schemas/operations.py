@@ -77,7 +77,7 @@ class QuotaView(msgspec.Struct):
 
     limit: int
     remaining: int
-    """What may be used now."""
+    """The amount that may be used now."""
     reset_seconds: float
     """Until the whole minute's quota is there again, if nothing more is used."""
 
@@ -96,7 +96,7 @@ class OwnerLimits(msgspec.Struct, kw_only=True):
     used: dict[str, int]
     """Requests, refusals and tokens since the server started."""
     quotas: dict[str, QuotaView]
-    """By kind; without those that are not limited."""
+    """Quotas by kind; kinds without a limit are left out."""
     most: dict[str, int | None]
     """Bounds of what one owner may use at a time, by resource; null: none."""
 

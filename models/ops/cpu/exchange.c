@@ -1,20 +1,21 @@
-/* How replicas of one host that share experts out reach each other's, through memory that all of them map.
+/* Expert parallelism between replicas of one host: they exchange tokens and results through memory that all map.
  *
- * A layer takes two meetings. Before the first each replica has written its tokens, and which experts they ask, into
- * its own place; behind it each reads there what its experts are asked, and writes what those make of it to where the
- * tokens came from; behind the second each adds up what it got. Nobody tells how much is coming: all read the same
- * numbers. What is written before one meeting is read before the next, so no place needs a double, but for what is
- * said at the meeting itself: whoever says something for the second time has seen all others at the meeting between. */
+ * A layer takes two barriers. Before the first, each replica writes its tokens and their experts' ids to its own part of
+ * the memory. Between the two, each replica reads the tokens of its own experts, and writes the experts' outputs to the
+ * parts that the tokens came from. After the second, each replica adds up its outputs. No message announces a size: all
+ * replicas read the same counts. Data written before one barrier is read before the next, so one buffer suffices. Only
+ * the value that a replica passes to a barrier has two slots, used in turn: a replica that writes the same slot again
+ * has seen all others at the barrier in between. */
 
 #include "waiting.h"
 
 #define ROWS_OF_TASK 16
 
 struct table {
-    ALIGNED atomic_llong left_by; /* 1 + a replica that comes to no further meeting */
+    ALIGNED atomic_llong left_by; /* 1 + the number of a replica that has left for good */
     struct {
-        ALIGNED atomic_llong number; /* meetings that it has come to; engine/distributed/lockstep.py reads it too */
-        int64_t said[2];             /* at the last two */
+        ALIGNED atomic_llong number; /* barriers that it has reached; engine/distributed/lockstep.py reads it too */
+        int64_t said[2];             /* the values that it passed to the last two barriers */
     } replicas[];
 };
 
@@ -24,7 +25,7 @@ static int64_t said_by(const struct exchange *exchange, int64_t replica) {
     return table_of(exchange)->replicas[replica].said[exchange->meetings & 1];
 }
 
-/* Say something to all, and wait for what they say. -1 where one has left for good, or this one has. */
+/* A barrier: publish this replica's value and wait for all others. -1 if any replica has left for good, or this one. */
 static int meet(struct exchange *exchange, int64_t said) {
     struct table *table = table_of(exchange);
     if (exchange->left_by) return -1;
@@ -41,26 +42,26 @@ static int meet(struct exchange *exchange, int64_t said) {
     return 0;
 }
 
-/* Come to no further meeting: whoever waits for this replica, or will, waits no more. The first to leave is told of. */
+/* Leave for good: replicas that wait for this one, now or later, stop waiting. The first to leave is recorded. */
 EXPORTED void kaon_exchange_leave(struct exchange *exchange) {
-    long long nobody = 0;
-    atomic_compare_exchange_strong(&table_of(exchange)->left_by, &nobody, exchange->replica + 1);
+    long long none = 0;
+    atomic_compare_exchange_strong(&table_of(exchange)->left_by, &none, exchange->replica + 1);
     exchange->left_by = atomic_load(&table_of(exchange)->left_by);
 }
 
-/* What each replica says, by number. -1 where one has left. */
+/* A barrier that returns each replica's value in `said`, by replica number. -1 if one has left. */
 EXPORTED int kaon_exchange_agree(struct exchange *exchange, int64_t own, int64_t *said) {
     if (meet(exchange, own)) return -1;
     for (int64_t replica = 0; replica < exchange->replicas; replica++) said[replica] = said_by(exchange, replica);
     return 0;
 }
 
-/* How many tokens of a replica are somebody's: never more than there is room for. */
+/* How many tokens of a replica are not padding: at most as many as its part of the memory holds. */
 static int64_t tokens_of(const struct share_tokens *op, int64_t replica) {
     return max64(0, min64(said_by(op->exchange, replica), op->most_tokens));
 }
 
-/* Pairs by expert, and of each by replica and in the order of its tokens. */
+/* Sort the pairs of token and expert by expert, then by replica, then by token. */
 static void sort_asked(const struct share_tokens *op) {
     int64_t replicas = op->exchange->replicas, of_replica = op->most_tokens * op->top_k, place = 0;
     memset(op->counts, 0, op->local * sizeof(int64_t));
@@ -87,8 +88,8 @@ static void sort_asked(const struct share_tokens *op) {
     }
 }
 
-/* Tell of this replica's tokens, whose rows are in their place, and see what is asked here. -1 where one has left;
- * then that is nothing. A dummy's tokens ask nothing. */
+/* Publish the experts of this replica's tokens, whose rows are written already, and collect the pairs for its own
+ * experts. -1 if a replica has left; then there are no pairs. The tokens of a dummy step have no pairs. */
 EXPORTED int kaon_exchange_tokens(const struct share_tokens *op, int64_t num_tokens, int64_t is_dummy) {
     int64_t pairs = num_tokens * op->top_k, own = op->exchange->replica * op->most_tokens * op->top_k;
     int64_t first = own + op->exchange->replica, none = first + op->most_tokens * op->top_k;
@@ -107,10 +108,10 @@ EXPORTED int kaon_exchange_tokens(const struct share_tokens *op, int64_t num_tok
     return left;
 }
 
-/* This replica has written its answers: wait for those to its own tokens. -1 where one has left. */
+/* This replica has written its experts' outputs: wait for those of its own tokens. -1 if one has left. */
 EXPORTED int kaon_exchange_await(struct exchange *exchange) { return meet(exchange, 0); }
 
-/* One thread each: reading a few numbers takes less time than sharing them out would. */
+/* One thread of each replica does this: it reads a few numbers, which takes less time than distributing them. */
 void share_tokens(const void *arguments, const struct step *step, struct worker *worker) {
     const struct share_tokens *op = arguments;
     if (worker->thread == 0) kaon_exchange_tokens(op, step->num_tokens, step->is_dummy);

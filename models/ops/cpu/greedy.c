@@ -1,7 +1,7 @@
-/* The likeliest token of each row, straight from the product with the head's weight: no logit is kept.
+/* The argmax of each row, straight from the product with the head's weight: no logit is stored.
  *
  * Logits are the sums that linear.c would write, so the choice is the same: the largest, of equal ones the first, and
- * a NaN before all others. Each thread remembers the best of what it has seen; then one of them compares those. */
+ * a NaN before all others. Each thread remembers the best of the logits it has seen; then one thread compares these. */
 
 #include <math.h>
 #include <time.h>

@@ -1,16 +1,16 @@
 /* Products of more rows than a group of tiles, and the gated ones: see `multiply_many` in panels.h.
  *
- * All groups of rows meet a part of a panel before the next one. So a weight comes from memory once for hundreds of rows,
- * and while they meet one part, the next comes into the second cache. Inputs are cut so that the rows' part stays in
- * that cache too; sums wait for their next part in memory, and have the same order.
+ * All groups of rows are multiplied by one part of a panel before the next part. So a weight is read from memory once for
+ * hundreds of rows, and while one part is multiplied, the next is fetched into the L2 cache. Inputs are cut so that the
+ * rows' part stays in that cache too; sums wait in memory for the next part, and are added in the same order.
  *
- * What becomes of a panel's sums, rounding or gating, is computed between the steps of the products that follow, whose
- * tiles leave the vectors' units idle. */
+ * A panel's sums are rounded or gated between the steps of the products that follow, because tile products leave the
+ * vector units idle. */
 
 #include "operators.h"
 #include "panels.h"
 
-#define PART_STEPS 40 /* of a panel, at most, that rows meet at once */
+#define PART_STEPS 40 /* the most steps of a panel that rows are multiplied by at once */
 #define WAITING 32    /* panels whose sums wait for the next part of the inputs */
 
 int64_t rows_of_block(int64_t inputs) {
@@ -20,14 +20,14 @@ int64_t rows_of_block(int64_t inputs) {
 
 int64_t bytes_of_waiting(void) { return WAITING * BLOCK_ROWS * PANEL * (int64_t)sizeof(float); }
 
-/* A panel, or a panel of gates and its other, all of whose sums are made. */
+/* A panel, or a panel of gates and the panel that it gates, whose sums are complete. */
 struct made {
     const struct many *many;
     const float *sums[2];
     ALIGNED float bias[2][PANEL];
     int64_t output;
     int is_simple; /* whether rows of 32 bfloat16 are written */
-    int64_t rows;  /* that are yet to be finished; 0: none */
+    int64_t rows;  /* rows that are not finished yet */
 };
 
 static void get_bias(const struct linear *op, int64_t output, float *bias) {
@@ -60,7 +60,8 @@ static void finish(struct made *made) {
     made->rows = 0;
 }
 
-/* Where the engine is: a part of the inputs of the `half`th panel of a unit, a panel or a panel of gates and its other. */
+/* A position in the work: a part of the inputs, of panel `half` of a unit. A unit is a panel, or a panel of gates and the
+ * panel that it gates. */
 struct part {
     int64_t unit, half, step, steps;
 };
@@ -70,7 +71,7 @@ static const bf16 *weight_of(const struct many *many, const struct part *part) {
     return many->op->weight + (panel * parts(many->op->in_features, DEPTH) + part->step) * STEP;
 }
 
-/* All rows by a part, and the `which`th of `of` parts of what is yet to be finished. */
+/* Multiply all rows by a part of a panel, and finish share `which` of `of` shares of the rows of `made`. */
 static void multiply_all(const struct many *many, const struct part *part, const bf16 *next, float *sums,
                          const struct made *made, int64_t which, int64_t of) {
     int64_t all = parts(many->op->in_features, DEPTH), groups = 0, bytes = many->staged->bytes;

@@ -220,7 +220,7 @@ struct gate_heads {
     bf16 *out; /* [tokens, heads, dim] */
     int64_t out_stride;
     int64_t heads, dim;
-    int64_t is_of_head; /* whether a gate is that of a whole head: [tokens, heads] */
+    int64_t is_of_head; /* whether each gate applies to a whole head: [tokens, heads] */
 };
 
 /* A gated delta net between its projections. */
@@ -524,7 +524,7 @@ struct state_space {
     double least, most; /* what time steps are clamped to */
 };
 
-/* The delta rule alone: what each query reads of a state that fades and moves towards each token's value under its key.
+/* The delta rule alone: a state decays, moves towards each token's value at its key, and is read by its query.
  * Queries and keys get unit length. */
 struct delta_rule {
     const bf16 *x; /* [tokens, 2 * key_heads * key_dim + heads * value_dim]: all queries, all keys, all values */
@@ -540,7 +540,7 @@ struct delta_rule {
     int64_t out_stride;
     int64_t heads, group, key_dim, value_dim; /* value heads, and those of a key head */
     int64_t decays;                           /* of a head: 1, or one for each dimension of its key */
-    double most;                              /* what beta is at most, above 0 */
+    double most;                              /* the largest beta, above 0 */
 };
 
 /* The selective state space of Mamba (Gu and Dao, 2023), in which each channel has a state and decays of its own. */

@@ -95,7 +95,7 @@ AVX512_BF16 INLINE __m512 pairs_dot_pairs(__m512 sum, uint32_t both, bits w) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)both), (__m512bh)w);
 }
 
-/* In one vector, so that what reads the line next waits for one store. */
+/* The line is stored as one vector, so that the next read of it waits for one store. */
 AVX512_BF16 INLINE void pairs_narrow_line(const float *sums, const float *bias, bf16 *line) {
     __m512 low = _mm512_add_ps(_mm512_loadu_ps(sums), _mm512_loadu_ps(bias));
     __m512 high = _mm512_add_ps(_mm512_loadu_ps(sums + LANES), _mm512_loadu_ps(bias + LANES));
@@ -142,8 +142,8 @@ AMX static inline void add_two(const bf16 *x0, const bf16 *x1, const bf16 *weigh
     _tile_dpbf16ps(3, 5, 7);
 }
 
-/* By three, which leave room for one tile of rows and one of the weight. Rows are read once, past the first cache, which
- * keeps the weight's tiles for their second time. */
+/* Three tiles of rows at a time, which leave one tile for rows and one for the weight. Rows are read once, past the L1
+ * cache, which keeps the weight's tiles for their second use. */
 AMX static inline void add_three(const bf16 *x0, const bf16 *x1, const bf16 *x2, const bf16 *weight) {
     _tile_stream_loadd(6, x0, LINE);
     _tile_loadd(7, weight, LINE);

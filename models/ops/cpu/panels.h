@@ -19,8 +19,8 @@ static inline int64_t rows_of_group(int64_t left, int64_t rows) {
     return is_two ? 2 * LANES : min64(GROUP, left);
 }
 
-/* Other work, row by row, between the steps of a product, for execution units that the product leaves idle; and what is
- * multiplied next, of which so many lines come into the second cache with each step. */
+/* Other work, row by row, between the steps of a product, for execution units that the product leaves idle; and the weight
+ * that is multiplied next: each step fetches `lines` cache lines of it into the L2 cache. */
 struct beside {
     void (*do_row)(const void *what, int64_t row);
     const void *what;
@@ -48,8 +48,8 @@ struct panel_products {
     /* Up to 16 rows, as columns [steps][16 pairs][count][2], by one or two panels, of which a step has 32 rows of 32 inputs:
      * added to sums [panel][32][16], the same as those of `add`. It fetches nothing. NULL where `add` takes no longer. */
     void (*add_columns)(const bf16 *columns, int64_t count, const struct near_panels *near, float *sums);
-    /* The same by a part of a panel that is near, of rows that have `all` steps: added to what is there, or with
-     * `is_first` in its place; and what is done beside it. */
+    /* The same for a part of a panel that is in a cache, with rows that have `all` steps. The products are added to the
+     * sums, or replace them with `is_first`; `beside` is done between the steps. */
     void (*multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
                           int is_first, float *sums, const struct beside *beside);
     /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
@@ -98,7 +98,7 @@ int64_t multiply_first(const struct panel_products *products, const char *staged
 
 #define STAGED_ROWS 512 /* at most, that are multiplied by a panel while they are cached */
 
-/* How many of so many inputs those are. */
+/* How many rows of `inputs` inputs are staged at once. */
 int64_t rows_to_stage(int64_t inputs);
 
 
@@ -113,7 +113,7 @@ struct staged {
 void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t first, int64_t count,
            int64_t in_features);
 
-/* Staged rows, all of which meet a part of a weight while it is near, and what becomes of their sums. */
+/* Staged rows, which are all multiplied by one part of a weight while it is in a cache, and the use of their sums. */
 struct many {
     const struct linear *op;
     const struct activation *by; /* by which the first half of the outputs gates the second, or NULL */
@@ -121,17 +121,17 @@ struct many {
     const struct staged *staged;
     int64_t first, count; /* the first row and how many */
     float *sums;          /* `bytes_of_waiting` */
-    int is_large;         /* whether the output is more than is soon read again */
+    int is_large;         /* whether the output is too large to be read again from a cache */
 };
 
-/* By the panels from `first` to `past`, of gates where these are gated. */
+/* Multiply by the panels from `first` to `past`; of a gated product, by these panels of gates and those they gate. */
 void multiply_many(const struct many *many, int64_t first, int64_t past);
 int64_t bytes_of_waiting(void);
 
-#define BLOCK_ROWS 384         /* at most, that a thread multiplies at once */
-#define STAGED_BLOCK (3 << 20) /* bytes that they take as bfloat16 */
+#define BLOCK_ROWS 384         /* the most rows that a thread multiplies at once */
+#define STAGED_BLOCK (3 << 20) /* the most bytes of these rows as bfloat16 */
 
-/* How many of so many inputs those are. */
+/* How many rows of `inputs` inputs a thread multiplies at once. */
 int64_t rows_of_block(int64_t inputs);
 
 /* Rows of one group, of those that have any. */

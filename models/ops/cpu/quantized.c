@@ -26,7 +26,7 @@ typedef int32_t four __attribute__((vector_size(LANES)));
 
 INLINE int32_t larger_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
-/* Halves, then halves of these: the order of integers does not matter. */
+/* Add halves, then halves of these: the order of integer additions does not matter. */
 INLINE int32_t largest_of(integers v) {
     eight halves_of[2];
     four quarters[2];
@@ -89,7 +89,7 @@ CLONES static void stage_row(struct quantized_bench *bench, int64_t row, const b
                         min64(BLOCK, inputs - block * BLOCK));
 }
 
-/* The sums, with the panel's bias, to where they belong; lines of a large output past the caches. */
+/* Store the sums, with the panel's bias, to the output; lines of a large output past the caches. */
 CLONES static void finish(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
                           int64_t count, int64_t output, int is_large) {
     int64_t width = min64(PANEL, op->out_features - output), first = row * op->out_stride + output;
@@ -128,7 +128,7 @@ struct place {
     enum isa isa;
     const int64_t *tokens; /* which row of x each row is, or NULL */
     int64_t first_row;
-    int is_large; /* whether the output is more than is soon read again */
+    int is_large; /* whether the output is too large to be read again from a cache */
 };
 
 /* Staged rows by one panel. With many, as many blocks at once as stay in the first cache from group to group. */

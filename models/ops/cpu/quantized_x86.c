@@ -66,8 +66,8 @@ AMX static inline void zero_tiles(void) {
     _tile_zero(3);
 }
 
-/* Rows are read past the first cache, which keeps the weight. With one tile of them, which may have less than 16, the
- * weight is in tile 7, which always has. */
+/* Rows are read past the L1 cache, which keeps the weight. With one tile of rows, which may have fewer than 16, the weight
+ * is in tile 7, which always has 16. */
 AMX static inline void add_tiles(const int8_t *x0, const int8_t *x1, const int8_t *weight) {
     _tile_stream_loadd(4, x0, LINE);
     if (!x1) {
@@ -94,9 +94,9 @@ AMX static inline void store_tiles(int32_t *products, int two) {
     _tile_stored(3, products + LANES * PANEL + LANES, PANEL * sizeof(int32_t));
 }
 
-#define UNITS 2 /* whose integers are scaled while the next are multiplied: blocks, or with 4 bits the steps of one */
+#define UNITS 2 /* scaled while the next ones are multiplied; a unit is a block, or with 4 bits a step of a block */
 
-/* Integers of some rows by some blocks of a weight, which are yet to be scaled and added to the sums. */
+/* Integer products of some rows and some blocks of a weight, which are not yet scaled and added to the sums. */
 struct waiting {
     const int32_t *products; /* [UNITS][TWO_TILES][PANEL] */
     const char *weight;
@@ -106,7 +106,7 @@ struct waiting {
     float *sums;
 };
 
-/* Of a tile of rows, half of the outputs. */
+/* Scale and add half of the outputs of one tile of rows. */
 AMX INLINE void scale_half(const struct waiting *waiting, int tile, int half, int bits) {
     const bf16 *first = (const bf16 *)waiting->weight + half * LANES, *second = first + PANEL;
     int has_second = bits == 4 || waiting->blocks > 1;
@@ -129,12 +129,12 @@ AMX INLINE void scale_half(const struct waiting *waiting, int tile, int half, in
     }
 }
 
-/* The `part`th of `of` equal ones. */
+/* Scale and add part `part` of `of` equal parts. */
 AMX INLINE void scale_part(const struct waiting *waiting, int part, int of, int bits) {
     for (int i = part * 4 / of; i < (part + 1) * 4 / of; i++) scale_half(waiting, i / 2, i % 2, bits);
 }
 
-/* Some blocks, of which each step is followed by a part of what waits. */
+/* Multiply some blocks; after each step, scale a part of the products that wait. */
 AMX INLINE void multiply_blocks(const int8_t *x0, const int8_t *x1, const struct quantized_panel *panel, int64_t first,
                                 int64_t blocks, int32_t *products, const struct waiting *waiting, struct lines *ahead,
                                 int bits) {

@@ -305,7 +305,7 @@ INLINE vector softplus_of(vector x) {
     return larger(x, all(0)) + 2.0f * s * sum;
 }
 
-/* 16 channels or fewer of a span: their states [state, LANES] lie in `room`, and their decays after them. */
+/* At most LANES channels of a span. `room` holds their states [state, LANES] and then their decays. */
 CLONES static void scan_channels(const struct selective_scan *op, const struct span *span, int64_t channel,
                                  int64_t width, float *room) {
     float *rates = room + op->state * LANES, some[LANES] = {0}, bias[LANES] = {0}, skip[LANES] = {0};

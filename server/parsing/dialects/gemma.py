@@ -56,9 +56,9 @@ class GemmaParser(ToolCallParser):
                     self._no_call()
 
     def _read_object(self) -> Waiting[bool]:
-        """Read the arguments behind their opening bracket; whether they were whole.
+        """Read the arguments after their opening bracket; returns whether they were complete.
 
-        Where they turn wrong, the brackets that are open are closed, and what is not read is content.
+        If the syntax is wrong, the open brackets are closed, and the unread text is content.
         """
         feed = self._feed
         opened = ["{"]
@@ -129,7 +129,7 @@ class GemmaParser(ToolCallParser):
         return "".join(pieces)
 
     def _read_scalar(self, before: str) -> Waiting[bool | None]:
-        """Pass `before` and the value that comes next on; whether it ended, or None if there is none."""
+        """Pass on `before` and the next value; returns whether the value ended, or None if there is none."""
         feed = self._feed
         if (yield from feed.take_marker(QUOTE)):
             feed.forget()
@@ -147,7 +147,7 @@ class GemmaParser(ToolCallParser):
         return True
 
 
-# The grammar: a value after its schema, and any value where that says nothing.
+# The grammar: a value that its schema allows, and any value if the schema has no constraint.
 
 _DEPTH = 8
 _ANY_KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
@@ -231,7 +231,7 @@ def _written(value: Any) -> str:
 
 
 def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a call behind its marker."""
+    """An expression for a call after its opening marker."""
     return lark.any_of(
         f"{lark.spelled(CALL + function.name)} {_Values(lark, function.schema).arguments(function.schema)} "
         f"{lark.spelled(END)}"

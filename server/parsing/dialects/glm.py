@@ -23,16 +23,16 @@ _NAME = re.compile(r"[^\s<{]*")
 
 
 class Form(NamedTuple):
-    """What differs between the dialects."""
+    """The markers and line breaks of one dialect."""
 
     line: str = "\n"
-    """What stands between the parts of a call."""
+    """The text between the parts of a call."""
     begin: str = ""
     """The marker before all calls, if there is one."""
     end: str = ""
-    """The marker behind all calls."""
+    """The marker after all calls."""
     separator: str = ""
-    """The marker behind a name."""
+    """The marker after a name."""
 
 
 class GlmParser(MembersParser):
@@ -67,7 +67,7 @@ class GlmParser(MembersParser):
                 break
 
     def _read_call(self) -> Waiting[bool]:
-        """Read a call behind its marker; whether it was whole."""
+        """Read a call after its opening marker; returns whether it was complete."""
         feed = self._feed
         yield from feed.skip_whitespace()
         name = yield from feed.take_word(_NAME)
@@ -95,7 +95,7 @@ class GlmParser(MembersParser):
 
 def _calls(form: Form) -> Callable[[LarkWriter, Sequence[Function], bool], str]:
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-        """An expression for what is behind the first marker: a call, or all calls where a marker is around them."""
+        """An expression for the text after the first marker: one call, or all calls if markers enclose them."""
         call = lark.any_of(one(lark, function) for function in functions)
         if not form.begin:
             return call

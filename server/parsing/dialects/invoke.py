@@ -26,9 +26,9 @@ class Tags(NamedTuple):
     block: str
     """The name of the tag around all calls."""
     prefix: str = ""
-    """What the names of all tags begin with."""
+    """The prefix of all tags' names."""
     says_types: bool = False
-    """Whether parameters say that their value is text."""
+    """Whether parameters have an attribute that says if their value is text."""
 
     def begin(self, name: str) -> str:
         return f"<{self.prefix}{name}"
@@ -50,7 +50,7 @@ class InvokeParser(MembersParser):
         self._parameter = tags.begin("parameter") + ' name="'
         self._begin = Markers(tags.opening, self._invoke)
         self._says: bool | None = None
-        """Whether the last parameter said that its value is text; None: it said nothing."""
+        """Whether the last parameter's attribute says that its value is text; None: it has no such attribute."""
         self.members_end = tags.end("invoke")
         self.member_markers = (self._parameter,)
         self.value_end = Markers(tags.end("parameter"))
@@ -78,7 +78,7 @@ class InvokeParser(MembersParser):
                 break
 
     def _read_call(self) -> Waiting[bool]:
-        """Read a call behind its tag's name; whether it was whole."""
+        """Read a call after its tag's name; returns whether it was complete."""
         name = yield from self._read_name()
         if not name or not (yield from self._feed.take_marker(">")):
             self._no_call()
@@ -87,7 +87,7 @@ class InvokeParser(MembersParser):
         return (yield from self._read_arguments(name))
 
     def _read_name(self) -> Waiting[str]:
-        """Read the rest of a quoted name; empty if its quote does not come."""
+        """Read the rest of a quoted name; empty if the closing quote is missing."""
         name = yield from self._feed.take_word(_QUOTED)
         return name if (yield from self._feed.take_marker('"')) else ""
 
@@ -113,7 +113,7 @@ def _calls(tags: Tags) -> Callable[[LarkWriter, Sequence[Function], bool], str]:
     end = tags.end("parameter")
 
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-        """An expression for a block's calls behind its opening tag."""
+        """An expression for a block's calls after its opening tag."""
         call = lark.any_of(one(lark, function) for function in functions)
         closing = lark.spelled(f"\n{tags.end(tags.block)}")
         return f"{call if once else f'{call}+'} {closing}"
@@ -158,7 +158,7 @@ V41 = Tags("calls", f"{DSML} ", says_types=True)
 
 
 def _shows(tags: Tags) -> Callable[[ModelSigns], bool]:
-    """Templates may write the prefix by a variable."""
+    """Templates may have the prefix in a variable, so only the names after it are compared."""
     return lambda signs: DSML in signs.template and re.search(rf"[^<\w] ?{tags.block}>", signs.template) is not None
 
 

@@ -20,7 +20,7 @@ COMMAND = "<|START_ACTION|>", "<|END_ACTION|>"
 
 
 class JsonListParser(CallObjectParser):
-    """A list behind a marker; a lone object is read too."""
+    """A list after a marker; a single object without a list is read too."""
 
     def __init__(self, use: ToolUse, begin: str, end: str) -> None:
         self._begin = Markers(begin)
@@ -63,7 +63,7 @@ def _register(
     begin, end = markers
 
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-        """An expression for a list behind its marker."""
+        """An expression for a list after its opening marker."""
         return f"{call_list(lark, functions, once, 'arguments')} {lark.spelled(end)}"
 
     TOOL_DIALECTS.register(name)(
@@ -79,7 +79,7 @@ def _register(
 
 
 def command_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for Command A's list behind its marker, in its template's spacing."""
+    """An expression for Command A's list after its opening marker, with the white space of its template."""
     call = lark.rule(_command_call(lark, functions))
     further = "" if once else f"({lark.spelled(',' + _LINE)} {call})*"
     return f"{lark.spelled('[' + _LINE)} {call} {further} {lark.spelled(_LAST_LINE + ']' + COMMAND[1])}"

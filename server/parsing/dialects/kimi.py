@@ -45,7 +45,7 @@ class KimiParser(ToolCallParser):
                 break
 
     def _read_call(self) -> Waiting[bool]:
-        """Read a call behind its marker; whether it was whole."""
+        """Read a call after its opening marker; returns whether it was complete."""
         feed = self._feed
         yield from feed.skip_whitespace()
         id = yield from feed.take_word(_ID)
@@ -73,7 +73,7 @@ class KimiParser(ToolCallParser):
 
 
 def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a section's calls behind its marker; a call's number counts those of the whole chat."""
+    """An expression for a section's calls after its opening marker; calls are numbered through the whole chat."""
     call = lark.any_of(
         f"{lark.spelled(f'{CALL_BEGIN}{NAMESPACE}{function.name}:')} /[0-9]{{1,4}}/ {lark.spelled(ARGUMENTS)} "
         f"{lark.json(function.schema)} {lark.spelled(CALL_END)}"

@@ -106,7 +106,7 @@ class PythonicParser(ToolCallParser):
 
 
 class MarkedPythonicParser(PythonicParser):
-    """Calls between markers, of any function, in a list or one behind the other."""
+    """Calls between markers, of any function, in a list or one after the other."""
 
     def __init__(self, use: ToolUse, begin: str, end: str) -> None:
         self._begin = Markers(begin)
@@ -138,7 +138,7 @@ class MarkedPythonicParser(PythonicParser):
 
 
 def marked_calls(begin_list: str, between: str, end: str) -> Callable[[LarkWriter, Sequence[Function], bool], str]:
-    """Expressions for calls behind a marker: `begin_list`, the calls with `between` between them, and `end`."""
+    """Expressions for calls after a marker: `begin_list`, the calls with `between` between them, and `end`."""
 
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
         call = lark.any_of(_call(lark, function) for function in functions)

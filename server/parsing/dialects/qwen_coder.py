@@ -19,16 +19,16 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 NEWLINE = "\n"
 _NAME = re.compile(r"[^\s<>]*")
 _INLINE = re.compile(r"<parameter=\w+>\w")
-"""What a template's example shows where no line breaks are around values."""
+"""Matches the example in a template that has no line breaks around values."""
 
 
 class Form(NamedTuple):
-    """What differs between the dialects."""
+    """The markers and line breaks of one dialect."""
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
     around: str = "\n"
-    """What stands on either side of a value."""
+    """The text before and after a value."""
 
 
 class QwenXmlParser(MembersParser):
@@ -75,7 +75,7 @@ class QwenXmlParser(MembersParser):
 
 def _calls(form: Form) -> Callable[[LarkWriter, Sequence[Function], bool], str]:
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-        """An expression for a call behind its marker."""
+        """An expression for a call after its opening marker."""
         return lark.any_of(one(lark, function) for function in functions)
 
     def one(lark: LarkWriter, function: Function) -> str:
