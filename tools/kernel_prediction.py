@@ -6,7 +6,7 @@ time of a pass through the loop that loads most, and of all instructions outside
 at a time as registers and LDS allow (Little's law: bytes in flight = bandwidth x latency), and bounds the result by
 bandwidth and by the rate of matrix units.
 
-What it leaves out: launches, misses of the TLB, conflicts of LDS banks, latency that grows with load, clocks that fall
+It leaves out launches, misses of the TLB, conflicts of LDS banks, latency that grows with load, clocks that fall
 under power limits. No device has confirmed these predictions; they order variants of a kernel, and find binaries whose
 waves wait.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from models.ops.triton.configs import Target
 
 SIMDS = 4
-"""Of a compute unit, of an RDNA pair of them, of a multiprocessor: what waves are shared out to."""
+"""SIMDs of a compute unit, of an RDNA pair of compute units or of a multiprocessor; waves run on them."""
 
 
 class Device(NamedTuple):
@@ -69,7 +69,7 @@ DEVICES: Mapping[str, Device] = {
         {32: 495 * _TERA, 16: 989 * _TERA, 8: 1979 * _TERA}, 2,
     ),
 }  # fmt: skip
-"""Of each target with rows of its own in the table of configurations."""
+"""One device for each target that has rows of its own in the table of configurations."""
 
 
 class Work(NamedTuple):
@@ -80,13 +80,13 @@ class Work(NamedTuple):
     passes: int
     """Passes of a program through its loop."""
     bytes: float
-    """What memory must move, each byte once."""
+    """Bytes that memory must move, each counted once."""
     extra: float = 0.0
-    """What it moves besides, because programs split the problem."""
+    """Bytes that memory moves in addition, because programs split the problem."""
     operations: float = 0.0
     """Additions and multiplications of matrices."""
     bits: int = 16
-    """Of an operand of these."""
+    """Bits of an operand of these operations."""
 
 
 class Timing(NamedTuple):
@@ -97,13 +97,13 @@ class Timing(NamedTuple):
     pass_busy: int
     """Cycles of these in which its SIMD issues its instructions."""
     pass_bytes: int
-    """What a wave loads in a pass."""
+    """Bytes that a wave loads in a pass."""
     outside_cycles: int
-    """All that is outside the loop."""
+    """Cycles of all instructions outside the loop."""
 
 
 class Prediction(NamedTuple):
-    """Of one kernel, problem and device."""
+    """The prediction for one kernel, problem and device."""
 
     share: float
     """Of the roofline, 0 to 1, once programs have begun: bytes in flight against those that the memory needs."""

@@ -56,7 +56,7 @@ class Assembly:
     loads: dict[int, int]
     """Instructions that load from global memory, by bytes a thread."""
     timing: Timing | None = None
-    """What predictions need; None where none are made."""
+    """The timing that predictions need; None if no predictions are made."""
 
 
 def read_assembly(compilation: Compilation, compiled: Any) -> Assembly:
@@ -134,7 +134,7 @@ def _read_cuda(compilation: Compilation, compiled: Any) -> Assembly:
 
 
 def _dump(cubin: bytes, tool: str, option: str) -> str:
-    """What one of the tools that Triton brings says of a program."""
+    """The output of one of Triton's bundled tools for a program."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
@@ -231,7 +231,7 @@ def lowered(made: Mapping[str, Mapping[str, Prediction]], recorded: Accepted) ->
 
 
 def accepted(made: Mapping[str, Mapping[str, Prediction]], recorded: Accepted, *, all_of: bool = False) -> Accepted:
-    """What the record is to have: the best so far, unless a change that makes some worse is accepted."""
+    """The predictions to record: the best so far, unless a change that makes some worse is accepted."""
     found: Accepted = {}
     for name, by_arch in made.items():
         for arch, one in by_arch.items():
@@ -250,7 +250,7 @@ def _reader() -> str:
 
 
 def _replay_reader() -> str:
-    """The same of timings, which kernels without predictions have not."""
+    """The same hash for timings, which kernels without predictions do not have."""
     return _hash(READERS, SIMDS, DEVICES)
 
 

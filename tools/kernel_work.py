@@ -17,7 +17,7 @@ _EXPERTS, _CHOSEN, _FEATURES = 128, 8, 1536
 
 
 def work_of(one: Compilation) -> tuple[Work, ...]:
-    """What is predicted of a compilation; nothing of kernels that take little of a step."""
+    """The problems predicted for a compilation; none for kernels that take a small part of a step."""
     name = one.kernel.__name__.removesuffix("_kernel")
     find = _FINDERS.get(name)
     return find(one) if find is not None else ()

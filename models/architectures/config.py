@@ -54,7 +54,7 @@ class CheckpointConfig:
 
     @property
     def default_max_len(self) -> int:
-        """The longest context that is served where nothing else is asked for."""
+        """The longest context that is served by default."""
         return self.max_model_len
 
     def differs_below(self, served: int) -> int:

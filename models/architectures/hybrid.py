@@ -125,7 +125,7 @@ class HybridForCausalLM(LlamaForCausalLM):
         "post_attention_layernorm": "pre_ff_layernorm",
         "final_norm": "final_layernorm",
     }
-    """Module of the model -> its name in Bamba's checkpoints, and in those of families that are made like it."""
+    """Module of the model -> its name in Bamba's checkpoints, and in those of families with the same structure."""
     caching: ClassVar[tuple[type[nn.Module], ...]] = (Attention, Mamba2Mixer, ShortConv)
     """The layers with a `cache_spec`."""
 

@@ -115,7 +115,7 @@ class KimiLinearForCausalLM(HybridForCausalLM):
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
         kinds = config.fields.strings("layer_types")
-        # No key has a position: nothing turns.
+        # Keys have no positions, so no dimension is rotated.
         config = replace(config, rope=replace(config.rope, rope_type="proportional", turning_pairs=0))
 
         def decoder_layer(layer: int) -> nn.Module:

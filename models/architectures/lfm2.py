@@ -179,7 +179,7 @@ class Lfm3Attention(Lfm2Attention):
 
 
 class Lfm3DecoderLayer(nn.Module):
-    """A short convolution or attention, then a dense network, each between two norms or behind one."""
+    """A short convolution or attention, then a dense network, each between two norms or after one."""
 
     def __init__(self, config: ModelConfig, layer: int, conv: ShortConv | None, parallel: TensorParallel) -> None:
         super().__init__()

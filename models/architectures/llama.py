@@ -128,7 +128,7 @@ class LlamaAttention(nn.Module):
         return None
 
     def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """What is done to the heads' output; `hidden` is the layer's input. # [tokens, heads, head_dim] -> the same"""
+        """The heads' output after a gate, if any; `hidden`: layer input. # [tokens, heads, head_dim] -> the same"""
         del hidden
         return attended
 

@@ -25,7 +25,7 @@ _PREFIX = "backbone."
 def _complete(fields: Fields) -> Fields:
     """The epsilon, which config.json names differently, and values of what models with attention have."""
     values = {**fields.values, "rms_norm_eps": fields.number("layer_norm_epsilon", 1e-5)}
-    # No layer attends or feeds forward. A state has no end, but tables of blocks have.
+    # No layer attends or feeds forward. States have no longest context, but block tables have.
     absent = {"attention_head_dim": 2, "max_position_embeddings": 1 << 17, "num_attention_heads": 1}
     absent["intermediate_size"] = fields.integer("expand") * fields.integer("hidden_size")
     return Fields({**absent, **values}, fields.where)

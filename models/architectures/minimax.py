@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from models.ops.self_test import Case
 
 _NORM_EPS = 1e-6
-"""Of the norm of what is read, whatever `rms_norm_eps` is."""
+"""Epsilon of the norm of attention's output, whatever `rms_norm_eps` is."""
 
 
 class LightningAttention(nn.Module):
@@ -76,7 +76,7 @@ class LightningAttention(nn.Module):
         assert isinstance(cache, StateCache)
         (states,) = cache.tensors
         weights = StateSpaceWeights(self.a_log, self.zeros, self.zeros)
-        # Time steps of anything are 1 between these limits.
+        # Both limits are 1, so every time step is 1 whatever its input.
         steps, limits = qkv[:, : self.num_heads], (1.0, 1.0)
         metadata = context.attn_metadata
         return state_space(qkv, steps, weights, states, metadata, groups=self.num_heads, limits=limits)
@@ -100,8 +100,8 @@ def _log_slopes(heads: int, layer: int, num_layers: int) -> torch.Tensor:
 class MiniMaxDecoderLayer(nn.Module):
     """Attention and experts, each with a norm before it, and with factors of its output and of the normed input.
 
-    A norm is the same of a multiple, but for its epsilon: of `alpha * x + beta * y` it is that of
-    `x + beta / alpha * y` with its epsilon divided by the square of `alpha`.
+    A norm does not change when its input is multiplied, except through its epsilon: the norm of `alpha * x + beta * y`
+    equals that of `x + beta / alpha * y` with an epsilon divided by the square of `alpha`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, *, is_linear: bool) -> None:
@@ -129,7 +129,7 @@ class MiniMaxDecoderLayer(nn.Module):
 
 
 def _factors(fields: Fields, part: str) -> tuple[float, float]:
-    """The factor of the residual, and that of what is added to it as a share of the first."""
+    """The factor of the residual, and the factor of the branch's output divided by the first."""
     alpha, beta = (fields.number(f"{part}_{name}_factor", 1.0) for name in ("alpha", "beta"))
     return alpha, beta / alpha
 
@@ -140,7 +140,7 @@ def _complete(fields: Fields) -> Fields:
     if not kinds:
         layers = range(fields.integer("num_hidden_layers"))
         kinds = tuple("linear_attention" if layer % 2 else "full_attention" for layer in layers)
-    if fields.has("sliding_window"):  # Of every layer that attends.
+    if fields.has("sliding_window"):  # It applies to every layer that attends.
         kinds = tuple("sliding_attention" if kind == "full_attention" else kind for kind in kinds)
     return Fields({**fields.values, "layer_types": list(kinds)}, fields.where)
 

@@ -22,7 +22,7 @@ from models.ops.norm import add_rows
 from models.parallel.tensor_parallel import TensorParallel
 
 _NORM_EPS = 1e-5
-"""Of the norm of what is read, whatever `rms_norm_eps` is."""
+"""Epsilon of the norm of the delta rule's output, whatever `rms_norm_eps` is."""
 _NAMES = MappingProxyType(
     {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
 )

@@ -78,7 +78,7 @@ class LoRARows(NamedTuple):
 OfTokens: TypeAlias = Callable[..., torch.Tensor]
 """Computes rows of a step's tokens from other rows of them. # n x [T, ...] or None -> [T, ...]"""
 Between: TypeAlias = Callable[[OfTokens, tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]], torch.Tensor]
-"""Has what it is given run between captured graphs: see `between_graphs`."""
+"""Runs a call between captured graphs: see `between_graphs`."""
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ def between_graphs(
     """`call(*tokens, *shared)`, which reads the step's rows: where a pass is captured in pieces, it runs between them.
 
     Each tensor has a row for each token. `call` may read the forward context, and nothing else that differs from step
-    to step. `shared`: what several layers are given. # n x [T, ...] -> [T, ...]
+    to step. `shared`: tensors that several layers receive. # n x [T, ...] -> [T, ...]
     """
     between = get_forward_context().between
     return call(*tokens, *shared) if between is None else between(call, tokens, shared)
@@ -160,7 +160,7 @@ def forward_context(
     kv_cache_data: dict[str, LayerCache] | None = None,
     stream_layers: tuple[int, ...] = (),
 ) -> Iterator[ForwardContext]:
-    """A step: the context is set inside, and that of before is set afterwards also when an exception leaves.
+    """A step: the context is set inside; afterwards the previous context is restored, also after an exception.
 
     `kv_cache_data` replaces the caches that `set_kv_cache_data` set. The residual streams that the `stream_layers`
     receive are kept in the context's `streams`.

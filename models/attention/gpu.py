@@ -59,7 +59,7 @@ class TritonMetaData(AttentionMetaData):
         return most
 
     def flash_spans(self, window: int | None) -> Spans | None:
-        """The rows after the decodes with their keys, for layers of such a window; None: better not gathered."""
+        """The rows after the decodes with their keys, for layers with this window; None: gathering does not pay."""
         key = Spans, window
         if key not in self.plans:
             assert self.lengths is not None, "a captured graph has decodes only"

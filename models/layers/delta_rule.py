@@ -1,4 +1,4 @@
-"""`DeltaMixer`: the delta rule over projections that lie apart, the recurrent layer of Kimi Linear and OLMo Hybrid."""
+"""`DeltaMixer`: the delta rule over separate projections, the recurrent layer of Kimi Linear and OLMo Hybrid."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from models.ops.self_test import Case
 
 _LENGTH_EPS = 1e-6
-"""Of the lengths of queries and keys."""
+"""Epsilon of the lengths of queries and keys."""
 
 
 class DeltaShape(NamedTuple):
@@ -39,15 +39,15 @@ class DeltaShape(NamedTuple):
     value_dim: int
     kernel_size: int
     decays: int
-    """Of a value head: 1, or one for each dimension of its key."""
+    """Decays of a value head: 1, or one for each dimension of its key."""
     most: float
-    """What the share by which a state moves is at most."""
+    """The largest share (beta) by which a state moves towards a value."""
 
 
 class DeltaMixer(nn.Module):
     """Short causal convolution and delta rule (Yang et al., 2025; Kimi Linear, 2025); sharded by head.
 
-    A subclass says what decays and shares are made of, and what follows the rule.
+    A subclass computes the inputs of decays and shares, and the norm and gate after the rule.
     """
 
     def __init__(self, layer_name: str, shape: DeltaShape, parallel: TensorParallel) -> None:
@@ -66,7 +66,7 @@ class DeltaMixer(nn.Module):
         self.qkv_proj = PackedLinear(shape.hidden_size, parts)
         self.conv1d = _ApartConvolution(parts, shape.kernel_size)
         self.o_proj = RowParallelLinear(sizes["v"], shape.hidden_size, parallel=parallel)
-        # In float32: they are few, and the exponents of every later token.
+        # They are in float32 because they are few and are in the exponents of every later token.
         self.A_log, self.dt_bias = (
             empty_parameter(self.heads * each, weight_loader=self._load_heads, dtype=torch.float32)
             for each in (1, shape.decays)
@@ -94,14 +94,14 @@ class DeltaMixer(nn.Module):
         return self._read(self.conv1d(qkv, inputs, metadata), a, b, states, metadata)
 
     def gates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What decays and shares are made of, and the output's gate.
+        """The inputs of decays and shares, and the output's gate.
 
         # [tokens, hidden_size] -> [tokens, heads * decays], [tokens, heads], [tokens, heads * value_dim]
         """
         raise NotImplementedError
 
     def gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """The norm of what heads read, and its gate. # 2 x [tokens, heads * value_dim] -> the same"""
+        """The norm of the heads' outputs, and its gate. # 2 x [tokens, heads * value_dim] -> the same"""
         raise NotImplementedError
 
     def _read(
@@ -182,7 +182,7 @@ def delta_gates(
 
 
 class _ApartConvolution(ShortConvolution):
-    """A short convolution of which checkpoints have the parts for queries, keys and values apart."""
+    """A short convolution whose parts for queries, keys and values are separate tensors in checkpoints."""
 
     def __init__(self, parts: dict[str | int | None, OutputPart], taps: int) -> None:
         channels = sum(span.local for part in parts.values() for span in part.spans)

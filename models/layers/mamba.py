@@ -37,7 +37,7 @@ class MambaShape(NamedTuple):
     state_size: int
     kernel_size: int
     rank: int
-    """Features that time steps are projected from."""
+    """Number of features from which time steps are projected."""
     bias: bool
     """Whether the projections from and to the hidden states have biases."""
     conv_bias: bool
@@ -62,7 +62,7 @@ class MambaMixer(nn.Module):
         self.x_proj = RowParallelLinear(whole, shape.rank + 2 * size, parallel=parallel)
         self.dt_proj = ColumnParallelLinear(shape.rank, whole, parallel=parallel)
         self.out_proj = RowParallelLinear(whole, shape.hidden_size, bias=shape.bias, parallel=parallel)
-        # In float32: they are few, and the exponents of every later token.
+        # They are in float32 because they are few and are in the exponents of every later token.
         name = layer_name.rpartition(".")[2]
         self.dt_bias = empty_parameter(
             local,

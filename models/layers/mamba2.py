@@ -177,12 +177,12 @@ class Mamba2Mixer(nn.Module):
 
 
 class StateSpaceWeights(NamedTuple):
-    """What the states of heads fade by. # 3 x [heads] float32"""
+    """The weights of a state space: decays, skips and biases of time steps. # 3 x [heads] float32"""
 
     a_log: torch.Tensor
     """Logarithms of the decays of a time step of 1, which is multiplied by it in the exponent."""
     d: torch.Tensor
-    """The share of a token's own values that is added to what it reads."""
+    """The share of a token's own values that is added to its output."""
     dt_bias: torch.Tensor
 
 
@@ -196,7 +196,7 @@ def state_space(
     groups: int,
     limits: tuple[float, float],
 ) -> torch.Tensor:
-    """Each row's tokens through its state, which is brought up to date; returns what is read.
+    """Update each row's state with the row's tokens in order; returns each token's output.
 
     `x` holds values, keys (B) and queries (C); `limits` are those of the time steps, after softplus.
 

@@ -24,10 +24,11 @@ from models.ops.types import AttentionOptions, KVCacheTensor
 LEAST_QUERIES = 128
 """Tokens of the longest span of a step for which keys are gathered."""
 MOST_KEYS = 2
-"""Keys of a step's spans, as a multiple of their tokens: more take time, and memory that no step of the start took."""
+"""Most keys of a step's spans, as a multiple of their tokens: more take time, and more memory than was measured at the
+start."""
 
 _started: frozenset[Hashable] = frozenset()
-"""Forms of layers that it computes."""
+"""Forms of layers that flash attention computes."""
 
 
 class Spans(NamedTuple):
@@ -53,7 +54,7 @@ def form_of(q: torch.Tensor, num_kv_heads: int, options: AttentionOptions) -> Ha
 
 
 def takes(q: torch.Tensor, cache: KVCacheTensor, options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
-    """Whether it was started for a layer. # q [T, Hq, D]"""
+    """Whether flash attention was started for a layer. # q [T, Hq, D]"""
     return bool(_started) and supports(options, sinks) and form_of(q, cache.k_cache.shape[1], options) in _started
 
 
@@ -83,7 +84,7 @@ def spans_of(
     window: int | None,
     device: torch.device,
 ) -> Spans | None:
-    """The rows from `first_row` on, without keys that no query of a row sees; None where they are better not gathered.
+    """The rows from `first_row` on, without keys that no query of a row sees; None if gathering does not pay.
 
     # [B] each
     """
@@ -177,5 +178,5 @@ class FlashCase(Case):
         exact, magnitude = (
             reference.attend(q.float(), each, starts, contexts, tables, self.options) for each in (cache, absolute)
         )
-        # Weights are rounded too before they multiply values.
+        # Attention weights are rounded too before values are multiplied by them.
         yield Finding(f"prompts of {self}", relative_error(found, exact, 2 * rounding_bound(self.dtype) * magnitude))

@@ -9,7 +9,7 @@ import torch
 
 _CHUNK = 64
 _CHUNK_BY_KEY = 16
-"""Where each key has decays of its own, of which a chunk has as many as pairs of its tokens."""
+"""Chunk length if each dimension of a key has its own decay, which needs a factor for each pair of its tokens."""
 
 
 def delta_rule_step(

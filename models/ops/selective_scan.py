@@ -1,7 +1,8 @@
 """The selective state space of Mamba (Gu and Dao, 2023), token by token.
 
-Each channel has a state of a few numbers, which first decay by `exp(dt * a)`, each by its own, and then gain `dt * x`
-under the key B; C reads them afterwards, and `d * x` is added. Computed in float32; the state is left in place.
+Each channel has a state of a few numbers. For each token, every number first decays by its own `exp(dt * a)` and then
+gains `dt * x` times its key B; the output is their product with the query C, plus `d * x`. Computed in float32; the
+state is left in place.
 """
 
 import torch
@@ -16,7 +17,7 @@ def selective_scan_step(
     d: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each of B sequences; `state` is brought up to date. Returns what is read.
+    """One token of each of B sequences; `state` is updated in place. Returns each token's output.
 
     # x and dt [B, channels], b and c [B, N], a [N, channels], d [channels], state [B, N, channels] -> [B, channels]
     """
@@ -34,7 +35,7 @@ def selective_scan_span(
     d: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Consecutive tokens of one sequence; `state` is brought up to date. Returns what is read.
+    """Consecutive tokens of one sequence; `state` is updated in place. Returns each token's output.
 
     # x and dt [T, channels], b and c [T, N], a [N, channels], d [channels], state [N, channels] -> [T, channels]
     """

@@ -112,7 +112,7 @@ def delta_rule(
     key_heads: int,
     most: float,
 ) -> torch.Tensor:
-    """Each row's tokens through its state, which is brought up to date; returns what is read.
+    """Update each row's state with the row's tokens in order; returns each token's output.
 
     # x [T, key_heads * 2 * key_dim + heads * value_dim], a [T, heads * decays], b [T, heads], a_log [heads] and
     # dt_bias [heads * decays] float32, states [slots, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]

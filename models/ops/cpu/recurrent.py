@@ -78,7 +78,7 @@ def state_space(
     groups: int,
     limits: tuple[float, float],
 ) -> torch.Tensor:
-    """Each row's tokens through its state, which is brought up to date; returns what is read.
+    """Update each row's state with the row's tokens in order; returns each token's output.
 
     # x [T, heads * dim + 2 * groups * state], dt [T, heads], a_log, d and dt_bias [heads] float32,
     # states [slots, heads, state, dim] float32 -> [T, heads * dim]
@@ -123,7 +123,7 @@ def selective_scan(
     states: torch.Tensor,
     step: Step,
 ) -> torch.Tensor:
-    """Each row's tokens through its state, which is brought up to date; returns what is read.
+    """Update each row's state with the row's tokens in order; returns each token's output.
 
     # x and dt [T, channels], b and c [T, N], a_log [N, channels], d and dt_bias [channels] float32,
     # states [slots, N, channels] float32 -> [T, channels]

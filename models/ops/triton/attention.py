@@ -105,8 +105,8 @@ def attend_tile(
     keys = first_key + tl.arange(0, BLOCK_N)
     is_key = keys < end if IS_MASKED else tl.full([BLOCK_N], True, tl.int1)
     # What others store before the window, whose blocks have been given back, and past the row's end may not be finite,
-    # and a weight of zero would be multiplied by it: the first key that is seen, or the last, is loaded instead. Masks
-    # of the loads are branches around each on AMD, with waits in front: one round trip to memory after another.
+    # and a weight of zero would be multiplied by it: the first key that is seen, or the last, is loaded instead. On
+    # AMD masked loads are branches with a wait before each, so that memory would answer one load after another.
     loaded = tl.maximum(keys, first_seen) if HAS_WINDOW else keys
     loaded = tl.minimum(loaded, end - 1) if IS_MASKED else loaded
     offsets = page_offsets(table_ptr, loaded, block_stride, kv_head, BLOCK_SIZE, HEAD_DIM)

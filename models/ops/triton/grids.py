@@ -30,7 +30,7 @@ LEAST_PIECE = 64
 """Tokens of a piece of a short row, or half of them: of one sequence few programs would run otherwise, while what is
 written for pieces, in float32, is an eighth of what is read at 4 query heads to a KV head."""
 SHORT = 16
-"""Pieces that a short row has at most."""
+"""The most pieces of a short row."""
 
 
 def num_pieces(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

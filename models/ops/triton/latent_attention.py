@@ -109,8 +109,8 @@ def latent_attention_kernel(
     for start in range(first, last, KEYS):
         positions = start + tl.arange(0, KEYS)
         seen = positions < last
-        # A latent that is not seen has a weight of zero, by which another of the row's is multiplied: masks of loads
-        # would be branches on AMD, with a wait in front of each.
+        # For a latent that is not seen another latent of the row is loaded, and multiplied by a weight of zero. Masked
+        # loads would be branches on AMD, with a wait before each.
         positions = tl.minimum(positions, last - 1)
         if IS_SPARSE:
             positions = tl.load(selected + token.to(tl.int64) * num_selected + positions)

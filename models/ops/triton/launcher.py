@@ -3,7 +3,7 @@
 To find the binary of a launch, Triton describes each argument and option in strings. Here a launch is looked up by its
 form: everything that Triton compiles anew for, and at least as finely, so that launches of one form have one binary.
 The first launch of a form takes Triton's own path, whose hook decides whether the specialisation was compared with
-torch (`specializations`); what is launched from here has been through it.
+torch (`specializations`); every later launch of the form relies on that decision.
 
 The function that finds a form is generated for each kernel, as Triton generates its binder: loops over arguments would
 take twice as long. Of a kernel with a tensor `x`, an integer `n` and a constant `SIZE` it is

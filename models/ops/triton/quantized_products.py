@@ -223,13 +223,13 @@ def add_splits_kernel(
 
 _MOST_SPLITS = 8
 _ENOUGH_PROGRAMS = 512
-"""From which number on the bytes in flight of all programs are what memory needs."""
+"""The number of programs whose bytes in flight together suffice for the memory's bandwidth."""
 _LEAST_STEPS = 4
-"""Of a program's loop, whose start takes as long as some of its steps."""
+"""Least steps of a program's loop, because a program's start takes as long as some steps."""
 
 
 def splits_of(rows: int, outputs: int, steps: int, columns: int) -> int:
-    """Into how many sums a product is split: of few rows, by the weight's size alone, so by no step's company.
+    """The number of sums into which a product of few rows is split, by the weight's size alone and not by the step.
 
     `steps` of DEPTH inputs that the weight has; `columns` of a tile.
     """

@@ -1,6 +1,6 @@
 """Recurrences that go token by token in prompts too: the delta rule by key, and Mamba's selective scan.
 
-A program takes a part of one row's state through the row's tokens. A step's rows are those of
+A program holds a part of one row's state and updates it with the row's tokens. A step's rows are those of
 `models.ops.triton.gated_delta.DeltaPlan`.
 """
 
@@ -23,7 +23,7 @@ def _softplus(x):
 
 @triton.jit
 def _row_tokens(starts, spans, row, IS_SPAN: tl.constexpr, HAS_STARTS: tl.constexpr):
-    """A row's first token, the one past its last, and whether it begins its sequence."""
+    """The indices of a row's first token and past its last token, and whether the row begins its sequence."""
     is_new = 0
     if IS_SPAN:
         first, count, is_new = tl.load(spans + row * 4), tl.load(spans + row * 4 + 1), tl.load(spans + row * 4 + 3)
@@ -115,7 +115,7 @@ def delta_rule(
     key_heads: int,
     most: float,
 ) -> torch.Tensor:
-    """Each row's tokens through its state, which is brought up to date; returns what is read.
+    """Update each row's state with the row's tokens in order; returns each token's output.
 
     # x [T, key_heads * 2 * key_dim + heads * value_dim], a [T, heads * decays], b [T, heads], a_log [heads] and
     # dt_bias [heads * decays] float32, states [slots, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]
@@ -214,7 +214,7 @@ def selective_scan(
     states: torch.Tensor,
     plan: DeltaPlan,
 ) -> torch.Tensor:
-    """Each row's tokens through its state, which is brought up to date; returns what is read.
+    """Update each row's state with the row's tokens in order; returns each token's output.
 
     # x and dt [T, channels], b and c [T, N], a_log [N, channels], d and dt_bias [channels] float32,
     # states [slots, N, channels] float32 -> [T, channels]

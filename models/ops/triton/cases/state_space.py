@@ -205,7 +205,7 @@ class Mamba2Case(Case):
     groups: int
     state: int
     taps: int
-    """Of the convolution; 0: there is none."""
+    """Taps of the convolution; 0: there is none."""
     has_bias: bool
     gate: str
     """Where gates are, as `models.layers.mamba2.Gate` says; "none": there are neither gates nor a norm."""

@@ -15,7 +15,7 @@ from models.ops.triton.cases.state_space import Rows
 from models.ops.triton.token_scans import delta_rule, selective_scan
 
 _ROUNDED = 2.0**-12
-"""Of sums in float32 over the tokens of a state."""
+"""Relative error of float32 sums over the tokens of a state."""
 
 
 def reference_rule(
