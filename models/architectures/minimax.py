@@ -140,8 +140,8 @@ def _complete(fields: Fields) -> Fields:
     if not kinds:
         layers = range(fields.integer("num_hidden_layers"))
         kinds = tuple("linear_attention" if layer % 2 else "full_attention" for layer in layers)
-    if fields.has("sliding_window"):  # It applies to every layer that attends.
-        kinds = tuple("sliding_attention" if kind == "full_attention" else kind for kind in kinds)
+    if fields.has("sliding_window"):
+        raise fields.invalid("sliding_window", "null, since MiniMax with a window was not found equal to transformers")
     return Fields({**fields.values, "layer_types": list(kinds)}, fields.where)
 
 

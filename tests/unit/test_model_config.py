@@ -198,6 +198,7 @@ def test_windows_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert "has no sliding_window" in refusal(tmp_path, layer_types=["sliding_attention"] * 2)
     assert "layer_types of" in refusal(tmp_path, layer_types=["chunked_attention"] * 2)
     assert "a list of 2 names" in refusal(tmp_path, layer_types=["full_attention"] * 3)
+    assert "sliding_window of" in refusal(tmp_path, architectures=["MiniMaxForCausalLM"], sliding_window=16)
 
 
 def test_a_sliding_window_that_is_switched_off_is_ignored(tmp_path: Path) -> None:
