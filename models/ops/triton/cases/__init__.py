@@ -17,9 +17,20 @@ from models.ops.triton.cases import (
     quantized_products,
     sampling,
     state_space,
+    token_scans,
 )
 
-FAMILIES = (attention, latent_attention, elementwise, experts, quantized_products, gated_delta, state_space, sampling)
+FAMILIES = (
+    attention,
+    latent_attention,
+    elementwise,
+    experts,
+    quantized_products,
+    gated_delta,
+    state_space,
+    token_scans,
+    sampling,
+)
 
 
 def common_cases(device: torch.device) -> dict[str, list[Case]]:
