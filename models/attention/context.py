@@ -4,6 +4,7 @@ The model runner sets it around the forward pass; layers read it. It is a global
 fixed, which captured graphs rely on.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -101,6 +102,8 @@ class ForwardContext:
     """Positions that the latest indexer selected, for layers that share them; None: all. # [T, selected] int64"""
     between: Between | None = None
     """Captures the pass in pieces, while it is set."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that runs the step."""
 
 
 _current: ForwardContext | None = None
@@ -160,13 +163,14 @@ def forward_context(
     kv_cache_data: dict[str, LayerCache] | None = None,
     stream_layers: tuple[int, ...] = (),
 ) -> Iterator[ForwardContext]:
-    """A step: the context is set inside; afterwards the previous context is restored, also after an exception.
+    """A step: the context is set inside; afterwards that of a step that this thread has paused is restored, if any,
+    also after an exception.
 
     `kv_cache_data` replaces the caches that `set_kv_cache_data` set. The residual streams that the `stream_layers`
     receive are kept in the context's `streams`.
     """
     global _current
-    before = _current
+    paused = _current if _current is not None and _current.thread == threading.get_ident() else None
     set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata, lora)
     if kv_cache_data is not None:
         get_forward_context().kv_cache_data = kv_cache_data
@@ -175,4 +179,4 @@ def forward_context(
     try:
         yield context_of_step
     finally:
-        _current = before
+        _current = paused

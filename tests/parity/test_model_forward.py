@@ -1,12 +1,15 @@
 """Llama and Qwen3 compute what transformers computes, whatever their shape and however a prompt is cut into steps."""
 
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from models.attention import cpu_plan
+from models.attention.backend import AttentionMetaData
+from models.attention.context import Context, forward_context, get_forward_context
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, Row, assert_computes, prompt
 
@@ -138,6 +141,19 @@ def test_a_row_is_computed_alike_alone_and_among_32(checkpoint: Path) -> None:
     together = model.step([(row, 1) for row in rows], num_decodes=32)
     for row, found in zip(rows, together, strict=True):
         assert_computes(model, row.tokens, found[-1:])
+
+
+def test_a_step_of_another_thread_is_not_restored() -> None:
+    metadata, context = cast(AttentionMetaData, None), cast(Context, None)
+    outer, inner = (forward_context(metadata, context) for _ in range(2))
+    outer.__enter__()
+    thread = threading.Thread(target=inner.__enter__)
+    thread.start()
+    thread.join()
+    for step in (outer, inner):
+        step.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="outside a step"):
+        get_forward_context()
 
 
 def test_running_a_model_outside_a_step_is_an_error(checkpoint: Path) -> None:

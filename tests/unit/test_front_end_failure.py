@@ -73,7 +73,7 @@ class Core:
 
     last: Self
 
-    def __init__(self, config: Config, *, starts: bool = True) -> None:
+    def __init__(self, config: Config, *, starts: bool = True, model: str = "") -> None:
         self.ends: list[str] = []
         type(self).last = self
 
