@@ -126,6 +126,31 @@ class ToolCallParser(FedParser):
         """Close the object that was opened member by member."""
         self._argue("}" if self._argued else "{}")
 
+    def _read_section(
+        self, read_call: Callable[[], Waiting[bool]], call_begin: str, end: str, *, has_begun: bool
+    ) -> Waiting[None]:
+        """Read the calls of a section up to its marker `end`, each by `read_call` after its marker `call_begin`.
+
+        `has_begun`: the first call's marker was read instead of the section's. `read_call` returns whether the call
+        was complete.
+        """
+        feed = self._feed
+        if not has_begun:
+            yield from feed.skip_whitespace()
+            if not (yield from feed.take_marker(call_begin)):
+                self._no_call()
+                return
+        while (yield from read_call()):
+            feed.keep()
+            yield from feed.skip_whitespace()
+            if (yield from feed.take_marker(call_begin)):
+                continue
+            if (yield from feed.take_marker(end)):
+                feed.forget()
+            elif not (yield from self._cut_off(end, call_begin)):
+                self._no_call()
+            return
+
     def _stream_object(self, end_marker: str = "", before: str = "", spelled: str = "") -> Waiting[bool]:
         """Pass the JSON value that comes next on as arguments; whether it was complete.
 

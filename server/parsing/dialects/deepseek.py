@@ -20,23 +20,8 @@ class DeepSeekParser(ToolCallParser):
     """Reads both forms: where the arguments follow the separator, the name stood before it."""
 
     def _read(self) -> Waiting[None]:
-        feed = self._feed
         while begin := (yield from self._say_until(_BEGIN)):
-            if begin == CALLS_BEGIN:
-                yield from feed.skip_whitespace()
-                if not (yield from feed.take_marker(CALL_BEGIN)):
-                    self._no_call()
-                    continue
-            while (yield from self._read_call()):
-                feed.keep()
-                yield from feed.skip_whitespace()
-                if (yield from feed.take_marker(CALL_BEGIN)):
-                    continue
-                if (yield from feed.take_marker(CALLS_END)):
-                    feed.forget()
-                elif not (yield from self._cut_off(CALLS_END, CALL_BEGIN)):
-                    self._no_call()
-                break
+            yield from self._read_section(self._read_call, CALL_BEGIN, CALLS_END, has_begun=begin == CALL_BEGIN)
 
     def _read_call(self) -> Waiting[bool]:
         """Read a call behind its marker; whether it was whole."""

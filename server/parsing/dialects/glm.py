@@ -48,23 +48,11 @@ class GlmParser(MembersParser):
         super().__init__(use)
 
     def _read(self) -> Waiting[None]:
-        feed = self._feed
         while begin := (yield from self._say_until(self._begin)):
-            if begin != BEGIN:
-                yield from feed.skip_whitespace()
-                if not (yield from feed.take_marker(BEGIN)):
-                    self._no_call()
-                    continue
-            while (yield from self._read_call()) and begin != BEGIN:
-                feed.keep()
-                yield from feed.skip_whitespace()
-                if (yield from feed.take_marker(BEGIN)):
-                    continue
-                if (yield from feed.take_marker(self._form.end)):
-                    feed.forget()
-                elif not (yield from self._cut_off(self._form.end, BEGIN)):
-                    self._no_call()
-                break
+            if begin == BEGIN:
+                yield from self._read_call()
+            else:
+                yield from self._read_section(self._read_call, BEGIN, self._form.end, has_begun=False)
 
     def _read_call(self) -> Waiting[bool]:
         """Read a call after its opening marker; returns whether it was complete."""
