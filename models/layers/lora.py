@@ -188,7 +188,8 @@ class LinearLoRA:
         column = 0
         for adapter in self._adapters.values():
             for up, row, ranks in adapter.ups:
-                b[row : row + len(up), column + ranks.start : column + ranks.stop] = up
+                # Parts of one product share its ranks, and their rows may lie between each other.
+                b[row : row + len(up), column + ranks.start : column + ranks.stop] += up
             column += len(adapter.a)
         owners = [number for number, adapter in self._adapters.items() for _ in range(len(adapter.a))]
         a = torch.cat([adapter.a for adapter in self._adapters.values()])

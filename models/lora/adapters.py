@@ -138,7 +138,7 @@ class _Target(NamedTuple):
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Each linear layer, and each part of a packed one, by its name in the checkpoint."""
+    """Each linear layer by its name in the checkpoint; of a packed one, each part that the checkpoint holds apart."""
     if hasattr(model, "linear_layers"):
         layers = cast("Callable[[], dict[str, nn.Linear]]", model.linear_layers)()
         return {name: _Target(HookedLoRA(layer), None) for name, layer in layers.items()}
@@ -150,8 +150,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
             # A layer of a packed one's name may hold a tensor of its own instead.
             packed = [each for each in parts.get(kind, ()) if each[1] in module.parts]
             for source, shard in packed or own:
-                if shard in module.parts:
-                    targets[f"{parent}.{source}"] = _Target(module, shard)
+                targets[f"{parent}.{source}"] = _Target(module, shard)
     return targets
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 PROJECTIONS = {
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj"),
     *("in_proj", "input_linear", "output_linear", "w1", "w2", "w3", "fc1_latent_proj", "fc2_latent_proj"),
     *("qkv_proj", "output_gate", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "a_proj", "g_proj"),

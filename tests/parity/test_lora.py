@@ -57,8 +57,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     checkpoint = make_checkpoint(directory / "base", variant.family, **variant.overrides)
     base = read_weights(checkpoint)
     leaves = {name.split(".")[-2] for name in base if name.endswith(".weight")} & PROJECTIONS
-    if variant.architecture == "Phi3ForCausalLM":
-        leaves.discard("qkv_proj")  # One tensor of the checkpoint for several parts of a layer takes no adapter.
     wide = make_adapter(
         directory / "wide", base, rank=8, alpha=4, leaves=leaves, own={"0.self_attn.o_proj": (3, 1.5)}, seed=1
     )
@@ -67,7 +65,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         base,
         rank=2,
         alpha=1,
-        leaves={"q_proj", "o_proj", "q_b_proj"} & leaves or {"out_proj"},
+        leaves={"q_proj", "qkv_proj", "o_proj", "q_b_proj"} & leaves or {"out_proj"},
         use_rslora=True,
         seed=2,
     )

@@ -82,18 +82,25 @@ def test_products_of_row_layers_add_up(size: int) -> None:
 @pytest.mark.usefixtures("two_adapters")
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
-def test_products_of_query_key_and_value_follow_their_heads(size: int, num_kv_heads: int) -> None:
-    """KV heads fewer than ranks are held by several: so are their products."""
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_products_of_query_key_and_value_follow_their_heads(size: int, num_kv_heads: int, is_fused: bool) -> None:
+    """KV heads fewer than ranks are held by several: so are their products. A fused product's parts share A."""
     heads, dim, x = 8, 6, random(6, 10)
     features = {"q": heads * dim, "k": num_kv_heads * dim, "v": num_kv_heads * dim}
     halves = {
         shard: (random(3, 10), random(out, 3) + len(shard) * i) for i, (shard, out) in enumerate(features.items())
     }
+    if is_fused:
+        halves = {shard: (halves["q"][0], b) for shard, (_, b) in halves.items()}
     for parallel in ranks(size):
         layer = QKVParallelLinear(10, num_heads=heads, num_kv_heads=num_kv_heads, head_dim=dim, parallel=parallel)
         nn.init.zeros_(layer.weight)
-        for shard, (a, b) in halves.items():
-            layer.make_lora(torch.float32).add(1, shard, a, b, 0.5, 3)
+        if is_fused:
+            joined = torch.cat([b for _, b in halves.values()])
+            layer.make_lora(torch.float32).add(1, None, halves["q"][0], joined, 0.5, 3)
+        else:
+            for shard, (a, b) in halves.items():
+                layer.make_lora(torch.float32).add(1, shard, a, b, 0.5, 3)
         found = layer(x)
         assert found[[0, 3, 4, 5]].abs().max() == 0.0
         counts = [layer.num_heads * dim, layer.num_kv_heads * dim, layer.num_kv_heads * dim]
