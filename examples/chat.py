@@ -36,7 +36,8 @@ def main() -> None:
 
         answer = llm.chat(question, temperature=0, tools=[ADD], tool_choice="required")
         for call in answer.choices[0].message.tool_calls or []:
-            print(call.function.name, json.loads(call.function.arguments))
+            if call.type == "function":
+                print(call.function.name, json.loads(call.function.arguments))
 
         schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SUM}}
         answer = llm.chat(question, temperature=0, response_format=schema)

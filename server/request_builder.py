@@ -8,8 +8,9 @@ responses, `server.routes.completions` for its prompts.
 
 import hashlib
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
@@ -33,7 +34,7 @@ from server.models import Models
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
 from server.schemas.body import JSON, Model, parse_object, validate
-from server.schemas.chat import ChatCompletionRequest, ToolUse
+from server.schemas.chat import ChatCompletionRequest, CustomTool, TextGrammar, ToolUse
 from server.schemas.generation import (
     INT31,
     JsonObjectFormat,
@@ -241,11 +242,13 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Render, tokenise and check a chat. Raises `BadRequest`, `NotReady` and `Overloaded`.
 
-    `free_texts`: see `ToolUse`.
-    The work is done in threads, in the owner's turn, so that the streams and the requests of others go on.
+    `free_texts`: see `ToolUse`; default: those of the request's custom tools. The work is done in threads, in the
+    owner's turn, so that the streams and the requests of others go on.
     """
     model, jobs = frontend.loaded, frontend.jobs.of(owner)
     grammars = GrammarChecks(model.grammars, jobs.text, jobs.grammar)
+    if free_texts is None:
+        free_texts = await compile_text_forms(_text_forms(request), frontend, owner)
     try:
         use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls, free_texts)
     except ValueError as error:
@@ -290,7 +293,7 @@ def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Fr
 
 def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> str:
     """The prompt's text; call it in a thread. Raises `InvalidRequest` and `BadRequest`."""
-    tools = [tool.model_dump(exclude_unset=True) for tool in request.tools] if request.tool_choice != "none" else []
+    tools = [tool.for_template() for tool in request.tools] if request.tool_choice != "none" else []
     messages = [message.for_template() for message in request.messages]
     begin_turn = request.add_generation_prompt and not request.continue_final_message
     processor, variables = model.processor, request.template_variables
@@ -356,6 +359,46 @@ async def compile_grammar(field: str, spec: GrammarSpec, frontend: Frontend, own
         raise BadRequest(f"{field} is refused: {error}", param=field) from error
     except CheckUnavailable as error:
         raise NotReady(f"{field} cannot be checked now: {error}") from error
+
+
+class TextForm(NamedTuple):
+    """The grammar that the input of a custom tool must follow."""
+
+    name: str
+    """The tool's, as the model sees it."""
+    grammar: TextGrammar
+    field: str
+    """Where the form is in the request."""
+    definition_field: str
+    """Where the text of the grammar is in the request."""
+
+
+def _text_forms(request: ChatCompletionRequest) -> Iterator[TextForm]:
+    for index, tool in enumerate(request.tools):
+        if isinstance(tool, CustomTool) and tool.grammar is not None:
+            field = f"tools[{index}].custom.format"
+            yield TextForm(tool.custom.name, tool.grammar, field, f"{field}.grammar.definition")
+
+
+async def compile_text_forms(forms: Iterable[TextForm], frontend: Frontend, owner: Owner) -> dict[str, str]:
+    """The Lark grammars that calls of custom tools are held to, by the tool's name.
+
+    Those that the model's dialect cannot follow are reported as ignored: the model is only shown them. Raises
+    `BadRequest`, also for a wrong regular expression, which the tool's parameters hold in every dialect.
+    """
+    followed: dict[str, str] = {}
+    for form in forms:
+        is_lark = form.grammar.syntax == "lark"
+        spec = GrammarSpec("grammar" if is_lark else "regex", form.grammar.definition)
+        lark = await compile_grammar(form.definition_field, spec, frontend, owner)
+        if is_lark:
+            answer_format = frontend.loaded.answer_format
+            reason = await frontend.jobs.of(owner).text(partial(answer_format.refuses_text, lark))
+            if reason is None:
+                followed[form.name] = lark
+            else:
+                ignore(f"{form.field} (lark: {reason})")
+    return followed
 
 
 def _forms(request: SamplingFields) -> Iterator[tuple[str, GrammarSpec]]:

@@ -5,13 +5,20 @@ others; and `AnswerInParts`, the answer of one choice, which the renderers of ch
 """
 
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from engine.text.request_state import RequestState
-from server.schemas.chat import AnsweredToolCall, AssistantMessage, CalledFunction
+from server.parsing.freeform import FreeformInput
+from server.schemas.chat import (
+    AnsweredCustomCall,
+    AnsweredToolCall,
+    AssistantMessage,
+    CalledCustomTool,
+    CalledFunction,
+)
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -353,11 +360,14 @@ class AnswerInParts:
         """All that a finished sequence wrote, step by step, so that the counts are those of a stream."""
         self.push(state.steps, last=True)
 
-    def message(self, echo: str) -> AssistantMessage:
-        """The answer as a whole; `echo` begins its content."""
+    def message(self, echo: str, custom_tools: Collection[str] = ()) -> AssistantMessage:
+        """The answer as a whole; `echo` begins its content. `custom_tools`: names of tools that take free text."""
         content = echo + "".join(self._text)
         calls = [
-            AnsweredToolCall(call.id, CalledFunction(call.name, "".join(arguments))) for call, arguments in self.calls
+            _custom_call(call, arguments)
+            if call.name in custom_tools
+            else AnsweredToolCall(call.id, CalledFunction(call.name, "".join(arguments)))
+            for call, arguments in self.calls
         ]
         reasoning = "".join(self._reasoning) or msgspec.UNSET
         return AssistantMessage(
@@ -366,3 +376,9 @@ class AnswerInParts:
             reasoning_content=reasoning,
             reasoning=reasoning,
         )
+
+
+def _custom_call(call: ToolCallPart, arguments: Iterable[str]) -> AnsweredCustomCall:
+    read = FreeformInput()
+    text = "".join(map(read.push, arguments)) + read.finish()
+    return AnsweredCustomCall(call.id, CalledCustomTool(call.name, text))

@@ -6,22 +6,20 @@ Errors of the chat are reported with the names that the fields have in a respons
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
 from engine.text.io_processor import DoesNotFit
-from engine.text.structured.spec import GrammarSpec
 from server.errors import BadRequest, ContextLengthExceeded
 from server.frontend import Frontend
 from server.ignored import ignore
 from server.limits.owners import Owner
-from server.request_builder import PreparedChat, check_request_limits, compile_grammar, prepare_chat
-from server.responses.tools import INPUT, ToolTable
+from server.request_builder import PreparedChat, TextForm, check_request_limits, compile_text_forms, prepare_chat
+from server.responses.tools import ToolTable
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat import FREE_TEXT, ChatCompletionRequest
 from server.schemas.generation import SamplingFields
 from server.schemas.responses import (
     CompactionItem,
@@ -30,6 +28,7 @@ from server.schemas.responses import (
     CustomTool,
     FunctionCallItem,
     FunctionCallOutputItem,
+    GrammarInput,
     Item,
     MessageItem,
     ReasoningItem,
@@ -94,7 +93,7 @@ async def prepare(
         messages.append({"role": "user", "content": _COMPACT})
         most_tokens = most_tokens or summary_tokens
 
-    free_texts = await _free_texts(tools, frontend, owner)
+    free_texts = await compile_text_forms(_text_forms(tools), frontend, owner)
 
     async def attempt(messages: list[Message]) -> PreparedChat:
         chat = to_chat(request, instructions + messages, tools, most_tokens)
@@ -123,27 +122,11 @@ async def prepare(
         raise with_responses_field_names(error, tools) from error
 
 
-async def _free_texts(tools: ToolTable, frontend: Frontend, owner: Owner) -> dict[str, str]:
-    """The Lark grammars that calls of custom tools are held to, by the tool's name in the chat.
-
-    Those that the model's dialect cannot follow are reported as ignored: the model is only shown them. Raises
-    `BadRequest`, also for a wrong regular expression, which holds in every dialect.
-    """
-    followed: dict[str, str] = {}
+def _text_forms(tools: ToolTable) -> Iterator[TextForm]:
     for each in tools.offered:
         form = each.tool.format if isinstance(each.tool, CustomTool) else None
-        if form is None or form.type == "text":
-            continue
-        spec = GrammarSpec("grammar" if form.syntax == "lark" else "regex", form.definition)
-        lark = await compile_grammar(f"{each.path}.format.definition", spec, frontend, owner)
-        if form.syntax == "lark":
-            answer_format = frontend.loaded.answer_format
-            reason = await frontend.jobs.of(owner).text(partial(answer_format.refuses_text, lark))
-            if reason is None:
-                followed[each.flat] = lark
-            else:
-                ignore(f"{each.path}.format (lark: {reason})")
-    return followed
+        if isinstance(form, GrammarInput):
+            yield TextForm(each.flat, form, f"{each.path}.format", f"{each.path}.format.definition")
 
 
 async def _longest_that_fits(
@@ -263,7 +246,7 @@ def to_messages(items: Iterable[Item], tools: ToolTable, open: Open) -> list[Mes
             name = tools.flat(_given(item.namespace), item.name)
             names[item.call_id] = name
             if isinstance(item, CustomCallItem):
-                arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
+                arguments = json.dumps({FREE_TEXT: item.input}, ensure_ascii=False)
             else:
                 arguments = item.arguments
             calls = turn.setdefault("tool_calls", [])

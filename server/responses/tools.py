@@ -11,10 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 from server.errors import BadRequest
 from server.ignored import ignore
+from server.schemas.chat import free_text_function
 from server.schemas.responses import (
     AllowedFunctions,
     CustomTool,
     FunctionTool,
+    GrammarInput,
     HostedTool,
     InputTools,
     NamedChoice,
@@ -24,12 +26,8 @@ from server.schemas.responses import (
     ToolChoice,
 )
 
-INPUT = "input"
-"""The one argument of a custom tool."""
-
 _MAX_NAME = 64
 _HASH_CHARACTERS = 8
-_INPUT_DESCRIPTION = "The tool's input as free text."
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -193,27 +191,12 @@ def _function(offered: OfferedTool) -> dict[str, Any]:
     """A tool as a function of a chat, with the fields that the request set."""
     tool = offered.tool
     if isinstance(tool, CustomTool):
-        return _freeform_function(offered, tool)
+        grammar = tool.format if isinstance(tool.format, GrammarInput) else None
+        return free_text_function(offered.flat, offered.introduction + (tool.description or ""), grammar)
     data = tool.model_dump(exclude_unset=True, include={"description", "parameters", "strict"})
     if offered.introduction:
         data["description"] = offered.introduction + (tool.description or "")
     return {"name": offered.flat, **data}
-
-
-def _freeform_function(offered: OfferedTool, tool: CustomTool) -> dict[str, Any]:
-    """A custom tool as a function of one string. A regular expression becomes its pattern, which calls then follow."""
-    text: dict[str, Any] = {"type": "string", "description": _INPUT_DESCRIPTION}
-    # Clients describe such tools as taking text that is not wrapped in anything, which is not so for the model.
-    description = f"{offered.introduction}{tool.description or ''}\n\nGive the text in `{INPUT}`.".lstrip()
-    strict = False
-    if tool.format is not None and tool.format.type == "grammar":
-        form = "regular expression" if tool.format.syntax == "regex" else "Lark grammar"
-        text["description"] = f"Free text that follows this {form}:\n{tool.format.definition}"
-        if tool.format.syntax == "regex":
-            text["pattern"] = f"^({tool.format.definition})$"
-            strict = True
-    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
-    return {"name": offered.flat, "description": description, "parameters": parameters, "strict": strict}
 
 
 def echoed(tool: ResponseTool) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """`POST /v1/chat/completions`: the route, the renderer of its answers, and the writer of their streamed chunks."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import Request, Response
@@ -14,6 +14,7 @@ from engine.text.tokenizer import Tokenizer
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.frontend import Frontend
 from server.limits.owners import Owner
+from server.parsing.freeform import FreeformInput
 from server.parsing.parser import (
     AnswerInParts,
     AnswerParser,
@@ -31,11 +32,70 @@ from server.request_builder import (
     prepare_chat,
     resumed,
 )
-from server.schemas.chat import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest, ChatLogprobs
+from server.schemas.chat import (
+    AnsweredToolCall,
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatLogprobs,
+    CustomTool,
+)
 from server.schemas.generation import CompletionTokensDetails, PromptLogprobs, Usage
 from server.streaming.generation import Generation
 from server.streaming.logprobs import chat_logprobs, prompt_logprobs
 from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending
+
+
+class CustomCallPart(msgspec.Struct, frozen=True):
+    """A call of a custom tool begins: number `index` of the answer, counted from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """More of the input of call `index`, which is of a custom tool."""
+
+    index: int
+    text: str
+
+
+ChatPart: TypeAlias = Part | CustomCallPart | InputPart
+
+
+class CustomCalls:
+    """The calls of custom tools in the answer of one choice, whose arguments are read as free text."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        """`names`: those of the request's custom tools."""
+        self._names = names
+        self._input: FreeformInput | None = None
+        """That of the last call, if it is one of a custom tool."""
+        self._index = 0
+
+    def read(self, parts: Iterable[Part], *, last: bool) -> Iterator[ChatPart]:
+        """`parts` with those of custom tools in place of functions'. `last`: none follows."""
+        for part in parts:
+            if isinstance(part, ToolCallPart):
+                yield from self._finish()
+                if part.name in self._names:
+                    self._input, self._index = FreeformInput(), part.index
+                    yield CustomCallPart(part.index, part.id, part.name)
+                    continue
+            elif isinstance(part, ArgumentsPart) and self._input is not None:
+                if text := self._input.push(part.json):
+                    yield InputPart(part.index, text)
+                continue
+            yield part
+        if last:
+            yield from self._finish()
+
+    def _finish(self) -> Iterator[InputPart]:
+        if self._input is not None and (text := self._input.finish()):
+            yield InputPart(self._index, text)
+        self._input = None
 
 
 class ChatChunkWriter(ChunkWriter):
@@ -78,7 +138,9 @@ class ChatChunkWriter(ChunkWriter):
             events.append(self.end(index, finish_reason, stop_reason))
         return b"".join(events)
 
-    def parts(self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None, members: bytes = b"") -> bytes:
+    def parts(
+        self, index: int, parts: Iterable[ChatPart], logprobs: msgspec.Struct | None, members: bytes = b""
+    ) -> bytes:
         """The events for further parts of choice `index`; the first one carries `logprobs` and `members`."""
         events = []
         for part in parts:
@@ -108,7 +170,7 @@ class ChatChunkWriter(ChunkWriter):
         """An event without choices, whose `members` describe the prompt."""
         return b"".join((self._head, b"]", members, self._close.removeprefix(b"]")))
 
-    def _member(self, part: Part) -> bytes:
+    def _member(self, part: ChatPart) -> bytes:
         """The part as a member of a delta."""
         match part:
             case TextPart():
@@ -117,15 +179,20 @@ class ChatChunkWriter(ChunkWriter):
                 text = encode(part.text)
                 return b'"reasoning_content":%b,"reasoning":%b' % (text, text)
             case ToolCallPart():
-                function = {"name": part.name, "arguments": ""}
+                called = {"name": part.name, "arguments": ""}
             case ArgumentsPart():
-                function = {"arguments": part.json}
+                called = {"arguments": part.json}
+            case CustomCallPart():
+                called = {"name": part.name, "input": ""}
+            case InputPart():
+                called = {"input": part.text}
         if self.has_functions:
-            return b'"function_call":' + encode(function)
+            return b'"function_call":' + encode(called)
+        kind = "custom" if isinstance(part, CustomCallPart | InputPart) else "function"
         call: dict[str, Any] = {"index": part.index}
-        if isinstance(part, ToolCallPart):
-            call |= {"id": part.id, "type": "function"}
-        return b'"tool_calls":[%b]' % encode({**call, "function": function})
+        if isinstance(part, ToolCallPart | CustomCallPart):
+            call |= {"id": part.id, "type": kind}
+        return b'"tool_calls":[%b]' % encode({**call, kind: called})
 
     def _event(
         self,
@@ -167,6 +234,10 @@ class ChatRenderer(Renderer):
         self._answers = [_answer(new_parser()) for _ in range(request.n)]
         self._chunks.has_functions = request.functions is not None
         self._called_by_name = not isinstance(request.tool_choice, str)
+        self._custom_tools = frozenset(tool.custom.name for tool in request.tools if isinstance(tool, CustomTool))
+        self._custom_calls = (
+            [CustomCalls(self._custom_tools) for _ in range(request.n)] if self._custom_tools else None
+        )
 
     def opening(self) -> bytes:
         prompt = b""
@@ -188,7 +259,9 @@ class ChatRenderer(Renderer):
         answer = self._answers[index]
         if answer is None:
             return self._chunks.delta(index, delta.text, logprobs, delta.finish_reason, members, delta.stop_reason)
-        parts = answer.push(delta.steps, last=delta.finished)
+        found = answer.push(delta.steps, last=delta.finished)
+        calls = self._custom_calls
+        parts = found if calls is None else calls[index].read(found, last=delta.finished)
         events = self._chunks.parts(index, parts, logprobs, members)
         if delta.finish_reason is not None:
             reason = self._finish_reason(delta.finish_reason, answer)
@@ -216,9 +289,12 @@ class ChatRenderer(Renderer):
             message = AssistantMessage(content=self._echo + state.text)
         else:
             answer.push_all(state)
-            message, reason = answer.message(self._echo), self._finish_reason(reason, answer)
+            message = answer.message(self._echo, self._custom_tools)
+            reason = self._finish_reason(reason, answer)
             if message.tool_calls and self._chunks.has_functions:
-                message.function_call, message.tool_calls = message.tool_calls[0].function, msgspec.UNSET
+                call = message.tool_calls[0]
+                assert isinstance(call, AnsweredToolCall)
+                message.function_call, message.tool_calls = call.function, msgspec.UNSET
         choice = ChatChoice(index, message, self._logprobs(state.logprobs), reason)
         if state.stop_reason is not None:
             choice.stop_reason = state.stop_reason

@@ -8,10 +8,11 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from functools import cached_property
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import msgspec
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from server.ignored import ignore
 from server.schemas.body import (
@@ -58,7 +59,7 @@ class FunctionDefinition(RequestModel):
     """Constrain the arguments of every call to `parameters`, also if the model may choose whether to call."""
 
 
-class Tool(RequestModel):
+class FunctionTool(RequestModel):
     """A function that the model may call."""
 
     place = "tools[]."
@@ -66,22 +67,153 @@ class Tool(RequestModel):
     type: Literal["function"]
     function: FunctionDefinition
 
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        return self.model_dump(exclude_unset=True)
 
-class FunctionReference(RequestModel):
+
+class TextFormat(RequestModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class InputGrammar(RequestModel):
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Field(min_length=1)]
+
+
+class GrammarFormat(RequestModel):
+    """Text that a grammar describes."""
+
+    type: Literal["grammar"]
+    grammar: InputGrammar
+
+
+class CustomDefinition(RequestModel):
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
+    """Form of the input; default: any text."""
+
+
+class CustomTool(RequestModel):
+    """A tool whose input is free text. The model calls it as a function of one string, `input`."""
+
+    place = "tools[]."
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @cached_property
+    def function(self) -> FunctionDefinition:
+        """The function that the model sees."""
+        custom = self.custom
+        return FunctionDefinition.model_validate(
+            free_text_function(custom.name, custom.description or "", self.grammar)
+        )
+
+    @property
+    def grammar(self) -> InputGrammar | None:
+        """The grammar of the input; None: it is any text."""
+        return self.custom.format.grammar if isinstance(self.custom.format, GrammarFormat) else None
+
+    def for_template(self) -> dict[str, Any]:
+        """The function as chat templates expect it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_unset=True)}
+
+
+FREE_TEXT = "input"
+"""The one argument of a custom tool, as the model sees it."""
+
+
+class TextGrammar(Protocol):
+    """The grammar of a custom tool's input, in whichever API."""
+
+    @property
+    def syntax(self) -> Literal["lark", "regex"]: ...
+
+    @property
+    def definition(self) -> str: ...
+
+
+def free_text_function(name: str, description: str, grammar: TextGrammar | None) -> dict[str, Any]:
+    """A custom tool as a function of one string. A regular expression becomes its pattern, which calls then follow."""
+    text: dict[str, Any] = {"type": "string", "description": "The tool's input as free text."}
+    if grammar is not None:
+        form = "regular expression" if grammar.syntax == "regex" else "Lark grammar"
+        text["description"] = f"Free text that follows this {form}:\n{grammar.definition}"
+        if grammar.syntax == "regex":
+            text["pattern"] = f"^({grammar.definition})$"
+    return {
+        "name": name,
+        # Clients describe such tools as taking text that is not wrapped in anything, which is not so for the model.
+        "description": f"{description}\n\nGive the text in `{FREE_TEXT}`.".lstrip(),
+        "parameters": {
+            "type": "object",
+            "properties": {FREE_TEXT: text},
+            "required": [FREE_TEXT],
+            "additionalProperties": False,
+        },
+        "strict": "pattern" in text,
+    }
+
+
+def _tag_of(data: Any) -> str:
+    """The tag of a tool, or of a call, in a union. It has a form that no field's name has: errors leave it out."""
+    kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
+    return "<custom>" if kind == "custom" else "<function>"
+
+
+def _known_kind(data: Any) -> Any:
+    """Refuse other types of tools, and of calls, with the type in the message."""
+    kind = data.get("type") if isinstance(data, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "custom"):
+        raise sentence(f"is of type {kind[:60]}, which is not known; it must be function or custom")
+    return data
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
+    Discriminator(_tag_of),
+    BeforeValidator(_known_kind),
+]
+"""What the model may call. `function` of either kind is what the model sees."""
+
+
+class ToolReference(RequestModel):
     name: str
 
 
-class NamedTool(RequestModel):
+class NamedFunction(RequestModel):
     """The function that must be called, or one of those that may be."""
 
     type: Literal["function"]
-    function: FunctionReference
+    function: ToolReference
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustomTool(RequestModel):
+    """The custom tool that must be called, or one of those that may be."""
+
+    type: Literal["custom"]
+    custom: ToolReference
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedTool: TypeAlias = NamedFunction | NamedCustomTool
 
 
 class AllowedTools(RequestModel):
     mode: Literal["auto", "required"]
     """Whether one of them must be called."""
-    tools: Annotated[Items[NamedTool], Field(min_length=1)]
+    tools: Annotated[Items[Annotated[NamedTool, Field(discriminator="type")]], Field(min_length=1)]
 
 
 class AllowedToolsChoice(RequestModel):
@@ -94,7 +226,7 @@ class AllowedToolsChoice(RequestModel):
 ToolChoice: TypeAlias = (
     Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
 )
-"""Whether and what the model calls; a `NamedTool` means exactly one call, of that function."""
+"""Whether and what the model calls; a `NamedTool` means exactly one call, of that tool."""
 
 
 def _names_differ(tools: list[Tool]) -> list[Tool]:
@@ -148,7 +280,6 @@ class ToolUse:
     def _of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel_tool_calls: bool) -> "ToolUse":
         if choice == "none":
             return cls(())
-        names = [tool.function.name for tool in tools]
         once = not parallel_tool_calls
         if choice == "auto":
             return cls(tuple(tools), once=once, positions=tuple(range(len(tools))))
@@ -156,20 +287,23 @@ class ToolUse:
             raise ValueError("tool_choice asks for a call, and there are no tools to call; send tools with it")
         if choice == "required":
             return cls(tuple(tools), forced=True, once=once, positions=tuple(range(len(tools))))
-        if isinstance(choice, NamedTool):
-            wanted, forced, once = [choice], True, True
-        else:
+        wanted: Sequence[NamedTool]
+        if isinstance(choice, AllowedToolsChoice):
             wanted, forced = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
-        positions = tuple(dict.fromkeys(_position(names, each) for each in wanted))
+        else:
+            wanted, forced, once = [choice], True, True
+        positions = tuple(dict.fromkeys(_position(tools, each) for each in wanted))
         allowed = tuple(tools[position] for position in positions)
         return cls(allowed, forced, once, restricted=len(allowed) < len(tools), positions=positions)
 
 
-def _position(names: list[str], choice: NamedTool) -> int:
-    name = choice.function.name
-    if name not in names:
-        raise ValueError(f"tool_choice names the function {name[:64]!r}; among the tools are {', '.join(names[:20])}")
-    return names.index(name)
+def _position(tools: Sequence[Tool], choice: NamedTool) -> int:
+    for position, tool in enumerate(tools):
+        if tool.function.name == choice.name and tool.type == choice.type:
+            return position
+    kind = "custom tool" if choice.type == "custom" else "function"
+    there = ", ".join(tool.function.name for tool in tools[:20])
+    raise ValueError(f"tool_choice names the {kind} {choice.name[:64]!r}; among the tools are {there}")
 
 
 # -- messages ---------------------------------------------------------------------------------------------------
@@ -224,7 +358,7 @@ class FunctionCall(RequestModel):
 
 
 class ToolCall(RequestModel):
-    """A call that the assistant made earlier in the chat."""
+    """A call of a function that the assistant made earlier in the chat."""
 
     place = "messages[].tool_calls[]."
 
@@ -233,6 +367,34 @@ class ToolCall(RequestModel):
     function: FunctionCall
     index: int | None = None
     """As in streamed calls; changes nothing here."""
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        data = self.model_dump(exclude_none=True)
+        data["function"]["arguments"] = _parsed(self.function.arguments)
+        return data
+
+
+class CustomCallInput(RequestModel):
+    name: str
+    input: str
+
+
+class CustomToolCall(RequestModel):
+    """A call of a custom tool that the assistant made earlier in the chat."""
+
+    place = "messages[].tool_calls[]."
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomCallInput
+    index: int | None = None
+    """As in streamed calls; changes nothing here."""
+
+    def for_template(self) -> dict[str, Any]:
+        """The call of the function that stands for the tool."""
+        function = {"name": self.custom.name, "arguments": {FREE_TEXT: self.custom.input}}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(RequestModel):
@@ -243,7 +405,16 @@ class Message(RequestModel):
     content: str | Items[ContentPart] | None = None
     """Text, or a list of text parts; only an assistant's message may have none."""
     name: str | None = None
-    tool_calls: Items[ToolCall] | None = None
+    tool_calls: (
+        Items[
+            Annotated[
+                Annotated[ToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")],
+                Discriminator(_tag_of),
+                BeforeValidator(_known_kind),
+            ]
+        ]
+        | None
+    ) = None
     tool_call_id: str | None = None
     """In a tool's message: the call that it answers."""
     function_call: FunctionCall | None = None
@@ -293,15 +464,15 @@ class Message(RequestModel):
         Earlier reasoning is stored under each name that templates use. `thinking` is that of gpt-oss, whose template
         refuses it next to content.
         """
-        message = self.model_dump(exclude_none=True, include={"role", "name", "tool_calls", "tool_call_id"})
+        message = self.model_dump(exclude_none=True, include={"role", "name", "tool_call_id"})
         message["content"] = self.text
         reasoning = self.reasoning_content or self.reasoning
         if reasoning:
             message.update(reasoning_content=reasoning, reasoning=reasoning)
             if not message["content"]:
                 message["thinking"] = reasoning
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = _parsed(call["function"]["arguments"])
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 
@@ -364,7 +535,7 @@ class ChatCompletionRequest(SamplingFields):
     """With `logprobs`: report this many of the most probable alternatives too."""
 
     tools: Tools = []  # noqa: RUF012
-    """Functions that the model may call: shown to it by its chat template."""
+    """Functions and custom tools that the model may call: shown to it by its chat template."""
 
     tool_choice: ToolChoice = "auto"
     """`none` hides the tools from the model; `required`, or a function's name, makes it call one."""
@@ -424,7 +595,7 @@ class ChatCompletionRequest(SamplingFields):
     ] = None
     functions: Items[FunctionDefinition] | None = None
     """Older form of `tools`; the answer then has `function_call` in place of `tool_calls`."""
-    function_call: Literal["none", "auto"] | FunctionReference | None = None
+    function_call: Literal["none", "auto"] | ToolReference | None = None
     """Older form of `tool_choice`."""
     audio: Unsupported = None
     web_search_options: Unsupported = None
@@ -443,10 +614,10 @@ class ChatCompletionRequest(SamplingFields):
         if self.functions is not None:
             if self.tools:
                 raise sentence("functions and tools are both set; send tools")
-            self.tools = _names_differ([Tool(type="function", function=each) for each in self.functions])
+            self.tools = _names_differ([FunctionTool(type="function", function=each) for each in self.functions])
             self.parallel_tool_calls = False
-            if isinstance(self.function_call, FunctionReference):
-                self.tool_choice = NamedTool(type="function", function=self.function_call)
+            if isinstance(self.function_call, ToolReference):
+                self.tool_choice = NamedFunction(type="function", function=self.function_call)
             elif self.function_call is not None:
                 self.tool_choice = self.function_call
         id: str | None = None
@@ -534,12 +705,32 @@ class CalledFunction(msgspec.Struct):
     """JSON text of an object; truncated if `finish_reason` is `length`."""
 
 
-class AnsweredToolCall(msgspec.Struct):
-    """A call that the model makes."""
+class AnsweredToolCall(msgspec.Struct, tag_field="type", tag="function"):
+    """A call of a function that the model makes."""
 
     id: str
     function: CalledFunction
-    type: Literal["function"] = "function"
+
+    @property
+    def type(self) -> Literal["function"]:
+        return "function"
+
+
+class CalledCustomTool(msgspec.Struct):
+    name: str
+    input: str
+    """Truncated if `finish_reason` is `length`."""
+
+
+class AnsweredCustomCall(msgspec.Struct, tag_field="type", tag="custom"):
+    """A call of a custom tool that the model makes."""
+
+    id: str
+    custom: CalledCustomTool
+
+    @property
+    def type(self) -> Literal["custom"]:
+        return "custom"
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
@@ -547,7 +738,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     """Null if there are only tool calls."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
-    tool_calls: list[AnsweredToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[AnsweredToolCall | AnsweredCustomCall] | msgspec.UnsetType = msgspec.UNSET
     function_call: CalledFunction | msgspec.UnsetType = msgspec.UNSET
     """In place of `tool_calls`, if the request has `functions`."""
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET

@@ -1,6 +1,7 @@
 """Tool calls through the official client: chosen by the embedded model, forced, streamed, and answered."""
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -162,3 +163,33 @@ def test_tools_that_make_no_sense_are_refused_in_words(
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **fields)
     assert sentence in caught.value.message
+
+
+def test_custom_tools_are_called_with_text_that_follows_their_grammar(client: openai.OpenAI) -> None:
+    for grammar, wanted in (
+        ({"syntax": "regex", "definition": "[a-c]{3}"}, r"[a-c]{3}"),
+        ({"syntax": "lark", "definition": 'start: "up" | "down"'}, "up|down"),
+    ):
+        tool = {"type": "custom", "custom": {"name": "go", "format": {"type": "grammar", "grammar": grammar}}}
+        choice = {"type": "custom", "custom": {"name": "go"}}
+        answer = ask(client, HELLO, tools=[WEATHER, tool], tool_choice=choice)
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.type == "custom"
+        assert re.fullmatch(wanted, call.custom.input)
+        again = [*HELLO, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "Gone."}]
+        assert ask(client, again, tools=[tool], tool_choice="none").choices[0].message.content
+
+
+def test_a_wrong_custom_tool_is_refused_where_it_is(client: openai.OpenAI) -> None:
+    wrong_form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(a"}}
+    for tools, choice, sentence in (
+        (
+            [{"type": "custom", "custom": {"name": "go", "format": wrong_form}}],
+            "auto",
+            "grammar.definition is refused",
+        ),
+        ([{"type": "mcp"}], "auto", r"tools\[0\] is of type mcp, which is not known; it must be function or custom"),
+        ([WEATHER], {"type": "custom", "custom": {"name": "get_weather"}}, "names the custom tool 'get_weather'"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=sentence):
+            ask(client, tools=tools, tool_choice=choice)

@@ -30,7 +30,7 @@ from server.parsing.parser import (
 from server.parsing.reasoning import TaggedReasoning
 from server.parsing.registry import REASONING_DIALECTS
 from server.schemas.body import validate
-from server.schemas.chat import Tool, ToolUse
+from server.schemas.chat import FunctionTool, ToolUse
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.schemas.messages import MessagesRequest
 from server.sealing import Kind
@@ -244,7 +244,7 @@ ANSWER += '<tool_call>\n{"name": "find", "arguments": {"a": "ü\\n"}}\n</tool_ca
 
 def real_parser() -> AnswerParser:
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
-    use = ToolUse.of([validate(tool, Tool, allow_unknown=False)], "auto")
+    use = ToolUse.of([validate(tool, FunctionTool, allow_unknown=False)], "auto")
     return Behind(TaggedReasoning(REASONING_DIALECTS["think"]), HermesParser(use))
 
 

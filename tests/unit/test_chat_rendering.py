@@ -213,3 +213,40 @@ def test_a_client_that_lags_is_told_the_same_count() -> None:
     stream = of.opening() + of.chunk(0, delta) + of.closing(USAGE)
     usage = json.loads(stream.removesuffix(DONE).decode().split("\n\n")[-2].removeprefix("data: "))["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+PATCH = {"type": "custom", "custom": {"name": "patch"}}
+CUSTOM_SCRIPT: dict[str, list[Part]] = {
+    "<call>": [ToolCallPart(0, "call_1", "patch"), ArgumentsPart(0, '{"inp')],
+    "text": [ArgumentsPart(0, 'ut": "a\\nb\\'), ArgumentsPart(0, 'u00e9"}')],
+    "<next>": [ToolCallPart(1, "call_2", "add"), ArgumentsPart(1, "{}")],
+    "finish": [ToolCallPart(2, "call_3", "patch"), ArgumentsPart(2, "bare text")],
+}
+CUSTOM_STEPS = ["<call>", "text", "<next>"]
+
+
+def test_a_call_of_a_custom_tool_holds_its_input_as_text() -> None:
+    answer = whole(renderer(CUSTOM_SCRIPT, tools=[TOOL, PATCH]), CUSTOM_STEPS)
+    ChatCompletion.model_validate(answer)
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert answer["choices"][0]["message"]["tool_calls"] == [
+        {"type": "custom", "id": "call_1", "custom": {"name": "patch", "input": "a\nb\u00e9"}},
+        {"type": "function", "id": "call_2", "function": {"name": "add", "arguments": "{}"}},
+        {"type": "custom", "id": "call_3", "custom": {"name": "patch", "input": "bare text"}},
+    ]
+
+
+def test_a_streamed_call_of_a_custom_tool_adds_up_to_the_whole_one() -> None:
+    of = renderer(CUSTOM_SCRIPT, tools=[TOOL, PATCH], stream=True)
+    events = [of.chunk(0, RequestDelta(text, [1], None, False, None)) for text in CUSTOM_STEPS]
+    events.append(of.chunk(0, RequestDelta("", [1], None, True, "stop")))
+    lines = b"".join(events).decode().split("\n\n")[:-1]
+    deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call for call in calls if "id" in call] == [
+        {"index": 0, "id": "call_1", "type": "custom", "custom": {"name": "patch", "input": ""}},
+        {"index": 1, "id": "call_2", "type": "function", "function": {"name": "add", "arguments": ""}},
+        {"index": 2, "id": "call_3", "type": "custom", "custom": {"name": "patch", "input": ""}},
+    ]
+    inputs = ["".join(call.get("custom", {}).get("input", "") for call in calls if call["index"] == i) for i in (0, 2)]
+    assert inputs == ["a\nb\u00e9", "bare text"]

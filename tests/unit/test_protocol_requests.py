@@ -13,7 +13,7 @@ from server.errors import BadRequest
 from server.ignored import collect
 from server.request_builder import prefix_salt, sampling_params
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest, FunctionReference, NamedTool, unread_note
+from server.schemas.chat import ChatCompletionRequest, NamedFunction, ToolReference, unread_note
 from server.schemas.completions import CompletionRequest
 from server.schemas.generation import StreamOptions
 
@@ -139,7 +139,7 @@ def test_a_wrong_completion_field_is_named_with_its_value_and_limit(
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "not a known field"),
         ({"tool_choice": "any"}, "tool_choice", "tool_choice is \"any\"; it must be 'none', 'auto' or 'required'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "tool_choice.function is missing"),
-        ({"tool_choice": {"type": "x"}}, "tool_choice.type", "it must be 'function' or 'allowed_tools'"),
+        ({"tool_choice": {"type": "x"}}, "tool_choice.type", "it must be 'function' or 'custom' or 'allowed_tools'"),
         ({"tool_choice": {}}, "tool_choice.type", "tool_choice.type is missing"),
         ({"continue_final_message": True}, "continue_final_message", "the last message must be an assistant's"),
         ({"echo": True}, "echo", "echo is true; a chat has only an answer to echo with continue_final_message"),
@@ -425,7 +425,7 @@ def test_functions_are_tools_under_their_older_name() -> None:
         ],
     )
     assert [tool.function.name for tool in request.tools] == ["add"]
-    assert request.tool_choice == NamedTool(type="function", function=FunctionReference(name="add"))
+    assert request.tool_choice == NamedFunction(type="function", function=ToolReference(name="add"))
     assert not request.parallel_tool_calls
     _, called, answered = [message.for_template() for message in request.messages]
     assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}

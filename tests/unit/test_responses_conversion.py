@@ -10,7 +10,7 @@ from server.responses import conversion
 from server.responses.conversion import SUMMARY_INTRODUCTION, _starts, to_chat
 from server.responses.store import stored_items
 from server.responses.tools import ToolTable
-from server.schemas.chat import AllowedToolsChoice, NamedTool
+from server.schemas.chat import AllowedToolsChoice, NamedFunction
 from server.schemas.responses import Item
 from server.sealing import Seal
 from tests.unit.responses_support import request_of
@@ -115,7 +115,7 @@ def test_a_tool_choice_means_the_same_to_a_chat() -> None:
 
     assert choice("required") == "required"
     named = choice({"type": "function", "name": "sub"})
-    assert isinstance(named, NamedTool)
+    assert isinstance(named, NamedFunction)
     assert named.function.name == "sub"
     tools = [{"type": "function", "name": "sub"}]
     allowed = choice({"type": "allowed_tools", "mode": "required", "tools": tools})

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from server.parsing.parser import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
-from server.schemas.chat import Tool, ToolUse
+from server.schemas.chat import FunctionTool, ToolUse
 
 WEATHER = {
     "type": "object",
@@ -24,9 +24,9 @@ WEATHER = {
 CLOCK = {"type": "object", "properties": {}}
 
 
-def tool(name: str, parameters: dict[str, Any] | None = None, strict: bool | None = None) -> Tool:
+def tool(name: str, parameters: dict[str, Any] | None = None, strict: bool | None = None) -> FunctionTool:
     function = {"name": name, "parameters": parameters, "strict": strict}
-    return Tool.model_validate({"type": "function", "function": function})
+    return FunctionTool.model_validate({"type": "function", "function": function})
 
 
 TOOLS = [tool("get_weather", WEATHER), tool("now", CLOCK)]

@@ -14,7 +14,7 @@ from server.parsing.embedded_lark import TextGrammar
 from server.parsing.parser import ArgumentsPart, Part, TextPart, ToolCallPart
 from server.responses.rendering import EventWriter, ResponseOutput
 from server.responses.tools import ToolTable
-from server.schemas.chat import ChatCompletionRequest, Tool, ToolUse
+from server.schemas.chat import ChatCompletionRequest, FunctionTool, ToolUse
 from server.schemas.responses import CustomCallItem, FunctionCallItem, MessageItem, OutputItem
 from tests.e2e.agent_requests import CODEX_TOOLS, PATCH_GRAMMAR
 from tests.unit.answers.grammars import ByteVocabulary
@@ -23,7 +23,7 @@ from tests.unit.responses_support import request_of
 PATCH = '*** Begin Patch\n*** Add File: a.txt\n+say "é" <b>\n+C:\\x\n*** Delete File: b\n*** End Patch'
 TITLE = {"title": "shopping"}
 TABLE = ToolTable(request_of(tools=CODEX_TOOLS))
-TOOLS = [Tool.model_validate(tool) for tool in TABLE.chat_tools()]
+TOOLS = [FunctionTool.model_validate(tool) for tool in TABLE.chat_tools()]
 
 
 def objects(key: str) -> tuple[str, str]:
@@ -136,7 +136,9 @@ def formats() -> list[AnswerFormat]:
 TAIL = "<|start|>assistant"
 
 
-def grammar_of(answer_format: AnswerFormat, choice: Any, free: dict[str, str], tools: list[Tool] = TOOLS) -> str:
+def grammar_of(
+    answer_format: AnswerFormat, choice: Any, free: dict[str, str], tools: list[FunctionTool] = TOOLS
+) -> str:
     for lark in free.values():
         assert answer_format.refuses_text(lark) is None
     text = answer_format.grammar(ToolUse.of(tools, choice, free_texts=free), prompt_tail=TAIL)
@@ -144,11 +146,11 @@ def grammar_of(answer_format: AnswerFormat, choice: Any, free: dict[str, str], t
     return text
 
 
-def custom(*names: str) -> list[Tool]:
+def custom(*names: str) -> list[FunctionTool]:
     """Custom tools, with a grammar that is shown only."""
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /./"}
     tools = [{"type": "custom", "name": name, "format": grammar} for name in names]
-    return [Tool.model_validate(tool) for tool in ToolTable(request_of(tools=tools)).chat_tools()]
+    return [FunctionTool.model_validate(tool) for tool in ToolTable(request_of(tools=tools)).chat_tools()]
 
 
 def call_of(dialect: str, name: str, text: str) -> str:

@@ -14,7 +14,7 @@ from engine.text.structured.parser_setup import token_trie
 from engine.text.tokenizer import Tokenizer
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.grammar import LarkWriter
-from server.schemas.chat import NamedTool, Tool, ToolUse
+from server.schemas.chat import FunctionTool, NamedFunction, ToolUse
 from tests.unit.answers.dialect_texts import (
     CLOCK,
     TOOLS,
@@ -29,7 +29,7 @@ from tests.unit.answers.dialect_texts import (
 from tests.unit.answers.grammars import ByteVocabulary
 
 DIALECTS = sorted({written.dialect for written in WHOLE})
-NAMED_NOW = NamedTool.model_validate({"type": "function", "function": {"name": "now"}})
+NAMED_NOW = NamedFunction.model_validate({"type": "function", "function": {"name": "now"}})
 
 
 def made(dialect: str, special: bool = False, reasoning: str = "none") -> tuple[AnswerFormat, ByteVocabulary]:
@@ -155,7 +155,7 @@ def test_whatever_the_grammar_allows_parses_into_calls_that_fit_their_schema(dia
     assert ended >= 4
 
 
-def check(tools: list[Tool], name: str, arguments: str, text: str) -> None:
+def check(tools: list[FunctionTool], name: str, arguments: str, text: str) -> None:
     given = json.loads(arguments)
     [called] = [each for each in tools if each.function.name == name]
     if called.function.parameters is None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from server.schemas.chat import Tool, ToolChoice, Tools, ToolUse
+from server.schemas.chat import FunctionTool, ToolChoice, Tools, ToolUse
 
 CHOICE: TypeAdapter[Any] = TypeAdapter(ToolChoice)
-TOOLS: TypeAdapter[list[Tool]] = TypeAdapter(Tools)
+TOOLS: TypeAdapter[list[FunctionTool]] = TypeAdapter(Tools)
 F, G = ({"type": "function", "function": {"name": name}} for name in "fg")
 
 
