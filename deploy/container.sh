@@ -10,13 +10,19 @@ make_user() {
     install -d -o kaon /var/cache/kaon
 }
 
-# Tests of packages, and bytecode of modules that serving does not import, are two fifths of what pip installs over torch.
+# Symbols for debuggers are 19 MB of five packages; tests of packages, and bytecode of modules that serving does not import, are two fifths of what pip installs over torch.
 # What is imported gets its bytecode by a first answer: the server's user could not write it.
 trim() {
     find .venv -depth -type d -name __pycache__ -exec rm -r {} +
     for package in networkx numpy sympy; do
         for folder in .venv/lib/python3*/site-packages/"$package"; do
             [ ! -d "$folder" ] || find "$folder" -depth -type d -name tests -exec rm -r {} +
+        done
+    done
+    for package in httptools regex uvloop xxhash yaml; do
+        for folder in .venv/lib/python3*/site-packages/"$package"; do
+            [ ! -d "$folder" ] || ! command -v strip >/dev/null ||
+                find "$folder" -name '*.so' -exec strip --strip-debug {} +
         done
     done
     scratch=$(mktemp -d)
@@ -38,7 +44,8 @@ if ! { command -v make && command -v cc; } >/dev/null; then
     apt-get install -y --no-install-recommends gcc libc6-dev make
     rm -rf /var/lib/apt/lists/*
 fi
-PIP_NO_CACHE_DIR=1 make install
+# With what tokens of identity providers and tracing need.
+PIP_NO_CACHE_DIR=1 make install EXTRAS=[jwt,otel]
 
 if [ "${1:-}" = rocm ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.hip is None)'; then
     echo "container.sh: torch is not built for ROCm: name a base image, --build-arg ROCM_BASE=..., that has such a torch" \

@@ -81,7 +81,7 @@ install() {
 isolation=
 if [ -z "${KAON_UNLOCKED:-}" ]; then
     set -- -r deploy/locks/kaon.txt
-    for extra in test dev site fuzz ops; do
+    for extra in jwt otel test dev site fuzz ops; do
         case $extras in *$extra*) set -- "$@" -r "deploy/locks/$extra.txt" ;; esac
     done
     if [ -n "${KAON_TORCH_LOCK:-}" ] && [ ! -f "$present_torch" ]; then

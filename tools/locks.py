@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "locks"
-EXTRAS = ("test", "dev", "site", "fuzz", "ops")
+EXTRAS = ("jwt", "otel", "test", "dev", "site", "fuzz", "ops")
 TORCH = re.compile(r"(torch|triton|nvidia-|cuda-)")
 """How the names of torch and of what its builds bring begin."""
 _PACKAGE = re.compile(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)", re.MULTILINE)

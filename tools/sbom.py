@@ -1,6 +1,7 @@
 """`python -m tools.sbom [--check]`: writes deploy/sbom.cdx.json, what an image holds, as CycloneDX 1.6.
 
-The packages of deploy/locks/kaon.txt, which has their files' hashes, and torch at the version of constraints.txt.
+The packages of deploy/locks that images install, where their files' hashes are, and torch at the version of
+constraints.txt.
 """
 
 import json
@@ -13,6 +14,8 @@ from tools.locks import FOLDER, ROOT, pins
 from tools.written import write_or_compare
 
 FILE = ROOT / "deploy" / "sbom.cdx.json"
+LOCKS = ("kaon", "jwt", "otel")
+"""What deploy/container.sh installs."""
 _REF = "pkg:pypi/kaon@{version}"
 
 
@@ -22,7 +25,7 @@ def document() -> dict[str, Any]:
     torch = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
     assert version is not None
     assert torch is not None
-    packages = {("torch", torch[1]), *pins((FOLDER / "kaon.txt").read_text())}
+    packages = {("torch", torch[1])}.union(*(pins((FOLDER / f"{name}.txt").read_text()) for name in LOCKS))
     components = [_component(name, pin) for name, pin in packages]
     components.sort(key=lambda component: component["bom-ref"])
     own = _REF.format(version=version[1])
