@@ -581,7 +581,7 @@ class KVEventsConfig(Section):
     connects; replica N uses the port plus N. Default: no events."""
 
     kv_events_replay_endpoint: Annotated[str, Field(pattern=_ZMQ_ADDRESS)] | None = None
-    """ZMQ address at which subscribers ask again for events that they missed, for example `tcp://*:5558`."""
+    """ZMQ address at which subscribers ask again for events that they missed, for example `tcp://*:5657`."""
 
     kv_events_topic: str = ""
     """Topic of the events; llm-d expects `kv@POD@MODEL`."""
@@ -769,6 +769,21 @@ class Config(Section):
         for name in self.lora_paths:
             if name in self.model_names:
                 raise ValueError(f"lora names an adapter {name}, which is the model's own name; choose another")
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_have_ports_of_their_own(self) -> Self:
+        events, count = self.kv_events_config, self.parallel_config.data_parallel_size
+        publish, replay = events.kv_events_endpoint, events.kv_events_replay_endpoint
+        if publish is None or replay is None or not publish.startswith("tcp://*:"):
+            return self
+        first, second = (int(each.rpartition(":")[2]) for each in (publish, replay))
+        if abs(first - second) < count:
+            raise ValueError(
+                f"kv_events_replay_endpoint is {replay} and kv_events_endpoint {publish}, but each of {count} "
+                "replicas (data_parallel_size) adds its number to both ports; let them lie "
+                f"{count} or more apart"
+            )
         return self
 
     @model_validator(mode="after")

@@ -26,3 +26,14 @@ def test_a_section_and_a_field_of_it_are_not_given_together() -> None:
 def test_what_is_no_field_is_refused() -> None:
     with pytest.raises(ValidationError, match="tensor_parallel\n"):
         Config.from_fields(tensor_parallel=2)
+
+
+def test_replicas_do_not_publish_events_where_another_one_answers_replays() -> None:
+    given = {"kv_events_endpoint": "tcp://*:5557", "data_parallel_size": 2}
+    with pytest.raises(ValidationError, match="adds its number to both ports; let them lie 2 or more apart"):
+        Config.from_fields(**given, kv_events_replay_endpoint="tcp://*:5558")
+    Config.from_fields(**given, kv_events_replay_endpoint="tcp://*:5559")
+    # Events that are sent to a listener use no port of this host.
+    Config.from_fields(
+        **{**given, "kv_events_endpoint": "tcp://router:5557"}, kv_events_replay_endpoint="tcp://*:5558"
+    )
