@@ -250,9 +250,65 @@ def test_each_of_two_pods_is_the_host_of_its_number_and_reaches_the_first(monkey
 def test_the_other_pods_outlast_the_first_one_s_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     drain = served(TWO_HOSTS, monkeypatch, KAON_NODE_RANK="0").server_config.drain_timeout
     shell = container(TWO_HOSTS)["lifecycle"]["preStop"]["exec"]["command"]
-    seconds = int(shell[-1].rpartition(" ")[2])
-    assert drain < seconds < workload(TWO_HOSTS)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert subprocess.run(shell, env={"KAON_NODE_RANK": "0"}, check=False).returncode == 0
+    assert drain + slept(shell, 0) < slept(shell, 1)
+    assert slept(shell, 1) < workload(TWO_HOSTS)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def slept(command: list[str], node_rank: int) -> int:
+    """The seconds that a hook before the end sleeps, by what it runs with a `sleep` that says them."""
+    shell = ["sh", "-c", 'sleep() { echo "$1"; }; ' + command[-1]]
+    said = subprocess.run(shell, env={"KAON_NODE_RANK": str(node_rank)}, capture_output=True, text=True, check=True)
+    return int(said.stdout)
+
+
+def drain_of(arguments: list[str]) -> float:
+    """Of a server with these arguments, in seconds."""
+    return load_config(arguments).server_config.drain_timeout
+
+
+@pytest.mark.parametrize("path", [*MANIFESTS, *OTHERS], ids=lambda path: path.stem)
+def test_a_pod_that_ends_is_off_the_lists_first_and_has_the_time_to_answer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = objects(path)
+    monkeypatch.setenv("KAON_API_KEY", "a-key-of-an-api-client")
+    monkeypatch.setenv(NODE_RANK_ENV, "0")
+    monkeypatch.setenv(CLUSTER_KEY_ENV, "a-key-of-the-hosts-of-one-cluster")
+    for template in templates(found):
+        pod = template["spec"]
+        command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        before = int(command[1]) if command[0] == "sleep" else slept(command, 0)
+        if path.stem == "ray":
+            drain = drain_of(found["RayJob/kaon"]["spec"]["entrypoint"].split()[2:])
+        else:
+            drain = drain_of(pod["containers"][0]["args"][1:])
+        spec = found["InferenceService/qwen3"]["spec"]["predictor"] if path.stem == "kserve" else pod
+        assert before >= 5
+        assert before + drain + 10 <= spec["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("path", [*MANIFESTS, OTHERS[1]], ids=lambda path: path.stem)
+def test_pods_may_ask_name_servers_wherever_these_listen(path: Path) -> None:
+    policy = objects(path)["NetworkPolicy/kaon"]["spec"]
+    open_to_all = [port for rule in policy["egress"] if "to" not in rule for port in rule["ports"]]
+    for port in (53, 5353):
+        for protocol in ("UDP", "TCP"):
+            assert {"port": port, "protocol": protocol} in open_to_all
+
+
+def test_what_scrapes_by_annotation_needs_no_key() -> None:
+    runtime = objects(OTHERS[0])["ServingRuntime/kaon"]["spec"]
+    [box] = runtime["containers"]
+    [keyless] = (each["value"] for each in box["env"] if each["name"] == "KAON_KEYLESS_PATHS")
+    assert runtime["annotations"]["prometheus.kserve.io/path"] in keyless.split(",")
+    assert runtime["annotations"]["prometheus.kserve.io/port"] == str(box["ports"][0]["containerPort"])
+
+
+def test_probes_of_ray_s_nodes_are_the_manifest_s_own() -> None:
+    """By default an operator asks by programs that the image has not."""
+    for template in templates(objects(OTHERS[1])):
+        [box] = template["spec"]["containers"]
+        assert {box[name]["httpGet"]["path"] for name in ("readinessProbe", "livenessProbe")} == {"/api/healthz"}
 
 
 def test_http_is_asked_of_the_first_pod_only(monkeypatch: pytest.MonkeyPatch) -> None:

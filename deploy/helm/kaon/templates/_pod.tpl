@@ -7,6 +7,16 @@
 {app: {{ include "kaon.name" . }}}
 {{- end }}
 
+{{- /* What selects the pods that serve HTTP: of a group, pod 0. */}}
+{{- define "kaon.servingLabels" -}}
+{app: {{ include "kaon.name" . }}{{ if .Values.multiHost.enabled }}, leaderworkerset.sigs.k8s.io/worker-index: "0"{{ end }}}
+{{- end }}
+
+{{- /* A LeaderWorkerSet makes a headless Service of its own name, by which pods find pod 0: no other may have that name. */}}
+{{- define "kaon.workload" -}}
+{{ include "kaon.name" . }}{{ if .Values.multiHost.enabled }}-hosts{{ end }}
+{{- end }}
+
 {{- define "kaon.image" -}}
 {{- with .Values.image }}
 {{- if .digest }}{{ .repository }}@{{ .digest }}{{ else if .tag }}{{ .repository }}:{{ .tag }}{{ else if eq .repository "kaon" }}kaon{{ else }}{{ .repository }}:{{ $.Chart.AppVersion }}{{ end }}
@@ -33,7 +43,7 @@
 {{- end }}
 {{- if .Values.router.kvEvents.enabled }}
 - --kv-events-endpoint=tcp://*:5557
-- --kv-events-replay-endpoint=tcp://*:5558
+- --kv-events-replay-endpoint=tcp://*:5657
 - --kv-events-topic=kv@$(POD_IP)@{{ default "kaon-demo" .Values.model }}
 {{- end }}
 {{- range $name, $value := .Values.settings }}
@@ -77,8 +87,8 @@ spec:
   enableServiceLinks: false
   # Kaon asks nothing of the cluster.
   automountServiceAccountToken: false
-  # Longer than --drain-timeout.
-  terminationGracePeriodSeconds: {{ add .Values.drainSeconds 15 }}
+  # Longer than preStop and --drain-timeout together.
+  terminationGracePeriodSeconds: {{ add .Values.drainSeconds 20 }}
 {{- with .Values.imagePullSecrets }}
   imagePullSecrets: {{ toJson . }}
 {{- end }}
@@ -156,8 +166,12 @@ spec:
           valueFrom: {secretKeyRef: {name: {{ .Values.multiHost.clusterKeySecret }}, key: key}}
 {{- end }}
         # No pod starts without keys. /metrics needs one too: give Prometheus a key of the scope `metrics`.
+{{- if .Values.apiKeys.asFile }}
+        - {name: KAON_API_KEY_FILE, value: /etc/kaon/keys/{{ .Values.apiKeys.key }}}
+{{- else }}
         - name: KAON_API_KEY
           valueFrom: {secretKeyRef: {name: {{ .Values.apiKeys.secret }}, key: {{ .Values.apiKeys.key }}}}
+{{- end }}
 {{- if .Values.router.keylessMetrics }}
         - {name: KAON_KEYLESS_PATHS, value: "/livez,/readyz,/health,/ping,/metrics"}
 {{- end }}
@@ -175,7 +189,7 @@ spec:
         - {name: http, containerPort: 8000}
 {{- if .Values.router.kvEvents.enabled }}
         - {name: kv-events, containerPort: 5557}
-        - {name: kv-replay, containerPort: 5558}
+        - {name: kv-replay, containerPort: 5657}
 {{- end }}
       # Not ready while the model loads; a large one may take as long as the startup probe allows.
       startupProbe:
@@ -188,11 +202,16 @@ spec:
       livenessProbe:
 {{ include "kaon.probe" (merge (dict "path" "/livez") .) | trim | indent 8 }}
         periodSeconds: 10
+      # Until Services and routers have taken the pod off their lists, it accepts requests.
 {{- if .Values.multiHost.enabled }}
       # Asked to end together with pod 0, the others stay until it has answered its requests, and end with it.
       lifecycle:
         preStop:
-          exec: {command: [sh, -c, '[ "$KAON_NODE_RANK" = 0 ] || sleep {{ add .Values.drainSeconds 10 }}']}
+          exec: {command: [sh, -c, 'if [ "$KAON_NODE_RANK" = 0 ]; then sleep 5; else sleep {{ add .Values.drainSeconds 15 }}; fi']}
+{{- else }}
+      lifecycle:
+        preStop:
+          exec: {command: [sleep, "5"]}
 {{- end }}
       # No limit of processors: a throttled step delays every stream. Memory is what one pod could take from others.
       resources:
@@ -213,6 +232,9 @@ spec:
 {{- if eq .Values.modelVolume.kind "image" }}
         - {name: model, mountPath: /models, readOnly: true}
 {{- end }}
+{{- if .Values.apiKeys.asFile }}
+        - {name: api-keys, mountPath: /etc/kaon/keys, readOnly: true}
+{{- end }}
 {{- if .Values.tls.enabled }}
         - {name: tls, mountPath: /etc/kaon/tls, readOnly: true}
 {{- end }}
@@ -230,6 +252,9 @@ spec:
     - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory }}}}
     # Sockets between processes, while they connect; uploaded files.
     - {name: temporary, emptyDir: {sizeLimit: 1Gi}}
+{{- if .Values.apiKeys.asFile }}
+    - {name: api-keys, secret: {secretName: {{ .Values.apiKeys.secret }}, defaultMode: 288}}
+{{- end }}
 {{- if .Values.tls.enabled }}
     - {name: tls, secret: {secretName: {{ include "kaon.name" . }}-tls, defaultMode: 288}}
 {{- end }}
