@@ -23,7 +23,7 @@ _PARTS = ("operators", "turns")
 _LAUNCH = "a launch, us"
 _MOST = 1.25
 """Times an empty kernel that a launch may take."""
-_WHAT = """## The host beside a GPU
+_WHAT = """## The host of a GPU
 
 Written by `make bench-host`. {machine} Triton {triton}.
 

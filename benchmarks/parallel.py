@@ -45,7 +45,7 @@ from models.parallel.tensor_parallel import Exchange, TokenExchange
 
 @contextmanager
 def second_process(module: str, *arguments: object, descriptors: tuple[int, ...] = ()) -> Iterator[None]:
-    """Run a module beside this process, which inherits `descriptors`; each on CPUs of its own, as ranks are.
+    """Run a module next to this process, which inherits `descriptors`; each on CPUs of its own, as ranks are.
 
     Raises `RuntimeError` where it fails.
     """
@@ -63,7 +63,7 @@ def second_process(module: str, *arguments: object, descriptors: tuple[int, ...]
         os.sched_setaffinity(0, allowed)
 
 
-# What tensor-parallel ranks cost beside the model: telling them of a step, and adding up their results.
+# What tensor-parallel ranks cost in addition to the model: telling them of a step, and adding up their results.
 
 _MODULE = "benchmarks.parallel"
 BLOCK_SIZE = 16
@@ -309,7 +309,7 @@ def _be_other_process(arguments: list[str]) -> None:
             _by(kind, where, 1)
 
 
-# What replicas of one host that share experts out cost beside one engine that has all: an exchange, and a step.
+# What replicas of one host that share experts out cost compared with one engine that has all: an exchange, and a step.
 
 EXCHANGE_ROUNDS, EXCHANGE_STEPS = 7, 100
 EXCHANGES, WARM_UP = 1000, 100

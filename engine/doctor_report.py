@@ -111,7 +111,7 @@ def problems(facts: Facts) -> list[str]:
             f"torch is built for {facts.build}, but there is no /dev/kfd: load the amdgpu driver, or start the "
             "container with --device /dev/kfd --device /dev/dri"
         )
-    # Beside GPUs that are found, others may be closed on purpose.
+    # In addition to GPUs that are found, others may be closed on purpose.
     if facts.closed_devices and not facts.gpus:
         groups = ",".join(facts.closed_groups)
         found.append(

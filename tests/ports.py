@@ -1,6 +1,6 @@
 """Ports for what tests listen at: numbers that no other test process is given.
 
-A port that the system picked is anybody's again until the server listens on it, and a test run beside this one may be
+A port that the system picked is anybody's again until the server listens on it, and a test run next to this one may be
 given it. So each process claims a range for its life, below those that the system picks from.
 """
 

@@ -164,9 +164,9 @@ class Bench:
         operations: float = 0.0,
         rate: float = 1.0,
         tolerance: float = 1e-2,
-        beside: Mapping[str, Callable[[], object]] | None = None,
+        baselines: Mapping[str, Callable[[], object]] | None = None,
     ) -> Values:
-        """Check a kernel against its reference, then time it against its bound and what is `beside` it.
+        """Check a kernel against its reference, then time it against its bound and its `baselines`.
 
         `tolerance`: of the norm of the error against that of what is expected. Raises `Wrong` past it. None expected:
         the caller checks.
@@ -175,7 +175,7 @@ class Bench:
             checked = {} if expected is None else self.checked(run(), expected(), tolerance)
             bound, took = self.bound(num_bytes=num_bytes, operations=operations, rate=rate), self.seconds(run)
             values: Values = {"us": took * 1e6, "bound, us": bound * 1e6, "of the bound": bound / took}
-            for name, other in (beside or {}).items():
+            for name, other in (baselines or {}).items():
                 try:
                     values[f"{name}, us"] = self.seconds(other) * 1e6
                 except (RuntimeError, AttributeError) as error:

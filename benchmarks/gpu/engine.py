@@ -1,4 +1,4 @@
-"""Tokens a second through `LLMEngine`, and through transformers' continuous batching beside it."""
+"""Tokens a second through `LLMEngine`, and through transformers' continuous batching next to it."""
 
 import gc
 import importlib

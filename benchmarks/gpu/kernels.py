@@ -161,13 +161,13 @@ def _decode(bench: Bench, batch: int, context: int, cache_dtype: torch.dtype | N
     expected = problem.expected(few)
     problem.out.fill_(torch.nan)
     q, k, v = problem.dense()
-    beside = {"SDPA": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
+    baselines = {"SDPA": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)}
     values = bench.kernel(
         problem.decode,
         None,
         num_bytes=problem.num_bytes,
         operations=problem.operations,
-        beside=beside if cache_dtype is None else None,
+        baselines=baselines if cache_dtype is None else None,
     )
     return {**values, **bench.checked(problem.decode()[:few], expected)}
 
@@ -182,7 +182,7 @@ def _prefill(bench: Bench, rows: int, tokens: int, cached: int) -> Values:
         num_bytes=problem.num_bytes,
         operations=problem.operations,
         # Its causal mask begins at the first key: no chunks.
-        beside=None if cached else causal,
+        baselines=None if cached else causal,
     )
     # The scores of all in float32 would not fit: a short problem with the same tiles is looked at.
     few = Problem(bench, [bench.size(517, 9)] * 2, [bench.size(1300, 30)] * 2)
@@ -386,7 +386,7 @@ def _measure(
     stored: torch.Tensor,
     rate: float = 1.0,
 ) -> Values:
-    """`stored`: the weight's codes, beside which its scales are little."""
+    """`stored`: the weight's codes, next to which its scales are little."""
     outputs, inputs = _sizes(bench)
     x, dense = bench.random(rows, inputs), bench.random(outputs, inputs)
     return bench.kernel(
@@ -397,7 +397,7 @@ def _measure(
         rate=rate,
         # Sums in another order may round an activation to the next code.
         tolerance=2e-2,
-        beside={"bfloat16 F.linear": lambda: F.linear(x, dense)},
+        baselines={"bfloat16 F.linear": lambda: F.linear(x, dense)},
     )
 
 
@@ -446,7 +446,7 @@ def _route(bench: Bench, tokens: int) -> Values:
         lambda: moe_route(logits, mixture.top_k, **how)[0],
         lambda: route_reference.reference_moe_route(logits, mixture.top_k, **how)[0],
         num_bytes=logits.nbytes + tokens * mixture.top_k * 12,
-        beside={"torch": lambda: logits.float().softmax(-1).topk(mixture.top_k)},
+        baselines={"torch": lambda: logits.float().softmax(-1).topk(mixture.top_k)},
     )
 
 
@@ -465,7 +465,7 @@ def _sort(bench: Bench, tokens: int) -> Values:
         lambda: moe_sort(ids, mixture.experts, block).pairs,
         None,
         num_bytes=2 * ids.nbytes,
-        beside={"torch": lambda: ids.flatten().sort(stable=True)},
+        baselines={"torch": lambda: ids.flatten().sort(stable=True)},
     )
 
 
@@ -500,7 +500,7 @@ def _combine(bench: Bench, tokens: int) -> Values:
         lambda: moe_combine(products, weights, ids, mixture.experts),
         lambda: moe_gemm_reference.reference_moe_combine(products, weights, ids, mixture.experts),
         num_bytes=products.nbytes * (1 + 1 / mixture.top_k),
-        beside={"torch": lambda: (products.view(*ids.shape, -1) * weights[..., None]).sum(1)},
+        baselines={"torch": lambda: (products.view(*ids.shape, -1) * weights[..., None]).sum(1)},
     )
 
 
@@ -557,12 +557,12 @@ def _norm(bench: Bench, rows: int) -> Values:
         return torch.cat((normed, summed))
 
     checked = bench.checked(both(rms_norm), both(norm_reference.reference_rms_norm))
-    beside = {"torch": lambda: F.rms_norm(x + residual, (size,), weight, _EPS)}
+    baselines = {"torch": lambda: F.rms_norm(x + residual, (size,), weight, _EPS)}
     values = bench.kernel(
         lambda: rms_norm(x, weight, _EPS, residual=residual, mode=ADD_NORM),
         None,
         num_bytes=4 * x.nbytes,
-        beside=beside,
+        baselines=baselines,
     )
     return {**values, **checked}
 
@@ -579,7 +579,7 @@ def _gated(bench: Bench, rows: int) -> Values:
         lambda: gated(x, SILU),
         lambda: gated_reference.reference_gated(x, SILU),
         num_bytes=1.5 * x.nbytes,
-        beside={"torch": by_torch},
+        baselines={"torch": by_torch},
     )
 
 
@@ -618,7 +618,7 @@ def _greedy(bench: Bench, rows: int) -> Values:
     if argmax(logits).tokens.tolist() != logits.argmax(-1).tolist():
         raise Wrong("its tokens are not torch's")
     return bench.kernel(
-        lambda: argmax(logits).tokens, None, num_bytes=logits.nbytes, beside={"torch": lambda: logits.argmax(-1)}
+        lambda: argmax(logits).tokens, None, num_bytes=logits.nbytes, baselines={"torch": lambda: logits.argmax(-1)}
     )
 
 
@@ -669,5 +669,5 @@ def _drawn(bench: Bench, rows: int, top_p: float, *, is_masked: bool) -> Values:
         torch.softmax(logits / 0.8, -1, out=weights)
         return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
 
-    beside = {"torch": by_torch} if top_p == 1.0 and not is_masked else None
-    return bench.kernel(chosen, None, num_bytes=logits.nbytes, beside=beside)
+    baselines = {"torch": by_torch} if top_p == 1.0 and not is_masked else None
+    return bench.kernel(chosen, None, num_bytes=logits.nbytes, baselines=baselines)

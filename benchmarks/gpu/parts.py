@@ -139,7 +139,7 @@ PARTS = (
         "engine",
         "Throughput",
         "`LLMEngine` on random weights of Qwen3-0.6B's shape, greedy: generated tokens a second from the first "
-        "request to the last token. Beside it transformers' continuous batching on the same device, in turn in the "
+        "request to the last token. Next to it transformers' continuous batching on the same device, in turn in the "
         "same run; where all prompts are of 1024 tokens, both are compared at 128 generated ones.",
         "more than transformers' continuous batching.",
         190,
@@ -157,7 +157,7 @@ PARTS = (
     Part(
         "quantized",
         "Quantised products",
-        "A weight of 12288 by 4096, read as stored. Beside it torch's bfloat16 product of the same shape.",
+        "A weight of 12288 by 4096, read as stored. Next to it torch's bfloat16 product of the same shape.",
         "none is set; FP8's bound counts twice the bfloat16 matrix rate.",
         60,
         12,

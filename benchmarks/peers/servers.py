@@ -103,7 +103,7 @@ class Contestant(ABC):
     """`bf16` or `int8`: contestants are compared within one."""
     path = "/v1/completions"
     extra: Mapping[str, Any] = {}
-    """Fields that its requests need beside those that every server gets."""
+    """Fields that its requests need in addition to those that every server gets."""
     ready_seconds = 300.0
 
     @abstractmethod

@@ -104,8 +104,8 @@ def attend_row(
         hidden |= keys < (positions // window * window if options.is_chunked else positions - window + 1)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
-        beside = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, beside), -1).softmax(-1)[..., :-1]
+        sink_scores = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     out = weights @ v[:, None]

@@ -21,7 +21,7 @@ WHEN_ASKED = frozenset({DECODE, "gemm", "all_reduce"})
 """What aiter computes only where it is asked to."""
 _WITHOUT_TRITON = frozenset({"gemm", "all_reduce"})
 """What there is no Triton kernel for: torch's libraries compute it."""
-_BESIDE_TRITON = frozenset({"attention", DECODE, "linear"})
+_AFTER_TRITON = frozenset({"attention", DECODE, "linear"})
 """What aiter computes of what Triton's kernels have stored or rounded."""
 
 
@@ -92,7 +92,7 @@ def _choice(operator: str, wanted: str, triton_reason: str | None, aiter_reasons
     if wanted == TORCH:
         return Choice(operator, TORCH)
     unfit = aiter_reasons.get(operator, "Kaon does not call it for this")
-    if operator in _BESIDE_TRITON and unfit is None:
+    if operator in _AFTER_TRITON and unfit is None:
         unfit = triton_reason
     if unfit is None and (wanted == AITER or (wanted == AUTO and operator not in WHEN_ASKED)):
         return Choice(operator, AITER)

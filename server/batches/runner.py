@@ -380,7 +380,7 @@ async def _to_its_end(
 ) -> _Result:
     """Call `function` in a thread. A task that is cancelled meanwhile ends only when the thread is done.
 
-    Otherwise the thread would go on beside what the task does next.
+    Otherwise the thread would go on at the same time as what the task does next.
     """
     work = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **keywords))
     is_cancelled = False

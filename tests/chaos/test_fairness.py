@@ -170,33 +170,33 @@ async def test_a_stream_goes_on_beside_one_request_of_many_long_prompts(server: 
         attack = asyncio.create_task(many_prompts(http, 6, 3000, KEYS[1]))
         ended: list[float] = []
         attack.add_done_callback(lambda _: ended.append(time.monotonic()))
-        beside, _ = await asyncio.gather(victim, attack)
-        assert beside.times[1] < ended[0], "the stream waited for all the prompts"
-    assert beside.text == alone.text
-    print(f"one request of 6 x 3000 tokens: longest gap {beside.longest_gap:.2f} s ({alone.longest_gap:.2f} s alone)")
+        loaded, _ = await asyncio.gather(victim, attack)
+        assert loaded.times[1] < ended[0], "the stream waited for all the prompts"
+    assert loaded.text == alone.text
+    print(f"one request of 6 x 3000 tokens: longest gap {loaded.longest_gap:.2f} s ({alone.longest_gap:.2f} s alone)")
 
 
 async def test_a_stream_goes_on_beside_clients_that_loop_long_prompts(server: ChaosServer) -> None:
     async with client(server.url) as http:
         alone = await stream(http, 40, 60, salt=1)
         async with looping(http, 3, 3900, 1, KEYS[1:]):
-            beside = await stream(http, 40, 60, salt=1)
-    assert beside.text == alone.text
-    print(f"three clients of 3900 tokens: longest gap {beside.longest_gap:.2f} s ({alone.longest_gap:.2f} s alone)")
+            loaded = await stream(http, 40, 60, salt=1)
+    assert loaded.text == alone.text
+    print(f"three clients of 3900 tokens: longest gap {loaded.longest_gap:.2f} s ({alone.longest_gap:.2f} s alone)")
 
 
 async def test_a_light_owner_starts_soon_beside_heavy_ones(server: ChaosServer) -> None:
     async with client(server.url) as http:
         alone = [await stream(http, 500, 8, salt=salt) for salt in range(2, 5)]
         async with looping(http, 10, 2000, 30, KEYS[1:]):
-            beside = []
+            loaded = []
             for salt in range(12, 20):
                 # Less than its share: that is what makes it a light one.
                 await asyncio.sleep(PAUSE_SECONDS)
-                beside.append(await stream(http, 500, 8, salt=salt))
-    worst, usual = max(each.ttft for each in beside), statistics.median(each.ttft for each in alone)
-    print(f"500 tokens beside 10 clients of 5 keys: TTFT at most {worst:.2f} s, {worst / usual:.1f} times that alone")
-    assert all(each.text for each in beside)
+                loaded.append(await stream(http, 500, 8, salt=salt))
+    worst, usual = max(each.ttft for each in loaded), statistics.median(each.ttft for each in alone)
+    print(f"500 tokens next to 10 clients of 5 keys: TTFT at most {worst:.2f} s, {worst / usual:.1f} times that alone")
+    assert all(each.text for each in loaded)
 
 
 async def test_a_long_prompt_among_streams(server: ChaosServer) -> None:

@@ -142,10 +142,10 @@ async def test_background_responses_keep_within_the_stored_bytes(owners: Owners)
         done = asyncio.Event()
         async with attack(*(run(http) for _ in range(8))):
             probing = asyncio.create_task(slowest_probe(server, done))
-            beside: list[Stream] = []
+            loaded: list[Stream] = []
             end = time.monotonic() + 20
             while time.monotonic() < end:
-                beside.append(await stream(light))
+                loaded.append(await stream(light))
                 largest = max(largest, server.resident()[0])
                 stored = max(stored, await asyncio.to_thread(owners.in_use, HEAVY[0], "stored_bytes"))
             done.set()
@@ -154,11 +154,11 @@ async def test_background_responses_keep_within_the_stored_bytes(owners: Owners)
             assert (await light.get(f"/v1/responses/{each['id']}")).status_code == 200
     assert stored <= STORED_BYTES
     assert statuses[200] > 1
-    assert {each.text for each in beside} == {alone.text}
+    assert {each.text for each in loaded} == {alone.text}
     print(
         f"background: {statuses[200]} accepted, {statuses[429]} refused in 20 s; stored at most {stored / 2**20:.2f} "
         f"of {STORED_BYTES / 2**20:.0f} MiB, API process {before / 1e6:.0f} to {largest / 1e6:.0f} MB; /livez at most "
-        f"{slowest:.2f} s; another key's stream: longest gap {max(each.longest_gap for each in beside):.2f} s "
+        f"{slowest:.2f} s; another key's stream: longest gap {max(each.longest_gap for each in loaded):.2f} s "
         f"({alone.longest_gap:.2f} alone), bytes equal"
     )
 
@@ -220,10 +220,10 @@ async def test_costly_work_of_a_key_delays_itself(
         async with attack(*(keep_busy(busy, number) for number in range(25))):
             while await asyncio.to_thread(owners.in_use, HEAVY[0], "jobs") < 20:
                 await asyncio.sleep(0.05)
-            beside = [await timed(quick, 2000 + number) for number in range(5)]
+            loaded = [await timed(quick, 2000 + number) for number in range(5)]
     print(
-        f"{name}: {max(alone):.2f} s at most alone, {max(beside):.2f} s beside 25 costly ones of another key "
-        f"(median {sorted(beside)[2]:.2f} s)"
+        f"{name}: {max(alone):.2f} s at most alone, {max(loaded):.2f} s next to 25 costly ones of another key "
+        f"(median {sorted(loaded)[2]:.2f} s)"
     )
 
 
@@ -254,15 +254,15 @@ async def test_large_tables_are_refused_or_cost_little(owners: Owners) -> None:
         await asyncio.sleep(0.1)
         refused = await heavy.post("/v1/completions", json=many)
         largest = await heavy.post("/v1/completions", json=most)
-        beside = await watching
+        loaded = await watching
         grown = owners.server.resident()[1] - before
     assert refused.status_code == 400
     assert "entries" in refused.json()["error"]["message"]
     assert largest.status_code == 200
-    assert beside.text == alone.text
+    assert loaded.text == alone.text
     print(
         f"tables: 16 x 128 sequences are a 400; 128 with 1024 biases each: another key's longest gap "
-        f"{beside.longest_gap:.2f} s ({alone.longest_gap:.2f} alone), engine core {grown / 1e6:+.0f} MB"
+        f"{loaded.longest_gap:.2f} s ({alone.longest_gap:.2f} alone), engine core {grown / 1e6:+.0f} MB"
     )
 
 
@@ -328,16 +328,16 @@ async def test_a_light_key_is_served_beside_ten_heavy_ones(seconds: int, owners:
         work = [load(name, number % 5, worker) for number, name in enumerate(HEAVY) for worker in range(4)]
         async with attack(*work) as tasks:
             await asyncio.sleep(3)
-            beside: list[Stream] = []
+            loaded: list[Stream] = []
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 assert not any(task.done() for task in tasks)
-                beside.append(await stream(light, body))
-    ttfts = sorted(each.ttft for each in beside)
+                loaded.append(await stream(light, body))
+    ttfts = sorted(each.ttft for each in loaded)
     median, p99 = ttfts[len(ttfts) // 2], ttfts[int(0.99 * len(ttfts))]
     print(
-        f"fairness: all {len(beside)} requests of the light key were admitted beside ten heavy ones (theirs: "
+        f"fairness: all {len(loaded)} requests of the light key were admitted next to ten heavy ones (theirs: "
         f"{dict(statuses)}); TTFT median {median:.3f} s, p99 {p99:.3f} s ({alone[15]:.3f}, {alone[-1]:.3f} alone); "
-        f"longest gap {max(each.longest_gap for each in beside):.2f} s"
+        f"longest gap {max(each.longest_gap for each in loaded):.2f} s"
     )
     assert statuses[429]

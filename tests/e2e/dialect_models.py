@@ -14,7 +14,7 @@ _MESSAGES = "{% for message in messages %}[{{ message.role }}]{{ message.content
 
 
 class Style(NamedTuple):
-    """How a model writes: its template, and the tokens that it has beside those of text."""
+    """How a model writes: its template, and the tokens that it has in addition to those of text."""
 
     template: str
     special: tuple[str, ...]
@@ -22,7 +22,7 @@ class Style(NamedTuple):
     visible: tuple[str, ...] = ()
     """Tokens that texts show."""
     ends: tuple[str, ...] = ()
-    """Tokens that end an answer, beside EOS."""
+    """Tokens that end an answer, in addition to EOS."""
     thinks: bool = False
 
 

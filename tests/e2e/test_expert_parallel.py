@@ -87,7 +87,7 @@ def two(checkpoint: Path) -> Iterator[LLMEngine]:
 
 
 def check_tokens(engine: LLMEngine, expected: list[list[int]]) -> None:
-    """One replica idle; both busy, prompts beside decodes."""
+    """One replica idle; both busy, prompts next to decodes."""
     for index in range(2):
         assert tokens(engine, PROMPTS[index : index + 1]) == expected[index : index + 1]
     assert tokens(engine, PROMPTS) == expected

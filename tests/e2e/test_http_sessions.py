@@ -134,12 +134,12 @@ def test_an_endless_template_is_a_400_while_a_neighbours_stream_goes_on(
 
     thread = threading.Thread(target=send_endless)
     thread.start()
-    beside = https.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    together = https.post("/v1/completions", json=body).json()["choices"][0]["text"]
     thread.join()
     (answer,) = answers
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "chat_template"
-    assert beside == alone
+    assert together == alone
     eventually(lambda: len(guarded.process.children()) == 1)  # The renderer ends.
 
 

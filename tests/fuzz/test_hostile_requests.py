@@ -43,7 +43,7 @@ async def neighbour(http: httpx.AsyncClient) -> str:
 
 
 class Attack:
-    """Sends requests one after the other, beside a neighbour's stream that starts again as soon as it has ended."""
+    """Sends requests one after the other, next to a neighbour's stream that starts again as soon as it has ended."""
 
     def __init__(self, *, may_be_answered: bool = False) -> None:
         self._may_be_answered = may_be_answered

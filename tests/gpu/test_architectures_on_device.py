@@ -24,7 +24,7 @@ def made(variant: Variant, directory: Path) -> Path:
 
 
 def check_float32(path: Path, place: Place, lengths: tuple[int, int, int], tolerance: float = TOLERANCE) -> None:
-    """Whole prompts, and then chunks of prompts beside decodes."""
+    """Whole prompts, and then chunks of prompts next to decodes."""
     reference = Reference(path, device=place.device)
     model = PagedModel(path, backend=place.backend(), device=place.device)
     expected = [reference.logits(prompt(length, seed=length)) for length in lengths]

@@ -71,7 +71,7 @@ def test_graphs_and_steps_ahead_give_the_tokens_of_eager_steps(
 
 @pytest.fixture
 def little_memory() -> Iterator[Callable[[int], None]]:
-    """Leaves this process so many bytes of the GPU beside what it holds."""
+    """Leaves this process so many bytes of the GPU in addition to what it holds."""
 
     def leave(num_bytes: int) -> None:
         torch.cuda.empty_cache()

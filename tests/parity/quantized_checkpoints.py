@@ -1,4 +1,4 @@
-"""Quantised checkpoints in each published layout, beside dense ones of the very weights that they mean.
+"""Quantised checkpoints in each published layout, next to dense ones of the very weights that they mean.
 
 The packing here is written from the formats' descriptions with NumPy, apart from what reads it.
 """

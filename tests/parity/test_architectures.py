@@ -53,7 +53,7 @@ def test_prompt_log_probabilities_are_those_of_transformers(checkpoint: Path, re
 
 @first_of_each(VARIANTS)
 def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(checkpoint: Path, reference: Reference) -> None:
-    """In company: chunks of prompts beside decodes, prefixes found in the cache, one preemption of all."""
+    """In company: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     runner = runner_for(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)

@@ -50,7 +50,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> Pieces:
 
 
 def logits(model: PagedModel) -> torch.Tensor:
-    """Of two sequences: a prompt in chunks beside another's, decodes of two rows and of one. # [tokens, V]"""
+    """Of two sequences: a prompt in chunks next to another's, decodes of two rows and of one. # [tokens, V]"""
     long, short = Row(prompt(35), slot=2), Row(prompt(20, seed=1), slot=5)
     parts = model.step([(long, 25)])
     parts += model.step([(long, 1), (short, 17)], num_decodes=1)

@@ -127,15 +127,15 @@ class TestPairs:
         assert torch.equal(places.flatten()[order], torch.arange(tokens * top_k))
 
     @pytest.mark.parametrize("size", [1, 30, 129])
-    @pytest.mark.parametrize("has_beside", [True, False])
-    def test_are_added_up_by_their_weights(self, size: int, has_beside: bool) -> None:
+    @pytest.mark.parametrize("has_shared", [True, False])
+    def test_are_added_up_by_their_weights(self, size: int, has_shared: bool) -> None:
         ids = f32(9, 6).topk(3).indices
         _, _, places = expert_ops.sort_pairs(ids, 6)
         products, weights = bf16(27, size), f32(9, 3).abs()
-        beside = bf16(9, size, seed=1) if has_beside else None
+        shared = bf16(9, size, seed=1) if has_shared else None
         expected = (products.double()[places] * weights[..., None]).sum(1)
-        expected += 0 if beside is None else beside
-        found = expert_ops.combine(products, weights, places, beside)
+        expected += 0 if shared is None else shared
+        found = expert_ops.combine(products, weights, places, shared)
         torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-5)
 
     def test_meet_their_experts_weights_without_being_gathered_first(self) -> None:
@@ -174,16 +174,16 @@ def experts(hidden: int, inner: int, count: int, *, is_packed: bool, **options: 
 @pytest.mark.parametrize("bias", [True, False])
 def test_experts_equal_torchs_and_give_a_token_the_same_in_any_company(bias: bool) -> None:
     options = {"bias": bias, "activation": partial(clamped_swiglu, alpha=1.7, limit=2.0) if bias else swiglu}
-    hidden, beside = bf16(150, 96), bf16(150, 96, seed=5)
+    hidden, shared = bf16(150, 96), bf16(150, 96, seed=5)
     weights, ids = softmax_top_k(f32(150, 7), 3, renormalize=True)
     ours = experts(96, 48, 7, is_packed=True, **options)
     with torch.inference_mode():
-        together = ours(hidden, weights, ids, beside)
+        together = ours(hidden, weights, ids, shared)
         for size in (1, 4, 33):
-            rows = [part.split(size) for part in (hidden, weights, ids, beside)]
+            rows = [part.split(size) for part in (hidden, weights, ids, shared)]
             assert torch.equal(torch.cat([ours(*some) for some in zip(*rows, strict=True)]), together)
         runtime.stop()
-        expected = experts(96, 48, 7, is_packed=False, **options).float()(hidden.float(), weights, ids, beside.float())
+        expected = experts(96, 48, 7, is_packed=False, **options).float()(hidden.float(), weights, ids, shared.float())
     assert (together - expected).abs().max() <= 2e-2 * expected.abs().max()
 
 

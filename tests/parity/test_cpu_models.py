@@ -168,7 +168,7 @@ def test_without_operators_each_products_weight_is_stored_once_as_onednn_reads_i
 
 @needs_operators
 def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: Path) -> None:
-    """In company: chunks of prompts beside decodes, prefixes found in the cache, one preemption of all."""
+    """In company: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     together = runner(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)

@@ -559,9 +559,9 @@ class TestAttention:
         """Large scores: a rounding that depends on the company reaches the output."""
         n, options = 300, AttentionOptions(1.0, 100)
         q, k, v = bf16(n, 2, 64), bf16(n, 2, 64, seed=1), bf16(n, 2, 64, seed=2)
-        (beside,) = run_steps([q], [k], [v], [[(0, 0, 7)], [(0, 7, n)]], options, 16)
+        (together,) = run_steps([q], [k], [v], [[(0, 0, 7)], [(0, 7, n)]], options, 16)
         (alone,) = run_steps([q], [k], [v], [[(0, i, i + 1)] for i in range(n)], options, 16)
-        assert torch.equal(beside, alone)
+        assert torch.equal(together, alone)
 
 
 @pytest.mark.usefixtures("operators")

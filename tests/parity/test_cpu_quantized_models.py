@@ -51,7 +51,7 @@ def asked(rounding: str) -> PrecisionConfig:
 @needs_operators
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_are_the_same_alone_and_in_company(architecture: str, rounding: Rounding, tmp_path: Path) -> None:
-    """In company: chunks of prompts beside decodes, prefixes found in the cache, one preemption of all."""
+    """In company: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
     path = checkpoint_of(architecture, tmp_path)
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]

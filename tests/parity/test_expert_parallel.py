@@ -176,12 +176,12 @@ def test_tokens_reach_them_through_memory_that_replicas_share(
 def test_what_is_beside_the_experts_is_added_once(step: ForwardContext) -> None:
     step.dp_metadata = DPMetadata((5, 5))
     whole, (hidden, weights, ids) = Whole(bias=True), routed(5)
-    beside, gate = random(5, HIDDEN) + 1, random(5, 1)
+    shared, gate = random(5, HIDDEN) + 1, random(5, 1)
     replicas = spread(1, 2, lambda parallel: layer(whole, parallel, stacked=True))
-    found = at_once([lambda rank=rank: rank(hidden, weights, ids, beside, gate) for [rank] in replicas])
+    found = at_once([lambda rank=rank: rank(hidden, weights, ids, shared, gate) for [rank] in replicas])
     of_experts, bound = whole.with_bound(hidden, weights, ids)
     for output in found:
-        assert_within(output, of_experts + beside * gate.sigmoid(), bound)
+        assert_within(output, of_experts + shared * gate.sigmoid(), bound)
 
 
 def test_experts_do_not_work_for_dummies(step: ForwardContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,12 +229,12 @@ class TestByOperators:
     def test_a_token_gets_the_same_bits_from_experts_of_other_replicas(self, step: ForwardContext) -> None:
         """Whatever other replicas send."""
         whole, replicas = self.parts(1, 2)
-        mine, beside = self.inputs(9, 5), bf16(9, 64, seed=8)
-        near, outputs = whole(*mine, beside).float(), []
+        mine, shared = self.inputs(9, 5), bf16(9, 64, seed=8)
+        near, outputs = whole(*mine, shared).float(), []
         for others in (1, 30):
             theirs = self.inputs(others, 11)
             step.dp_metadata = DPMetadata((9, others))
-            found, _ = at_once([partial(replicas[0][0], *mine, beside), partial(replicas[1][0], *theirs)])
+            found, _ = at_once([partial(replicas[0][0], *mine, shared), partial(replicas[1][0], *theirs)])
             assert (found.float() - near).abs().max() <= 0.01 * near.abs().max()
             outputs.append(found)
         assert torch.equal(*outputs)
@@ -249,7 +249,7 @@ class TestByOperators:
 
 @needs_operators
 def test_processes_exchange_any_number_of_tokens_until_one_leaves() -> None:
-    """By the operators, beside one that has all experts: the same bits. Who waits for one that leaves is let go."""
+    """By the operators, next to one that has all experts: the same bits. Who waits for one that leaves is let go."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.parity.exchange_fuzz", "25"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

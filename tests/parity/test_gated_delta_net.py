@@ -1,4 +1,4 @@
-"""The recurrent layer: token by token, chunk by chunk, sharded, and beside other sequences."""
+"""The recurrent layer: token by token, chunk by chunk, sharded, and next to other sequences."""
 
 import numpy as np
 import pytest

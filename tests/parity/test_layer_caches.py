@@ -20,7 +20,7 @@ from tests.parity.paged_model import prompt, tensors_of
 from tests.parity.test_worker_model_runner import generate, runner_for
 from tests.parity.variants import all_variants
 
-# Full, windowed beside full, latent, latent with an index, recurrent.
+# Full, windowed next to full, latent, latent with an index, recurrent.
 _ARCHITECTURES = [
     "LlamaForCausalLM",
     "GptOssForCausalLM",

@@ -107,8 +107,8 @@ def test_a_sum_with_a_residual_and_a_norm_has_the_bits_of_one_after_the_other(mo
     for call, shape in enumerate(shapes):
         summed = in_order([parts_of(rank, shape, call) for rank in range(2)])
         kept = summed + parts_of(9, shape, call)
-        normed, beside, again = found[0][3 * call : 3 * call + 3]
-        assert beside == kept.flatten().float().tolist()
+        normed, residual, again = found[0][3 * call : 3 * call + 3]
+        assert residual == kept.flatten().float().tolist()
         assert again == summed.flatten().float().tolist()
         expected = torch_norm(kept, norm_of(shape[1])).flatten().float()
         assert torch.allclose(torch.tensor(normed), expected, rtol=2**-9, atol=1e-6)

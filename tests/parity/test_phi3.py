@@ -36,7 +36,7 @@ def test_each_rank_takes_its_heads_of_queries_keys_and_values_from_the_one_tenso
 
 
 def test_a_config_as_published_is_read_like_transformers_reads_it(tmp_path: Path) -> None:
-    """Version 4 spelling: the rope's base and the share of a head that it turns stand beside its scaling."""
+    """Version 4 spelling: the rope's base and the share of a head that it turns stand next to its scaling."""
     path = make_checkpoint(tmp_path, VARIANTS[1].family, **VARIANTS[1].overrides)
     rope = VARIANTS[1].overrides["rope_parameters"]
     edit_json(

@@ -89,9 +89,9 @@ def test_draws_stay_within_the_mask_and_follow_its_distribution(params: dict[str
 def test_neighbours_are_what_they_are_without_a_masked_row(logits: np.ndarray) -> None:
     others = [sequence(temperature=1.0, seed=1, logprobs=3), sequence(), sequence(temperature=2.0, seed=2, top_k=9)]
     alone = sample([sequence(), *others], logits)
-    beside = sample([sequence(Fixed(5, 6)), *others], logits)
-    assert alone.token_ids[1:].tolist() == beside.token_ids[1:].tolist()
-    assert alone.logprobs[1] == beside.logprobs[1]
+    together = sample([sequence(Fixed(5, 6)), *others], logits)
+    assert alone.token_ids[1:].tolist() == together.token_ids[1:].tolist()
+    assert alone.logprobs[1] == together.logprobs[1]
 
 
 def test_log_probabilities_are_those_of_the_unmodified_distribution(logits: np.ndarray) -> None:

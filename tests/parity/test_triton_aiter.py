@@ -86,7 +86,7 @@ def checkpoint(name: str, path: Path) -> Path:
 
 
 def run(model: PagedModel) -> list[torch.Tensor]:
-    """Two prompts, one of them in chunks, and then decodes beside a third prompt. # each [n, V]"""
+    """Two prompts, one of them in chunks, and then decodes next to a third prompt. # each [n, V]"""
     rows = [Row(prompt(length, seed=length)) for length in (20, 33, 5)]
     return [
         *model.step([(rows[0], 18), (rows[1], 25)]),

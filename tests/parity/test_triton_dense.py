@@ -172,8 +172,8 @@ def test_moe_gemm_both_ways_and_combine(
     assert_close(products[here], expected_products[here])
 
     products[~here] = torch.nan
-    beside, gate = random(tokens, hidden, dtype=dtype), random(tokens, 1)
-    for also in ((), (beside,), (beside, gate)):
+    shared, gate = random(tokens, hidden, dtype=dtype), random(tokens, 1)
+    for also in ((), (shared,), (shared, gate)):
         found = expert_routing.moe_combine(products, weights, ids, experts, *also)
         assert_close(found, experts_reference.reference_moe_combine(products, weights, ids, experts, *also))
 

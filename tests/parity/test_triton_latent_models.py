@@ -37,7 +37,7 @@ class CapturedDecodes(TritonAttentionBackend):
 
 
 def run(path: Path, backend: AttentionBackend | None = None, **options: Any) -> torch.Tensor:
-    """Logits of two sequences: prompts in chunks, one of them beside the other's decodes. # [tokens, V]"""
+    """Logits of two sequences: prompts in chunks, one of them next to the other's decodes. # [tokens, V]"""
     model = PagedModel(path, **options)
     if backend is not None:
         model.backend = backend

@@ -90,8 +90,8 @@ def test_experts_of_ranks(size: int, activation: Callable[[torch.Tensor], torch.
     for parallel in ranks(size):
         layer = FusedMoE(HIDDEN, INNER, EXPERTS, activation=activation, bias=True, parallel=parallel)
         whole.fill(layer, stacked=True)
-        for beside in ((), (random(19, HIDDEN), random(19, 1))):
-            compute = partial(layer, *inputs, *beside)
+        for shared in ((), (random(19, HIDDEN), random(19, 1))):
+            compute = partial(layer, *inputs, *shared)
             by_kernels, _ = both(compute)
             assert_within(by_kernels, *with_bound(layer, compute, terms=SUMMED, draws=8))
 

@@ -108,7 +108,7 @@ def _forward(
 
 
 def _run(model: PagedModel) -> torch.Tensor:
-    """Log probabilities of two prompts, one in chunks, and then of decodes beside a third prompt. # [tokens, V]"""
+    """Log probabilities of two prompts, one in chunks, and then of decodes next to a third prompt. # [tokens, V]"""
     rows = [Row(prompt(length, seed=length)) for length in (30, 45, 9)]
     logits = [
         *model.step([(rows[0], 28), (rows[1], 30)]),

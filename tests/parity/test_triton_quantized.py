@@ -138,9 +138,9 @@ def test_fp8_linear(
         without_fp8(monkeypatch)
     weight = fp8_weight(scales, outputs, inputs)
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
-    for beside in (None, bias):
-        found = quantized_products.fp8_linear(x, weight, beside)
-        expected = reference.reference_fp8_linear(x, weight, beside, is_rounded=hardware == "fp8")
+    for each in (None, bias):
+        found = quantized_products.fp8_linear(x, weight, each)
+        expected = reference.reference_fp8_linear(x, weight, each, is_rounded=hardware == "fp8")
         # A code that falls to the other side moves a sum by an eighth of one product.
         torch.testing.assert_close(found, expected, atol=0.2 if hardware == "fp8" else 1e-3, rtol=CLOSE[dtype])
 
@@ -223,9 +223,9 @@ def test_four_bit_linear(rows: int, outputs: int, inputs: int, group: int | None
         zeros = torch.randint(16, (outputs, inputs // group), dtype=torch.uint8, generator=generator).to(DEVICE)
         weight = FourBitWeight(packed, random(outputs, inputs // group, dtype=dtype) * 0.1, zeros)
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
-    for beside in (None, bias):
-        found = quantized_products.four_bit_linear(x, weight, beside)
-        expected = reference.reference_four_bit_linear(x, weight, beside)
+    for each in (None, bias):
+        found = quantized_products.four_bit_linear(x, weight, each)
+        expected = reference.reference_four_bit_linear(x, weight, each)
         # The interpreter cuts what is rounded to bfloat16.
         assert (found - expected).float().norm() <= CLOSE[dtype] * expected.float().norm()
 

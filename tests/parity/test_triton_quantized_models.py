@@ -1,4 +1,4 @@
-"""Models whose weights stay quantised for the kernels, beside dense ones of the very weights that they mean."""
+"""Models whose weights stay quantised for the kernels, next to dense ones of the very weights that they mean."""
 
 from pathlib import Path
 

@@ -175,9 +175,9 @@ def test_an_answer_to_a_regex_matches_it(engine: Engine, pattern: str, seed: int
 def test_a_neighbour_with_a_grammar_changes_nothing(engine: Engine) -> None:
     grammar = engine.compiler.compile(GrammarSpec("choice", ["yes", "no", "x" * 40]))
     free = [SamplingParams(temperature=1.0, seed=i, max_tokens=40, logprobs=2) for i in range(3)]
-    beside = engine.generate([SamplingParams(temperature=2.0, seed=1, max_tokens=40, grammar=grammar), *free])[1:]
+    together = engine.generate([SamplingParams(temperature=2.0, seed=1, max_tokens=40, grammar=grammar), *free])[1:]
     without = engine.generate([SamplingParams(temperature=2.0, seed=1, max_tokens=40), *free])[1:]
-    assert [seq.token_ids for seq in beside] == [seq.token_ids for seq in without]
+    assert [seq.token_ids for seq in together] == [seq.token_ids for seq in without]
 
 
 def test_a_seeded_answer_is_the_same_alone_and_after_preemption(engine: Engine) -> None:

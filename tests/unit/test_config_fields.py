@@ -1,4 +1,4 @@
-"""`Config.from_fields`: a section's fields may stand beside the configuration's own."""
+"""`Config.from_fields`: a section's fields may stand next to the configuration's own."""
 
 import pytest
 from pydantic import ValidationError

@@ -358,7 +358,7 @@ def test_other_choices_of_a_suspect_s_prompt_follow_it_at_once(cluster: Cluster)
 
 
 def test_a_request_that_is_in_no_step_when_its_cores_die_moves_no_more_after_the_third():
-    """A core may die of its grammar, which is compiled beside steps."""
+    """A core may die of its grammar, which is compiled while steps run."""
     with Cluster(5) as cluster:
         for number in range(5):
             cluster.add(10 + number, to=number)

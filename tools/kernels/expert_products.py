@@ -58,7 +58,7 @@ def compilation_of(
     narrow_loads: int = 0,
     **shape: object,
 ) -> Compilation:
-    """One form of a grouped GEMM on one target. `pointers` and `integers`: beside those that all have."""
+    """One form of a grouped GEMM on one target. `pointers` and `integers`: in addition to those that all have."""
     return Compilation(
         kernel=kernel,
         variant=f"{prefix} {form.name}",

@@ -81,17 +81,17 @@ _MOE_COMBINE_COMPILATIONS = tuple(
         target=target,
         config=config_of("moe_combine", target),
         signature={
-            **dict.fromkeys(("products", "beside", "out"), "*bf16"),
+            **dict.fromkeys(("products", "shared", "out"), "*bf16"),
             **dict.fromkeys(("weights", "gate"), "*fp32"),
             "ids": "*i64",
-            **dict.fromkeys(("size", "beside_stride", "num_experts"), "i32"),
+            **dict.fromkeys(("size", "shared_stride", "num_experts"), "i32"),
         },
-        constexprs={"TOP_K": 8, "HAS_BESIDE": has_beside, "HAS_GATE": has_beside},
-        divisible=frozenset({"size", "beside_stride"}),
+        constexprs={"TOP_K": 8, "HAS_SHARED": has_shared, "HAS_GATE": has_shared},
+        divisible=frozenset({"size", "shared_stride"}),
         large=frozenset({"products"}),
     )
     for target in TARGETS.values()
-    for variant, has_beside in (("bf16", False), ("bf16 shared", True))
+    for variant, has_shared in (("bf16", False), ("bf16 shared", True))
 )
 
 COMPILATIONS = (*_MOE_ROUTE_COMPILATIONS, *_MOE_SORT_COMPILATIONS, *_MOE_COMBINE_COMPILATIONS)

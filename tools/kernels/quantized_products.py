@@ -54,7 +54,7 @@ _FP8_GEMM_COMPILATIONS = tuple(
             **dict.fromkeys(("M", "N", "K", "x_stride", "num_groups"), "i32"),
         },
         constexprs={
-            # As the loader keeps the scales of blocks: a row may then lie beside any other.
+            # As the loader keeps the scales of blocks: any two rows may then be neighbours.
             "SCALE_ROWS": 1,
             "IS_ROUNDED": target.fp8 is not None,
             "IS_BLOCKED": is_blocked,

@@ -393,7 +393,7 @@ CONFIGS["latent_store"] = (
     Row(ALL, _latent_config(2, HEADS=16)),
 )
 CONFIGS["vector_store"] = (Row(ALL, _latent_config(1)),)
-# A run is long enough that what is written for it is little beside what is read, and the same whatever the batch.
+# A run is long enough that what is written for it is little next to what is read, and the same whatever the batch.
 CONFIGS["latent_attention"] = (
     Row(_INTERPRETER, _latent_config(1, HEADS=16, KEYS=16, RUN=48)),
     # Tiles of float32 take twice the shared memory.

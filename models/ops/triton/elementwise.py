@@ -47,13 +47,13 @@ def rms_norm_kernel(
     rows = rows.to(tl.int64)
     values = tl.load(x + rows * x_stride + columns, mask=inside, other=0.0)
     if MODE == _ADD_NORM:
-        beside = residual + rows * residual_stride + columns
+        residual_rows = residual + rows * residual_stride + columns
         # The next residual is rounded, and the norm is of what was kept.
         added = values.to(tl.float32)
         if IS_SCALED:
             added = (added * x_scale).to(values.dtype).to(tl.float32)
-        values = (added + tl.load(beside, mask=inside, other=0.0).to(tl.float32)).to(values.dtype)
-        tl.store(beside, values, mask=inside)
+        values = (added + tl.load(residual_rows, mask=inside, other=0.0).to(tl.float32)).to(values.dtype)
+        tl.store(residual_rows, values, mask=inside)
     exact = values.to(tl.float32)
     if IS_CENTRED:
         exact = tl.where(inside, exact - (tl.sum(exact, 1) / SIZE)[:, None], 0.0)
@@ -97,16 +97,16 @@ def rms_norm(
     rows = x if x.dim() == 2 else x.flatten(0, -2)
     num_rows, size = rows.shape
     out = rows.new_empty(num_rows, size)
-    beside = rows if residual is None else residual if residual.dim() == 2 else residual.view(-1, size)
+    residual_rows = rows if residual is None else residual if residual.dim() == 2 else residual.view(-1, size)
     launch = launch_of("rms_norm", x.device, size=size)
     rms_norm_kernel[(cdiv(num_rows, launch.blocks["ROWS"]),)](
         rows,
-        beside,
+        residual_rows,
         weight,
         weight if bias is None else bias,
         out,
         rows.stride(0),
-        beside.stride(0),
+        residual_rows.stride(0),
         num_rows,
         eps,
         x_scale,

@@ -306,14 +306,14 @@ def moe_combine_kernel(
     products,  # [tokens * TOP_K, size]
     weights,  # [tokens, TOP_K] float32
     ids,  # [tokens, TOP_K] int64
-    beside,  # [tokens, size]; any pointer where not HAS_BESIDE
+    shared,  # [tokens, size]; any pointer where not HAS_SHARED
     gate,  # [tokens] float32; any pointer where not HAS_GATE
     out,  # [tokens, size]
     size,
-    beside_stride,
+    shared_stride,
     num_experts,
     TOP_K: tl.constexpr,
-    HAS_BESIDE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
     COLUMNS: tl.constexpr,  # Of one program
 ):
@@ -328,13 +328,13 @@ def moe_combine_kernel(
         is_here = tl.load(ids + pair) < num_experts
         product = tl.load(products + pair * size + columns, mask=inside & is_here, other=0.0)
         total += product.to(tl.float32) * tl.load(weights + pair)
-    if HAS_BESIDE:
-        # The sum is rounded before what is beside it is added, as where ranks add up theirs in between.
+    if HAS_SHARED:
+        # The sum is rounded before the shared output is added, as where ranks add up theirs in between.
         total = total.to(out.dtype.element_ty).to(tl.float32)
-        shared = tl.load(beside + token * beside_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(shared + token * shared_stride + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_GATE:
-            shared = (shared * tl.sigmoid(tl.load(gate + token))).to(out.dtype.element_ty).to(tl.float32)
-        total += shared
+            added = (added * tl.sigmoid(tl.load(gate + token))).to(out.dtype.element_ty).to(tl.float32)
+        total += added
     tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -343,10 +343,10 @@ def moe_combine(
     weights: torch.Tensor,
     ids: torch.Tensor,
     num_experts: int,
-    beside: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`sum(weights * products)` of each token in float32, and what is `beside` it or, by `gate`'s sigmoid, a share.
+    """`sum(weights * products)` of each token in float32, plus `shared` or, by `gate`'s sigmoid, a part of it.
 
     # [tokens * top_k, size], [tokens, top_k] float32, [tokens, top_k] int64, [tokens, size], [tokens, 1] float32
 
@@ -360,14 +360,14 @@ def moe_combine(
         products,
         weights,
         ids,
-        products if beside is None else beside,
+        products if shared is None else shared,
         weights if gate is None else gate,
         out,
         size,
-        0 if beside is None else beside.stride(0),
+        0 if shared is None else shared.stride(0),
         num_experts,
         TOP_K=top_k,
-        HAS_BESIDE=beside is not None,
+        HAS_SHARED=shared is not None,
         HAS_GATE=gate is not None,
         **launch.keywords,
     )

@@ -409,7 +409,7 @@ def delta_step(
 
 
 def key_heads_of(convolved: torch.Tensor, states: torch.Tensor) -> int:
-    """How many there are beside the value heads of these channels."""
+    """How many there are next to the value heads of these channels."""
     _, heads, key_dim, value_dim = states.shape
     return int(convolved.shape[1] - heads * value_dim) // (2 * key_dim)
 

@@ -224,7 +224,7 @@ def logprobs_tile_kernel(
     logits,  # [R, V] float32
     token_ids,  # [R] int64
     peaks,  # [R, tiles] float32
-    sums,  # [R, tiles] float32, of what the tile weighs beside its peak
+    sums,  # [R, tiles] float32, the weight of the tile relative to its peak
     better,  # [R, tiles] int32, tokens that rank before the row's
     best,  # [R, tiles, count] int64, as order_of has it
     stride,

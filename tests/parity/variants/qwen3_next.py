@@ -1,4 +1,4 @@
-"""Qwen3-Next: recurrent layers beside attention."""
+"""Qwen3-Next: recurrent layers next to attention."""
 
 from typing import Any
 

@@ -88,15 +88,15 @@ def reference_moe_combine(
     weights: torch.Tensor,
     ids: torch.Tensor,
     num_experts: int,
-    beside: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the kernel's launcher."""
     by_token = products.float().view(*ids.shape, -1).masked_fill((ids >= num_experts)[..., None], 0.0)
     total = (by_token * weights[..., None]).sum(1).to(products.dtype)
-    if beside is None:
+    if shared is None:
         return total
-    return total + (beside if gate is None else (beside.float() * gate.sigmoid()).to(beside.dtype))
+    return total + (shared if gate is None else (shared.float() * gate.sigmoid()).to(shared.dtype))
 
 
 _TOKENS = 9
