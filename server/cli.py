@@ -41,11 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: list[str], command: str) -> int:
     from engine.config.settings import SettingsError, load_config, read_models
+    from server.tracing import WrongVariable, requested_signals
 
     try:
         config = load_config(arguments)
-        read_models(config)  # A mistake in their file is bad usage too, and not a failure to try again after.
-    except SettingsError as error:
+        # Mistakes in their file and in variables are bad usage too, and not failures to try again after.
+        read_models(config)
+        requested_signals(os.environ)
+    except (SettingsError, WrongVariable) as error:
         return _complain(f"kaon serve: {error}", _BAD_USAGE)
     from server.process import run
 

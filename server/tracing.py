@@ -46,22 +46,26 @@ _TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
 """Bounds of histograms that GenAI's conventions name."""
 
 
+class WrongVariable(ValueError):
+    """A variable of OpenTelemetry asks for what Kaon does not export. The text is for the user."""
+
+
 def requested_signals(environment: Mapping[str, str]) -> frozenset[str]:
-    """Which of `TRACES` and `METRICS` the variables ask for. Raises `ValueError` for what Kaon cannot export."""
+    """Which of `TRACES` and `METRICS` the variables ask for. Raises `WrongVariable` for what Kaon cannot export."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return frozenset()
     found = set()
     for signal in _SIGNALS:
         exporter = environment.get(f"OTEL_{signal}_EXPORTER", "").lower()
         if exporter not in ("", "otlp", "none"):
-            raise ValueError(f"OTEL_{signal}_EXPORTER is {exporter}; it must be otlp or none")
+            raise WrongVariable(f"OTEL_{signal}_EXPORTER is {exporter}; it must be otlp or none")
         endpoint = environment.get(f"{_PREFIX}{signal}_ENDPOINT") or environment.get(f"{_PREFIX}ENDPOINT")
         if exporter == "none" or not (endpoint or exporter):
             continue
         variables = (f"{_PREFIX}{signal}_PROTOCOL", f"{_PREFIX}PROTOCOL")
         for variable in variables:
             if environment.get(variable, "http/protobuf") != "http/protobuf":
-                raise ValueError(
+                raise WrongVariable(
                     f"{variable} is {environment[variable]}; Kaon exports http/protobuf, to port 4318 of a collector"
                 )
         found.add(signal)
