@@ -232,7 +232,7 @@ class DecodeRows:
         self.by_id = {seq.id: seq for seq in self.seqs}
         self.token_ids = [seq.token_ids for seq in self.seqs]
         self.counts = [1] * len(self.seqs)
-        self.limits = [seq.token_limit for seq in self.seqs]
+        self.limits = [seq.decode_limit for seq in self.seqs]
         self.costs: dict[str, float] = {}
         """By owner: a token of each of its rows, divided by the owner's weight."""
         for seq in self.seqs:
@@ -244,7 +244,7 @@ class DecodeRows:
         lengths = [len(seq.token_ids) + seq.num_placeholder for seq in self.seqs]
         if not any(map(operator.ge, lengths, self.limits)):
             return self, lengths
-        rows = DecodeRows(seq for seq, length in zip(self.seqs, lengths, strict=True) if length < seq.token_limit)
+        rows = DecodeRows(seq for seq, length in zip(self.seqs, lengths, strict=True) if length < seq.decode_limit)
         return rows, [seq.num_tokens for seq in rows.seqs]
 
 

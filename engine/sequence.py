@@ -1,6 +1,7 @@
 """`Sequence`: one request's tokens, blocks and timing while the engine core runs it. Never crosses a socket."""
 
 import itertools
+import sys
 import time
 from collections.abc import Iterable
 from enum import Enum, auto
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from engine.messages import AddRequest, PoolingParams, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from kvcache.hashing import chain_salt
+from models.config.rope import RopeContext
 
 if TYPE_CHECKING:
     from engine.text.structured.matcher import Matcher
@@ -80,14 +82,19 @@ class Sequence:
         self.num_released_blocks = 0
         """Leading entries of the block table whose blocks were released, because no later token sees them."""
         self.block_hashes: list[int] = []
-        """Chained digests of the leading full blocks, extended as blocks fill and never recomputed."""
+        """Chained digests of the leading full blocks, extended as blocks fill; recomputed with another salt only."""
         self.num_published_blocks = 0
         self.published_uid = -1
         """Number of published blocks and uid of the last one, from which the block manager publishes the next."""
         self.adapter = adapter
         """Number of its LoRA adapter; 0: the base model alone."""
+        self.rope_length = 0
+        """The length that its rotary frequencies are of; 0: the model's original context. See `follow_rope`."""
+        self.rope_limit = sys.maxsize
+        """Number of tokens at which it has other frequencies, with which all of them are computed again."""
+        self._own_salt = cache_salt
         self.cache_salt = chain_salt(cache_salt, adapter)
-        """Start of its prefix-hash chain, made of the caller's salt and the adapter."""
+        """Start of its prefix-hash chain, made of the caller's salt, the adapter and `rope_length`."""
         self.priority = priority
         self.owner = owner
         """The party among which the scheduler shares its time fairly."""
@@ -196,9 +203,14 @@ class Sequence:
         return self.completion_token_ids
 
     @property
+    def decode_limit(self) -> int:
+        """Number of tokens at which it no longer decodes: it ends, or is computed again."""
+        return min(self.token_limit, self.rope_limit)
+
+    @property
     def num_useful_drafts(self) -> int:
-        """Drafts that could still be accepted before `token_limit`, besides the token that each step brings."""
-        return max(0, self.token_limit - self.num_tokens - 1)
+        """Drafts that could still be accepted before `decode_limit`, besides the token that each step brings."""
+        return max(0, self.decode_limit - self.num_tokens - 1)
 
     @property
     def num_drafts(self) -> int:
@@ -217,6 +229,15 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def follow_rope(self, rope: RopeContext) -> None:
+        """Take the rotary frequencies of its length. None of its tokens is computed yet."""
+        length = rope.length_of(self.num_prompt_tokens, len(self.token_ids))
+        self.rope_limit = sys.maxsize if rope.grows or length else rope.original + 1
+        if length != self.rope_length:
+            self.rope_length = length
+            self.cache_salt = chain_salt(self._own_salt, self.adapter, length)
+            self.block_hashes = []
 
     def append_token(self, token_id: int) -> None:
         """Add a generated token."""

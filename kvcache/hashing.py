@@ -9,21 +9,23 @@ NO_HASH = -1
 """Digest of a block that has none, and the parent of a chain's first block."""
 
 _DIGESTS = 2**64
+_ADAPTERS = 2**30
 
 
-def chain_salt(cache_salt: int | None, adapter: int) -> int | None:
-    """The start of a chain: one number for each pair of a caller's salt (64 bits) and a LoRA adapter (0: none).
+def chain_salt(cache_salt: int | None, adapter: int, rope_length: int = 0) -> int | None:
+    """The start of a chain: one number for each caller's salt (64 bits), LoRA adapter and `Sequence.rope_length`.
 
-    Without an adapter it is the salt itself, None where there is neither.
+    Adapter 0: none. Without an adapter and a length it is the salt itself, None where there is none of the three.
     """
-    if adapter == 0:
+    number = rope_length * _ADAPTERS + adapter
+    if number == 0:
         return cache_salt
-    return 2 * adapter * _DIGESTS + (0 if cache_salt is None else _DIGESTS + cache_salt)
+    return 2 * number * _DIGESTS + (0 if cache_salt is None else _DIGESTS + cache_salt)
 
 
 def adapter_of(salt: int | None) -> int:
     """The adapter in a `chain_salt`."""
-    return 0 if salt is None else salt // (2 * _DIGESTS)
+    return 0 if salt is None else salt // (2 * _DIGESTS) % _ADAPTERS
 
 
 def first_parent(salt: int | None) -> int:

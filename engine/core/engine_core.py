@@ -34,6 +34,7 @@ from engine.messages import (
 )
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from models.config.rope import RopeContext
 
 logger = logging.getLogger("engine.core.engine_core")
 
@@ -65,6 +66,7 @@ class EngineCore:
         output_queue: OutputQueue,
         *,
         window: int | None = None,
+        rope: RopeContext | None = None,
         blocks_at_first: int | None = None,
         splits_prompts: bool = True,
         generates: bool = True,
@@ -89,6 +91,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config,
             window=window,
+            rope=rope,
             blocks_at_first=blocks_at_first,
             splits_prompts=splits_prompts,
             default_step_seconds=default_step_seconds,

@@ -195,6 +195,7 @@ def _core(
     runner, queues = loaded.runner, (sockets.input_queue, sockets.output_queue)
     options: dict[str, Any] = {
         "window": loaded.window,
+        "rope": loaded.rope,
         "blocks_at_first": loaded.blocks_at_first,
         "splits_prompts": loaded.splits_prompts,
         "default_step_seconds": loaded.default_step_seconds,

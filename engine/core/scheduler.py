@@ -22,6 +22,7 @@ from engine.messages import RequestOutput, SchedulerStats, terminal_output
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 from engine.speculative.drafts import Drafts
 from kvcache.block_manager import RELEASED, BlockManager
+from models.config.rope import RopeContext
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Scheduler:
         config: Any,
         *,
         window: int | None = None,
+        rope: RopeContext | None = None,
         blocks_at_first: int | None = None,
         splits_prompts: bool = True,
         default_step_seconds: float = 0.0,
@@ -80,8 +82,9 @@ class Scheduler:
     ) -> None:
         """`window`: tokens that a query sees in the model's widest layer, its own included; None: all before it.
 
-        With a window, a sequence gives back the blocks that none of its later tokens sees. `blocks_at_first`: initial
-        size of a cache that grows with its use; None: all of it. `splits_prompts`: False where each token sees the
+        With a window, a sequence gives back the blocks that none of its later tokens sees. `rope`: how a sequence's
+        rotary frequencies depend on its length; None: not at all. `blocks_at_first`: initial size of a cache that
+        grows with its use; None: all of it. `splits_prompts`: False where each token sees the
         whole prompt, which is then computed in one step. `default_step_seconds`: the `max_step_seconds` of a config
         that sets none, which grows where steps have large fixed costs; 0: no bound. `max_interposed_tokens`: of a
         step that is computed while another one is paused; 0: none is. `clock` is that of `Sequence.arrive_time`.
@@ -93,6 +96,8 @@ class Scheduler:
         self.stop_token_ids = frozenset(config.stop_token_ids or ())
         self.block_manager = BlockManager(config, blocks_at_first=blocks_at_first)
         self.window = window
+        self._rope = rope
+        self._has_rope_limits = rope is not None and not rope.grows
         self.splits_prompts = splits_prompts
         self._shares = FairShares()
         self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS), self._shares)
@@ -156,6 +161,8 @@ class Scheduler:
             room = " leave room for an answer" if seq.max_tokens else " fit"
             raise ValueError(f"the prompt has {seq.num_tokens} tokens; at most {longest}{room}")
         self._set_ends(seq)
+        if self._rope is not None:
+            seq.follow_rope(self._rope)
         self._forget_owners()
         if seq.num_completion_tokens:
             # It was running in a core that died: later arrivals of its owner are not served before it.
@@ -466,6 +473,12 @@ class Scheduler:
                 for seq in rows.seqs:
                     self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         lengths = list(map(len, rows.token_ids))
+        if self._has_rope_limits:
+            for seq, length in zip(rows.seqs, lengths, strict=True):
+                if length >= seq.rope_limit and not seq.num_placeholder:
+                    self.preempt(seq)
+            if self._decode_rows is None:
+                return self._schedule_decodes(step)
         if self._submitted:
             if any(submitted.batch.scheduled_spec_decode_tokens for submitted in self._submitted):
                 return False
@@ -815,6 +828,8 @@ class Scheduler:
         elif seq in self.running:
             self.running.remove(seq)
         self._release(seq, SequenceStatus.WAITING)
+        if self._rope is not None:
+            seq.follow_rope(self._rope)
         self.waiting.appendleft(seq)
         self._preemptions += 1
         self.preempted.append(seq.id)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
     from engine.text.tokenizer import Tokenizer
     from models.architectures.config import CheckpointConfig
+    from models.config.rope import RopeContext
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class LoadedModel(NamedTuple):
     info: ModelInfo
     load_tokenizer: "Callable[[], Tokenizer]"
     window: int | None = None
+    rope: RopeContext | None = None
     """Tokens that a query sees in the widest layer, its own included; None: all before it."""
     blocks_at_first: int | None = None
     """Initial blocks of a KV cache that grows with its use; None: all."""
@@ -135,6 +137,7 @@ def load_model(
         info,
         lambda: _load_tokenizer(path),
         window=runner.window,
+        rope=runner.rope,
         blocks_at_first=runner.blocks_at_first,
         world=world,
         default_step_seconds=_CPU_STEP_SECONDS if loaded.device.type == "cpu" else 0.0,

@@ -35,6 +35,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
     block_table: list[int]
     adapter: int
     pooling: PoolingParams | None = None
+    rope_length: int = 0
 
 
 class StepMessage(msgspec.Struct, array_like=True, frozen=True, tag=0):
@@ -115,7 +116,8 @@ def encode_step(
             context_lens=batch.context_lens,
             num_decodes=batch.total_seqs_num_decode,
             new_rows=[
-                NewRow(seq.slot, seq.token_ids, seq.block_table, seq.adapter, seq.pooling) for seq in batch.new_seqs
+                NewRow(seq.slot, seq.token_ids, seq.block_table, seq.adapter, seq.pooling, seq.rope_length)
+                for seq in batch.new_seqs
             ],
             appended_blocks=batch.appended_blocks,
             prompt_spans=[(span.first, len(span.token_ids)) for span in batch.prompt_spans],
@@ -158,7 +160,7 @@ def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
 
 def _sequence(row: NewRow, block_size: int) -> Sequence:
     seq = Sequence(row.token_ids, block_size, _GREEDY, id=-1, adapter=row.adapter, pooling=row.pooling)
-    seq.slot, seq.block_table = row.slot, row.block_table
+    seq.slot, seq.block_table, seq.rope_length = row.slot, row.block_table, row.rope_length
     return seq
 
 

@@ -409,15 +409,6 @@ def _with_checkpoint(config: Config, model: CheckpointConfig, pooling: PoolingCo
             f"max_model_len is {config.max_model_len}, but the checkpoint's context is {model.max_model_len} tokens; "
             f"set it to at most {model.max_model_len}"
         )
-    if length := model.differs_below(max_model_len):
-        logger.warning(
-            "contexts of up to %d tokens are served, and the checkpoint's rotary frequencies depend on the context: "
-            "prompts of up to %d tokens are computed with those of longer ones, unlike by transformers; with "
-            "--max-model-len %d they are computed with their own",
-            max_model_len,
-            length,
-            length,
-        )
     eos = config.eos_token_id
     if eos is None and model.eos_token_ids:
         eos = model.eos_token_ids[0]

@@ -47,7 +47,7 @@ class DeviceInputs(NamedTuple):
     """A step on the device: B rows of T tokens, with those that pad a captured graph; S sample a token."""
 
     input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, see `StepInputs.carried_positions`
     last_tokens: torch.Tensor  # [S] int64, index in the T tokens of each sampled row's last one
     sampled_slots: torch.Tensor  # [S] int64
     metadata: AttentionMetaData
@@ -88,7 +88,7 @@ class DeviceBatch:
         are_all_pending = len(inputs.pending_rows) == len(inputs.input_ids)
         known = [] if are_all_pending else [inputs.input_ids, inputs.pending_tokens, inputs.slots[inputs.pending_rows]]
         positions, last_tokens, sampled, slots, *tokens = upload.add(
-            [inputs.positions, inputs.last_tokens, inputs.sampled_slots, inputs.slots, *known]
+            [inputs.carried_positions, inputs.last_tokens, inputs.sampled_slots, inputs.slots, *known]
         )
         tables = None
         if target.tables is not None:
@@ -117,7 +117,7 @@ class DeviceBatch:
             inputs.input_ids[inputs.pending_tokens] = self.last_tokens[pending_slots].numpy()
         return DeviceInputs(
             torch.from_numpy(inputs.input_ids),
-            torch.from_numpy(inputs.positions),
+            torch.from_numpy(inputs.carried_positions),
             torch.from_numpy(inputs.last_tokens),
             torch.from_numpy(inputs.sampled_slots),
             _metadata(inputs, target, None, None),

@@ -244,6 +244,7 @@ class GraphRunner:
             inputs,
             input_ids=_extended(inputs.input_ids, missing * length, 0),
             positions=_extended(inputs.positions, missing * length, 0),
+            rope_lengths=None if inputs.rope_lengths is None else _extended(inputs.rope_lengths, missing * length, 0),
             query_lens=_extended(inputs.query_lens, missing, length),
             seq_lens=_extended(inputs.seq_lens, missing, length),
             slot_mapping=_extended(inputs.slot_mapping, missing * length, self.padding_slot),

@@ -18,6 +18,7 @@ from engine.sampling.parameters import SamplingColumns, SamplingRows
 from engine.sampling.verification import accepted_positions
 from engine.sequence import Sequence
 from models.attention.backend import NO_SLOT
+from models.config.rope import with_lengths
 
 
 class StepRows(Protocol):
@@ -90,6 +91,7 @@ class StepInputs:
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
     states: npt.NDArray[np.int64] | None = None  # [B], see `AttentionMetaData.slots`; None where layers keep none
     states_after: npt.NDArray[np.int64] | None = None  # [T], see `AttentionMetaData.slots_after`
+    rope_lengths: npt.NDArray[np.int64] | None = None  # [T], `Sequence.rope_length`; None where all are 0
     num_by_token: int = 0
     """Leading rows that decode, in a step that verifies drafts of a model with states."""
     query_len: int = 1
@@ -98,6 +100,11 @@ class StepInputs:
     """Whether a row verifies drafts."""
     pooled: Rows[PooledSpan] = ()
     """The rows whose prompts are pooled; no token is sampled for them."""
+
+    @property
+    def carried_positions(self) -> npt.NDArray[np.int64]:
+        """The positions as models take them: each carries the length that its frequencies are of. # [T]"""
+        return self.positions if self.rope_lengths is None else with_lengths(self.positions, self.rope_lengths)
 
     @property
     def sampled_positions(self) -> npt.NDArray[np.int64]:
@@ -192,6 +199,7 @@ class InputBatch:
         self._valid_state = np.zeros(max_num_seqs, dtype=np.int64)
         """Of each slot's states, the one after all tokens that were computed and accepted."""
         self._adapters: npt.NDArray[np.int32] | None = None
+        self._rope_lengths: npt.NDArray[np.int64] | None = None
         self._pooling: dict[int, PoolingParams] = {}
         """Parameters by slot, of sequences that pool their prompts."""
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
@@ -286,6 +294,7 @@ class InputBatch:
             if needs_pending_token
             else self._sampling.rows(sampled_slots, sampled_positions, self._tokens),
             adapters=self._adapters_of(slots),
+            rope_lengths=None if self._rope_lengths is None else self._rope_lengths[token_slots],
             query_len=query_len,
             has_drafts=bool(drafts),
             pooled=pooled,
@@ -461,6 +470,10 @@ class InputBatch:
             self._adapters = np.zeros(len(self._num_tokens), dtype=np.int32)
         if self._adapters is not None:
             self._adapters[slot] = seq.adapter
+        if seq.rope_length and self._rope_lengths is None:
+            self._rope_lengths = np.zeros(len(self._num_tokens), dtype=np.int64)
+        if self._rope_lengths is not None:
+            self._rope_lengths[slot] = seq.rope_length
         if seq.pooling is not None:
             self._pooling[slot] = seq.pooling
         elif self._pooling:

@@ -49,6 +49,7 @@ from models.attention.context import (
     get_forward_context,
     set_kv_cache_data,
 )
+from models.config.rope import RopeContext
 from models.layers.linear import ParallelLMHead
 from models.lora.adapters import Adapter, attach, capture_obstacle, detach, group_by_adapter
 from models.ops import aiter, triton
@@ -321,6 +322,11 @@ class ModelRunner:
         if self.program is None or self.drafter is not None or not is_plain:
             return 0
         return min(_MOST_INTERPOSED_TOKENS, self.program.max_tokens)
+
+    @property
+    def rope(self) -> RopeContext | None:
+        """How a sequence's rotary frequencies depend on its length; None: not at all."""
+        return self.model_config.rope_context(self.config.max_model_len or self.model_config.max_model_len)
 
     @property
     def window(self) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
 from models.config.fields import Fields, read_config, read_generation_config
-from models.config.rope import RopeConfig, parse_rope
+from models.config.rope import RopeConfig, RopeContext, parse_rope
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
 
@@ -39,8 +39,7 @@ class CheckpointConfig:
     architecture: str
     vocab_size: int
     max_model_len: int
-    """Longest context. A server that allows less replaces it before it loads the model: the `dynamic` and `longrope`
-    rotary embeddings depend on it."""
+    """Longest context. A server that allows less replaces it before it loads the model."""
     dtype: str
     """`float32`, `bfloat16` or `float16`: the dtype that the checkpoint names."""
     bos_token_id: int | None
@@ -57,11 +56,10 @@ class CheckpointConfig:
         """The longest context that is served by default."""
         return self.max_model_len
 
-    def differs_below(self, served: int) -> int:
-        """The length up to which prompts are computed as parts of longer ones, where contexts up to `served` are; 0:
-        all are computed as transformers computes them alone."""
+    def rope_context(self, served: int) -> RopeContext | None:
+        """How rotary frequencies depend on a sequence's length, of up to `served` tokens; None: not at all."""
         del served
-        return 0
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +92,11 @@ class ModelConfig(CheckpointConfig):
 
     @property
     def default_max_len(self) -> int:
-        """Without the stretch of a `dynamic` rope, which would change the frequencies of all prompts."""
+        """Without the stretch of a `dynamic` rope, as transformers' `max_position_embeddings`."""
         return self.rope.original_max_len if self.rope.rope_type == "dynamic" else self.max_model_len
 
-    def differs_below(self, served: int) -> int:
-        return self.rope.differs_below(served)
+    def rope_context(self, served: int) -> RopeContext | None:
+        return self.rope.context(served)
 
     @classmethod
     def from_checkpoint(

@@ -6,6 +6,7 @@ version 4 (`rope_theta`, `rope_scaling`) and its version 5 (`rope_parameters`).
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from models.config.fields import Fields
 from models.errors import CheckpointError
@@ -13,6 +14,46 @@ from models.errors import CheckpointError
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLD_NAMES = {"su": "longrope"}
 _DEFAULT_THETA = 10000.0
+_LENGTH_BITS = 32
+_Positions = TypeVar("_Positions", bound=Any)
+"""A tensor or an array."""
+
+
+class RopeContext(NamedTuple):
+    """How a sequence's rotary frequencies depend on its length, where the served context exceeds the original one."""
+
+    original: int
+    """Tokens of the original context. Shorter sequences have the same frequencies."""
+    grows: bool
+    """`dynamic`: a token's frequencies are those of `max(prompt, position + 1)` tokens. Otherwise (`longrope`) a
+    sequence that exceeds the original context has other frequencies from its first token on."""
+
+    def length_of(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """What a sequence's positions carry: the length that its frequencies are of; 0: that of the original context.
+
+        Sequences of equal lengths can share keys. `num_tokens`: with those that were generated.
+        """
+        if self.grows:
+            return num_prompt_tokens if num_prompt_tokens > self.original else 0
+        return self.original + 1 if num_tokens > self.original else 0
+
+
+def with_lengths(positions: _Positions, lengths: _Positions) -> _Positions:
+    """Positions that carry `RopeContext.length_of` in their upper 32 bits. # 2 x [tokens] int64 -> [tokens]"""
+    carried: _Positions = positions + (lengths << _LENGTH_BITS)
+    return carried
+
+
+def without_lengths(positions: _Positions) -> _Positions:
+    """The positions of `with_lengths`. # [tokens] int64 -> [tokens]"""
+    plain: _Positions = positions & ((1 << _LENGTH_BITS) - 1)
+    return plain
+
+
+def lengths_of(positions: _Positions) -> _Positions:
+    """The lengths of `with_lengths`. # [tokens] int64 -> [tokens]"""
+    lengths: _Positions = positions >> _LENGTH_BITS
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +85,11 @@ class RopeConfig:
         scaled = self.rope_type in ("dynamic", "yarn")
         return int(self.original_max_len * self.factor) if scaled else self.original_max_len
 
-    def differs_below(self, served: int) -> int:
-        """The length up to which sequences would have other frequencies alone, if so long ones are served; 0: none.
-
-        `served`: the longest context of the server, in tokens.
-        """
-        depends = self.rope_type in ("dynamic", "longrope")
-        return self.original_max_len if depends and served > self.original_max_len else 0
+    def context(self, served: int) -> RopeContext | None:
+        """How frequencies depend on a sequence's length; None: they do not, for sequences of up to `served` tokens."""
+        if self.rope_type not in ("dynamic", "longrope") or served <= self.original_max_len:
+            return None
+        return RopeContext(self.original_max_len, self.rope_type == "dynamic")
 
 
 def parse_rope(

@@ -1,21 +1,29 @@
 """Rotary position embedding (Su et al., 2021) with the scalings of transformers' `modeling_rope_utils`.
 
-Two of them depend there on the length of the current sequence: `dynamic` stretches further as it grows, `longrope`
-changes its factors once it exceeds the original context. Here cached keys are rotated already, blocks are shared
-between sequences of different lengths, and a batch contains several. Both are therefore fixed by the longest context
-that the model serves: `dynamic` as transformers computes a sequence of that length, `longrope` by its short factors if
-that length is within the original context and by its long factors otherwise. A server of the original context, which
-is the default of `dynamic`, agrees with transformers on every sequence; others say at start which prompts differ.
+Two of them depend on the length of the sequence: `dynamic` stretches further as it grows, `longrope` changes its
+factors once it exceeds the original context. A step contains sequences of different lengths, so each position carries
+the length that its frequencies are of (`models.config.rope.RopeContext`), and sequences share cached keys only where
+that is equal. The scheduler computes a sequence again when it exceeds the original context of `longrope`.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from models.config.rope import RopeConfig
+from models.config.rope import RopeConfig, lengths_of, without_lengths
 from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import runtime
+
+
+class RopeChange(NamedTuple):
+    """How frequencies follow from the lengths that positions carry."""
+
+    original: int
+    """Tokens of the original context."""
+    factor: float | None
+    """Of `dynamic` ropes, the factor of the context's stretch; None: others replace the frequencies (`longrope`)."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -26,24 +34,48 @@ class RotaryEmbedding(nn.Module):
     """
 
     inv_freq: torch.Tensor
+    further: torch.Tensor
+    """Of frequencies that depend on lengths, what `inv_freq` becomes: frequencies, or exponents of the growth."""
 
     def __init__(self, rope: RopeConfig, max_model_len: int) -> None:
         super().__init__()
         self.attention_factor = rope.attention_factor
-        frequencies = inverse_frequencies(rope, max_model_len)
+        frequencies = inverse_frequencies(rope, rope.original_max_len)
         # Both halves, with the sign of the sine: `rotate` then does not split its input.
         self.register_buffer("inv_freq", torch.cat((-frequencies, frequencies)), persistent=False)
+        self.change: RopeChange | None = None
+        context = rope.context(max_model_len)
+        if context is not None:
+            if context.grows:
+                pairs = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32)
+                further = (-pairs / (rope.rotary_dim - 2)).repeat(2)
+            else:
+                further = inverse_frequencies(rope, context.original + 1)
+                further = torch.cat((-further, further))
+            self.register_buffer("further", further, persistent=False)
+            self.change = RopeChange(context.original, rope.factor if context.grows else None)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines signed for `models.ops.torch_ops.rotate`.
 
         # [tokens] int64 -> 2 x [tokens, 1, rotary_dim] float32
         """
+        change = self.change
         if runtime.active() and positions.device.type == "cpu":
             pairs = len(self.inv_freq) // 2
-            cos, sin = attention_ops.rope_table(positions, self.inv_freq[pairs:], self.attention_factor)
+            further = None if change is None else (self.further[pairs:], *change)
+            cos, sin = attention_ops.rope_table(positions, self.inv_freq[pairs:], self.attention_factor, further)
             return cos[:, None], sin[:, None]
-        angles = (positions.float()[:, None] * self.inv_freq)[:, None]
+        plain, frequencies = without_lengths(positions), self.inv_freq
+        if change is not None:
+            lengths = lengths_of(positions)
+            if change.factor is None:
+                frequencies = torch.where(lengths[:, None] > 0, self.further, frequencies)
+            else:
+                lengths = torch.maximum(lengths, plain + 1).clamp(min=change.original)
+                growth = change.factor * lengths / change.original - (change.factor - 1)
+                frequencies = frequencies * growth.float()[:, None] ** self.further
+        angles = (plain.float()[:, None] * frequencies)[:, None]
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
@@ -57,12 +89,12 @@ def position_scales(positions: torch.Tensor, factor: float, length: int, first: 
     """
     if runtime.active() and positions.device.type == "cpu":
         return attention_ops.position_scales(positions, factor, length, first)
-    spans = ((positions + first) // length).float()
+    spans = ((without_lengths(positions) + first) // length).float()
     return (1 + factor * torch.log1p(spans))[:, None]
 
 
-def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
-    """Radians per position, for each pair of dimensions. # [rotary_dim / 2] float32"""
+def inverse_frequencies(rope: RopeConfig, length: int) -> torch.Tensor:
+    """Radians per position of a sequence of that length, for each pair of dimensions. # [rotary_dim / 2] float32"""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     unscaled: torch.Tensor = 1.0 / rope.theta**exponents
     match rope.rope_type:
@@ -72,14 +104,14 @@ def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
             pairs = torch.arange(rope.rotary_dim // 2)
             return torch.where(pairs < (rope.turning_pairs or 0), unscaled / rope.factor, 0.0)
         case "dynamic":
-            stretch = rope.factor * max(max_model_len, rope.original_max_len) / rope.original_max_len
+            stretch = rope.factor * max(length, rope.original_max_len) / rope.original_max_len
             power = rope.rotary_dim / (rope.rotary_dim - 2)
             theta: float = rope.theta * (stretch - (rope.factor - 1)) ** power
             return 1.0 / torch.pow(theta, exponents)
         case "yarn":
             return _yarn(rope, exponents)
         case "longrope":
-            factors = rope.long_factor if max_model_len > rope.original_max_len else rope.short_factor
+            factors = rope.long_factor if length > rope.original_max_len else rope.short_factor
             return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
         case "llama3":
             return _llama3(rope, unscaled)

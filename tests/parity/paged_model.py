@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from engine.runner.kv_cache import LayerCaches
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import Context, DPMetadata, forward_context, set_kv_cache_data
+from models.config.rope import with_lengths
 from models.loading.checkpoint import ModelImpl, read_checkpoint_config
 from models.loading.loader import load_model
 from models.lora.adapters import group_by_adapter
@@ -33,6 +34,8 @@ class Row:
     computed: int = 0
     slot: int = 0
     adapter: int = 0
+    num_prompt_tokens: int = 0
+    """Its tokens when its first ones were computed."""
 
 
 class PagedModel:
@@ -55,6 +58,7 @@ class PagedModel:
     ) -> None:
         config = read_checkpoint_config(path, model_impl)
         self.config = replace(config, max_model_len=max_model_len or config.max_model_len)
+        self.rope = self.config.rope_context(self.config.max_model_len)
         self.model = load_model(
             path, self.config, dtype=dtype, device=device, progress=False, parallel=parallel, rounding=rounding
         )
@@ -86,7 +90,10 @@ class PagedModel:
                 row.blocks.append(self.free.pop())
             span = np.arange(row.computed, end)
             input_ids += row.tokens[row.computed : end]
-            positions.append(span)
+            if not row.computed:
+                row.num_prompt_tokens = len(row.tokens)
+            length = self.rope.length_of(row.num_prompt_tokens, len(row.tokens)) if self.rope else 0
+            positions.append(with_lengths(span, np.full_like(span, length)))
             slots.append(np.array(row.blocks)[span // self.block_size] * self.block_size + span % self.block_size)
             row.computed = end
         tables = np.full((len(spans), max(len(row.blocks) for row, _ in spans) + 1), -1, dtype=np.int32)

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from models.config.rope import RopeConfig, with_lengths
 from models.layers.norm import OffsetRMSNorm, RMSNorm
+from models.layers.rotary import RotaryEmbedding
 from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime, structures
@@ -141,6 +143,19 @@ class TestElementwise:
         angles = positions.float()[:, None] * frequencies
         torch.testing.assert_close(cos, angles.cos().repeat(1, 2) * 1.5, rtol=0, atol=1e-6)
         torch.testing.assert_close(sin, torch.cat((-angles.sin(), angles.sin()), -1) * 1.5, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+    def test_rope_table_follows_the_lengths_that_positions_carry(
+        self, rope_type: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        factors = {"short_factor": (1.0,) * 6, "long_factor": (1.5, 2.0, 3.0, 5.0, 8.0, 9.0)}
+        layer = RotaryEmbedding(RopeConfig(rope_type, 1e4, 12, 64, 4.0, 1.2, **factors), 4096)
+        positions = torch.tensor([0, 1, 63, 64, 700, 5, 64, 3999])
+        carried = with_lengths(positions, torch.tensor([0, 0, 0, 0, 0, 65, 2000, 4000]))
+        found = layer(carried)
+        monkeypatch.setattr(runtime, "active", lambda: False)
+        for ours, expected in zip(found, layer(carried), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.usefixtures("operators")

@@ -107,7 +107,7 @@ def test_dynamic_frequencies_are_those_of_a_sequence_of_the_served_length(served
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_models_with_each_rope_type_compute_what_transformers_computes(tmp_path: Path, family: Any, name: str) -> None:
-    """Beyond the original context too. `longrope` serves it whole here, so its prompt must be beyond as well."""
+    """Beyond the original context too. Only Phi-3 is computed again by transformers when `longrope` passes it."""
     path = make_checkpoint(
         tmp_path, family, max_position_embeddings=256, rope_parameters={"rope_theta": 10000.0, **ROPES[name]}
     )
@@ -126,14 +126,14 @@ def test_longrope_served_within_its_original_context_uses_the_short_factors(tmp_
     assert model.greedy(prompt(24), 40) == reference.greedy(prompt(24), 40)
 
 
-def test_dynamic_scaling_agrees_within_the_original_context_and_at_the_longest_one(tmp_path: Path) -> None:
+def test_dynamic_scaling_agrees_with_prompts_of_any_length(tmp_path: Path) -> None:
     parameters = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}
     path = make_checkpoint(tmp_path, max_position_embeddings=64, rope_parameters=parameters)
-    short = PagedModel(path, max_model_len=64)
-    assert_computes(Reference(path), prompt(60), short.logits(prompt(60)))
-    extended = PagedModel(path)
-    assert extended.config.max_model_len == 128
-    assert_computes(Reference(path), prompt(128), extended.logits(prompt(128)))
+    for served in (64, 128):
+        model = PagedModel(path, max_model_len=served)
+        for length in (7, 60, 64, 65, 100, 128):
+            if length <= served:
+                assert_computes(Reference(path), prompt(length), model.logits(prompt(length)))
 
 
 @pytest.mark.parametrize("name", [*ROPES, "dynamic"])

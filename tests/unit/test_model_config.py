@@ -10,6 +10,7 @@ import pytest
 
 from models.architectures.config import ModelConfig
 from models.architectures.registry import ARCHITECTURES
+from models.config.rope import RopeContext
 from models.errors import CheckpointError
 
 LLAMA: dict[str, Any] = {
@@ -93,9 +94,9 @@ def test_the_context_is_what_the_rope_is_scaled_to(tmp_path: Path, rope: dict[st
 def test_a_dynamic_rope_serves_its_original_context_unless_more_is_asked_for(tmp_path: Path) -> None:
     config = parse(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert (config.default_max_len, config.max_model_len) == (2048, 4096)
-    assert (config.differs_below(2048), config.differs_below(2049)) == (0, 2048)
+    assert (config.rope_context(2048), config.rope_context(2049)) == (None, RopeContext(2048, grows=True))
     yarn = parse(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024})
-    assert (yarn.default_max_len, yarn.differs_below(4096)) == (4096, 0)
+    assert (yarn.default_max_len, yarn.rope_context(4096)) == (4096, None)
 
 
 @pytest.mark.parametrize(

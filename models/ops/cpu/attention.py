@@ -9,17 +9,33 @@ from models.ops.cpu.structures import Step
 from models.ops.types import AttentionOptions, HeadNorms, Rotation
 
 
-def rope_table(positions: torch.Tensor, frequencies: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    factor: float,
+    further: tuple[torch.Tensor, int, float | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines, and sines of which the first half has its sign turned. # [rows] int64, [pairs] -> 2 x [rows, 2 * pairs]
 
-    `frequencies` and both results are float32.
+    `frequencies` and both results are float32. `further`: how they follow from the lengths that positions carry:
+    `models.layers.rotary.RotaryEmbedding.further`, of `pairs`, and the fields of its `RopeChange`.
     """
     runtime = current()
     pairs = len(frequencies)
     cos, sin = (runtime.rows(len(positions), 2 * pairs, torch.float32) for _ in range(2))
-    arguments = structures.RopeTable(frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), pairs, factor)
+    others, original, growth = further or (None, 0, None)
+    arguments = structures.RopeTable(
+        frequencies.data_ptr(),
+        pointer(others),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        pairs,
+        original,
+        0.0 if growth is None else growth,
+        factor,
+    )
     step = Step(num_tokens=len(positions), positions=positions.data_ptr())
-    runtime.run(arguments, step, (positions, frequencies, cos, sin))
+    runtime.run(arguments, step, (positions, frequencies, others, cos, sin))
     return cos, sin
 
 

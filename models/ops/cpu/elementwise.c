@@ -123,7 +123,7 @@ void position_scales(const void *arguments, const struct step *step, struct work
     const struct position_scales *op = arguments;
     if (take_task(worker) != 0) return;
     for (int64_t token = 0; token < step->num_tokens; token++) {
-        int64_t spans = (step->positions[token] + op->first) / op->length;
+        int64_t spans = ((int32_t)step->positions[token] + op->first) / op->length;
         op->out[token] = (float)(1 + op->factor * log1p((double)spans));
     }
 }
@@ -133,8 +133,16 @@ void rope_table(const void *arguments, const struct step *step, struct worker *w
     const struct rope_table *op = arguments;
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
         float *cos = op->cos + token * 2 * op->pairs, *sin = op->sin + token * 2 * op->pairs;
+        int64_t position = (int32_t)step->positions[token], length = step->positions[token] >> 32;
+        const float *frequencies = op->further && !op->growth && length ? op->further : op->frequencies;
+        float growth = 0;
+        if (op->growth) {
+            double tokens = (double)max64(max64(length, position + 1), op->original);
+            growth = (float)log(op->growth * tokens / (double)op->original - (op->growth - 1));
+        }
         for (int64_t pair = 0; pair < op->pairs; pair++) {
-            float angle = (float)step->positions[token] * op->frequencies[pair];
+            float angle = (float)position * frequencies[pair];
+            if (growth != 0) angle *= expf(growth * op->further[pair]);
             cos[pair] = cos[pair + op->pairs] = cosf(angle) * (float)op->factor;
             sin[pair + op->pairs] = sinf(angle) * (float)op->factor;
             sin[pair] = -sin[pair + op->pairs];

@@ -130,7 +130,7 @@ void accept_drafts(const void *arguments, const struct step *step, struct worker
             while (last + 1 < past && isfinite(op->head->peaks[last]) &&
                    op->head->tokens[last] == verified->input_ids[last + 1])
                 last++;
-            int64_t position = verified->positions[last];
+            int64_t position = (int32_t)verified->positions[last];
             if (!isfinite(op->head->peaks[last]) || room_of(op, row, position) != count) continue;
             op->order[num_rows] = row, op->last[num_rows] = last, op->counts[num_rows] = count;
             positions[num_rows] = position + 1;

@@ -96,11 +96,15 @@ struct position_scales {
     double factor;
 };
 
+/* A position's upper 32 bits are a length, or 0. With `further` and no `growth` its frequencies are `further` where there is
+ * a length; with both they are multiplied by (growth * n / original - (growth - 1)) ^ further, n the largest of the length,
+ * the tokens up to the position and `original`. */
 struct rope_table {
     const float *frequencies; /* [pairs] radians a position */
+    const float *further;     /* [pairs], or NULL */
     float *cos, *sin;         /* [tokens, 2 * pairs], each half of the sines with its sign */
-    int64_t pairs;
-    double factor;
+    int64_t pairs, original;
+    double growth, factor;
 };
 
 /* Queries and keys normalised, where they are, and rotated; keys and values into the cache; queries stay in place. With

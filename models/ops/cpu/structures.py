@@ -86,7 +86,7 @@ class RopeTable(Arguments):
     """`struct rope_table`."""
 
     kind = 4
-    _fields_: ClassVar = _declared("*frequencies *cos *sin pairs factor:double")
+    _fields_: ClassVar = _declared("*frequencies *further *cos *sin pairs original growth:double factor:double")
 
 
 class RopeStore(Arguments):
