@@ -252,6 +252,8 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
         "down_proj": "w2",
         "g_proj": "gate_proj",
     }
+    renamed_parts: ClassVar[dict[str, str]] = {"g_proj": "gate_proj"}
+    """Module of transformers' model, by which adapters name it -> its name in checkpoints."""
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
