@@ -9,6 +9,7 @@ import xxhash
 from engine.sequence import Sequence
 from kvcache import block_manager as block_manager_module
 from kvcache.block_manager import RELEASED, Block, BlockManager
+from kvcache.hashing import adapter_of, chain_salt, first_parent
 
 BLOCK_SIZE = 4
 
@@ -42,6 +43,13 @@ def test_hash_is_the_specifications_chained_xxhash64_of_int64_tokens() -> None:
     chained = xxhash.xxh64((5).to_bytes(8, "little") + np.array(tokens).tobytes()).intdigest()
     assert BlockManager.compute_hash(tokens, 5) == chained
     assert plain != chained
+
+
+def test_chains_of_other_salts_adapters_and_rope_lengths_start_apart() -> None:
+    cases = [(salt, adapter, length) for salt in (None, 0, 7) for adapter in (0, 1, 5) for length in (0, 1, 4097)]
+    salts = [chain_salt(*case) for case in cases]
+    assert len({first_parent(salt) for salt in salts}) == len(set(salts)) == len(cases)
+    assert [adapter_of(salt) for salt in salts] == [adapter for _, adapter, _ in cases]
 
 
 def test_allocate_takes_one_block_for_every_started_block_of_tokens() -> None:
