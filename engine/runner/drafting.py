@@ -14,7 +14,7 @@ again, as many entries are computed, and those before are left out. That costs a
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs
-from engine.runner.loaded_model import DRAFT_PREFIX, LoadedModel
+from engine.runner.loaded_model import LoadedModel
 from engine.sampling.parameters import Proposals
 from engine.sampling.sampler import Sampler
 from models.attention.backend import AttentionMetaData
@@ -61,11 +61,6 @@ class _Pass(NamedTuple):
     slots: _Ints
     begins: _Ints
     ends: _Ints
-
-
-def drafter_caches(caches: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
-    """Of the caches that `LoadedModel.layer_caches` lays out, the drafter's, by the names of its layers."""
-    return {name.removeprefix(DRAFT_PREFIX): cache for name, cache in caches.items() if name.startswith(DRAFT_PREFIX)}
 
 
 class DraftPasses:

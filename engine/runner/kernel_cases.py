@@ -6,14 +6,14 @@ its own cases, and every weight that stays quantized is one. Layers that are ali
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import cast
 
 import torch
 from torch import nn
 
 from models.attention.observer import ObservingBackend
-from models.layers.base import CausalLM
+from models.layers.base import CausalLM, DraftLM
 from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
 from models.ops import triton
@@ -29,9 +29,9 @@ from models.ops.triton.cases.token_scans import DeltaRuleCase, SelectiveScanCase
 
 
 def cases_of_model(
-    model: CausalLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int, *, query_len: int = 1
+    model: CausalLM | DraftLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int, *, query_len: int = 1
 ) -> dict[str, list[Case]]:
-    """The cases by operator.
+    """The cases by operator, those first that give addresses.
 
     `observed`: a pass of the model with suspended kernels. `max_tokens`: of a step. `query_len`: tokens of a decode
     that verifies drafts. Raises `ValueError` for an FP8 cache that kernels are to read on hardware without FP8.
@@ -42,10 +42,20 @@ def cases_of_model(
         if isinstance(case, DeltaCase | Mamba2Case | ShortConvCase | DeltaRuleCase | SelectiveScanCase):
             case = dataclasses.replace(case, verifies_drafts=query_len > 1)
         found[case.operator].setdefault((type(case), case.key), case)
-    return {
-        operator: sorted(cases.values(), key=lambda case: not case.gives_addresses)
-        for operator, cases in found.items()
-    }
+    return {operator: _in_order(cases.values()) for operator, cases in found.items()}
+
+
+def merged_cases(first: dict[str, list[Case]], second: dict[str, list[Case]]) -> dict[str, list[Case]]:
+    """The cases of two models by operator, of those that are alike the first one."""
+    merged: dict[str, list[Case]] = {}
+    for operator in first.keys() | second.keys():
+        cases = [*first.get(operator, ()), *second.get(operator, ())]
+        merged[operator] = _in_order({(type(case), case.key): case for case in reversed(cases)}.values())
+    return merged
+
+
+def _in_order(cases: Iterable[Case]) -> list[Case]:
+    return sorted(cases, key=lambda case: not case.gives_addresses)
 
 
 def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: int) -> Iterator[Case]:
@@ -93,7 +103,9 @@ def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: 
         yield IndexCase(q.shape[1], q.shape[2], most, dtype, vectors.dtype, vectors.shape[1])
 
 
-def _layer_cases(model: CausalLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int) -> Iterator[Case]:
+def _layer_cases(
+    model: CausalLM | DraftLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int
+) -> Iterator[Case]:
     # Norms of heads and latents are computed by the store of keys, whose case includes them.
     fused = {id(norm.weight) for call in observed.attended for norm in call.inputs.norms or ()}
     fused |= {id(call.inputs.norm.weight) for call in observed.latents}

@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.doctor_report import ANOTHER_TRITON
 from engine.runner.device import oom_at_start
-from engine.runner.loaded_model import LoadedModel
+from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.warm_up import dummy_prompt
 from models.attention.backend import AttentionBackend
 from models.attention.context import forward_context
@@ -144,31 +144,39 @@ _FUSED = frozenset({"norm", "activation"})
 
 
 def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
-    """The cases of the loaded model by operator, found by a pass with suspended kernels."""
-    from engine.runner.kernel_cases import cases_of_model
+    """The cases by operator of the loaded model and of the one that drafts, found by a pass of each with suspended
+    kernels.
+    """
+    from engine.runner.kernel_cases import cases_of_model, merged_cases
     from models.attention.observer import ObservingBackend
     from models.ops.triton.cases.sampling import SamplingCase
 
-    device, caches = loaded.device, loaded.layer_caches()
+    config, device, caches = loaded.config, loaded.device, loaded.layer_caches()
     is_compiled = loaded.compilation_level > 0
-    observer = ObservingBackend(device)
-    block_size, have_states = loaded.config.kv_cache_block_size, caches.have_states
+    block_size, have_states = config.kv_cache_block_size, caches.have_states
+    data = caches.allocate(1, 1)
+    observer, of_drafter = ObservingBackend(device), ObservingBackend(device)
     context, token = dummy_prompt(observer, 0, block_size, device, have_states=have_states)
     with (
         torch.inference_mode(),
         nullcontext() if loaded.exchange is not None else loaded.parallel.without_collectives(),
         triton.idle(),
         torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
-        forward_context(token.metadata, context, loaded.dp_metadata(1), kv_cache_data=caches.allocate(1, 1)),
     ):
-        loaded.model(token.input_ids, token.positions)
-    found = cases_of_model(
-        loaded.model,
-        observer,
-        loaded.dtype,
-        loaded.config.max_num_batched_tokens,
-        query_len=1 + loaded.config.num_drafts,
-    )
+        with forward_context(token.metadata, context, loaded.dp_metadata(1), kv_cache_data=data):
+            loaded.model(token.input_ids, token.positions)
+        if loaded.drafter is not None:
+            drafter = loaded.drafter
+            context, token = dummy_prompt(of_drafter, 0, block_size, device, have_states=False)
+            states = torch.zeros(1, len(drafter.hidden_layers) * loaded.hidden_size, dtype=loaded.dtype, device=device)
+            with forward_context(token.metadata, context, kv_cache_data=drafter_caches(data)):
+                drafter(token.input_ids, token.positions, drafter.combine(states))
+    most, query_len = config.max_num_batched_tokens, 1 + config.num_drafts
+    found = cases_of_model(loaded.model, observer, loaded.dtype, most, query_len=query_len)
+    if loaded.drafter is not None:
+        # Of a step's tokens, and of those that it samples.
+        most += config.max_num_seqs
+        found = merged_cases(found, cases_of_model(loaded.drafter, of_drafter, loaded.dtype, most))
     found["sampling"] = [SamplingCase(loaded.model_config.vocab_size)]
     by_torch = _FUSED if is_compiled else frozenset()
     return {operator: cases for operator, cases in found.items() if _are_ours(operator) and operator not in by_torch}

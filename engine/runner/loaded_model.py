@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from models.lora.adapters import load_adapters
 from models.ops import triton
 from models.ops.cpu import runtime
 from models.ops.cpu.runtime import Library
+from models.ops.types import LayerCache
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
 from models.quantization.config import ROUNDINGS, Rounding
 
@@ -41,6 +42,11 @@ _log = logging.getLogger(__name__)
 
 DRAFT_PREFIX = "draft."
 """Before the names of a drafter's caches, among the target's."""
+
+
+def drafter_caches(caches: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
+    """Of the caches that `LoadedModel.layer_caches` lays out, the drafter's, by the names of its layers."""
+    return {name.removeprefix(DRAFT_PREFIX): cache for name, cache in caches.items() if name.startswith(DRAFT_PREFIX)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

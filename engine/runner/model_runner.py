@@ -25,11 +25,11 @@ from engine.distributed.rank_steps import RankStepError, RankSteps, StepMessage,
 from engine.messages import PoolingParams, TokenLogprobs
 from engine.runner.device import DeviceMemory, Download, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
-from engine.runner.drafting import DraftPasses, ModelDrafter, drafter_caches
+from engine.runner.drafting import DraftPasses, ModelDrafter
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kernel_checks import leave_to_torch
 from engine.runner.kv_cache import PageCommitter
-from engine.runner.loaded_model import LoadedModel
+from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
 from engine.runner.pooling import PooledVectors, PromptPooler, finish_vectors
 from engine.runner.sentinel import Sentinel, sentinel_interval
@@ -373,6 +373,9 @@ class ModelRunner:
         the spare one."""
         pooling = None if self.loaded.generates else PoolingParams()
         batch = dummy_batch(step, self.config.kv_cache_block_size, self.padding_block or 0, pooling)
+        if self.drafter is not None:
+            # The passes of the drafter have kernels of their own.
+            batch.num_next_drafts = [self.config.num_drafts] * batch.total_seqs_num
         with self.loaded.compiling():
             self._compute(batch)
 
@@ -733,7 +736,8 @@ class ModelRunner:
         """Have the device sample, unless the model's head did. # [S, V] float32, overwritten"""
         if isinstance(logits, LaunchedTokens):
             return logits
-        if self.drafter is not None and (proposals := self.drafter.proposals(inputs)) is not None:
+        proposals = None if self.drafter is None or self._is_dummy_run else self.drafter.proposals(inputs)
+        if proposals is not None:
             rows = dataclasses.replace(rows, proposals=proposals)
         send = None if self.device_batch.device.is_host else self.device_batch.uploads.send
         return self.sampler.launch(logits, rows, send)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 
 from engine.runner.device import DeviceMemory
-from engine.runner.drafting import DraftPasses, drafter_caches
+from engine.runner.drafting import DraftPasses
 from engine.runner.kernel_checks import check_kernels, refuse_unchecked, watch_kernels
-from engine.runner.loaded_model import LoadedModel
+from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.memory_sizing import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
 from engine.runner.model_runner import ModelRunner, record_pass
 from engine.runner.warm_up import run_largest_step

@@ -8,6 +8,7 @@ what kernels would have written is zeros. Prints the kernels that were made, of 
 after "unchecked:" each specialisation that the self-test of the start did not compare.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from engine.sequence import Sequence
 from models.ops import self_test
 from models.ops.triton.configs import TARGETS, Target
 from models.ops.triton.specializations import CheckedKernels
-from tests.parity.ahead import Ahead
+from tests.parity.ahead import Ahead, waiting
 from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
 from tests.parity.paged_model import prompt
 from tests.parity.runners import rebuilt
@@ -35,6 +36,8 @@ from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 
 _MORE_THAN_2_GIB = 2**31 + 2**28
+DRAFTING = "drafting.json"
+"""File of a checkpoint's directory: fields of the config that have a model draft for it."""
 _LIMITS = {"max_num_batched_tokens": 80, "max_num_seqs": 6, "max_model_len": 128}
 
 
@@ -67,7 +70,9 @@ def on(target: Target) -> Iterator[FrontEnd]:
 def launch_all(path: Path, dtype: torch.dtype, checked: CheckedKernels, *, is_pool_large: bool) -> None:
     """The self-test's launches; the warm-up's steps, and prompts and decodes whose tokens are chosen in every way."""
     sizes = {"cudagraph_capture_sizes": (2, 4)}
-    runner = runner_for(path, dtype, compilation_config=sizes, cpu_operators=False, **_LIMITS)
+    drafting = path / DRAFTING
+    fields = json.loads(drafting.read_text()) if drafting.exists() else {}
+    runner = runner_for(path, dtype, compilation_config=sizes, cpu_operators=False, **_LIMITS, **fields)
     for operator, cases in kernel_checks._cases_of(runner.loaded).items():
         with checked.checking(operator), pytest.MonkeyPatch.context() as patch:
             # Kernels that compute nothing are all wrong: go on to the last comparison.
@@ -83,12 +88,17 @@ def launch_all(path: Path, dtype: torch.dtype, checked: CheckedKernels, *, is_po
     while runner.graphs.capture_next():
         pass
     assert runner.graphs.captured_sizes == [2, 4], "the log says what a capture failed with"
+    seqs = [
+        Sequence(prompt(3 + 20 * index, seed=index), 16, params, id=index) for index, params in enumerate(EACH_CHOICE)
+    ]
+    if runner.drafter is not None:
+        runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
+        waiting(runner, seqs)
+        return
     ahead = Ahead(runner)
     ahead.device = device
     runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
-    ahead.run(
-        Sequence(prompt(3 + 20 * place, seed=place), 16, params, id=place) for place, params in enumerate(EACH_CHOICE)
-    )
+    ahead.run(seqs)
 
 
 def main(*arguments: str) -> None:

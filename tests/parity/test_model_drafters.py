@@ -13,11 +13,14 @@ from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.distributed.rank_steps import decode_step, encode_step
+from engine.runner import model_runner
+from engine.runner.drafting import DraftPasses
 from engine.runner.model_runner import ModelRunner
 from engine.runner.start import proposal_bytes
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.attention import context as forward_context
+from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.demo import CHECKPOINT_DIR
 from models.layers.base import CacheSpec, CausalLM, DraftLM, KVCacheSpec
 from models.ops.cpu.runtime import load_library
@@ -438,3 +441,45 @@ def test_streams_of_layers_are_those_that_they_receive(
     loaded.model.register_forward_hook(lambda _, inputs, output: final.append(output.float().clone()))  # type: ignore[attr-defined]
     Steps(runner).run(endless(1, tokens=1))
     assert torch.equal(found, torch.cat([*received[:num_layers], final[0]], -1))
+
+
+def test_a_warm_up_drafts_as_serving_does(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels are compiled, every number of rows drafts; sequences that are served afterwards see none of it."""
+    runner = runner_for(checkpoint, max_num_seqs=6, **by_rejection(checkpoint))
+    assert runner.drafter is not None
+    rows: list[tuple[int, int]] = []
+    go_on = runner.drafter._go_on
+
+    def noted(state: torch.Tensor, *arguments: Any, **how: Any) -> None:
+        rows.append((len(state), int(arguments[3].max())))
+        go_on(state, *arguments, **how)
+
+    monkeypatch.setattr(runner.drafter, "_go_on", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr("models.ops.triton.active", lambda: True)
+        runner.warm_up()
+    assert {(count, K) for count in (1, 2, 4, 6)} <= set(rows)
+    steps = Steps(runner)
+    steps.run(endless(tokens=40))
+    assert steps.acceptance > 0.98
+
+
+def test_a_drafter_leaves_a_backend_that_was_found_wrong(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Steps(runner_for(checkpoint)).run(endless())
+    runner = runner_for(checkpoint, **by_model(checkpoint))
+    other = type(runner.backend)()
+    monkeypatch.setattr(model_runner, "leave_to_torch", lambda *_: other)
+    monkeypatch.setattr("models.ops.aiter.leave", lambda _: None)
+    monkeypatch.setattr("models.ops.triton.active", lambda: True)
+    runner.leave_to_torch("attention")
+    monkeypatch.setattr("models.ops.triton.active", lambda: False)
+    backends: set[AttentionBackend] = set()
+    run = DraftPasses.run
+
+    def noted(self: DraftPasses, metadata: AttentionMetaData, *arguments: Any, **how: Any) -> torch.Tensor:
+        backends.add(metadata.backend)
+        return run(self, metadata, *arguments, **how)
+
+    monkeypatch.setattr(DraftPasses, "run", noted)
+    assert Steps(runner).run(endless()) == expected
+    assert backends == {other}

@@ -4,7 +4,9 @@ compared with torch at the start in the same specialisations.
 The interpreter is laxer than the compiler, and what is compiled ahead of time has types that somebody wrote down.
 """
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -13,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.draft_heads import MTPPair, make_eagle
+from tests.parity.launched_kernels import DRAFTING
 from tests.parity.quantized_checkpoints import write_pair
 from tests.parity.test_quantization import FORMATS
 from tests.parity.test_triton_quantized_models import STAYING, write_experts
@@ -94,6 +98,44 @@ def quantised(names: Iterable[str], directory: Path) -> list[Path]:
     dense = [write_pair(directory / name, *FORMATS[name]).quantised for name in names]
     experts = write_experts(directory / "experts", "Qwen3MoeForCausalLM", "fp8 blocks", moe_intermediate_size=64)
     return [*dense, experts.quantised]
+
+
+def drafting(directory: Path) -> dict[str, Path]:
+    """Targets with a drafter, whose heads are of other numbers and sizes than the target's, by how they draft."""
+    pairs: dict[str, Path] = {}
+    target = make_checkpoint(directory / "llama", num_hidden_layers=6)
+    for version, method in ((1, "eagle"), (3, "eagle3")):
+        path = shutil.copytree(target, directory / method)
+        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 80}
+        part = {"draft_vocab_size": 96} if version == 3 else {}
+        head = make_eagle(directory / f"{method}-head", path, version=version, **part, **sizes)
+        pairs[method] = draft_by(path, speculative_method=method, speculative_model=str(head))
+    pairs["mtp"] = draft_by(MTPPair(directory / "mtp", qwen3_next.VARIANTS[0]).path, speculative_method="mtp")
+    smaller = make_checkpoint(directory / "smaller", "qwen3", num_hidden_layers=1, head_dim=32, hidden_size=32)
+    path = shutil.copytree(target, directory / "model")
+    pairs["model"] = draft_by(path, speculative_method="draft", speculative_model=str(smaller))
+    return pairs
+
+
+def draft_by(path: Path, **fields: str) -> Path:
+    (path / DRAFTING).write_text(json.dumps({"speculative_config": {"num_speculative_tokens": 2, **fields}}))
+    return path
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "methods"),
+    [
+        ("gfx942", "bfloat16", ("eagle3",)),
+        pytest.param("gfx942", "bfloat16", ("eagle", "mtp", "model"), marks=ALL),
+        pytest.param("sm_90", "float16", ("eagle", "eagle3", "mtp", "model"), marks=ALL),
+    ],
+)
+def test_launches_of_models_that_draft(arch: str, dtype: str, methods: tuple[str, ...], tmp_path: Path) -> None:
+    """None is of a form that the start did not compare: once requests are served, such a launch is refused."""
+    pairs = drafting(tmp_path)
+    found = launched(arch, dtype, [pairs[method] for method in methods])
+    assert {"attention_prefill_kernel", "attention_decode_kernel", "store_kernel", "draw_kernel"} <= found
 
 
 @pytest.mark.timeout(900)
