@@ -12,20 +12,24 @@ A row that is to draft nothing only keeps its latest hidden states, so that it c
 again, as many entries are computed, and those before are left out. That costs acceptance, and no answer.
 """
 
+import dataclasses
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.runner.device import Device, Download, Downloads, Uploads
+from engine.runner.draft_graphs import DraftGraphRunner, DraftGraphs
+from engine.runner.graphs import GraphMemory, GraphShape
 from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs
 from engine.runner.loaded_model import LoadedModel
 from engine.sampling.parameters import Proposals
-from engine.sampling.sampler import Sampler
-from models.attention.backend import AttentionMetaData
+from engine.sampling.sampler import LaunchedTokens, Sampler
+from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
@@ -35,6 +39,7 @@ from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
 from models.ops.cpu.structures import Step
+from models.ops.memory import upload
 from models.ops.types import LayerCache
 
 _log = logging.getLogger(__name__)
@@ -53,6 +58,19 @@ class _Sampled(NamedTuple):
     token_ids: list[int]
     probabilities: list[torch.Tensor]
     """What each was sampled from. # [V] float32 each"""
+
+
+class _Choice(NamedTuple):
+    """A draft of each of some rows, which the host may not have read yet. # each [rows]"""
+
+    rows: _Ints
+    """The step's."""
+    slots: _Ints
+    positions: _Ints
+    launched: LaunchedTokens | None
+    """None where rank 0 samples."""
+    probabilities: torch.Tensor | None = None
+    """What each of the rows that sample at random was sampled from. # [D, V] float32"""
 
 
 class _Pass(NamedTuple):
@@ -81,6 +99,9 @@ class DraftPasses:
         self._loaded, self._model, self._caches = loaded, model, caches
         self.max_tokens = loaded.config.max_num_batched_tokens + loaded.config.max_num_seqs
         """Entries of a pass at most: a step's tokens, and those that it samples."""
+        self.backend = loaded.backend
+        self.graphs: DraftGraphs | None = None
+        """Where passes over rows of few entries are replayed."""
         self._first: Program | None = None
         self._next: Program | None = None
         self.head: GreedyHead | None = None
@@ -104,7 +125,7 @@ class DraftPasses:
     def prepare(self, span: DraftSpan, counts: _Ints, ends: _Ints) -> AttentionMetaData:
         """A pass over the last `counts` entries up to `ends` of each row."""
         num_rows = len(counts)
-        return self._loaded.backend.build_metadata(
+        return self.backend.build_metadata(
             query_lens=counts,
             seq_lens=ends,
             block_tables=span.block_tables,
@@ -113,11 +134,18 @@ class DraftPasses:
         )
 
     def run(
-        self, metadata: AttentionMetaData, span: DraftSpan, states: torch.Tensor | None, *, is_first: bool
+        self,
+        metadata: AttentionMetaData,
+        span: DraftSpan,
+        states: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+        *,
+        is_first: bool,
     ) -> torch.Tensor:
         """Run a prepared pass. # states [T, features] -> [T, hidden_size]
 
         The result is valid until the next pass. `states` are the target's in a first pass, and else the drafter's.
+        `tokens`: the entries' tokens on the device, where the host has not read them. # [T] int64
         """
         loaded = self._loaded
         program = self._first if is_first else self._next
@@ -125,7 +153,9 @@ class DraftPasses:
         if program is not None and metadata.step is not None:
             output = program.run(token_ids, positions, metadata.step, states)
         else:
-            token_ids, positions = token_ids.to(loaded.device), positions.to(loaded.device)
+            if not loaded.seam.is_host:
+                token_ids, positions = upload([span.token_ids, span.positions], loaded.device)
+            token_ids = token_ids if tokens is None else tokens
             if states is None:
                 states = torch.empty(0, device=loaded.device)
             num_rows = len(metadata.seq_lens)
@@ -136,6 +166,47 @@ class DraftPasses:
         if isinstance(loaded.parallel.collectives, SharedMemoryCollectives):
             loaded.parallel.collectives.check()
         return output
+
+    def make_graphs(
+        self,
+        device: Device,
+        backend: AttentionBackend,
+        sizes: Mapping[int, Sequence[int]],
+        shape: GraphShape,
+        memory: GraphMemory,
+        *,
+        largest_first: bool,
+    ) -> list[DraftGraphRunner]:
+        """Have passes replay graphs from here on, once these are captured: what captures them.
+
+        `sizes`: numbers of rows by the number of entries of a row. `backend`: of the graphs and of eager passes.
+        """
+        model, loaded = self._model, self._loaded
+
+        def runner(features: int, length: int, *, combines: bool) -> DraftGraphRunner:
+            of_length = dataclasses.replace(shape, query_len=length)
+            return DraftGraphRunner(
+                device,
+                backend,
+                model,
+                self._caches,
+                features,
+                loaded.dtype,
+                sizes[length],
+                of_length,
+                loaded.parallel,
+                memory,
+                combines=combines,
+                largest_first=largest_first,
+            )
+
+        features = len(model.hidden_layers) * loaded.hidden_size
+        first = [runner(features, length, combines=True) for length in sorted(sizes)]
+        following = first[0]
+        if type(model).combine is not DraftLM.combine:
+            following = runner(model.hidden_size, 1, combines=False)
+        self.backend, self.graphs = backend, DraftGraphs(device, first, following)
+        return self.graphs.runners
 
     def _record(self, operators: Library, target: tuple[Program, GreedyHead] | None) -> None:
         """Record the passes, where the drafter's code only calls operators."""
@@ -223,6 +294,7 @@ class ModelDrafter:
     ) -> None:
         """`by_rejection`: drafts have noise of their own, and `proposals` has what they were sampled from."""
         self._loaded, self._model, self._passes = loaded, model, passes
+        self._uploads, self._downloads = Uploads(loaded.seam), Downloads(loaded.seam)
         self._input_batch, self._sampler = input_batch, sampler
         self._vocab_size = loaded.model_config.vocab_size
         self.reads_hidden = bool(model.hidden_layers)
@@ -422,6 +494,8 @@ class ModelDrafter:
             if self.reads_hidden:
                 assert hidden is not None
                 states = self._states(part, hidden, inputs, firsts[chosen], rows[chosen])
+            if part is entries and (output := self._replayed(part, states, is_first=True)) is not None:
+                return output
             span = self._input_batch.draft_span(*part, self._is_ahead)
             metadata = self._passes.prepare(span, part.ends - part.begins, part.ends)
             output = self._passes.run(metadata, span, states, is_first=True)
@@ -429,6 +503,24 @@ class ModelDrafter:
             at = (np.cumsum(part.ends - part.begins) - 1)[is_last]
             last.append(output[torch.from_numpy(at).to(output.device)])
         return last[0] if len(last) == 1 else torch.cat(last)
+
+    def _replayed(
+        self, entries: _Pass, states: torch.Tensor | None, tokens: torch.Tensor | None = None, *, is_first: bool
+    ) -> torch.Tensor | None:
+        """As `_first_pass`, of `states` of all entries, by a graph; None where none replays the pass.
+
+        `tokens`: of one entry of each row, where the host has not read them. # [rows] int64
+        """
+        graphs = self._passes.graphs
+        if graphs is None:
+            return None
+        slots, begins, ends = entries
+        length = int((ends - begins).max())
+        runner = graphs.runner_for(ends, length, is_first=is_first)
+        if runner is None:
+            return None
+        span = self._input_batch.draft_span(slots, ends - length, ends, self._is_ahead)
+        return graphs.draft(runner, span, begins, ends, states, tokens)
 
     def _draft_at_once(
         self,
@@ -506,74 +598,150 @@ class ModelDrafter:
         *,
         is_greedy: bool,
     ) -> None:
-        """Draft after `state`, a token a pass, into `drafts`. # state [rows, hidden_size], the rest [rows]"""
+        """Draft after `state`, a token a pass, into `drafts`. # state [rows, hidden_size], the rest [rows]
+
+        A device of its own takes each token to the next pass, and the host waits once, for all drafts; unless a row's
+        penalties, masks or bad words depend on the draft before.
+        """
+        most, first_rows, first_slots, wanted = int(num_drafts.max()), rows, slots, num_drafts
+        waits = self._loaded.seam.is_host or not is_greedy
+        if waits and self._loaded.parallel.size == 1 and not self._loaded.seam.is_host:
+            # Other ranks have no parameters of sampling: for them, only greedy steps are known not to depend.
+            waits = self._input_batch.need_drafts(slots, ends + (self._is_ahead + most))
+        unread: list[_Choice] = []
         span: DraftSpan | None = None
         metadata: AttentionMetaData | None = None
-        most = int(num_drafts.max())
         for depth in range(most):
             positions = ends + (self._is_ahead + depth)
-            token_ids, is_valid = self._choose(state, slots, positions, is_greedy=is_greedy)
-            for row, token_id, is_good in zip(rows.tolist(), token_ids.tolist(), is_valid.tolist(), strict=True):
-                if is_good:
-                    drafts[row].append(token_id)
-            self._input_batch.write_drafts(slots, positions, np.where(is_valid, token_ids, 0))
-            goes_on = is_valid & (num_drafts > depth + 1)
+            choice = self._choose(state, rows, slots, positions, is_greedy=is_greedy)
+            goes_on, tokens = num_drafts > depth + 1, None
+            if waits:
+                token_ids, is_valid = self._read([choice], drafts)
+                self._input_batch.write_drafts(slots, positions, np.where(is_valid, token_ids, 0))
+                goes_on &= is_valid
+            else:
+                unread.append(choice)
+                if goes_on.any():
+                    tokens = self._share_on_device(choice)
             if not goes_on.any():
-                return
+                break
             if not goes_on.all():
                 kept = np.flatnonzero(goes_on)
                 rows, slots, ends, num_drafts = rows[kept], slots[kept], ends[kept], num_drafts[kept]
-                state = state[torch.from_numpy(kept).to(state.device)]
+                [at] = [torch.from_numpy(kept)] if tokens is None else self._uploads.send([kept])
+                state = state[at.to(state.device)]
+                tokens = None if tokens is None else tokens[at]
                 span = None
+            begins = ends + depth
+            states = state if self.reads_hidden else None
+            replayed = self._replayed(_Pass(slots, begins, begins + 1), states, tokens, is_first=False)
+            if replayed is not None:
+                state = replayed
+                continue
             if span is not None and metadata is not None and self._passes.are_recorded:
                 # A recorded pass reads the memory of its step anew.
-                span.token_ids[:] = token_ids
+                span.token_ids[:] = self._input_batch.tokens_at(slots, begins + self._is_ahead)
                 span.positions[:] += 1
                 span.slot_mapping[:] = self._input_batch.slot_mapping(slots, span.positions)
                 metadata.seq_lens += 1
             else:
-                begins = ends + depth
                 span = self._input_batch.draft_span(slots, begins, begins + 1, self._is_ahead, num_more=most)
                 metadata = self._passes.prepare(span, np.ones(len(slots), dtype=np.int64), begins + 1)
-            state = self._passes.run(metadata, span, state if self.reads_hidden else None, is_first=False)
-            if not self.reads_hidden:
-                self._num_guessed[slots] += 1
+            state = self._passes.run(metadata, span, states, tokens, is_first=False)
+        if unread:
+            self._read(unread, drafts)
+        if not self.reads_hidden:
+            # A pass takes each draft but the last, up to the first that is none.
+            num_valid = np.array([len(drafts[row]) for row in first_rows.tolist()])
+            self._num_guessed[first_slots] = np.minimum(wanted - 1, num_valid)
 
-    def _choose(
-        self, state: torch.Tensor, slots: _Ints, positions: _Ints, *, is_greedy: bool
-    ) -> tuple[_Ints, npt.NDArray[np.bool_]]:
-        """A token for each row, by the noise with which the target will sample it, and whether it is a token.
+    def _choose(self, state: torch.Tensor, rows: _Ints, slots: _Ints, positions: _Ints, *, is_greedy: bool) -> _Choice:
+        """Choose a token for each row, by the noise with which the target will sample it; the device has it at once.
 
-        With rejection sampling the noise is the drafter's own.
-        # [rows, hidden_size], 2 x [rows] -> [rows], [rows] bool
+        With rejection sampling the noise is the drafter's own. # [rows, hidden_size], 3 x [rows]
         """
         parallel, head = self._loaded.parallel, self._passes.head
         if parallel.size == 1 and is_greedy and head is not None and len(state) <= head.max_rows:
-            token_ids, peaks = head.choose(state)
-            return self._checked(token_ids.copy(), np.isfinite(peaks))
+            return _Choice(rows, slots, positions, LaunchedTokens.of_host(*head.choose(state)))
         logits = self._model.compute_logits(state)
         if parallel.rank:
-            return self._checked(self.share(np.zeros(len(slots), dtype=np.int64)), np.ones(len(slots), dtype=np.bool_))
+            return _Choice(rows, slots, positions, None)
         stream = DRAFT if self._by_rejection else SAMPLE
         sampling = self._input_batch.draft_sampling(slots, positions, stream=stream)
-        if self._by_rejection:
-            sampled, probabilities = self._sampler.sample_from(logits, sampling)
+        send = None if self._loaded.seam.is_host else self._uploads.send
+        if not self._by_rejection:
+            return _Choice(rows, slots, positions, self._sampler.launch(logits, sampling, send))
+        launched, probabilities = self._sampler.launch_from(logits, sampling, send)
+        return _Choice(rows, slots, positions, launched, probabilities)
+
+    def _share_on_device(self, choice: _Choice) -> torch.Tensor:
+        """A choice's tokens on the devices of all ranks, before the host has read them. # [rows] int64
+
+        Where there is no token, it is one of the vocabulary, since the next pass reads its embedding.
+        """
+        parallel = self._loaded.parallel
+        if choice.launched is None:
+            tokens = torch.empty(len(choice.rows), dtype=torch.int64, device=self._loaded.device)
         else:
-            sampled, probabilities = self._sampler.sample(logits, sampling), None
-        token_ids = sampled.token_ids
-        unusable = [*sampled.non_finite, *sampled.refused]
-        if unusable:
-            token_ids = token_ids.copy()
-            token_ids[unusable] = -1
-        if probabilities is not None and sampling.random is not None:
-            for row, of_row in zip(sampling.random.rows.tolist(), probabilities, strict=True):
-                made = self._sampled.setdefault(int(slots[row]), _Sampled(int(positions[row]), [], []))
+            tokens = choice.launched.token_ids.clamp(0, self._vocab_size - 1)
+        return tokens if parallel.size == 1 else parallel.broadcast(tokens)
+
+    def _read(self, choices: list[_Choice], drafts: list[list[int]]) -> tuple[_Ints, npt.NDArray[np.bool_]]:
+        """Wait for choices of one depth after the other, and put them into `drafts`, up to the first of a row that is
+        none. The tokens, and whether each is one. # -> 2 x [rows of all choices]
+        """
+        counts = [len(choice.rows) for choice in choices]
+        token_ids = np.zeros(sum(counts), dtype=np.int64)
+        stops = np.cumsum(counts)
+        for each, found in zip(np.split(token_ids, stops[:-1]), self._sampled_tokens(choices), strict=True):
+            each[:] = found
+        token_ids = self.share(token_ids)
+        is_valid = (token_ids >= 0) & (token_ids < self._vocab_size)
+        before = {row: len(drafts[row]) for row in choices[0].rows.tolist()} if len(choices) > 1 else {}
+        for depth, (choice, stop) in enumerate(zip(choices, stops.tolist(), strict=True)):
+            of_choice, rows = slice(stop - len(choice.rows), stop), choice.rows.tolist()
+            # A row whose draft before is none has no further one.
+            is_next = [not depth or len(drafts[row]) == before[row] + depth for row in rows]
+            if choice.probabilities is not None:
+                self._keep_proposals(choice, token_ids[of_choice], is_next)
+            tokens = zip(rows, token_ids[of_choice].tolist(), is_valid[of_choice].tolist(), is_next, strict=True)
+            for row, token_id, is_good, is_due in tokens:
+                if is_good and is_due:
+                    drafts[row].append(token_id)
+        return token_ids, is_valid
+
+    def _sampled_tokens(self, choices: list[_Choice]) -> Iterator[_Ints]:
+        """The tokens of each choice, -1 where none could be sampled; zeros where other ranks sample. # [rows] each"""
+        on_device = [each.launched for each in choices if each.launched is not None and each.launched.on_host is None]
+        words: Iterator[torch.Tensor | None] = iter([None] * len(choices))
+        download: Download | None = None
+        if on_device and not self._loaded.seam.is_host:
+            parts = [each.candidates.words for each in on_device]
+            download = self._downloads.begin(torch.cat(parts, 1))
+            arrived, stops = download.wait(), np.cumsum([part.shape[1] for part in parts]).tolist()
+            words = iter([arrived[:, stop - part.shape[1] : stop] for part, stop in zip(parts, stops, strict=True)])
+        for choice in choices:
+            if choice.launched is None:
+                yield np.zeros(len(choice.rows), dtype=np.int64)
+                continue
+            sampled = choice.launched.read(None if choice.launched.on_host is not None else next(words))
+            token_ids = sampled.token_ids.copy()
+            token_ids[[*sampled.non_finite, *sampled.refused]] = -1
+            yield token_ids
+        if download is not None:
+            self._downloads.give_back(download)
+
+    def _keep_proposals(self, choice: _Choice, token_ids: _Ints, is_next: list[bool]) -> None:
+        """Keep what drafts were sampled from, of rows whose drafts before are valid, until they are verified."""
+        assert choice.launched is not None
+        assert choice.launched.rows.random is not None
+        assert choice.probabilities is not None
+        for row, of_row in zip(choice.launched.rows.random.rows.tolist(), choice.probabilities, strict=True):
+            if is_next[row]:
+                slot, position = int(choice.slots[row]), int(choice.positions[row])
+                made = self._sampled.setdefault(slot, _Sampled(position, [], []))
                 made.token_ids.append(int(token_ids[row]))
                 made.probabilities.append(of_row)
-        return self._checked(self.share(token_ids), np.ones(len(slots), dtype=np.bool_))
-
-    def _checked(self, token_ids: _Ints, is_valid: npt.NDArray[np.bool_]) -> tuple[_Ints, npt.NDArray[np.bool_]]:
-        return token_ids, is_valid & (token_ids >= 0) & (token_ids < self._vocab_size)
 
     def share(self, token_ids: _Ints) -> _Ints:
         """Rank 0's tokens, on all ranks. # [rows]"""

@@ -24,7 +24,7 @@ from engine.runner.device_batch import DeviceInputs
 from engine.runner.input_batch import StepInputs
 from engine.runner.memory_sizing import gib
 from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
-from models.attention.context import Context, LoRARows, forward_context
+from models.attention.context import Context, ForwardContext, LoRARows, forward_context, get_forward_context
 from models.ops.triton.grids import PIECE
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
@@ -156,14 +156,19 @@ class GraphRunner:
         *,
         largest_first: bool = True,
         observing: Observing = not_observed,
+        stream_layers: tuple[int, ...] = (),
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
         `sizes`: numbers of rows. `parallel`: the ranks that replay graphs together. `memory`: shared with the device's
         other graphs; None: there are no others. `largest_first`: the order in which sizes are captured. `observing`:
-        a context for each pass of a number of rows, which may copy what it computes.
+        a context for each pass of a number of rows, which may copy what it computes. `stream_layers`: those whose
+        residual streams a replay leaves in the forward context.
         """
         self._observing = observing
+        self._stream_layers = stream_layers
+        self._streams: dict[int, torch.Tensor] = {}
+        """The streams of all graphs, by layer, allocated with `_hidden`. # each [max tokens, H]"""
         self._device, self._backend, self._forward = device, backend, forward
         self._shape, self._parallel = shape, parallel
         self._sizes = sorted(set(sizes))
@@ -274,6 +279,8 @@ class GraphRunner:
         self._backend.prepare_for_replay(step.metadata, step.graph_size)
         self._captured[step.graph_size].replay()
         assert self._hidden is not None
+        if self._streams:
+            get_forward_context().streams.update({n: stream[:num_tokens] for n, stream in self._streams.items()})
         return self._hidden[:num_tokens]
 
     def count_step(self) -> None:
@@ -454,13 +461,23 @@ class GraphRunner:
         lora = LoRARows(adapters[0]) if adapters else None
 
         def run() -> None:
-            with torch.inference_mode(), forward_context(metadata, context, lora=lora), self._observing(size):
+            with torch.inference_mode(), self._step(metadata, context, lora) as step, self._observing(size):
                 hidden = self._forward(input_ids, positions)
                 if self._hidden is None:
-                    self._hidden = hidden.new_zeros(len(self._tokens[0]), hidden.shape[1])
+                    most = len(self._tokens[0])
+                    self._hidden = hidden.new_zeros(most, hidden.shape[1])
+                    self._streams = {n: each.new_zeros(most, each.shape[1]) for n, each in step.streams.items()}
                 self._hidden[:num_tokens].copy_(hidden)
+                for layer, stream in step.streams.items():
+                    self._streams[layer][:num_tokens].copy_(stream)
 
         return run
+
+    def _step(
+        self, metadata: AttentionMetaData, context: Context, lora: LoRARows | None
+    ) -> AbstractContextManager[ForwardContext]:
+        """The forward context of a pass."""
+        return forward_context(metadata, context, lora=lora, stream_layers=self._stream_layers)
 
     def _write_padding_rows(self, size: int, length: int = 1, token: int = 1) -> None:
         """Fill the buffers with padding rows of such tokens, whose contexts, in the padding block, have `length`."""

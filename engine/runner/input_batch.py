@@ -440,6 +440,17 @@ class InputBatch:
         blocks, offsets = np.divmod(positions, self.block_size)
         return self._block_table[slots, blocks] * np.int64(self.block_size) + offsets
 
+    def tokens_at(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Tokens and drafts of slots. # 2 x [T] -> [T]"""
+        return self._tokens[slots, positions]
+
+    def need_drafts(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]) -> bool:
+        """Whether one of these slots cannot choose a draft before the draft before it is known.
+
+        `num_tokens`: their lengths with all drafts. # 2 x [B]
+        """
+        return self._sampling.need_last_token(slots, num_tokens)
+
     def write_drafts(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]
     ) -> None:

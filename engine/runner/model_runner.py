@@ -204,8 +204,6 @@ class ModelRunner:
         is_serving = num_blocks > 1
         # Graphs are of decodes: a model that generates nothing has none, which needs no explanation.
         why_eager = why_no_graphs(config, loaded.seam, self.parallel, self.model) if loaded.generates else ""
-        if why_eager is None and loaded.stream_layers:
-            why_eager = "the model that drafts reads streams within the model, which graphs do not keep"
         has_graphs = why_eager is None and is_serving
         self.padding_block = num_blocks if has_graphs or loaded.exchange is not None else None
         """A block of the cache that no sequence uses: dummy and padding rows write there."""
@@ -240,12 +238,6 @@ class ModelRunner:
         self._on_pause: Callable[[], object] | None = None
         """Called between two parts of the running step; None: the step has one part."""
         self._num_blocks = num_blocks
-        self.graphs: DecodeGraphs | None = None
-        """Where decode steps are replayed."""
-        if has_graphs:
-            self.graphs = self._make_graphs()
-        elif why_eager and is_serving:
-            _log.info("Decodes run eagerly: %s", why_eager)
         self.program: Program | None = None
         """The model's pass as one call; None where it runs operator by operator."""
         self.greedy_head: GreedyHead | None = None
@@ -258,6 +250,7 @@ class ModelRunner:
         self._graphs_take_adapters = bool(config.lora)
         """Whether graphs compute the adapters of their rows: those that were loaded at the start, and no others."""
         self.sampler = Sampler()
+        self._draft_passes: DraftPasses | None = None
         self.drafter: ModelDrafter | None = None
         """Drafts after each step, where a model does."""
         if loaded.drafter is not None:
@@ -265,16 +258,22 @@ class ModelRunner:
             target = None
             if self.program is not None and self.greedy_head is not None:
                 target = self.program, self.greedy_head
-            passes = DraftPasses(loaded, loaded.drafter, drafter_caches(kv_cache_data), operators, target)
+            self._draft_passes = DraftPasses(loaded, loaded.drafter, drafter_caches(kv_cache_data), operators, target)
             self.drafter = ModelDrafter(
                 loaded,
                 loaded.drafter,
-                passes,
+                self._draft_passes,
                 self.input_batch,
                 self.sampler,
                 config.max_num_seqs,
                 by_rejection=config.drafts_by_rejection,
             )
+        self.graphs: DecodeGraphs | None = None
+        """Where decode steps are replayed."""
+        if has_graphs:
+            self.graphs = self._make_graphs()
+        elif why_eager and is_serving:
+            _log.info("Decodes run eagerly: %s", why_eager)
         self.pooler: PromptPooler | None = None
         """On rank 0, where the model pools prompts."""
         if loaded.pooling is not None and loaded.pooling_head is not None:
@@ -302,6 +301,8 @@ class ModelRunner:
             max_model_len=self.loaded.max_model_len,
             padding_block=self._num_blocks,
             padding_slot=self.num_slots,
+            stream_layers=self.loaded.stream_layers,
+            passes=self._draft_passes,
             **observed,
         )
 
@@ -480,6 +481,8 @@ class ModelRunner:
             if backend is not None:
                 self.backend = backend
                 self.loaded = dataclasses.replace(self.loaded, backend=backend)
+                if self._draft_passes is not None:
+                    self._draft_passes.backend = backend
                 if self.sentinel is not None:
                     self.sentinel.backend = backend
             _log.error("Plain torch computes %s from now on, slowly", operator)
@@ -821,7 +824,7 @@ class ModelRunner:
             np.array(batch.num_next_drafts, dtype=np.int64),
             batch.total_seqs_num_decode,
             np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64),
-            is_greedy=self.parallel.size == 1 and self.input_batch.are_greedy(inputs.slots),
+            is_greedy=self.input_batch.are_greedy(inputs.slots) if self.parallel.size == 1 else self._chooses_by_shard,
         )
         return accepted, drafts
 

@@ -10,6 +10,8 @@ import torch
 from engine.config.config import Config
 from engine.runner.device import Device
 from engine.runner.device_batch import DeviceInputs
+from engine.runner.draft_graphs import DraftGraphRunner
+from engine.runner.drafting import DraftPasses
 from engine.runner.graphs import GraphMemory, GraphRunner, GraphShape, Observing, not_observed
 from engine.runner.input_batch import StepInputs, UniformRows
 from engine.runner.kv_cache import LayerCaches
@@ -40,11 +42,13 @@ class DecodeGraphs:
         of_drafts: Sequence[GraphRunner] = (),
         max_tokens: int = 0,
         pieces: PieceRunner | None = None,
+        drafting: Sequence[GraphRunner] = (),
     ) -> None:
         """`of_drafts`: for rows of one token and the drafts that are verified with it, longest first.
 
-        `max_tokens`: of a step.
+        `max_tokens`: of a step. `drafting`: graphs of a drafter's passes, which are captured with the others.
         """
+        self._drafting = drafting
         self._runners = {each.query_len: each for each in (plain, *of_drafts)}
         self._plain = plain
         self._pieces = pieces
@@ -119,7 +123,7 @@ class DecodeGraphs:
 
     @property
     def _all(self) -> list[GraphRunner]:
-        return [*self._runners.values(), *([] if self._pieces is None else [self._pieces])]
+        return [*self._runners.values(), *([] if self._pieces is None else [self._pieces]), *self._drafting]
 
 
 def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, model: CausalLM) -> str | None:
@@ -147,8 +151,13 @@ def make_graphs(
     padding_block: int,
     padding_slot: int,
     observing: Observing = not_observed,
+    stream_layers: tuple[int, ...] = (),
+    passes: DraftPasses | None = None,
 ) -> DecodeGraphs:
-    """Graphs of a model whose caches have a padding block and a padding slot. `observing`: plain decodes."""
+    """Graphs of a model whose caches have a padding block and a padding slot. `observing`: plain decodes.
+
+    `stream_layers`: layers whose residual streams a drafter reads. `passes`: of the drafter, which replays its graphs.
+    """
     shape = GraphShape(
         block_size=config.kv_cache_block_size,
         max_blocks=-(-max_model_len // config.kv_cache_block_size),
@@ -161,7 +170,16 @@ def make_graphs(
     memory = GraphMemory(device.memory)
     largest_first = config.compilation_config.capture == "start"
     plain = GraphRunner(
-        device, backend, model, sizes, shape, parallel, memory, largest_first=largest_first, observing=observing
+        device,
+        backend,
+        model,
+        sizes,
+        shape,
+        parallel,
+        memory,
+        largest_first=largest_first,
+        observing=observing,
+        stream_layers=stream_layers,
     )
     if parallel.token_exchange is not None:
         # Replicas agree on numbers of tokens: rows that verify drafts, or prompts, would be padded by each in its own
@@ -172,16 +190,33 @@ def make_graphs(
     if most and device.has_pieces:
         if config.compilation_config.compilation_level:
             _log.info("Steps with prompts run eagerly: layers that torch compiles are not cut into graphs")
+        elif stream_layers:
+            _log.info("Steps with prompts run eagerly: the model that drafts reads streams within the model")
         else:
             # Steps with adapters run eagerly.
             of_pieces = dataclasses.replace(shape, has_adapters=False)
             pieces = PieceRunner(device, backend, model, most, of_pieces, parallel, memory)
     of_drafts = []
+    sizes_of = {1: sizes}
     for num_drafts in range(config.num_drafts, 0, -1):
         most = max_verified_rows(config.max_num_seqs, num_drafts)
         of_length = dataclasses.replace(shape, query_len=1 + num_drafts)
-        fitting = sorted({min(size, most) for size in sizes})
+        fitting = sizes_of[1 + num_drafts] = sorted({min(size, most) for size in sizes})
         of_drafts.append(
-            GraphRunner(device, backend, model, fitting, of_length, parallel, memory, largest_first=largest_first)
+            GraphRunner(
+                device,
+                backend,
+                model,
+                fitting,
+                of_length,
+                parallel,
+                memory,
+                largest_first=largest_first,
+                stream_layers=stream_layers,
+            )
         )
-    return DecodeGraphs(plain, of_drafts, config.max_num_batched_tokens, pieces)
+    drafting: list[DraftGraphRunner] = []
+    if passes is not None:
+        of_drafter = dataclasses.replace(shape, states_per_slot=0, has_adapters=False)
+        drafting = passes.make_graphs(device, backend, sizes_of, of_drafter, memory, largest_first=largest_first)
+    return DecodeGraphs(plain, of_drafts, config.max_num_batched_tokens, pieces, drafting)

@@ -152,13 +152,14 @@ class Sampler:
         """`launch`, then `read`."""
         return self.launch(logits, rows).read()
 
-    def sample_from(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[SampledTokens, torch.Tensor | None]:
-        """As `sample`, and what each of `rows.random` was sampled from. # [D, V] float32; None without such rows"""
-        launched = self.launch(logits, rows)
-        probabilities = None
-        if rows.random is not None:
-            probabilities = ops_for(logits).probabilities(logits, launched.candidates.peaks, rows.random)
-        return launched.read(), probabilities
+    def launch_from(
+        self, logits: torch.Tensor, rows: SamplingRows, send: Send | None = None
+    ) -> tuple[LaunchedTokens, torch.Tensor | None]:
+        """As `launch`, and what each of `rows.random` is sampled from. # [D, V] float32; None without such rows"""
+        launched = self.launch(logits, rows, send)
+        if rows.random is None:
+            return launched, None
+        return launched, ops_for(logits).probabilities(logits, launched.candidates.peaks, rows.random)
 
     def warm_up(self, vocab_size: int, device: torch.device) -> None:
         """Have Triton's kernels, where they run, compiled before a request needs them."""

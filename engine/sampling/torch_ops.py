@@ -12,6 +12,7 @@ from engine.sampling.parameters import FREQUENCY, PRESENCE, REPETITION, Proposal
 from engine.sampling.top_k import argmax, index_of_rank, sorted_descending, stable_topk
 from models.ops.counter_rng import ACCEPT, approximate_noise, gumbel_noise, uniform
 from models.ops.cpu import sampling as cpu_sampling
+from models.ops.memory import upload
 
 _SCORED = 16
 """Tokens of a row without filters that are scored in float64: those with the largest scores in float32."""
@@ -124,7 +125,7 @@ class TorchOps:
         for start in range(0, len(found), at_a_time):
             part = random.take(np.arange(start, min(len(found), start + at_a_time)))
             columns = (part.rows, part.temperature, part.top_k, part.top_p, part.min_p)
-            rows, temperature, top_k, top_p, min_p = (torch.from_numpy(each).to(device) for each in columns)
+            rows, temperature, top_k, top_p, min_p = upload(columns, device)
             scaled = logits.index_select(0, rows).sub_(peaks[rows, None]).div_(temperature[:, None])
             scaled.masked_fill_(~peaks[rows, None].isfinite(), 0.0)
             if part.filtered.any():

@@ -216,7 +216,7 @@ class GPUAttentionBackend(AttentionBackend):
         )
 
     def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:
-        """See `AttentionBackend`."""
+        """See `AttentionBackend`. Graphs of several models, which run one after the other, read the same buffers."""
         self._captures[query_len] = CaptureBuffers(max_batch_size, max_blocks, query_len, self._device)
 
     def captured_tables(self, batch_size: int, query_len: int = 1) -> torch.Tensor | None:

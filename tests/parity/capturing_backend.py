@@ -8,7 +8,7 @@ from models.attention.cpu_plan import CPUAttentionMetaData
 
 
 class CapturingBackend(CPUAttentionBackend):
-    """What a graph was captured with is one object a size; a replay finds a step's values in it."""
+    """What graphs were captured with is one object a size; a replay finds a step's values in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,8 +21,7 @@ class CapturingBackend(CPUAttentionBackend):
 
     def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> AttentionMetaData | None:
         """See `AttentionBackend`. What it gives holds no step before `prepare_for_replay`."""
-        held = self.held[batch_size, query_len] = object.__new__(CPUAttentionMetaData)
-        return held
+        return self.held.setdefault((batch_size, query_len), object.__new__(CPUAttentionMetaData))
 
     def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
         """See `AttentionBackend`."""

@@ -2,7 +2,8 @@
 
 The model is a table: the logits of a token depend on the token before it, and on penalties and masks over all of them.
 Each sequence is a slot with a seed of its own, and gets two tokens: the first position's, and the second's from the
-same step if the first draft was accepted, or from a step without drafts if not.
+same step if the first draft was accepted, or from a step without drafts if not. Drafts follow a request's masks, as
+the runner's do, except those of the adversarial drafter.
 """
 
 import dataclasses
@@ -17,6 +18,8 @@ import torch
 from engine.sampling.parameters import Proposals, SamplingColumns, SamplingRows
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
+from engine.text.structured.matcher import Matcher, Matchers
+from engine.text.structured.spec import GrammarSpec, lark_of
 from models.ops.counter_rng import DRAFT
 from models.ops.cpu import runtime
 from tests.parity.test_sampler import adjusted, distribution, fits, sequence
@@ -34,7 +37,13 @@ PARAMS = {
     "penalties": SamplingParams(presence_penalty=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
     "bias": SamplingParams(logit_bias={2: 1.5, 4: -2.0}),
     "allowed tokens": SamplingParams(allowed_token_ids=[0, 2, 3, 5]),
+    "grammar": SamplingParams(temperature=0.9),
+    "grammar, top-p, penalties": SamplingParams(top_p=0.7, presence_penalty=0.6, repetition_penalty=1.2),
 }
+EOS = 6
+GRAMMAR = "a[bc]?|b[abf]+|d[ef]c|f(a|e)*d"
+FOLLOWERS = {None: [0, 1, 3, 5], 0: [1, 2, EOS], 1: [0, 1, 5], 3: [4, 5], 5: [0, 3, 4]}
+"""The tokens that `GRAMMAR` allows first, and after each of these, where token 0 is `a`."""
 DRAFTERS: dict[str, np.ndarray] = {
     "random": Q,
     "perfect": TABLE,
@@ -51,16 +60,42 @@ def operators() -> Iterator[None]:
     runtime.stop()
 
 
+class Letters:
+    """Each token is a letter, and one is special."""
+
+    special_ids = frozenset({EOS})
+
+    def token(self, token_id: int) -> str | None:
+        return "<|end|>" if token_id == EOS else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id == EOS else b"abcdef"[token_id : token_id + 1]
+
+
+@functools.cache
+def grammar() -> tuple[Matchers, str]:
+    matchers = Matchers(Letters, WIDTH, (EOS,))  # type: ignore[arg-type, return-value]
+    matchers.load()
+    return matchers, lark_of(GrammarSpec("regex", GRAMMAR))
+
+
+def matcher() -> Matcher:
+    matchers, text = grammar()
+    return matchers.matcher(text)
+
+
 class Slots:
     """`count` sequences with the same prompt and parameters, each in a slot."""
 
-    def __init__(self, params: SamplingParams, count: int) -> None:
+    def __init__(self, params: SamplingParams, count: int, *, has_grammar: bool = False) -> None:
         self.columns = SamplingColumns(max_num_seqs=count, vocab_size=WIDTH, seed=1)
         self.tokens = np.zeros((count, len(PROMPT) + 2), dtype=np.int32)
         self.tokens[:, : len(PROMPT)] = PROMPT
         self.slots = np.arange(count)
         for slot in self.slots.tolist():
-            self.columns.write(slot, sequence(_with_seed(params, slot), PROMPT, id=slot))
+            seq = sequence(_with_seed(params, slot), PROMPT, id=slot, ends=[EOS] if has_grammar else [])
+            seq.matcher = matcher() if has_grammar else None
+            self.columns.write(slot, seq)
 
     def rows(self, slots: np.ndarray, depth: int | np.ndarray) -> SamplingRows:
         return self.columns.rows(slots, np.full(len(slots), len(PROMPT)) + depth, self.tokens)
@@ -72,7 +107,7 @@ class Slots:
 
 @functools.cache
 def slots_of(params: str, count: int) -> Slots:
-    return Slots(PARAMS[params], count)
+    return Slots(PARAMS[params], count, has_grammar=params.startswith("grammar"))
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
@@ -80,18 +115,22 @@ def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return SamplingParams(**{**fields, "seed": seed})
 
 
-def propose(slots: Slots, table: np.ndarray, *, by_rejection: bool) -> tuple[np.ndarray, torch.Tensor]:
+def propose(
+    slots: Slots, table: np.ndarray, *, by_rejection: bool, ignores_masks: bool = False
+) -> tuple[np.ndarray, torch.Tensor]:
     """Two drafts of each slot, written to the table, and what they were sampled from. # [slots, 2], [slots, 2, V]"""
     drafts, probabilities = np.zeros((len(slots.slots), 2), dtype=np.int64), []
     for depth in range(2):
         rows = slots.rows(slots.slots, depth)
         assert rows.random is not None
         stream = DRAFT if by_rejection else 0
-        rows = dataclasses.replace(rows, random=rows.random.of_stream(stream), masked=None)
-        sampled, of_rows = Sampler().sample_from(slots.logits(table, slots.slots, depth), rows)
+        rows = dataclasses.replace(rows, random=rows.random.of_stream(stream))
+        if ignores_masks:
+            rows = dataclasses.replace(rows, masked=None)
+        launched, of_rows = Sampler().launch_from(slots.logits(table, slots.slots, depth), rows)
         assert of_rows is not None
         probabilities.append(of_rows)
-        drafts[:, depth] = slots.tokens[:, len(PROMPT) + depth] = sampled.token_ids
+        drafts[:, depth] = slots.tokens[:, len(PROMPT) + depth] = launched.read().token_ids
     return drafts, torch.stack(probabilities, 1)
 
 
@@ -114,17 +153,20 @@ def answer(slots: Slots, drafts: np.ndarray, probabilities: torch.Tensor | None)
     return tokens, np.array([(~is_rejected).mean(), is_second.mean() if len(is_second) else math.nan])
 
 
-def expected_pairs(params: SamplingParams) -> np.ndarray:
+def expected_pairs(params: SamplingParams, *, has_grammar: bool = False) -> np.ndarray:
     """The probability of each pair of tokens. # [V, V]"""
 
     def of(before: int, output: list[int]) -> np.ndarray:
         row = adjusted(sequence(params, PROMPT, output), TABLE[before])
-        if params.allowed_token_ids is not None:
-            row[[token for token in range(WIDTH) if token not in params.allowed_token_ids]] = -math.inf
+        allowed = params.allowed_token_ids
+        if has_grammar:
+            allowed = FOLLOWERS[output[0] if output else None]
+        if allowed is not None:
+            row[[token for token in range(WIDTH) if token not in allowed]] = -math.inf
         return distribution(params, row)
 
     first = of(PROMPT[-1], [])
-    return np.stack([first[token] * of(token, [token]) for token in range(WIDTH)])
+    return np.stack([first[token] * of(token, [token]) if first[token] else 0 * first for token in range(WIDTH)])
 
 
 def pairs_of(tokens: np.ndarray) -> np.ndarray:
@@ -160,12 +202,16 @@ def test_pairs_of_tokens_are_distributed_as_the_targets(
     params: str, drafter: str, acceptance: str, count: int
 ) -> None:
     slots = slots_of(params, count)
-    drafts, probabilities = propose(slots, DRAFTERS[drafter], by_rejection=acceptance == "rejection")
-    tokens, _ = answer(slots, drafts, probabilities if acceptance == "rejection" else None)
-    assert_distributed(pairs_of(tokens), expected_pairs(PARAMS[params]))
+    by_rejection = acceptance == "rejection"
+    drafts, probabilities = propose(
+        slots, DRAFTERS[drafter], by_rejection=by_rejection, ignores_masks=drafter == "adversarial"
+    )
+    tokens, _ = answer(slots, drafts, probabilities if by_rejection else None)
+    expected = expected_pairs(PARAMS[params], has_grammar=params.startswith("grammar"))
+    assert_distributed(pairs_of(tokens), expected)
 
 
-@pytest.mark.parametrize("params", [name for name in PARAMS if name in ("temperature", "penalties")])
+@pytest.mark.parametrize("params", [name for name in PARAMS if name in ("temperature", "penalties", "grammar")])
 def test_coupled_answers_are_those_without_drafts(params: str) -> None:
     slots = slots_of(params, 500)
     drafts, _ = propose(slots, DRAFTERS["random"], by_rejection=False)
