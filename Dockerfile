@@ -8,6 +8,9 @@
 ARG ROCM_BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0
 ARG PYTHON_BASE=python:3.12-slim
 
+# Where `--build-context model=DIR` names a checkpoint, it takes the place of this stage.
+FROM scratch AS model
+
 FROM ${PYTHON_BASE} AS build
 ARG TORCH_INDEX=
 # For CUDA: --build-arg TORCH_LOCK=deploy/locks/torch-cuda.txt checks the hashes of torch, too (docs/dependencies.md).
@@ -37,6 +40,10 @@ ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor \
     TRITON_CACHE_DIR=/var/cache/kaon/triton XDG_CACHE_HOME=/var/cache/kaon
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER kaon
+# --build-arg KERNELS=sm_90 --build-context model=DIR: the image has the kernels of a model compiled (docs/gpu.md).
+ARG KERNELS=
+RUN --mount=type=bind,from=model,target=/model \
+    if [ -n "$KERNELS" ]; then .venv/bin/kaon kernels build --target "$KERNELS" --model /model; fi
 EXPOSE 8000
 HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
 ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]
@@ -51,6 +58,10 @@ RUN sh deploy/container.sh rocm
 ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor \
     TRITON_CACHE_DIR=/var/cache/kaon/triton XDG_CACHE_HOME=/var/cache/kaon
 USER kaon
+# --build-arg KERNELS=gfx942 --build-context model=DIR: the image has the kernels of a model compiled (docs/gpu.md).
+ARG KERNELS=
+RUN --mount=type=bind,from=model,target=/model \
+    if [ -n "$KERNELS" ]; then .venv/bin/kaon kernels build --target "$KERNELS" --model /model; fi
 EXPOSE 8000
 HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
 ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]

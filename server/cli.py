@@ -15,6 +15,7 @@ usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; with
        kaon list                    checkpoints in the hub's cache
        kaon rm ID [ID ...]          delete checkpoints from the hub's cache
        kaon doctor [--json]         what models run on here, and what is wrong
+       kaon kernels build [...]     compile a GPU's kernels for a model without the GPU
        kaon verify [MODEL] [flags]  show that answers depend on nothing else that the engine computes
        kaon key create|list|revoke  API keys in a file, with names, scopes, quotas and expiry
        kaon completion SHELL        completion of commands and flags: bash, zsh, fish, tcsh
@@ -117,6 +118,12 @@ def _verify(arguments: list[str], command: str) -> int:
     return run(arguments)
 
 
+def _kernels(arguments: list[str], command: str) -> int:
+    from server.kernels_command import run
+
+    return run(arguments)
+
+
 def _key(arguments: list[str], command: str) -> int:
     from server.key_command import KeyCommandError, run
 
@@ -160,6 +167,7 @@ _COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "rm": _checkpoints,
     "doctor": _doctor,
     "verify": _verify,
+    "kernels": _kernels,
     "key": _key,
     "completion": _completion,
     "--version": _version,

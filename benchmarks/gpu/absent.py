@@ -24,8 +24,6 @@ from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.runner import loaded_model
 from engine.runner.device import Graph, HostDevice
-from engine.runner.graphs import GraphRunner
-from engine.runner.kv_cache import PageCommitter
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.warm_up import WarmUpRow, WarmUpStep
 from models.architectures.config import CheckpointConfig, ModelConfig
@@ -34,9 +32,9 @@ from models.attention.triton import TritonAttentionBackend
 from models.layers.base import CausalLM
 from models.ops import triton as kernels
 from models.ops.triton import configs, probe
+from models.ops.triton.absent import gpu_of
 from models.ops.triton.configs import Target, launch_of
 from models.parallel.tensor_parallel import TensorParallel
-from tools.kernels.compilation import gpu_of
 
 Compile: TypeAlias = Callable[[Any, GPUTarget, dict[str, Any]], Any]
 """Stands where `triton.compiler.compile` does, of a source, a target and options."""
@@ -118,6 +116,7 @@ class IdleDevice(HostDevice):
     """Reads no memory of the host's by itself, so that steps are copied as to a GPU; its graphs are empty."""
 
     is_host = False
+    computes = False
     has_graphs = True
     has_pieces = True
 
@@ -226,13 +225,9 @@ def _runner(bench: Bench, batch: int, blocks: int, *, has_graphs: bool, **fields
     loaded = load_shape(bench, config, _FIELDS, IdleDevice(), weights_of_ones)
     assert config.num_kvcache_blocks is not None
     runner = SizedRunner(loaded, config.num_kvcache_blocks)
-    # A GPU's memory is committed when it is taken.
-    runner.page_committer = PageCommitter((), 1)
     if runner.graphs is not None:
-        # What a pass would have left of nothing is not compared with what a replay left of it.
-        with patch.object(GraphRunner, "_is_right", lambda *_: True):
-            while runner.prepare_ahead():
-                pass
+        while runner.prepare_ahead():
+            pass
         assert runner.graphs.captured_sizes, "the log says why no graph was captured"
     return runner
 

@@ -137,6 +137,28 @@ class RankCollectives(Collectives, RankGroup, Protocol):
     """A rank's end of its group: its collectives, and how it joins and leaves."""
 
 
+class Checkpoint(NamedTuple):
+    """A checkpoint's configuration, and the settings with what it decides."""
+
+    config: Config
+    model_config: CheckpointConfig
+    pooling: PoolingConfig | None
+
+
+def read_checkpoint(config: Config, path: Path) -> Checkpoint:
+    """Read all but the weights. Raises `ValueError`, a sentence, for settings that the checkpoint does not allow."""
+    pooling = read_pooling(path, config.task, matryoshka=config.matryoshka)
+    model_config = read_checkpoint_config(path, config.model_impl, pooling)
+    _require_quantization(config.quantization_config.quantization, path, model_config)
+    return Checkpoint(_with_checkpoint(config, model_config, pooling), model_config, pooling)
+
+
+def dtype_of(config: Config, model_config: CheckpointConfig) -> torch.dtype:
+    """The type of activations."""
+    dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+    return dtype
+
+
 class LoadedRank(NamedTuple):
     """A rank's model before it has met the others."""
 
@@ -160,15 +182,12 @@ def load_rank(
 
     `lockstep_member`: this replica among those that compute in lockstep; `share`: this replica's share of the host.
     """
-    pooling = read_pooling(path, config.task, matryoshka=config.matryoshka)
-    model_config = read_checkpoint_config(path, config.model_impl, pooling)
-    _require_quantization(config.quantization_config.quantization, path, model_config)
-    config = _with_checkpoint(config, model_config, pooling)
+    config, model_config, pooling = read_checkpoint(config, path)
     device = _resolve_device(config, shard, share)
     _leave_default_stream(device)
     sizes = sizes_of(model_config, config.kv_cache_block_size, 1 if shard is None else shard.size)
     _choose_kernels(device, config.kernel_backend, sizes)
-    dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+    dtype = dtype_of(config, model_config)
     type_name = str(dtype).removeprefix("torch.")
     _require_rounding(config.quantization_config.quantization, model_config, device, dtype)
     logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)

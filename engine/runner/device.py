@@ -114,6 +114,8 @@ class Device(Protocol):
     """Whether it can capture a pass in pieces."""
     is_host: bool
     """Whether it reads the host's memory at once, so that nothing need be copied."""
+    computes: bool
+    """Whether kernels run; those of a GPU that is not there are only compiled."""
     memory: DeviceMemory | None
     """None where its memory is the host's."""
 
@@ -143,6 +145,7 @@ class HostDevice:
     has_graphs = False
     has_pieces = False
     is_host = True
+    computes = True
     memory: DeviceMemory | None = None
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -172,6 +175,7 @@ class GPUDevice:
     has_graphs = True
     has_pieces = True
     is_host = False
+    computes = True
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device

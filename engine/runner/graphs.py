@@ -406,7 +406,7 @@ class GraphRunner:
 
         Layers' states change with each pass: models that keep some are not compared.
         """
-        if self._shape.states_per_slot:
+        if self._shape.states_per_slot or not self._device.computes:
             return True
         assert self._hidden is not None
         hidden = self._hidden[: size * self._shape.query_len]

@@ -212,8 +212,8 @@ class ModelRunner:
             num_blocks + (self.padding_block is not None), self.num_slots + has_graphs
         )
         set_kv_cache_data(kv_cache_data)
-        on_host = self.device.type == "cpu"
-        self.page_committer = PageCommitter(self.caches.pools if on_host else (), torch.get_num_threads())
+        pools = self.caches.pools if loaded.seam.is_host else ()
+        self.page_committer = PageCommitter(pools, torch.get_num_threads())
         self.input_batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=loaded.max_model_len,

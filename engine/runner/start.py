@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from engine.runner.device import DeviceMemory
 from engine.runner.drafting import DraftPasses
 from engine.runner.kernel_checks import check_kernels, refuse_unchecked, watch_kernels
 from engine.runner.loaded_model import LoadedModel, drafter_caches
@@ -69,10 +68,10 @@ def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
                 activations=_activation_bytes(loaded) + proposal_bytes(loaded),
                 ranks=loaded.num_local_ranks,
             )
-            if loaded.device.type == "cpu"
+            if (memory := loaded.seam.memory) is None
             else gpu_budget(
                 config,
-                DeviceMemory(loaded.device),
+                memory,
                 lambda num_seqs: run_worst_case(loaded, num_seqs),
                 agree=lambda is_so: loaded.parallel.all_agree(is_so, loaded.device),
                 kept_bytes=proposal_bytes(loaded),

@@ -233,7 +233,7 @@ def _load(
         for module in model.modules():
             if isinstance(module, MLAAttention):
                 module.pack_heads()
-    if device.type == "cpu" and not runtime.active() and can_pack(dtype):
+    if device.type == "cpu" and not (runtime.active() or triton.active()) and can_pack(dtype):
         pack_filled_products(model)
     if aiter.takes("moe"):
         _shuffle_experts(model)

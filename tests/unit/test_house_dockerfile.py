@@ -31,7 +31,7 @@ def stages() -> dict[str, list[str]]:
 
 
 def test_rocm_is_what_is_built_when_nothing_is_named() -> None:
-    assert list(stages()) == ["build", "cpu", "cuda", "rocm"]
+    assert list(stages()) == ["model", "build", "cpu", "cuda", "rocm"]
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda", "rocm"])

@@ -15,14 +15,6 @@ from typing import Any
 from models.ops.triton.configs import Config, Target
 
 
-def gpu_of(target: Target) -> Any:
-    """Triton's `GPUTarget` for it."""
-    from triton.backends.compiler import GPUTarget
-
-    arch: str | int = target.arch if target.backend == "hip" else int(target.arch.removeprefix("sm_"))
-    return GPUTarget(target.backend, arch, target.warp_size)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
     """What `triton.compile` needs to know, and what its output must be."""
@@ -69,6 +61,8 @@ class Compilation:
     def compile(self) -> Any:
         """Triton's `CompiledKernel`. Raises what the compiler raises; not to be called under the interpreter."""
         import triton
+
+        from models.ops.triton.absent import gpu_of
 
         return triton.compile(self._source(), target=gpu_of(self.target), options=self._options)
 

@@ -7,8 +7,12 @@ Triton is imported by `start`, never before: a server on a CPU has none of it in
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from models.ops.triton.configs import Target
 
 _device_type: str | None = None
 _is_there: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
@@ -17,15 +21,22 @@ _left: frozenset[str] = frozenset()
 _is_idle = False
 
 
-def start(device: torch.device) -> str | None:
+def start(device: torch.device, absent: "Target | None" = None) -> str | None:
     """Start the kernels for tensors of a device; None, or why they cannot run, in words.
 
     A small kernel is compiled, run and checked first. A CPU takes Triton's interpreter, as the tests set it up.
+    `absent`: a GPU that is not there, for which a CPU's kernels are compiled; none runs, and none is checked.
     """
     global _device_type, _is_there
-    from models.ops.triton.probe import probe
+    reason = None
+    if absent is None:
+        from models.ops.triton.probe import probe
 
-    reason = probe(device)
+        reason = probe(device)
+    else:
+        from models.ops.triton.absent import stand_in
+
+        stand_in(absent)
     _device_type, _is_there = device.type if reason is None else None, attrgetter(f"is_{device.type}")
     return reason
 

@@ -129,7 +129,19 @@ def target_of(device: torch.device) -> Target:
 
     Raises `ValueError` for a GPU that is like none of them.
     """
-    return INTERPRETER if device.type == "cpu" else _target_of_gpu(device.index)
+    if device.type == "cpu":
+        return INTERPRETER if _absent is None else _absent
+    return _target_of_gpu(device.index)
+
+
+_absent: Target | None = None
+"""The GPU that a CPU's tensors are taken for."""
+
+
+def take_cpu_for(target: Target) -> None:
+    """Have kernels of a CPU's tensors compiled for a GPU that is not there."""
+    global _absent
+    _absent = target
 
 
 @functools.cache
