@@ -1,9 +1,15 @@
-"""The CPU operators in builds that end at an access out of bounds, undefined arithmetic, or a data race."""
+"""The CPU operators in builds that end at an access out of bounds, undefined arithmetic, or a data race.
 
+A build takes longer than its checks, so that it is kept in the user's cache until sources, flags or compiler change.
+"""
+
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,42 +17,61 @@ import pytest
 import models.ops.cpu
 
 SOURCES = Path(models.ops.cpu.__file__).parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kaon-tests"
+KEPT_SECONDS = 30 * 24 * 3600
 CHECKS = "-fsanitize=address,undefined"
 FLAGS = ["-O0", "-g1", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fno-trapping-math"]
 FLAGS += ["-fvisibility=hidden", "-DKAON_SANITIZE"]
 
 
-def compile_with(runtime: str, built: Path, *arguments: str) -> Path:
-    """Compile the operators with a sanitizer; where its library is."""
+def compile_with(runtime: str, *arguments: str, more: Sequence[Path] = ()) -> tuple[Path, Path]:
+    """Compile the operators with a sanitizer, unless that was done: what is built, and where the library is."""
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("gcc is missing, with which the sanitizers are found")
     found = Path(subprocess.check_output([compiler, f"-print-file-name={runtime}"], text=True).strip())
     if not found.is_absolute():
         pytest.skip(f"gcc's {runtime} is not installed")
-    sources = map(str, sorted(SOURCES.glob("*.c")))
-    subprocess.run([compiler, *FLAGS, *arguments, "-o", built, *sources, "-lm", "-lpthread"], check=True)
-    return found
+    sources = [*sorted(SOURCES.glob("*.c")), *more]
+    digest = hashlib.sha256(subprocess.check_output([compiler, "--version"]))
+    digest.update(repr((FLAGS, arguments)).encode())
+    for path in (*sources, *sorted(SOURCES.glob("*.h"))):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    built = CACHE / f"{runtime}-{digest.hexdigest()[:32]}"
+    if not built.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        for old in CACHE.iterdir():
+            if time.time() - old.stat().st_mtime > KEPT_SECONDS:
+                old.unlink(missing_ok=True)
+        unfinished = CACHE / f"unfinished-{os.getpid()}-{runtime}"
+        files = [f"-I{SOURCES}", "-o", str(unfinished), *map(str, sources)]
+        subprocess.run([compiler, *FLAGS, *arguments, *files, "-lm", "-lpthread"], check=True)
+        unfinished.rename(built)
+    return built, found
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
-def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
-    built = tmp_path / "operators.so"
-    runtime = compile_with("libasan.so", built, CHECKS, "-fno-sanitize-recover=all", "-shared", "-fPIC")
+def test_no_operator_leaves_its_memory(rounds: int) -> None:
+    built, runtime = compile_with("libasan.so", CHECKS, "-fno-sanitize-recover=all", "-shared", "-fPIC")
     environment = {**os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
-    for fuzz in (["tests.parity.cpu_fuzz", built, str(rounds)], ["tests.parity.exchange_fuzz", str(rounds), built]):
+    for fuzz in (["cpu_fuzz", str(built), str(rounds)], ["exchange_fuzz", str(rounds), str(built)]):
         run = subprocess.run(
-            [sys.executable, "-m", *fuzz], env=environment, capture_output=True, text=True, timeout=1700, check=False
+            [sys.executable, "-m", f"tests.parity.{fuzz[0]}", *fuzz[1:]],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1700,
+            check=False,
         )
         assert run.returncode == 0, run.stderr[-4000:]
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("programs", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_threads_share_nothing_unordered(programs: int, tmp_path: Path) -> None:
-    built = tmp_path / "pool"
-    compile_with("libtsan.so", built, "-fsanitize=thread", f"-I{SOURCES}", str(Path(__file__).with_name("cpu_pool.c")))
+def test_threads_share_nothing_unordered(programs: int) -> None:
+    program = Path(__file__).with_name("cpu_pool.c")
+    built, _ = compile_with("libtsan.so", "-fsanitize=thread", more=[program])
     run = subprocess.run([built, str(programs)], capture_output=True, text=True, timeout=1700, check=False)
     if "unexpected memory mapping" in run.stderr:
         pytest.skip("the thread sanitizer of this gcc does not know this kernel's layout of memory")

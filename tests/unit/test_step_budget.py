@@ -33,7 +33,7 @@ ARRIVALS = st.lists(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(ARRIVALS)
 def test_no_stream_waits_longer_than_twice_the_bound_whatever_arrives(
     policy: str, arrivals: list[tuple[float, int, int, str]]
