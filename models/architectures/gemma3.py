@@ -65,7 +65,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
             attention, feed_forward = self.attention, self.feed_forward
             return SandwichDecoderLayer(config, layer, attention, feed_forward, parallel, norm=OffsetRMSNorm)
 
-        rope, scale = _local_rope(config), embedding_scale(config)
+        rope, scale = local_rope(config), embedding_scale(config)
         return TwoRopesBody(config, make_layer, parallel, local_rope=rope, norm=OffsetRMSNorm, embed_scale=scale)
 
 
@@ -76,7 +76,7 @@ def _reject_unsupported(config: ModelConfig) -> None:
         raise fields.invalid("attn_logit_softcapping", "null: Gemma 3 normalises queries and keys instead")
 
 
-def _local_rope(config: ModelConfig) -> RopeConfig:
+def local_rope(config: ModelConfig) -> RopeConfig:
     """The windowed layers' rope, under the names of transformers' version 5 or 4."""
     fields = config.fields
     by_kind = fields.section("rope_parameters")

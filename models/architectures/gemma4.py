@@ -169,51 +169,61 @@ class Gemma4DecoderLayer(nn.Module):
         self.scale = float(loaded[0])
 
 
-class Gemma4Model(DecoderBody):
-    """Scaled embedding, inputs of single layers, decoder layers and final norm."""
+class LayerInputsBody(DecoderBody):
+    """A body with a scaled embedding, and with inputs of single layers, if there are any."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
-        fields, size, eps = config.fields, config.hidden_size, config.rms_norm_eps
+        fields, size = config.fields, config.hidden_size
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, scale=_root(size), parallel=parallel)
         self.num_layers = config.num_hidden_layers
         self.own_size = fields.integer("hidden_size_per_layer_input", minimum=0)
+        self.num_own_tokens = config.vocab_size
+        """Tokens that have such inputs; others have those of token 0."""
         if self.own_size:
+            self.num_own_tokens = fields.integer("vocab_size_per_layer_input")
             self.embed_tokens_per_layer = VocabParallelEmbedding(
-                fields.integer("vocab_size_per_layer_input"),
-                self.num_layers * self.own_size,
-                scale=_root(self.own_size),
-                parallel=parallel,
+                self.num_own_tokens, self.num_layers * self.own_size, scale=_root(self.own_size), parallel=parallel
             )
             self.per_layer_model_projection = ColumnParallelLinear(size, self.num_layers * self.own_size)
             # The projection is meant to be divided by the root of its inputs first, which the norm takes back.
-            self.per_layer_projection_norm = RMSNorm(self.own_size, eps * size)
-        self.rotary_emb = RotaryEmbedding(_rope(config, _FULL), config.max_model_len)
-        self.local_rotary_emb = RotaryEmbedding(_rope(config, _LOCAL), config.max_model_len)
-        caches = _caches(config)
-        self.layers = nn.ModuleList(
-            Gemma4DecoderLayer(config, layer, caches[layer], parallel) for layer in range(self.num_layers)
-        )
-        self.norm = RMSNorm(size, eps)
+            self.per_layer_projection_norm = RMSNorm(self.own_size, config.rms_norm_eps * size)
+        self.vocab_size = config.vocab_size
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
-        own = self._own_inputs(input_ids, hidden) if self.own_size else None
-        everywhere, nearby = self.rotary_emb(positions), self.local_rotary_emb(positions)
-        for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, None if own is None else own[:, number], nearby if layer.is_local else everywhere)
-        return self.norm(hidden)  # type: ignore[no-any-return]
-
-    def _own_inputs(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def own_inputs(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Each layer's own input: of the token, and of its embedding. # -> [tokens, layers, own_size]"""
         shape = len(input_ids), self.num_layers, self.own_size
+        if self.num_own_tokens < self.vocab_size:
+            input_ids = input_ids.masked_fill(input_ids >= self.num_own_tokens, 0)
         of_token = self.embed_tokens_per_layer(input_ids).view(shape)
         projected = self.per_layer_model_projection(embedded).view(shape)
         return self.per_layer_projection_norm.norm_add(projected, of_token, 2**-0.5)
 
 
-def _unread(fields: Fields) -> tuple[str, ...]:
+class Gemma4Model(LayerInputsBody):
+    """Scaled embedding, inputs of single layers, decoder layers and final norm."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__(config, parallel)
+        self.rotary_emb = RotaryEmbedding(_rope(config, _FULL), config.max_model_len)
+        self.local_rotary_emb = RotaryEmbedding(_rope(config, _LOCAL), config.max_model_len)
+        caches = caches_of(config)
+        self.layers = nn.ModuleList(
+            Gemma4DecoderLayer(config, layer, caches[layer], parallel) for layer in range(self.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        own = self.own_inputs(input_ids, hidden) if self.own_size else None
+        everywhere, nearby = self.rotary_emb(positions), self.local_rotary_emb(positions)
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, None if own is None else own[:, number], nearby if layer.is_local else everywhere)
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+
+def unread_of_shared_layers(fields: Fields) -> tuple[str, ...]:
     """Tensors of layers that share keys and values: checkpoints may hold what nothing reads."""
     count, shared = fields.integer("num_hidden_layers"), fields.integer("num_kv_shared_layers", 0, minimum=0)
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
@@ -238,7 +248,7 @@ _FACTS = ConfigFacts(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     full_attention_every=6,
     last_layer_is_full=True,
-    unread=_unread,
+    unread=unread_of_shared_layers,
 )
 
 
@@ -304,7 +314,7 @@ def _rope(config: ModelConfig, kind: str) -> RopeConfig:
     )
 
 
-def _caches(config: ModelConfig) -> Mapping[int, int | None]:
+def caches_of(config: ModelConfig) -> Mapping[int, int | None]:
     """By layer, the earlier one whose keys and values it reads; None: it has its own."""
     fields, count = config.fields, config.num_hidden_layers
     first = count - fields.integer("num_kv_shared_layers", 0, minimum=0, maximum=count - 1)

@@ -97,6 +97,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "DeepseekV32ForCausalLM": "models.architectures.deepseek_v2",
         "DeepseekV3ForCausalLM": "models.architectures.deepseek_v2",
         "Gemma3ForCausalLM": "models.architectures.gemma3",
+        "Gemma3nForCausalLM": "models.architectures.gemma3n",
         "Gemma4ForCausalLM": "models.architectures.gemma4",
         "Phi3ForCausalLM": "models.architectures.phi3",
         "LlamaForCausalLM": "models.architectures.llama",
@@ -159,6 +160,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
 TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+        "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
         "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
         "KimiK25ForConditionalGeneration": {
             "kimi_k2": "DeepseekV3ForCausalLM",

@@ -38,6 +38,7 @@ from tests.parity.variants import (
     attention_only,
     deepseek,
     gemma3,
+    gemma3n,
     gemma4,
     gpt_oss,
     lfm2,
@@ -78,6 +79,7 @@ ARCHITECTURES = [
         )
         for variants in (
             qwen3_5.VARIANTS,
+            gemma3n.VARIANTS,
             gemma4.VARIANTS,
             attention_only.VARIANTS,
             attention_families.VARIANTS,

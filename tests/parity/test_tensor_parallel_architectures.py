@@ -14,7 +14,7 @@ from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, Row, prompt
 from tests.parity.thread_ranks import Meeting, ThreadCollectives, at_once, thread_ranks
-from tests.parity.variants import DERIVED, Variant, all_variants, lfm2, mamba2, recurrent
+from tests.parity.variants import DERIVED, Variant, all_variants, gemma3n, lfm2, mamba2, recurrent
 
 VARIANTS = all_variants()
 NUM_TOKENS = 12
@@ -43,7 +43,8 @@ KIND = "DeepseekV3ForCausalLM"
 """Of real processes in the short form: with latents, experts and dense layers."""
 
 
-HYBRIDS = frozenset({*(each.architecture for each in (*mamba2.VARIANTS, *lfm2.VARIANTS, *recurrent.VARIANTS))})
+_MIXED = (*mamba2.VARIANTS, *lfm2.VARIANTS, *recurrent.VARIANTS, *gemma3n.VARIANTS)
+HYBRIDS = frozenset(each.architecture for each in _MIXED)
 """Architectures whose layers differ in their number of sums over the ranks."""
 
 

@@ -22,7 +22,7 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
-PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
+PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM", "Gemma3nForCausalLM", "GlmMoeDsaForCausalLM"})
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
 
 DERIVED = frozenset(
@@ -34,7 +34,7 @@ DERIVED = frozenset(
         *("Qwen2MoeForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
         *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM"),
         *("Lfm3ForCausalLM", "MiniMaxForCausalLM", "FalconMambaForCausalLM", "Glm4MoeLiteForCausalLM"),
-        *("OlmoHybridForCausalLM", "JambaForCausalLM"),
+        *("OlmoHybridForCausalLM", "JambaForCausalLM", "Gemma3nForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
     }
 )
