@@ -55,8 +55,9 @@ class LoadedModel(NamedTuple):
     info: ModelInfo
     load_tokenizer: "Callable[[], Tokenizer]"
     window: int | None = None
-    rope: RopeContext | None = None
     """Tokens that a query sees in the widest layer, its own included; None: all before it."""
+    rope: "RopeContext | None" = None
+    """How a sequence's rotary frequencies depend on its length; None: not at all."""
     blocks_at_first: int | None = None
     """Initial blocks of a KV cache that grows with its use; None: all."""
     world: "World | None" = None
