@@ -87,6 +87,11 @@ def _quantized_products(draw: random.Random, seed: int) -> None:
     found = ops.linear(x, made, bias, dtype=torch.float32)
     _close(found, x.float() @ held.float().T + bias.float())
     assert torch.equal(ops.linear(x, made, bias), found.bfloat16())
+    tokens, _ = greedy_head(made, bias, rows).choose(x)
+    assert tokens.tolist() == found.argmax(-1).tolist()
+    halves = QuantizedWeight(64 * (1 + outputs // 40), inputs, made.bits)
+    halves.put(0, bf16(halves.out_features, inputs, seed=seed + 1))
+    assert torch.equal(ops.gated_linear(x, halves, None, 0), ops.gated(ops.linear(x, halves), 0))
     counts = [draw.choice((0, 1, 3, 40)) for _ in range(draw.randint(1, 3))]
     pairs, stack = bf16(sum(counts), inputs, seed=seed), QuantizedWeight(len(counts) * 32, inputs, 4)
     stack.put(0, bf16(len(counts) * 32, inputs, seed=seed))

@@ -10,7 +10,7 @@ import torch
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu.dense import BLOCK, STEP, QuantizedWeight, quantized_bytes
-from tests.parity.test_cpu_operators import LIBRARY, PATHS, bf16
+from tests.parity.test_cpu_operators import LIBRARY, PATHS, SILU, bf16, greedy_head
 
 pytestmark = pytest.mark.skipif(
     LIBRARY is None, reason="the operators were not built: install again where there is a C compiler"
@@ -150,6 +150,29 @@ def test_grouped_rows_each_meet_their_own_weight(counts: list[int], has_bias: bo
         own = ops.linear(rows, quantized(weights[place], bits), None if bias is None else bias[place])
         assert torch.equal(found[sum(counts[:place]) : sum(counts[: place + 1])], own)
     assert not found[-2:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33, 70, 530])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_gated_product_equals_the_gate_of_the_product(rows: int, has_bias: bool, bits: Bits) -> None:
+    x, weight = bf16(rows, 171), quantized(bf16(2 * 608, 171, seed=1), bits)
+    bias = bf16(2 * 608, seed=2) if has_bias else None
+    expected = ops.gated(ops.linear(x, weight, bias), SILU)
+    assert torch.equal(ops.gated_linear(x, weight, bias, SILU), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 33, 600])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (100, 71), (1056, 1000), (16, 1)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_head_chooses_what_its_logits_would(
+    rows: int, inputs: int, outputs: int, has_bias: bool, bits: Bits
+) -> None:
+    x, weight = bf16(rows, inputs), quantized(bf16(outputs, inputs, seed=1), bits)
+    bias = bf16(outputs, seed=2) if has_bias else None
+    logits = ops.linear(x, weight, bias, dtype=torch.float32)
+    tokens, peaks = greedy_head(weight, bias, rows).choose(x)
+    assert tokens.tolist() == logits.numpy().argmax(-1).tolist()
+    assert peaks.tolist() == logits.amax(-1).tolist()
 
 
 def test_a_product_refuses_what_it_would_misread(bits: Bits) -> None:

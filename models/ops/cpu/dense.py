@@ -346,6 +346,7 @@ class QuantizedWeight(PackedWeight):
         structures.QuantizedPack,
         structures.QuantizedEmbed,
         structures.QuantizedGroupedLinear,
+        structures.QuantizedGatedLinear,
     )
 
     def __init__(self, out_features: int, in_features: int, bits: Literal[4, 8]) -> None:

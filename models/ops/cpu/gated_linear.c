@@ -101,7 +101,7 @@ static void gate_share(struct gating_room *room, const struct share *share) {
 void gated_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct gated_linear *op = arguments;
     int64_t rows = step->num_tokens, panels = op->linear.out_features / PANEL / 2;
-    const struct cut cut = cut_product(rows, op->linear.in_features, panels, worker->threads);
+    const struct cut cut = cut_dense(rows, op->linear.in_features, panels, worker->threads);
     struct gating_room room = prepare(op, worker, rows > FEW_ROWS);
     for (struct share share; take_share(&cut, worker, &share);) gate_share(&room, &share);
     if (room.is_large) settle_rounded();

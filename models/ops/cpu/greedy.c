@@ -1,6 +1,6 @@
 /* The argmax of each row, straight from the product with the head's weight: no logit is stored.
  *
- * Logits are the sums that linear.c would write, so the choice is the same: the largest, of equal ones the first, and
+ * Logits are the sums that linear.c or quantized.c would write, so the choice is the same: the largest, of equal ones the first, and
  * a NaN before all others. Each thread remembers the best of the logits it has seen; then one thread compares these. */
 
 #include <math.h>
@@ -8,6 +8,7 @@
 
 #include "operators.h"
 #include "panels.h"
+#include "quantized.h"
 
 /* What a thread has seen of each row. */
 struct best_tokens {
@@ -34,18 +35,26 @@ static void add_bias(float *logits, int64_t rows, const bf16 *bias, int64_t widt
         for (int64_t i = 0; i < width; i++) logits[row * PANEL + i] += widen(bias[i]);
 }
 
+void begin_greedy(const struct greedy_head *op, int64_t rows, int thread) {
+    for (int64_t row = 0; row < rows; row++)
+        op->peaks[thread * op->max_rows + row] = -INFINITY, op->tokens[thread * op->max_rows + row] = 0;
+}
+
+void keep_best(const struct greedy_head *op, float *logits, int64_t row, int64_t rows, int64_t token, int thread) {
+    int64_t at = thread * op->max_rows + row, width = min64(PANEL, op->out_features - token);
+    if (op->bias) add_bias(logits, rows, op->bias + token, width);
+    remember(logits, rows, token, width, (struct best_tokens){op->peaks + at, op->tokens + at});
+}
+
 /* Tasks: blocks of rows, of each one share of the panels after the other. A thread's shares come in order. */
-void greedy_head(const void *arguments, const struct step *step, struct worker *worker) {
-    const struct greedy_head *op = arguments;
+static void choose(const struct greedy_head *op, const struct step *step, struct worker *worker) {
     const struct panel_products *products = panel_products(worker->isa);
     int64_t rows = step->num_tokens, steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
     int64_t block = rows_to_stage(steps * DEPTH);
     int64_t share = panels_of_task(1, steps * STEP * sizeof(bf16), panels, worker->threads);
     int64_t shares = parts(panels, share);
-    struct best_tokens best = {op->peaks + worker->thread * op->max_rows, op->tokens + worker->thread * op->max_rows};
     struct staged staged = {worker->scratch, -1, products->staged_bytes};
     ALIGNED float logits[GROUP * PANEL];
-    for (int64_t row = 0; row < rows; row++) best.peaks[row] = -INFINITY, best.tokens[row] = 0;
     prepare_tiles(worker->isa);
     for (int64_t task; (task = take_task(worker)) < parts(rows, block) * shares;) {
         int64_t first = task / shares * block, panel = task % shares * share, past = min64(panels, panel + share);
@@ -57,16 +66,18 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
                 some = rows_of_group(count - row, count);
                 made = multiply_first(products, staged.rows + row * steps * DEPTH * staged.bytes, some, weight,
                                       past - panel, steps, look_ahead(count), logits);
-                struct best_tokens here = {best.peaks + first + row, best.tokens + first + row};
-                for (int64_t i = 0, token = panel * PANEL; i < made; i++, token += PANEL) {
-                    int64_t width = min64(PANEL, op->out_features - token);
-                    float *of_panel = logits + i * some * PANEL;
-                    if (op->bias) add_bias(of_panel, some, op->bias + token, width);
-                    remember(of_panel, some, token, width, here);
-                }
+                for (int64_t i = 0; i < made; i++)
+                    keep_best(op, logits + i * some * PANEL, first + row, some, (panel + i) * PANEL, worker->thread);
             }
         }
     }
+}
+
+void greedy_head(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct greedy_head *op = arguments;
+    begin_greedy(op, step->num_tokens, worker->thread);
+    if (op->bits == 16) choose(op, step, worker);
+    else quantized_greedy_head(op, step, worker);
 }
 
 /* One task. The best of all threads goes where the first thread's is. */

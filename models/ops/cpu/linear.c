@@ -131,10 +131,9 @@ int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads)
     return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
 }
 
-struct cut cut_product(int64_t rows, int64_t in_features, int64_t panels, int threads) {
-    int64_t steps = parts(in_features, DEPTH), block = rows_of_block(steps * DEPTH), blocks = parts(rows, block);
-    int64_t whole = max64(0, blocks - threads);
-    int64_t share = panels_of_task(rows, steps * STEP * sizeof(bf16), panels, threads), shares = parts(panels, share);
+struct cut cut_product(int64_t rows, int64_t block, int64_t bytes, int64_t panels, int threads) {
+    int64_t blocks = parts(rows, block), whole = max64(0, blocks - threads);
+    int64_t share = panels_of_task(rows, bytes, panels, threads), shares = parts(panels, share);
     return (struct cut){.rows = rows,
                         .panels = panels,
                         .block = block,
@@ -142,6 +141,11 @@ struct cut cut_product(int64_t rows, int64_t in_features, int64_t panels, int th
                         .share = share,
                         .shares = shares,
                         .tasks = whole + (blocks - whole) * shares};
+}
+
+struct cut cut_dense(int64_t rows, int64_t in_features, int64_t panels, int threads) {
+    int64_t steps = parts(in_features, DEPTH);
+    return cut_product(rows, rows_of_block(steps * DEPTH), steps * STEP * sizeof(bf16), panels, threads);
 }
 
 int take_share(const struct cut *cut, struct worker *worker, struct share *share) {
@@ -158,7 +162,7 @@ int take_share(const struct cut *cut, struct worker *worker, struct share *share
 void linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct linear *op = arguments;
     int64_t rows = step->num_tokens;
-    const struct cut cut = cut_product(rows, op->in_features, parts(op->out_features, PANEL), worker->threads);
+    const struct cut cut = cut_dense(rows, op->in_features, parts(op->out_features, PANEL), worker->threads);
     struct bench bench = prepare(worker, rows > FEW_ROWS);
     prepare_rows(worker->isa, rows);
     for (struct share share; take_share(&cut, worker, &share);)

@@ -21,6 +21,7 @@ operator *const operators[OPERATORS] = {
     [ACCEPT_DRAFTS] = accept_drafts, [POSITION_SCALES] = position_scales,
     [SHORT_CONV] = short_conv, [STATE_SPACE] = state_space, [GROUP_NORM] = group_norm, [SCALE_ROWS] = scale_rows,
     [DELTA_RULE] = delta_rule, [SELECTIVE_SCAN] = selective_scan,
+    [QUANTIZED_GATED_LINEAR] = quantized_gated_linear,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -71,6 +72,7 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [SCALE_ROWS] = sizeof(struct scale_rows),
     [DELTA_RULE] = sizeof(struct delta_rule),
     [SELECTIVE_SCAN] = sizeof(struct selective_scan),
+    [QUANTIZED_GATED_LINEAR] = sizeof(struct quantized_gated_linear),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

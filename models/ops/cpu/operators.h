@@ -31,6 +31,7 @@ enum {
     TAKE_DRAFTS, ACCEPT_DRAFTS, POSITION_SCALES,
     SHORT_CONV, STATE_SPACE, GROUP_NORM, SCALE_ROWS,
     DELTA_RULE, SELECTIVE_SCAN,
+    QUANTIZED_GATED_LINEAR,
     OPERATORS
 };
 
@@ -303,6 +304,7 @@ struct greedy_head {
     float *peaks;    /* [threads, max_rows] */
     int64_t *tokens; /* [threads, max_rows] */
     int64_t max_rows;
+    int64_t bits; /* of the weight: 16, or 8 or 4 as in quantized.h */
 };
 
 /* The best of the threads' tokens, written to the first thread's. */
@@ -342,6 +344,10 @@ struct take_drafts {
 /* The same operators for weights of 8 or 4 bits, packed as in quantized.h; `pack` rounds. */
 struct quantized_linear {
     struct linear linear;
+    int64_t bits;
+};
+struct quantized_gated_linear {
+    struct gated_linear gated;
     int64_t bits;
 };
 struct quantized_pack {
@@ -597,13 +603,18 @@ operator all_reduce;
 operator greedy_head, greedy_choice, take_drafts, accept_drafts;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator position_scales;
-operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
+operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear, quantized_gated_linear;
 operator coded_linear, expand_codes, coded_pack, coded_grouped_linear;
 operator float_linear, route, sort_pairs, combine;
 operator largest, draw;
 operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
 
 extern operator *const operators[OPERATORS];
+
+/* Logits [rows][PANEL] from `token` on, of the rows from `row` on; what `greedy_head` has for its thread is kept where it
+ * is better. */
+void begin_greedy(const struct greedy_head *op, int64_t rows, int thread);
+void keep_best(const struct greedy_head *op, float *logits, int64_t row, int64_t rows, int64_t token, int thread);
 
 /* act(gate) * up of PANEL columns; rows of the gates are `stride` apart, the others' PANEL. */
 void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,

@@ -159,7 +159,11 @@ struct cut {
     int64_t rows, panels, block, whole, share, shares, tasks;
 };
 
-struct cut cut_product(int64_t rows, int64_t in_features, int64_t panels, int threads);
+/* `block`: the most rows that a thread multiplies at once; `bytes` of a panel. */
+struct cut cut_product(int64_t rows, int64_t block, int64_t bytes, int64_t panels, int threads);
+
+/* That of a dense weight. */
+struct cut cut_dense(int64_t rows, int64_t in_features, int64_t panels, int threads);
 
 /* A thread's next part: `count` rows from `first` on by the panels from `panel` to `past`. 0: there are no more. */
 struct share {

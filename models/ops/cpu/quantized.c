@@ -4,6 +4,7 @@
 #include "vectors.h"
 
 #define STAGED_VALUES (1 << 20) /* of rows that are multiplied by a panel while it is near: 16 rows always fit */
+#define MOST_HELD 16            /* panels of gates that wait for theirs of the other half, where rows are few */
 #define AHEAD 8192              /* bytes between what is read of a weight and what is fetched */
 
 /* A thread's scratch. */
@@ -14,7 +15,10 @@ struct quantized_bench {
     int32_t totals[STAGED_VALUES / STEP_INPUTS];
     float sums[STAGED_ROWS * PANEL];
     int32_t products[BLOCKS_AT_ONCE * TWO_TILES * PANEL];
+    bf16 gates[2 * STAGED_ROWS * PANEL]; /* of one panel, or [FEW_ROWS][MOST_HELD * PANEL] */
+    bf16 ups[STAGED_ROWS * PANEL], gated[STAGED_ROWS * PANEL];
 };
+_Static_assert(FEW_ROWS * MOST_HELD <= STAGED_ROWS * 2, "gates that wait have room");
 _Static_assert(sizeof(struct quantized_bench) <= SCRATCH, "a thread's scratch holds it");
 
 static int64_t staged_rows(int64_t blocks) {
@@ -89,56 +93,40 @@ CLONES static void stage_row(struct quantized_bench *bench, int64_t row, const b
                         min64(BLOCK, inputs - block * BLOCK));
 }
 
-/* Store the sums, with the panel's bias, to the output; lines of a large output past the caches. */
-CLONES static void finish(const struct linear *op, const struct panel_products *products, const float *sums, int64_t row,
-                          int64_t count, int64_t output, int is_large) {
-    int64_t width = min64(PANEL, op->out_features - output), first = row * op->out_stride + output;
-    ALIGNED float bias[PANEL] = {0};
-    for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[output + i]);
-    if (is_large && !op->is_float && width == PANEL) {
-        for (; count > 0; count--, sums += PANEL, first += op->out_stride) {
-            ALIGNED bf16 line[PANEL];
-            for (int half = 0; half < PANEL; half += LANES) store_bf16(line + half, load(sums + half) + load(bias + half));
-            products->put(line, 1, (bf16 *)op->out + first);
-        }
-        return;
-    }
-    for (; count > 0; count--, sums += PANEL, first += op->out_stride)
-        for (int half = 0; half < PANEL; half += LANES) {
-            int64_t left = min64(LANES, width - half);
-            vector sum = load(sums + half) + load(bias + half);
-            if (left <= 0) continue;
-            if (op->is_float) memcpy((float *)op->out + first + half, &sum, left * sizeof(float));
-            else if (left == LANES) store_bf16((bf16 *)op->out + first + half, sum);
-            else store_some((bf16 *)op->out + first + half, sum, left);
-        }
-}
-
-/* Lines that are about to be written, from memory into this core's cache. */
-static void fetch_output(const struct linear *op, int64_t row, int64_t count, int64_t output) {
-    int64_t size = op->is_float ? sizeof(float) : sizeof(bf16), bytes = min64(PANEL, op->out_features - output) * size;
-    const char *line = (const char *)op->out + (row * op->out_stride + output) * size;
-    for (; count > 0; count--, line += op->out_stride * size)
-        for (int64_t byte = 0; byte < bytes; byte += LINE) __builtin_prefetch(line + byte, 1);
-}
-
 /* Where a thread is: the rows that are staged, -1 for none. */
 struct place {
     struct quantized_bench *bench;
+    const struct panel_products *products; /* by which sums are rounded */
     enum isa isa;
     const int64_t *tokens; /* which row of x each row is, or NULL */
     int64_t first_row;
     int is_large; /* whether the output is too large to be read again from a cache */
 };
 
-/* Staged rows by one panel. With many, as many blocks at once as stay in the first cache from group to group. */
-static void multiply_panel(const struct linear *op, int64_t bits, const struct place *at, int64_t rows,
-                           int64_t output) {
+static struct place prepare(struct worker *worker) {
+    prepare_tiles(worker->isa);
+    return (struct place){.bench = (struct quantized_bench *)worker->scratch,
+                          .products = panel_products(worker->isa),
+                          .isa = worker->isa,
+                          .first_row = -1};
+}
+
+/* Stage `count` rows from `first` on unless they are staged. */
+static void stage_rows(const struct linear *op, struct place *at, int64_t first, int64_t count) {
+    for (int64_t row = 0; at->first_row != first && row < count; row++) {
+        int64_t token = at->tokens ? at->tokens[first + row] : first + row;
+        stage_row(at->bench, row, op->x + token * op->x_stride, op->in_features);
+    }
+    at->first_row = first;
+    prepare_rows(at->isa, count);
+}
+
+/* Sums of so many staged rows by one panel. As many blocks at once as stay in the first cache from row to row. */
+static void multiply_panel(const struct linear *op, int64_t bits, const struct place *at, int64_t rows, int64_t number) {
     struct quantized_bench *bench = at->bench;
     const struct quantized_products *by = quantized_products(at->isa, rows, bits);
     int64_t blocks = parts(op->in_features, BLOCK), groups = parts(rows, TWO_TILES), size = bytes_of_block(bits);
-    const char *weight = (const char *)op->weight + output / PANEL * blocks * size;
-    int64_t lines = parts(size / LINE, groups);
+    const char *weight = (const char *)op->weight + number * blocks * size;
     memset(bench->sums, 0, rows * PANEL * sizeof(float));
     for (int64_t block = 0; block < blocks; block += BLOCKS_AT_ONCE) {
         struct quantized_panel panel = {.blocks = weight + block * size, .stride = size, .bits = bits};
@@ -150,57 +138,107 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
             panel.values = bench->unpacked, panel.values_stride = BYTES_OF_VALUES;
         }
         const char *later = panel.blocks + (groups == 1 ? AHEAD : panel.count * size);
-        struct lines ahead = {later, (int)lines, groups == 1};
-        for (int64_t group = 0; group < groups; group++) {
-            int64_t tile = group * (TWO_TILES / LANES) * blocks + block, row = at->first_row + group * TWO_TILES;
-            const struct quantized_rows here = {.values = bench->values + tile * STEPS * BYTES_OF_TILE,
-                                                .scales = bench->scales + tile * LANES,
-                                                .totals = bench->totals + tile * STEPS * LANES,
-                                                .blocks = blocks,
-                                                .count = min64(TWO_TILES, rows - group * TWO_TILES)};
-            float *sums = bench->sums + group * TWO_TILES * PANEL;
-            int is_last = block + panel.count == blocks;
-            if (is_last && groups > 1 && !at->is_large) fetch_output(op, row, here.count, output);
-            by->multiply(&here, &panel, sums, bench->products, &ahead);
-            if (is_last) finish(op, panel_products(at->isa), sums, row, here.count, output, at->is_large);
-        }
+        struct lines ahead = {later, (int)parts(size / LINE, groups), groups == 1};
+        const struct quantized_rows here = {.values = bench->values + block * STEPS * BYTES_OF_TILE,
+                                            .scales = bench->scales + block * LANES,
+                                            .totals = bench->totals + block * STEPS * LANES,
+                                            .blocks = blocks,
+                                            .count = rows};
+        by->multiply(&here, &panel, bench->sums, bench->products, &ahead);
     }
-}
-
-static struct place prepare(struct worker *worker) {
-    prepare_tiles(worker->isa);
-    return (struct place){.bench = (struct quantized_bench *)worker->scratch, .isa = worker->isa, .first_row = -1};
 }
 
 /* `count` rows from `first` on by the panels from `panel` to `past`. */
 static void multiply_panels(const struct linear *op, int64_t bits, struct place *at, int64_t first, int64_t count,
                             int64_t panel, int64_t past) {
-    if (at->first_row != first)
-        for (int64_t row = 0; row < count; row++) {
-            int64_t token = at->tokens ? at->tokens[first + row] : first + row;
-            stage_row(at->bench, row, op->x + token * op->x_stride, op->in_features);
-        }
-    at->first_row = first;
-    prepare_rows(at->isa, count);
-    for (; panel < past; panel++) multiply_panel(op, bits, at, count, panel * PANEL);
+    stage_rows(op, at, first, count);
+    for (; panel < past; panel++) {
+        multiply_panel(op, bits, at, count, panel);
+        finish_panel(op, at->products, at->bench->sums, first, count, panel * PANEL, at->is_large);
+    }
 }
 
-/* Tasks: blocks of rows, of each one share of the panels after the other. */
+static struct cut cut_rounded(const struct linear *op, int64_t bits, int64_t rows, int64_t panels, int threads) {
+    int64_t blocks = parts(op->in_features, BLOCK);
+    return cut_product(rows, staged_rows(blocks), blocks * bytes_of_block(bits), panels, threads);
+}
+
+/* Tasks: as `struct cut` says. */
 void quantized_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct quantized_linear *quantized = arguments;
     const struct linear *op = &quantized->linear;
-    int64_t blocks = parts(op->in_features, BLOCK), panels = parts(op->out_features, PANEL), rows = step->num_tokens;
-    int64_t at_once = staged_rows(blocks);
-    int64_t share = panels_of_task(rows, blocks * bytes_of_block(quantized->bits), panels, worker->threads);
-    int64_t shares = parts(panels, share);
+    int64_t rows = step->num_tokens, panels = parts(op->out_features, PANEL);
+    const struct cut cut = cut_rounded(op, quantized->bits, rows, panels, worker->threads);
     struct place at = prepare(worker);
     at.is_large = rows > FEW_ROWS;
-    for (int64_t task; (task = take_task(worker)) < parts(rows, at_once) * shares;) {
-        int64_t first = task / shares * at_once, panel = task % shares * share;
-        multiply_panels(op, quantized->bits, &at, first, min64(at_once, rows - first), panel,
-                        min64(panels, panel + share));
+    for (struct share share; take_share(&cut, worker, &share);)
+        multiply_panels(op, quantized->bits, &at, share.first, share.count, share.panel, share.past);
+    if (at.is_large) settle_rounded();
+}
+
+/* The sums of the panel of that number, rounded. */
+static void round_panel(const struct linear *op, const struct place *at, int64_t count, int64_t number, bf16 *out,
+                        int64_t out_stride) {
+    ALIGNED float bias[PANEL];
+    for (int64_t i = 0; i < PANEL; i++) bias[i] = op->bias ? widen(op->bias[number * PANEL + i]) : 0;
+    at->products->round(at->bench->sums, bias, count, 0, out, out_stride);
+}
+
+/* Rows of a share by some panels of gates, and by those of the other half. */
+static void gate_panels(const struct quantized_gated_linear *quantized, struct place *at, const struct share *share,
+                        int64_t panel, int64_t panels) {
+    const struct linear *op = &quantized->gated.linear;
+    struct quantized_bench *bench = at->bench;
+    int64_t half = op->out_features / PANEL / 2, stride = panels * PANEL, rows = share->count;
+    for (int64_t i = 0; i < panels; i++) {
+        multiply_panel(op, quantized->bits, at, rows, panel + i);
+        round_panel(op, at, rows, panel + i, bench->gates + i * PANEL, stride);
+    }
+    for (int64_t i = 0; i < panels; i++) {
+        bf16 *out = (bf16 *)op->out + share->first * op->out_stride + (panel + i) * PANEL;
+        multiply_panel(op, quantized->bits, at, rows, half + panel + i);
+        round_panel(op, at, rows, half + panel + i, bench->ups, PANEL);
+        gate_panel(&quantized->gated.by, bench->gates + i * PANEL, stride, bench->ups, rows, bench->gated);
+        for (int64_t row = 0; row < rows; row++)
+            at->products->put(bench->gated + row * PANEL, at->is_large, out + row * op->out_stride);
+    }
+}
+
+/* Tasks: as `struct cut` says of the gates' panels. With few rows the gates of several panels wait, so that a thread
+ * reads the weight in the order of memory. */
+void quantized_gated_linear(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct quantized_gated_linear *quantized = arguments;
+    const struct linear *op = &quantized->gated.linear;
+    int64_t rows = step->num_tokens, panels = op->out_features / PANEL / 2;
+    const struct cut cut = cut_rounded(op, quantized->bits, rows, panels, worker->threads);
+    struct place at = prepare(worker);
+    at.is_large = rows > FEW_ROWS;
+    for (struct share share; take_share(&cut, worker, &share);) {
+        int64_t held = share.count <= FEW_ROWS ? MOST_HELD : 1;
+        stage_rows(op, &at, share.first, share.count);
+        for (int64_t panel = share.panel; panel < share.past; panel += held)
+            gate_panels(quantized, &at, &share, panel, min64(held, share.past - panel));
     }
     if (at.is_large) settle_rounded();
+}
+
+/* Tasks: as `struct cut` says. A thread's panels come in order. */
+void quantized_greedy_head(const struct greedy_head *op, const struct step *step, struct worker *worker) {
+    const struct linear product = {.x = op->x,
+                                   .x_stride = op->x_stride,
+                                   .weight = op->weight,
+                                   .in_features = op->in_features,
+                                   .out_features = op->out_features};
+    int64_t panels = parts(op->out_features, PANEL);
+    const struct cut cut = cut_rounded(&product, op->bits, step->num_tokens, panels, worker->threads);
+    struct place at = prepare(worker);
+    for (struct share share; take_share(&cut, worker, &share);) {
+        stage_rows(&product, &at, share.first, share.count);
+        for (int64_t panel = share.panel; panel < share.past; panel++) {
+            multiply_panel(&product, op->bits, &at, share.count, panel);
+            keep_best(op, at.bench->sums, share.first, share.count, panel * PANEL, worker->thread);
+        }
+    }
 }
 
 /* Tasks: groups that have rows, of each one share of the panels after the other; then what is past the last run. */

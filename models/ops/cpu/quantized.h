@@ -38,7 +38,7 @@ struct quantized_rows {
     const float *scales;   /* [blocks][16] */
     const int32_t *totals; /* [steps][16] sums of the values */
     int64_t blocks;        /* of all inputs: from one 16 to the next */
-    int64_t count;         /* up to TWO_TILES */
+    int64_t count;
 };
 
 /* The part of a weight that is prefetched while the part before it is multiplied. */
@@ -59,7 +59,8 @@ struct quantized_panel {
 
 struct quantized_products {
     int unpacks; /* whether 4 bits are to be made 8 beforehand */
-    /* Sums [32][32] of rows and a panel's blocks, added to what is there. `products`: room for integers. */
+    /* Sums [rows][32] of rows and a panel's blocks, added to what is there. `products`: room for integers. Lines are
+     * fetched with each block by the first rows of each TWO_TILES. */
     void (*multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                      int32_t *products, struct lines *ahead);
 };
@@ -69,6 +70,9 @@ extern const struct quantized_products quantized_neon;                          
 
 /* For so many rows at once. A processor gives the same sums for any number of them. */
 const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits);
+
+/* `greedy_head` with such a weight. */
+void quantized_greedy_head(const struct greedy_head *op, const struct step *step, struct worker *worker);
 
 /* The values of `panel` at 4 bits, as 8. */
 void unpack_values(const struct quantized_panel *panel, int8_t *values);

@@ -138,7 +138,7 @@ static void NAME(multiply)(const struct quantized_rows *rows, const struct quant
         adders[panel->bits == 4][count - 1](rows->values + tile * STEPS * BYTES_OF_TILE + place * STEP_INPUTS,
                                             rows->scales + tile * LANES + place,
                                             rows->totals + tile * STEPS * LANES + place, panel, sums + row * PANEL,
-                                            row == 0 ? ahead : NULL);
+                                            row % TWO_TILES == 0 ? ahead : NULL);
     }
 }
 

@@ -86,19 +86,20 @@ AMX static inline void add_tiles(const int8_t *x0, const int8_t *x1, const int8_
     _tile_dpbssd(3, 5, 7);
 }
 
+/* One after the other, so that the lines of a tile are next to each other. */
 AMX static inline void store_tiles(int32_t *products, int two) {
-    _tile_stored(0, products, PANEL * sizeof(int32_t));
-    _tile_stored(1, products + LANES, PANEL * sizeof(int32_t));
+    _tile_stored(0, products, LINE);
+    _tile_stored(1, products + LANES * LANES, LINE);
     if (!two) return;
-    _tile_stored(2, products + LANES * PANEL, PANEL * sizeof(int32_t));
-    _tile_stored(3, products + LANES * PANEL + LANES, PANEL * sizeof(int32_t));
+    _tile_stored(2, products + 2 * LANES * LANES, LINE);
+    _tile_stored(3, products + 3 * LANES * LANES, LINE);
 }
 
 #define UNITS 2 /* scaled while the next ones are multiplied; a unit is a block, or with 4 bits a step of a block */
 
 /* Integer products of some rows and some blocks of a weight, which are not yet scaled and added to the sums. */
 struct waiting {
-    const int32_t *products; /* [UNITS][TWO_TILES][PANEL] */
+    const int32_t *products; /* [UNITS][tile of rows][half of the outputs][16][16] */
     const char *weight;
     int64_t stride, blocks;
     const float *scales[2]; /* of each tile of rows */
@@ -112,10 +113,10 @@ AMX INLINE void scale_half(const struct waiting *waiting, int tile, int half, in
     int has_second = bits == 4 || waiting->blocks > 1;
     if (bits == 8) second = (const bf16 *)(waiting->weight + waiting->stride) + half * LANES;
     __m512 by = load_scales(first), by_second = load_scales(has_second ? second : first);
-    const int32_t *found = waiting->products + tile * LANES * PANEL + half * LANES;
+    const int32_t *found = waiting->products + (tile * 2 + half) * LANES * LANES;
     float *sums = waiting->sums + tile * LANES * PANEL + half * LANES;
     const float *scales = waiting->scales[tile];
-    for (int64_t row = 0; row < waiting->rows[tile]; row++, found += PANEL, sums += PANEL) {
+    for (int64_t row = 0; row < waiting->rows[tile]; row++, found += LANES, sums += PANEL) {
         __m512 sum = _mm512_loadu_ps(sums);
         __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(found)), by);
         if (bits == 4)
@@ -156,20 +157,24 @@ AMX INLINE void multiply_blocks(const int8_t *x0, const int8_t *x1, const struct
     }
 }
 
+/* By all rows, two tiles at a time. What waits is also scaled between the products of the next rows. */
 AMX INLINE void multiply_by_bits(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                                  int32_t *products, struct lines *ahead, int bits) {
-    int64_t all = rows->blocks, above = min64(LANES, rows->count), below = rows->count - above;
-    int64_t at_once = bits == 8 ? UNITS : 1;
-    struct waiting waiting = {.stride = panel->stride, .rows = {above, below}, .sums = sums};
-    for (int64_t first = 0; first < panel->count; first += at_once) {
-        int64_t blocks = min64(at_once, panel->count - first);
-        const int8_t *x = rows->values + first * STEPS * BYTES_OF_TILE;
-        const int8_t *x_below = below ? x + all * STEPS * BYTES_OF_TILE : NULL;
-        int32_t *made = products + first / at_once % 2 * UNITS * TWO_TILES * PANEL;
-        multiply_blocks(x, x_below, panel, first, blocks, made, &waiting, ahead, bits);
-        waiting.products = made, waiting.blocks = blocks;
-        waiting.weight = panel->blocks + first * panel->stride;
-        waiting.scales[0] = rows->scales + first * LANES, waiting.scales[1] = waiting.scales[0] + all * LANES;
+    int64_t all = rows->blocks, at_once = bits == 8 ? UNITS : 1, units = 0;
+    struct waiting waiting = {.stride = panel->stride};
+    for (int64_t row = 0; row < rows->count; row += TWO_TILES) {
+        int64_t above = min64(LANES, rows->count - row), below = min64(LANES, rows->count - row - above);
+        for (int64_t first = 0; first < panel->count; first += at_once, units++) {
+            int64_t blocks = min64(at_once, panel->count - first), tile = row / LANES * all + first;
+            const int8_t *x = rows->values + tile * STEPS * BYTES_OF_TILE;
+            const int8_t *x_below = below ? x + all * STEPS * BYTES_OF_TILE : NULL;
+            int32_t *made = products + units % 2 * UNITS * TWO_TILES * PANEL;
+            multiply_blocks(x, x_below, panel, first, blocks, made, &waiting, ahead, bits);
+            waiting.products = made, waiting.blocks = blocks;
+            waiting.weight = panel->blocks + first * panel->stride;
+            waiting.scales[0] = rows->scales + tile * LANES, waiting.scales[1] = waiting.scales[0] + all * LANES;
+            waiting.rows[0] = above, waiting.rows[1] = below, waiting.sums = sums + row * PANEL;
+        }
     }
     scale_part(&waiting, 0, 1, bits);
 }

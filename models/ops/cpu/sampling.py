@@ -127,7 +127,12 @@ class GreedyHead:
     """The choice that `compute_logits` and an argmax would make, without the logits between them."""
 
     def __init__(
-        self, native: Library, product: structures.Linear, vocab_size: int, max_rows: int, kept: list[torch.Tensor]
+        self,
+        native: Library,
+        product: structures.Linear | structures.QuantizedLinear,
+        vocab_size: int,
+        max_rows: int,
+        kept: list[torch.Tensor],
     ) -> None:
         """`product` makes the logits of at least `vocab_size` tokens; `kept` is the memory of its weight."""
         self._library = native
@@ -137,6 +142,7 @@ class GreedyHead:
             in_features=product.in_features,
             out_features=vocab_size,
             max_rows=max_rows,
+            bits=product.bits if isinstance(product, structures.QuantizedLinear) else 16,
         )
         self._operations = Operations((self._head, structures.GreedyChoice(ctypes.addressof(self._head))))
         self._kept = kept
@@ -154,13 +160,15 @@ class GreedyHead:
     def of(
         cls, native: Library, compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_size: int, max_rows: int
     ) -> "GreedyHead | None":
-        """The head of a model whose logits are one product in bfloat16 with a packed weight; None for any other."""
+        """The head of a model whose logits are one product with a packed bfloat16 or rounded weight; else None."""
         try:
             arguments, weights, logits = operators_of(compute_logits, max_rows, hidden_size)
         except NotRecordable:
             return None
         [product] = arguments if len(arguments) == 1 else [None]
-        if not isinstance(product, structures.Linear) or product.out != logits.data_ptr() or not product.is_float:
+        if not isinstance(product, structures.Linear | structures.QuantizedLinear):
+            return None
+        if product.out != logits.data_ptr() or not product.is_float:
             return None
         # A vocabulary may be smaller than its weight, which is padded.
         return cls(native, product, logits.shape[1], max_rows, weights)

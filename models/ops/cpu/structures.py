@@ -211,7 +211,7 @@ class GreedyHead(Arguments):
     """`struct greedy_head`."""
 
     kind = 18
-    _fields_: ClassVar = _declared("*x x_stride *weight *bias in_features out_features *peaks *tokens max_rows")
+    _fields_: ClassVar = _declared("*x x_stride *weight *bias in_features out_features *peaks *tokens max_rows bits")
 
 
 class GreedyChoice(Arguments):
@@ -271,6 +271,13 @@ class GatedLinear(Arguments):
 
     kind = 24
     _fields_: ClassVar = [*Linear._fields_, *_declared("activation alpha:double limit:double")]
+
+
+class QuantizedGatedLinear(Arguments):
+    """`struct quantized_gated_linear`."""
+
+    kind = 47
+    _fields_: ClassVar = [*GatedLinear._fields_, *_declared("bits")]
 
 
 _CODES = _declared("code_kind scales group *order")
