@@ -153,6 +153,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "OlmoHybridForCausalLM": "models.architectures.olmo_hybrid",
         "Glm4MoeLiteForCausalLM": "models.architectures.deepseek_v2",
         "MiniMaxForCausalLM": "models.architectures.minimax",
+        "Zamba2ForCausalLM": "models.architectures.zamba2",
     },
 )
 

@@ -49,6 +49,7 @@ from tests.parity.variants import (
     qwen3_5,
     qwen3_next,
     recurrent,
+    zamba2,
 )
 
 __all__ = ["triton_kernels"]
@@ -86,6 +87,7 @@ ARCHITECTURES = [
             mamba2.VARIANTS,
             lfm2.VARIANTS,
             recurrent.VARIANTS,
+            zamba2.VARIANTS,
         )
         for name in sorted({each.architecture for each in variants})
     ),

@@ -14,7 +14,7 @@ from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, Row, prompt
 from tests.parity.thread_ranks import Meeting, ThreadCollectives, at_once, thread_ranks
-from tests.parity.variants import DERIVED, Variant, all_variants, gemma3n, lfm2, mamba2, recurrent
+from tests.parity.variants import DERIVED, Variant, all_variants, gemma3n, lfm2, mamba2, recurrent, zamba2
 
 VARIANTS = all_variants()
 NUM_TOKENS = 12
@@ -43,7 +43,7 @@ KIND = "DeepseekV3ForCausalLM"
 """Of real processes in the short form: with latents, experts and dense layers."""
 
 
-_MIXED = (*mamba2.VARIANTS, *lfm2.VARIANTS, *recurrent.VARIANTS, *gemma3n.VARIANTS)
+_MIXED = (*mamba2.VARIANTS, *lfm2.VARIANTS, *recurrent.VARIANTS, *zamba2.VARIANTS, *gemma3n.VARIANTS)
 HYBRIDS = frozenset(each.architecture for each in _MIXED)
 """Architectures whose layers differ in their number of sums over the ranks."""
 
@@ -52,8 +52,8 @@ def divides(size: int, variant: Variant) -> bool:
     """Whether so many ranks can share the heads out, those of recurrent layers too."""
     fields = {"num_attention_heads": 4, **variant.family.defaults, **variant.overrides}
     heads = ("num_attention_heads", "linear_num_key_heads", "mamba_n_heads", "mamba_num_heads", "num_heads")
-    heads = (*heads, "linear_num_heads", "linear_num_value_heads")
-    groups = [fields[name] for name in ("mamba_n_groups", "n_groups") if name in fields]
+    heads = (*heads, "linear_num_heads", "linear_num_value_heads", "n_mamba_heads")
+    groups = [fields[name] for name in ("mamba_n_groups", "n_groups", "mamba_ngroups") if name in fields]
     return all(fields.get(name, size) % size == 0 for name in heads) and all(
         number % size == 0 or size % number == 0 for number in groups
     )

@@ -34,7 +34,7 @@ DERIVED = frozenset(
         *("Qwen2MoeForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
         *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM"),
         *("Lfm3ForCausalLM", "MiniMaxForCausalLM", "FalconMambaForCausalLM", "Glm4MoeLiteForCausalLM"),
-        *("OlmoHybridForCausalLM", "JambaForCausalLM", "Gemma3nForCausalLM"),
+        *("OlmoHybridForCausalLM", "JambaForCausalLM", "Gemma3nForCausalLM", "Zamba2ForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
     }
 )
