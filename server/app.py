@@ -83,7 +83,7 @@ def create_app(
     app.state.responses = service
     lines = settings.batch_concurrency or min(32, max(1, config.max_num_seqs // 2))
     app.state.batches = batches = BatchRunner(
-        open_store(settings), app.answer, lambda: models.num_live, lines, keys.holder
+        open_store(settings), app.answer, lambda: models.num_live, lines, shared.jobs.batches, keys.holder
     )
     error_answers.install(app)
     routers = [ENDPOINTS[name].router for name in ENDPOINTS]

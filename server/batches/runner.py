@@ -6,6 +6,7 @@ ended goes on with those lines that have no answer yet.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -22,6 +23,7 @@ from engine.config.config import ServerConfig
 from server.access_log import RequestFacts, new_request_id
 from server.batches.store import Batch, BatchStore, FileNotFound, Line, LineAt, output_line
 from server.errors import BadRequest, EngineError, InvalidApiKey, ShuttingDown
+from server.limits.jobs import FairPool, until_done
 from server.limits.owners import Owner
 from server.schemas.batches import DAY, BatchError, BatchObject, BatchStatus
 from server.schemas.body import parse_object
@@ -110,17 +112,20 @@ class BatchRunner:
         answer: ASGIApp,
         num_live: Callable[[], int],
         max_lines: int,
+        files: FairPool,
         holder: Callable[[str], Owner | None] = Owner.of_key,
     ) -> None:
         """`answer` is the application without authentication and log.
 
-        `num_live` returns the sequences that run in the server; at most `max_lines` lines run at a time. `holder`
-        returns the owner of the key with a digest, or None if the key is no longer accepted.
+        `num_live` returns the sequences that run in the server; at most `max_lines` lines run at a time. `files` runs
+        what reads or writes all lines of a batch. `holder` returns the owner of the key with a digest, or None if the
+        key is no longer accepted.
         """
         self.store = store
         self._answer = answer
         self._num_live = num_live
         self._max_lines = max_lines
+        self._files = files
         self._holder = holder
         self._num_running = 0
         self._line_ended = asyncio.Event()
@@ -181,7 +186,8 @@ class BatchRunner:
     async def _run(self, batch: Batch) -> None:
         id = batch.object.id
         try:
-            if batch.object.status == "validating" and not await self._validate(batch):
+            # In one turn: the lines of batches that waited between reading and writing would fill the memory.
+            if batch.object.status == "validating" and not await self._write_lines(batch, self._validate, batch):
                 return
             if batch.object.status == "cancelling":
                 raise asyncio.CancelledError
@@ -192,16 +198,16 @@ class BatchRunner:
                 status: BatchStatus = "completed"
             except TimeoutError:
                 status = "expired"
-            await self._write(id, self.store.finish, batch, status)
+            await self._write_lines(batch, self.store.finish, batch, status)
         except asyncio.CancelledError:
             if id not in self._tasks:
                 raise  # The server ends.
-            await self._write(id, self.store.finish, batch, "cancelled")
+            await self._write_lines(batch, self.store.finish, batch, "cancelled")
         except Exception as error:  # noqa: BLE001 - the client reads it in the batch
             _log.exception("%s failed", id)
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             why = BatchError("server_error", f"the server could not compute the batch: {cause}")
-            await self._write(id, self.store.finish, batch, "failed", [why])
+            await self._write_lines(batch, self.store.finish, batch, "failed", [why])
 
     async def _write(
         self,
@@ -211,28 +217,43 @@ class BatchRunner:
         **keywords: _Parameters.kwargs,
     ) -> _Result:
         """Have the store write something of a batch. Tries again while it cannot, for instance as the disk is full."""
+        work = functools.partial(write, *arguments, **keywords)
+        return await self._until_written(id, lambda: until_done(asyncio.ensure_future(asyncio.to_thread(work))))
+
+    async def _write_lines(
+        self,
+        batch: Batch,
+        write: Callable[_Parameters, _Result],
+        *arguments: _Parameters.args,
+        **keywords: _Parameters.kwargs,
+    ) -> _Result:
+        """As `_write`, for what reads or writes all lines of a batch: one batch at a time, and owners take turns."""
+        owner, work = Owner(batch.party), functools.partial(write, *arguments, **keywords)
+        return await self._until_written(batch.object.id, lambda: self._files.run(owner, work, stays=True))
+
+    async def _until_written(self, id: str, write: Callable[[], Awaitable[_Result]]) -> _Result:
         wait = _RETRY_SECONDS[0]
         while True:
             try:
-                return await _to_its_end(write, *arguments, **keywords)
+                return await write()
             except (OSError, sqlite3.OperationalError) as error:
                 _log.error("%s waits, because the store of batches cannot be written: %s", id, error)
             await asyncio.sleep(wait)
             wait = min(2 * wait, _RETRY_SECONDS[1])
 
-    async def _validate(self, batch: Batch) -> bool:
+    def _validate(self, batch: Batch) -> bool:
         """Read the lines of a new batch. False if they are wrong: the batch has failed."""
         store, id = self.store, batch.object.id
         try:
-            path = await asyncio.to_thread(store.path, batch.object.input_file_id, batch.owner)
+            path = store.path(batch.object.input_file_id, batch.owner)
         except FileNotFound as error:
-            await self._write(id, store.fail, id, [BatchError("file_not_found", str(error), param="input_file_id")])
+            store.fail(id, [BatchError("file_not_found", str(error), param="input_file_id")])
             return False
-        lines, errors = await asyncio.to_thread(read_lines, path, batch.object.endpoint)
+        lines, errors = read_lines(path, batch.object.endpoint)
         if errors:
-            await self._write(id, store.fail, id, errors)
+            store.fail(id, errors)
             return False
-        await self._write(id, store.begin, id, lines)
+        store.begin(id, lines)
         return True
 
     async def _run_lines(self, batch: Batch) -> None:
@@ -373,27 +394,6 @@ def _body(content: bytes, endpoint: str) -> bytes:
     # Of a field that is there twice, the last one counts. To decode a large body here would hold up other requests.
     fields = body.strip()[1:-1].rstrip()
     return b'{%b%b"priority":%d}' % (fields, b"," if fields else b"", _PRIORITY)
-
-
-async def _to_its_end(
-    function: Callable[_Parameters, _Result], *arguments: _Parameters.args, **keywords: _Parameters.kwargs
-) -> _Result:
-    """Call `function` in a thread. A task that is cancelled meanwhile ends only when the thread is done.
-
-    Otherwise the thread would go on at the same time as what the task does next.
-    """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **keywords))
-    is_cancelled = False
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled:
-        if (error := work.exception()) is not None:
-            _log.warning("%s failed while its task was cancelled: %s", function, error)
-        raise asyncio.CancelledError
-    return work.result()
 
 
 # -- the input --------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ owner never has all threads of a pool.
 """
 
 import asyncio
+import logging
+import math
 import os
 import time
 from collections import OrderedDict, deque
@@ -17,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 from server.errors import Overloaded
 from server.limits.accounts import Accounts, has_room
 from server.limits.owners import Owner
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -36,6 +40,24 @@ class TooManyJobs(Overloaded):
     """Too much work of a kind waits, and its owner has its share of it."""
 
 
+async def until_done(work: asyncio.Future[Result]) -> Result:
+    """What `work` returns or raises. A task that is cancelled meanwhile ends only when the work is done.
+
+    Work in a thread would otherwise go on while the task does what it does next.
+    """
+    is_cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        if (error := work.exception()) is not None:
+            _log.warning("work failed while the task that waited for it was cancelled: %r", error)
+        raise asyncio.CancelledError
+    return work.result()
+
+
 class _Line:
     """One owner in a pool."""
 
@@ -52,7 +74,7 @@ class _Line:
 class FairPool:
     """Runs blocking work in a fixed number of threads. Used from the event loop's thread only."""
 
-    def __init__(self, work: str, num_threads: int, max_waiting: int, accounts: Accounts) -> None:
+    def __init__(self, work: str, num_threads: int, max_waiting: float, accounts: Accounts) -> None:
         """`work` names the jobs in errors, such as `grammar checks`. More than `max_waiting` wait only in the reserve.
 
         With several threads, one owner has at most all but one.
@@ -77,10 +99,11 @@ class FairPool:
         """Jobs that wait for a thread."""
         return self._num_waiting
 
-    async def run(self, owner: Owner, work: Callable[[], Result]) -> Result:
+    async def run(self, owner: Owner, work: Callable[[], Result], *, stays: bool = False) -> Result:
         """What `work` returns or raises, in a copy of the caller's context. Raises `TooManyJobs`.
 
-        If the caller is cancelled while the work waits, it never runs; if it runs, it keeps its thread until its end.
+        If the caller is cancelled while the work waits, it never runs; if it runs, it keeps its thread until its end,
+        which the caller awaits if `stays`.
         """
         line = self._line(owner.party)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -102,7 +125,7 @@ class FairPool:
         began = time.monotonic()
         running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
         running.add_done_callback(lambda done: self._end(owner, line, time.monotonic() - began, done))
-        return await asyncio.shield(running)
+        return await (until_done(running) if stays else asyncio.shield(running))
 
     def close(self) -> None:
         """Let the threads end once they have nothing to do."""
@@ -199,6 +222,9 @@ class Jobs:
         self.texts = FairPool("prompts", min(32, (os.cpu_count() or 1) + 2), 512, accounts)
         self.templates = FairPool("templates of requests", 2, 64, accounts)
         self.grammars = FairPool("grammar checks", NUM_GRAMMAR_CHECKS, 64, accounts)
+        # One thread: each further one that reads lines would take a turn of the interpreter before the event loop. The
+        # number of batches is limited elsewhere, and those that were accepted are not refused here.
+        self.batches = FairPool("files of batches", 1, math.inf, accounts)
 
     def of(self, owner: Owner) -> OwnerJobs:
         """For the work of one owner."""
@@ -206,7 +232,7 @@ class Jobs:
 
     def close(self) -> None:
         """Let the threads end once they have nothing to do."""
-        for pool in (self.bodies, self.texts, self.templates, self.grammars):
+        for pool in (self.bodies, self.texts, self.templates, self.grammars, self.batches):
             pool.close()
 
 

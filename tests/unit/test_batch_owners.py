@@ -8,6 +8,8 @@ from starlette.types import Receive, Scope, Send
 
 from server.batches.runner import BatchRunner
 from server.batches.store import BatchStore
+from server.limits.accounts import Accounts
+from server.limits.jobs import Jobs
 from server.limits.owners import Owner, Quotas
 
 ALICE = Owner("a" * 64, "a" * 64, 2.0, "alice", group="team", quotas=Quotas(5))
@@ -29,7 +31,9 @@ class Record:
         await send({"type": "http.response.body", "body": b'{"ok": true}'})
 
     async def run(self, holder: Owner | None) -> None:
-        runner = BatchRunner(cast(BatchStore, self), self.answer, lambda: 0, 4, lambda digest: holder)
+        runner = BatchRunner(
+            cast(BatchStore, self), self.answer, lambda: 0, 4, Jobs(Accounts()).batches, lambda digest: holder
+        )
         batch = SimpleNamespace(
             object=SimpleNamespace(id="batch_1", endpoint="/v1/completions"), owner=ALICE.key, party=ALICE.party
         )

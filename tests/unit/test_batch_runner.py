@@ -12,7 +12,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from server.batches.runner import BatchRunner, _body
-from server.batches.store import Batch, BatchStore, new_batch
+from server.batches.store import Batch, BatchStore, LineAt, new_batch
+from server.limits.accounts import Accounts
+from server.limits.jobs import Jobs
 from server.limits.owners import Owner
 from server.run_batch import run as run_batch
 from server.schemas.batches import BATCH_ENDED
@@ -63,7 +65,7 @@ async def until_ended(store: BatchStore, batch: Batch) -> None:
 
 
 def runner_of(store: BatchStore, app: App, max_lines: int = 4) -> BatchRunner:
-    return BatchRunner(store, app, lambda: 0, max_lines, Owner.of_key)
+    return BatchRunner(store, app, lambda: 0, max_lines, Jobs(Accounts()).batches, Owner.of_key)
 
 
 class Gate:
@@ -129,6 +131,68 @@ async def test_a_server_that_ends_while_the_output_is_written_loses_no_line(
     await until_ended(again, batch)
     assert results(again, batch) == ("completed", ["a", "b", "c"], [])
     await next_runner.close()
+
+
+async def test_files_of_batches_are_read_one_at_a_time_in_turns_of_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that read lines take turns of the interpreter, of which six would leave the event loop a seventh."""
+    store, reading, most, order = BatchStore(tmp_path, 10**6), 0, 0, list[str]()
+    path_of, gate = store.path, threading.Event()
+
+    def path(id: str, owner: str) -> Path:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        order.append(owner)
+        assert gate.wait(20)
+        return path_of(id, owner)
+
+    begin = store.begin
+
+    def begun(id: str, lines: list[LineAt]) -> None:
+        nonlocal reading
+        begin(id, lines)
+        reading -= 1
+
+    monkeypatch.setattr(store, "path", path)
+    monkeypatch.setattr(store, "begin", begun)
+    runner = runner_of(store, App())
+    batches = [add(store, ["a"], owner) for owner in ("heavy",) * 6 + ("light",)]
+    for batch in batches:
+        runner.run(batch)
+    while not order:
+        await asyncio.sleep(0.005)
+    gate.set()
+    for batch in batches:
+        await until_ended(store, batch)
+    assert most == 1
+    assert order.index("light") <= 2
+    assert all(results(store, batch) == ("completed", ["a"], []) for batch in batches)
+    await runner.close()
+
+
+async def test_a_batch_that_waits_to_be_read_does_not_delay_the_servers_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BatchStore(tmp_path, 10**6)
+    gate = Gate(store, "path", "file-", monkeypatch)
+    runner = runner_of(store, App())
+    batches = [add(store, ["a"]) for _ in range(3)]
+    for batch in batches:
+        runner.run(batch)
+    await gate.wait()
+    stopping = asyncio.create_task(runner.stop())
+    await asyncio.sleep(0.05)
+    assert not stopping.done()  # One is being read.
+    gate.opened.set()
+    await stopping
+    assert [store.batch(each.object.id, "me").status for each in batches] == [
+        "in_progress",
+        "validating",
+        "validating",
+    ]
+    await runner.close()
 
 
 async def test_batches_that_are_stopped_go_on_with_the_next_server(tmp_path: Path) -> None:
