@@ -10,9 +10,10 @@ events of a background response for clients that follow it.
 import asyncio
 import json
 import uuid
+from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -56,9 +57,6 @@ from server.schemas.responses import (
 _EVENT_END = b"\n\n"
 _ITEM_OVERHEAD = 512
 """Memory of an item without its text."""
-
-_EVENT_OVERHEAD = 48
-"""Memory of an event of a log without its bytes."""
 
 _FOLLOWED_BYTES = 64 * 2**10
 """A follower of a log gets about so much at a time: one that reads slowly holds no copy of the whole log."""
@@ -130,29 +128,41 @@ class Turn:
 
 
 class EventLog:
-    """The events of a background response. An event's index is its sequence number."""
+    """The events of a background response. An event's index is its sequence number.
+
+    They are one array of bytes: the garbage collector would visit each event of a list, of all logs in the store.
+    """
 
     def __init__(self) -> None:
-        self._events: list[bytes] = []
+        self._events = bytearray()
+        self._ends = array("Q")
+        """Where each event that is kept ends."""
         self._first = 0
         """Sequence number of the first event that is kept."""
         self._is_closed = False
         self._changed = asyncio.Event()
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
         """Memory of the events that are kept."""
+        return len(self._events) + self._ends.itemsize * len(self._ends)
 
     def append(self, events: bytes) -> None:
-        """Add one or several events, and wake the followers."""
-        new = [event + _EVENT_END for event in events.split(_EVENT_END) if event]
-        self._events += new
-        self.num_bytes += len(events) + _EVENT_OVERHEAD * len(new)
+        """Add one or several events, each with the empty line that ends it, and wake the followers."""
+        before = len(self._events)
+        index = events.find(_EVENT_END)
+        while index >= 0:
+            index += len(_EVENT_END)
+            self._ends.append(before + index)
+            index = events.find(_EVENT_END, index)
+        self._events += events
         self._wake()
 
     def drop(self) -> None:
         """Forget the events so far; those who follow them go on with the next one."""
-        self._first += len(self._events)
+        self._first += len(self._ends)
         self._events.clear()
-        self.num_bytes = 0
+        del self._ends[:]
 
     def close(self) -> None:
         """End the log: no more events follow."""
@@ -164,24 +174,20 @@ class EventLog:
         while True:
             changed = self._changed
             start = max(start, self._first)
-            if events := self._some_from(start):
-                start += len(events)
-                yield b"".join(events)
+            if start < self._first + len(self._ends):
+                start, events = self._some_from(start)
+                yield events
             elif self._is_closed:
                 return
             else:
                 await changed.wait()
 
-    def _some_from(self, start: int) -> list[bytes]:
-        """The events from number `start` on, up to about `_FOLLOWED_BYTES`."""
-        events: list[bytes] = []
-        room = _FOLLOWED_BYTES
-        for event in islice(self._events, start - self._first, None):
-            events.append(event)
-            room -= len(event)
-            if room <= 0:
-                break
-        return events
+    def _some_from(self, start: int) -> tuple[int, bytes]:
+        """Events from number `start` on, up to about `_FOLLOWED_BYTES` but at least one, and the number after them."""
+        index = start - self._first
+        begin = self._ends[index - 1] if index else 0
+        after = max(bisect_right(self._ends, begin + _FOLLOWED_BYTES, lo=index), index + 1)
+        return self._first + after, bytes(memoryview(self._events)[begin : self._ends[after - 1]])
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -1,6 +1,7 @@
 """Responses of the background: they run on their own, are followed, cancelled, deleted, and end with the server."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -218,3 +219,24 @@ async def test_a_follower_that_reads_slowly_holds_a_piece_of_the_log_at_a_time()
     pieces = [piece async for piece in log.follow(10)]
     assert max(map(len, pieces)) < 70_000
     assert b"".join(pieces).count(b"data: ") == 990
+
+
+def test_a_log_holds_the_same_number_of_objects_however_many_events_it_has() -> None:
+    """The garbage collector visits what objects refer to: logs of a list of events each held the event loop."""
+
+    def num_referents(log: EventLog) -> int:
+        found: dict[int, object] = {}
+        ahead: list[object] = [log.__dict__]
+        while ahead:
+            each = ahead.pop()
+            if id(each) not in found and not isinstance(each, type):
+                found[id(each)] = each
+                ahead += gc.get_referents(each)
+        return len(found)
+
+    log = EventLog()
+    log.append(b"data: 0\n\n")
+    before = num_referents(log)
+    for number in range(1, 1000):
+        log.append(b"event: x\ndata: %d\n\nevent: y\ndata: %d\n\n" % (number, number))
+    assert num_referents(log) <= before + 2
