@@ -49,6 +49,13 @@ _MAX_HEADERS = 256
 _SLICE = 16 * 2**10
 """Most bytes that are parsed before others get a turn."""
 
+_HEAD_SLICE, _BODY_SLICE = 2**10, 4 * 2**10
+"""Most bytes that are parsed of them, in a head and in a body, after a request waits for the answer to an earlier one:
+16 KiB hold hundreds of requests, each with dozens of objects."""
+
+_BEGUN_AT_ONCE = 8
+"""Most requests that begin in a round of the event loop."""
+
 _MAX_TINY_PIECES, _TINY_BYTES = 4096, 16
 """A body that comes in more pieces has so many bytes in each on average: every one takes a microsecond."""
 
@@ -68,6 +75,52 @@ class HeadTooLarge(BadRequest):
 
     status = 431
     code = "request_too_large"
+
+
+class RequestTurns:
+    """Has a few requests begin in each round of the event loop, in turns of addresses.
+
+    Each costs up to a millisecond in its first rounds. If thousands of connections or pipelines sent requests at once,
+    a round would take seconds, and a probe needs several.
+    """
+
+    def __init__(self) -> None:
+        self._left = _BEGUN_AT_ONCE
+        """Requests that may still begin in this round."""
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By party, in the order of their turns."""
+        self._is_round_due = False
+
+    async def take(self, party: str) -> None:
+        """Wait until a request of an address may begin."""
+        if self._left and not self._waiting:
+            self._left -= 1
+            self._expect_round()
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(party, deque()).append(turn)
+        self._expect_round()
+        await turn
+
+    def _expect_round(self) -> None:
+        if not self._is_round_due:
+            self._is_round_due = True
+            asyncio.get_running_loop().call_soon(self._begin_round)
+
+    def _begin_round(self) -> None:
+        self._is_round_due = False
+        self._left = _BEGUN_AT_ONCE
+        while self._left and self._waiting:
+            party = next(iter(self._waiting))
+            turns = self._waiting.pop(party)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[party] = turns
+            if not turn.done():  # It is when its task was cancelled.
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < _BEGUN_AT_ONCE:
+            self._expect_round()
 
 
 class _Flow(FlowControl):
@@ -94,10 +147,24 @@ class HttpProtocol(HttpToolsProtocol):
     the connection wait for the answer to an earlier one, no more is parsed or read.
     """
 
-    def __init__(self, *args: Any, connection: Connection, probes: Collection[bytes] = (), **keywords: Any) -> None:
-        """`probes` are paths, of admin calls too, that are served however many other connections are."""
+    def __init__(
+        self,
+        *args: Any,
+        connection: Connection,
+        turns: RequestTurns,
+        probes: Collection[bytes] = (),
+        **keywords: Any,
+    ) -> None:
+        """`probes` are paths, of admin calls too, that are served however many other connections are.
+
+        One that is a connection's first request takes no turn: few connections are accepted at once.
+        """
         super().__init__(*args, **keywords)
         self._probes = probes
+        self._turns = turns
+        self._has_begun = False
+        """Whether a request of the connection has begun."""
+        self._is_in_body = False
         self._connection = connection
         self._application = self.app
         self.app = self._answer_when_arrived
@@ -135,7 +202,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._connection.received()
         if len(data) <= _SLICE and not self._unparsed and not self.flow.read_paused:
-            self._parse(data)
+            if len(data) <= _HEAD_SLICE:
+                self._parse(data)
+                return
+            self._parse_slice(memoryview(data))
+            if self._unparsed:
+                self._choose_reading()
             return
         view = memoryview(data)
         self._unparsed.extend(view[start : start + _SLICE] for start in range(0, len(data), _SLICE))
@@ -184,11 +256,22 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_parsing_later = False
         if self.transport.is_closing() or not self._unparsed or self.flow.read_paused or self.pipeline:
             return
-        self._parse(self._unparsed.popleft())
+        self._parse_slice(self._unparsed.popleft())
         if self._unparsed or not self._has_ended:
             self._choose_reading()
         elif not self._answer_without_more():
             self.transport.close()
+
+    def _parse_slice(self, data: memoryview) -> None:
+        """Parse bytes until a request waits for the answer to an earlier one."""
+        start = 0
+        while start < len(data) and not self.transport.is_closing() and not self._is_discarding:
+            if self.pipeline:
+                self._unparsed.appendleft(data[start:])
+                return
+            end = start + (_BODY_SLICE if self._is_in_body else _HEAD_SLICE)
+            self._parse(data[start:end])
+            start = end
 
     def _parse(self, data: bytes | memoryview) -> None:
         if self.transport.is_closing():
@@ -224,6 +307,9 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.message_event.clear()
             await cycle.message_event.wait()
         if not (cycle.more_body and cycle.disconnected):
+            if self._has_begun or scope["raw_path"] not in self._probes:
+                await self._turns.take(self._connection.party)
+            self._has_begun = True
             cycle.message_event.set()
             await self._application(scope, receive, send)
 
@@ -231,6 +317,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = self._num_pieces = self._piece_bytes = 0
+        self._is_in_body = True
         if len(self.headers) > _MAX_HEADERS:
             self._stop(HeadTooLarge(f"the request has {len(self.headers)} headers; send at most {_MAX_HEADERS}"))
         refused = self._connection.begin_request(is_probe=self.url.partition(b"?")[0] in self._probes)
@@ -246,6 +333,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        self._is_in_body = False
         refused = self._connection.end_body()
         if refused is not None:
             self._stop(refused)
@@ -377,9 +465,11 @@ class _Server(uvicorn.Server):
                 server_state=self.server_state,
                 app_state=self.lifespan.state,
                 connection=connection,
+                turns=turns,
                 probes=probes,
             )
 
+        turns = RequestTurns()
         tls = self._tls
         context = None if tls is None else lambda: tls.context
         self._acceptor = Acceptor(self._listener, connections, new_protocol, context)

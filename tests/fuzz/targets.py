@@ -42,7 +42,7 @@ from models.errors import CheckpointError
 from models.lora.config import LoRAConfig
 from server.batches.runner import read_lines
 from server.errors import BadRequest, InvalidApiKey
-from server.http import HttpProtocol
+from server.http import HttpProtocol, RequestTurns
 from server.limits.accounts import Accounts
 from server.limits.connections import ConnectionLimits, Connections
 from server.limits.tokens import TokenVerifier
@@ -202,6 +202,7 @@ async def serve(stream: bytes, cuts: int) -> None:
             server_state=ServerState(),
             app_state={},
             connection=connection,
+            turns=RequestTurns(),
             probes=(b"/livez",),
             _loop=loop,
         )

@@ -10,6 +10,7 @@ import resource
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from server.http import MAX_HEAD_BYTES, HttpProtocol
+from server.http import MAX_HEAD_BYTES, HttpProtocol, RequestTurns
 from server.limits.accounts import Accounts
 from server.limits.connections import Acceptor, Connection, ConnectionLimits, Connections
 from server.metrics import Metrics
@@ -27,6 +28,7 @@ from tests.unit.test_tls import make_certificate
 
 LIMITS = ConnectionLimits(connections=8, per_address=8)
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+PROBE = GET.replace(b"/x", b"/livez")
 
 
 class Application:
@@ -37,9 +39,11 @@ class Application:
         self.ended: list[str] = []
         """How the client of each `/held` request was: `answered` or `gone`."""
         self.num_requests = 0
+        self.paths: list[str] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_requests += 1
+        self.paths.append(scope["path"])
         length, more = 0, True
         while more and scope["path"] != "/unread":
             message = await receive()
@@ -106,18 +110,25 @@ class Client(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(limits: ConnectionLimits = LIMITS, tls: ssl.SSLContext | None = None) -> AsyncIterator[Edge]:
+async def serving(
+    limits: ConnectionLimits = LIMITS, tls: ssl.SSLContext | None = None, turns: RequestTurns | None = None
+) -> AsyncIterator[Edge]:
     application = Application()
     settings = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
     settings.load()
     state = ServerState()
-    clock = [0.0]
+    clock, turns = [0.0], turns or RequestTurns()
     metrics = Metrics("test")
     connections = Connections(limits, Accounts(), metrics, lambda: time.monotonic() + clock[0])
 
     def new_protocol(connection: Connection) -> HttpProtocol:
         return HttpProtocol(
-            config=settings, server_state=state, app_state={}, connection=connection, probes=(b"/livez",)
+            config=settings,
+            server_state=state,
+            app_state={},
+            connection=connection,
+            turns=turns,
+            probes=(b"/livez",),
         )
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -255,15 +266,81 @@ async def test_pipelined_requests_are_parsed_as_they_are_answered() -> None:
         (connection,) = edge.connections._open
         protocol = connection._refuse.__self__  # type: ignore[union-attr]
         await until(lambda: bool(protocol.pipeline) and not protocol._is_reading)
-        assert len(protocol.pipeline) < 16 * 2**10 / len(GET)
+        assert len(protocol.pipeline) <= 2**10 / len(GET) + 1
         assert sum(map(len, protocol._unparsed)) <= 2**20
         edge.application.release.set()
         received = 0
         while received < 20_001:
             received += (await client.reader.read(2**20)).count(b"HTTP/1.1 200")
-            assert len(protocol.pipeline) < 16 * 2**10 / len(GET)
+            assert len(protocol.pipeline) <= 2**10 / len(GET) + 1
             assert sum(map(len, protocol._unparsed)) <= 2**20
         assert edge.application.num_requests == 20_001
+
+
+@run
+async def test_pipelined_requests_after_a_body_wait_in_small_numbers_too() -> None:
+    async with serving() as edge:
+        held = b"POST /held HTTP/1.1\r\nHost: x\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000
+        client = await edge.connect(held + GET * 2000)
+        await until(lambda: edge.application.num_requests == 1)
+        (connection,) = edge.connections._open
+        protocol = connection._refuse.__self__  # type: ignore[union-attr]
+        await until(lambda: bool(protocol.pipeline) and not protocol._is_reading)
+        assert len(protocol.pipeline) <= 4 * 2**10 / len(GET) + 1
+        edge.application.release.set()
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 2001:
+            received += await client.reader.read(2**20)
+
+
+@run
+async def test_few_requests_begin_in_a_round_in_turns_of_parties() -> None:
+    turns, rounds, began = RequestTurns(), 0, list[tuple[str, int]]()
+
+    async def request(party: str) -> None:
+        await turns.take(party)
+        began.append((party, rounds))
+
+    tasks = [asyncio.create_task(request("heavy")) for _ in range(100)]
+    tasks += [asyncio.create_task(request("light")) for _ in range(2)]
+    for gone in tasks[20:30]:
+        asyncio.get_running_loop().call_soon(gone.cancel)
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        rounds += 1
+    in_round = Counter(number for _, number in began)
+    assert len(began) == 92
+    assert max(in_round.values()) <= 8
+    first = [party for party, _ in began]
+    assert max(index for index, party in enumerate(first) if party == "light") < 8 + 8
+    assert not turns._waiting
+
+
+class _NoTurns(RequestTurns):
+    """As if very many requests waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = asyncio.Event()
+
+    async def take(self, party: str) -> None:
+        await self.end.wait()
+
+
+@run
+async def test_a_probe_on_a_new_connection_takes_no_turn() -> None:
+    turns = _NoTurns()
+    async with serving(turns=turns) as edge:
+        first = await edge.connect(GET)
+        probe = await edge.connect(PROBE)
+        assert b"200 OK" in await probe.until(b"\r\n")
+        assert edge.application.paths == ["/livez"]
+        probe.writer.write(PROBE)  # On the same connection, as a flood of probes would be.
+        await asyncio.sleep(0.05)
+        assert edge.application.paths == ["/livez"]
+        turns.end.set()
+        assert b"200 OK" in await first.until(b"\r\n")
+        await until(lambda: edge.application.paths == ["/livez", "/x", "/livez"])
 
 
 @run
