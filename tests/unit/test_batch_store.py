@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config.config import ServerConfig
-from server.batches.runner import MAX_LINES, open_store, read_lines
+from server.batches.runner import MAX_LINES, Pace, open_store, read_lines
 from server.batches.store import Batch, BatchNotFound, BatchStore, FileNotFound, NoRoom, new_batch, output_line
 from server.errors import BadRequest, ShuttingDown
 
@@ -89,6 +89,31 @@ def test_errors_and_lines_are_bounded(tmp_path: Path) -> None:
     line = '{"custom_id":"%d","method":"POST","url":"' + CHAT + '","body":{}}\n'
     (tmp_path / "many").write_text("".join(line % number for number in range(MAX_LINES + 1)))
     assert [error.code for error in read_lines(tmp_path / "many", CHAT)[1]] == ["too_many_tasks"]
+
+
+def test_reading_lines_leaves_three_quarters_of_the_time_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock by which each line takes 0.3 ms."""
+    now, slept, longest = 0.0, 0.0, 0.0
+
+    class Clock:
+        def monotonic(self) -> float:
+            nonlocal now
+            now += 0.0003
+            return now
+
+        def sleep(self, seconds: float) -> None:
+            nonlocal now, slept, longest
+            now, slept, longest = now + seconds, slept + seconds, max(longest, seconds)
+
+    monkeypatch.setattr("server.batches.runner.time", Clock())
+    path = write(tmp_path / "in", *(request(str(number)) for number in range(1000)))
+    lines, errors = read_lines(path, CHAT, Pace().rest)
+    assert len(lines) == 1000
+    assert not errors
+    assert slept >= 0.7 * now
+    assert longest <= 0.05
 
 
 def test_a_line_that_no_server_would_take_fails_before_it_is_decoded(
