@@ -58,7 +58,7 @@ _LEAST_AGE_SECONDS, _MOST_LEAST_AGE_SECONDS = 0.005, 0.05
 """A connection makes no room for new ones before this age, so that a flood does not close those that send at once."""
 
 _MOST_NEW_PER_SECOND = 3200
-"""Where more connections may be open, that age is so much higher that so many new ones are taken in a second."""
+"""Where more connections make room, that age is so much higher that so many new ones are taken in a second."""
 
 _MAX_SPARED = 16
 """Most connections that make no room because they do not wait for their clients, before one of them does."""
@@ -189,6 +189,7 @@ class Connection:
         "is_exempt",
         "is_open",
         "party",
+        "waits_since",
     )
 
     def __init__(self, table: "Connections", party: str, is_exempt: bool, sock: socket.socket) -> None:
@@ -201,7 +202,8 @@ class Connection:
         self._transport: asyncio.Transport | None = None
         self._refuse: Callable[[ApiError], object] | None = None
         self._phase: Phase = "head"
-        self._since = table.clock()
+        self._since = self.waits_since = table.clock()
+        """When its phase began, and since when it makes room for others, if it does."""
         self._has_begun = False
         """Whether a byte of the head has arrived."""
         self._is_probe = False
@@ -301,11 +303,6 @@ class Connection:
         self._end_as("evicted")
 
     # -- for `Connections` --------------------------------------------------------------------------------------
-
-    @property
-    def since(self) -> float:
-        """When its phase began."""
-        return self._since
 
     @property
     def is_receiving_body(self) -> bool:
@@ -452,21 +449,27 @@ class _Waiting:
         self._by_number: defaultdict[int, dict[str, None]] = defaultdict(dict)
         """Parties by the number of their connections."""
         self._most = 0
+        self.num_connections = 0
 
     def add(self, connection: Connection) -> None:
         """As the newest. No effect on one that is there."""
         own = self._parties.setdefault(connection.party, {})
         if connection not in own:
             own[connection] = None
+            self.num_connections += 1
             self._count(connection.party, len(own) - 1, len(own))
 
     def discard(self, connection: Connection) -> None:
         own = self._parties.get(connection.party)
         if own is not None and connection in own:
             del own[connection]
+            self.num_connections -= 1
             self._count(connection.party, len(own) + 1, len(own))
             if not own:
                 del self._parties[connection.party]
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._parties.get(connection.party, ())
 
     def oldest(self, party: str | None = None) -> Connection | None:
         """The oldest of a party; None: of the one that has the most."""
@@ -501,9 +504,6 @@ class Connections:
         self.clock = clock
         self._accounts = accounts
         self._metrics = metrics
-        self._least_age = min(
-            max(limits.connections / _MOST_NEW_PER_SECOND, _LEAST_AGE_SECONDS), _MOST_LEAST_AGE_SECONDS
-        )
         self._open: dict[Connection, None] = {}
         self._waiting = _Waiting()
         """Those that serve no request, and make room for others."""
@@ -550,7 +550,10 @@ class Connections:
         if len(self._open) < self.limits.connections:
             return -math.inf
         victim = self._waiting.oldest(None)
-        return -math.inf if victim is None else victim.since + self._least_age
+        if victim is None:
+            return -math.inf
+        age = max(self._waiting.num_connections / _MOST_NEW_PER_SECOND, _LEAST_AGE_SECONDS)
+        return victim.waits_since + min(age, _MOST_LEAST_AGE_SECONDS)
 
     def make_room(self) -> bool:
         """Close the oldest connection that makes room, of the address that has most; whether there was one."""
@@ -625,10 +628,11 @@ class Connections:
     def moved(self, connection: Connection, *, makes_room: bool) -> None:
         """A connection has entered another phase."""
         self._slow.discard(connection)
-        if makes_room:
-            self._waiting.add(connection)
-        else:
+        if not makes_room:
             self._waiting.discard(connection)
+        elif connection not in self._waiting:
+            connection.waits_since = self.clock()
+            self._waiting.add(connection)
 
     def set_slow(self, connection: Connection, *, is_slow: bool) -> None:
         """The client of a connection that serves a request reads at less than the least rate, or no longer."""

@@ -142,6 +142,36 @@ def test_where_more_may_be_open_they_have_longer_to_send(edge: Edge) -> None:
     assert edge.table.open_at - edge.now == pytest.approx(0.02)
 
 
+def test_where_few_of_them_make_room_they_have_a_shorter_time_to_send() -> None:
+    """As many new ones a second are taken: a probe behind a flood waits no longer."""
+    edge = Edge(LIMITS._replace(connections=64, per_address=64))
+    for _ in range(48):
+        edge.connect(A).request()
+    for _ in range(16):
+        edge.connect(A)
+    assert edge.table.open_at - edge.now == pytest.approx(0.005)
+
+
+def test_a_pipeline_of_probes_does_not_hold_up_new_ones() -> None:
+    """The time for which it makes room goes on from request to request."""
+    edge = Edge(LIMITS._replace(per_address=8))
+    peers = [edge.connect(A) for _ in range(8)]
+    for _ in range(100):
+        edge.now += 0.001
+        for peer in peers:
+            assert peer.connection.begin_request(is_probe=True) is None
+            peer.connection.end_body()
+            peer.connection.end_answer(begun=True, complete=True)
+    assert edge.table.open_at < edge.now
+    peers[0].answered()
+    assert edge.table.open_at < edge.now
+    peers[0].send()
+    edge.now += 0.001
+    peers[0].request(is_probe=True)
+    edge.connect(A)
+    assert [peer.is_aborted for peer in peers] == [False, True, *[False] * 6]
+
+
 def test_an_address_beyond_its_own_limit_makes_room_itself(edge: Edge) -> None:
     heavy = [edge.connect(A) for _ in range(20)]
     assert [peer.is_aborted for peer in heavy].count(False) == LIMITS.per_address + 1
