@@ -22,7 +22,7 @@ from httptools import HttpParserError, HttpParserUpgrade
 from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config
@@ -49,7 +49,7 @@ _MAX_HEADERS = 256
 _SLICE = 16 * 2**10
 """Most bytes that are parsed before others get a turn."""
 
-_HEAD_SLICE, _BODY_SLICE = 2**10, 4 * 2**10
+_HEAD_SLICE, _BODY_SLICE = 512, 4 * 2**10
 """Most bytes that are parsed of them, in a head and in a body, after a request waits for the answer to an earlier one:
 16 KiB hold hundreds of requests, each with dozens of objects."""
 
@@ -165,6 +165,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_begun = False
         """Whether a request of the connection has begun."""
         self._is_in_body = False
+        self._answered: RequestResponseCycle | None = None
+        """The request that is answered, or was last: those that are pipelined behind it have not begun."""
         self._connection = connection
         self._application = self.app
         self.app = self._answer_when_arrived
@@ -187,12 +189,25 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, self._choose_reading)
-        self._connection.established(transport, self._refuse_incomplete)
+        self._connection.established(transport, self._refuse_incomplete, self.abort)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._lose_client()
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lose_client()
         self._connection.close()
         self._unparsed.clear()
         super().connection_lost(exc)
+
+    def _lose_client(self) -> None:
+        """Notify the request that is answered. uvicorn's protocol notifies the last one of a pipeline."""
+        cycle = self._answered
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
@@ -299,7 +314,7 @@ class HttpProtocol(HttpToolsProtocol):
 
         Until then a request costs no more than its bytes: heads without bodies would keep the application busy.
         """
-        cycle = receive.__self__  # type: ignore[attr-defined]
+        cycle = self._answered = receive.__self__  # type: ignore[attr-defined]
         while cycle.more_body and not cycle.disconnected and len(cycle.body) <= HIGH_WATER_LIMIT:
             if cycle.waiting_for_100_continue:
                 cycle.waiting_for_100_continue = False
@@ -309,6 +324,8 @@ class HttpProtocol(HttpToolsProtocol):
         if not (cycle.more_body and cycle.disconnected):
             if self._has_begun or scope["raw_path"] not in self._probes:
                 await self._turns.take(self._connection.party)
+                if cycle.disconnected:
+                    return
             self._has_begun = True
             cycle.message_event.set()
             await self._application(scope, receive, send)
@@ -517,4 +534,5 @@ class _Server(uvicorn.Server):
     def _hang_up(self) -> None:
         """Abort the connections of clients that neither read nor send. Their requests end as after a disconnect."""
         for connection in list(self.server_state.connections):
-            connection.transport.abort()
+            assert isinstance(connection, HttpProtocol)
+            connection.abort()

@@ -169,6 +169,7 @@ class Connection:
     """One connection, from its acceptance to its end. `Connections.open` makes it."""
 
     __slots__ = (
+        "_abort",
         "_ask",
         "_ask_at",
         "_ask_interval",
@@ -201,6 +202,7 @@ class Connection:
         self._socket = sock
         self._transport: asyncio.Transport | None = None
         self._refuse: Callable[[ApiError], object] | None = None
+        self._abort: Callable[[], object] | None = None
         self._phase: Phase = "head"
         self._since = self.waits_since = table.clock()
         """When its phase began, and since when it makes room for others, if it does."""
@@ -219,11 +221,16 @@ class Connection:
         self._ask: Callable[[], object] | None = None
         self._ask_at = self._ask_interval = 0.0
 
-    def established(self, transport: asyncio.Transport, refuse: Callable[[ApiError], object]) -> None:
-        """Bytes may arrive; `refuse` answers a request that is not complete with an error, and closes."""
-        self._transport, self._refuse = transport, refuse
+    def established(
+        self, transport: asyncio.Transport, refuse: Callable[[ApiError], object], abort: Callable[[], object]
+    ) -> None:
+        """Bytes may arrive; `refuse` answers a request that is not complete with an error, and closes.
+
+        `abort` closes at once, and has whatever answers a request know that its client is gone.
+        """
+        self._transport, self._refuse, self._abort = transport, refuse, abort
         if not self.is_open:
-            transport.abort()
+            abort()
 
     def received(self) -> None:
         """Bytes have arrived."""
@@ -394,8 +401,8 @@ class Connection:
         if self.is_open:
             self._table.note_closed(reason)
             self.close()
-            if self._transport is not None:
-                self._transport.abort()
+            if self._abort is not None:
+                self._abort()
             else:
                 # Whoever sets the connection up, TLS for instance, sees that it has ended.
                 with contextlib.suppress(OSError):

@@ -80,7 +80,7 @@ class Edge:
         connection = self.table.open(peer, host)  # type: ignore[arg-type]
         assert connection is not None, "there was no room"
         peer.connection = connection
-        connection.established(peer, peer.refusals.append)  # type: ignore[arg-type]
+        connection.established(peer, peer.refusals.append, peer.abort)  # type: ignore[arg-type]
         return peer
 
     def wait(self, seconds: float, step: float = 0.5) -> None:

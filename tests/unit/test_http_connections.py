@@ -5,6 +5,7 @@ Under uvloop, as the server runs.
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import socket
@@ -275,6 +276,27 @@ async def test_pipelined_requests_are_parsed_as_they_are_answered() -> None:
             assert len(protocol.pipeline) <= 2**10 / len(GET) + 1
             assert sum(map(len, protocol._unparsed)) <= 2**20
         assert edge.application.num_requests == 20_001
+
+
+@run
+async def test_a_connection_that_makes_room_ends_the_request_before_those_pipelined() -> None:
+    """uvicorn's protocol notifies the last request that was parsed; the one that is answered wrote on, and failed."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("uvicorn.error").addHandler(handler)
+    async with serving() as edge:
+        await edge.connect(GET.replace(b"/x", b"/held") + GET * 3)
+        await until(lambda: edge.application.num_requests == 1)
+        (connection,) = edge.connections._open
+        connection.evict()
+        edge.application.release.set()  # Before the transport reports its end.
+        await until(lambda: bool(edge.application.ended))
+        await asyncio.sleep(0.01)
+        assert edge.application.num_requests == 1
+    logging.getLogger("uvicorn.error").removeHandler(handler)
+    assert edge.application.ended == ["gone"]
+    assert not records
 
 
 @run
