@@ -1,6 +1,7 @@
 """`Adapters`: LoRA adapters by the names that requests use, loaded and unloaded while the server runs."""
 
 import asyncio
+import stat
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,23 +15,55 @@ from server.errors import AdapterNotLoaded, BadRequest, ModelNotFound, NotReady,
 _Result = TypeVar("_Result")
 
 
-def allowed_directory(path: str, directories: Sequence[Path], *, param: str, setting: str) -> Path | None:
+async def allowed_directory(path: str, directories: Sequence[Path], *, param: str, setting: str) -> Path | None:
     """The directory `path` beneath one of `directories`, links followed; None where there is none.
 
-    Raises `PathNotAllowed` for a path elsewhere, which does not say whether there is anything.
+    Raises `PathNotAllowed` for a path elsewhere, which does not say whether there is anything, and for a directory
+    with a file that is elsewhere, by a link, or that is no file: a pipe would be read for ever.
     """
+    # In a thread: it may be a slow file system, or have very many files.
+    return await asyncio.to_thread(_allowed_directory, path, directories, param, setting)
+
+
+def _allowed_directory(path: str, directories: Sequence[Path], param: str, setting: str) -> Path | None:
     try:
         resolved = Path(path).resolve()
     except (OSError, ValueError, RuntimeError):  # a loop of links, or a null character
         resolved = None
-    if resolved is None or not any(resolved.is_relative_to(directory) for directory in directories):
+    if resolved is None or not _is_beneath(resolved, directories):
         raise PathNotAllowed(
             f"{param} is {path[:200]!r}, which is not beneath a directory of {setting}; move it there", param=param
         )
     try:
-        return resolved if resolved.is_dir() else None
-    except OSError:  # a name that is too long, or a directory above that may not be searched
+        files = list(resolved.iterdir()) if resolved.is_dir() else None
+    except OSError:  # a name that is too long, or a directory that may not be searched
+        files = None
+    if files is None:
         return None
+    for file in files:
+        if (why := _why_not_allowed(file, directories)) is not None:
+            raise PathNotAllowed(
+                f"{param} is {path[:200]!r}, whose file {file.name[:100]!r} {why}; copy the file itself beneath a "
+                f"directory of {setting}",
+                param=param,
+            )
+    return resolved
+
+
+def _why_not_allowed(file: Path, directories: Sequence[Path]) -> str | None:
+    """Why a file must not be read; None where it may be."""
+    try:
+        target = file.resolve(strict=True)
+        mode = target.stat().st_mode
+    except (OSError, RuntimeError):
+        return None if not file.is_symlink() else "is a link that leads nowhere"
+    if not _is_beneath(target, directories):
+        return "is a link to a file elsewhere"
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is neither a file nor a directory"
+
+
+def _is_beneath(path: Path, directories: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(directory) for directory in directories)
 
 
 class Adapters:
@@ -86,7 +119,7 @@ class Adapters:
         `in_place`: replace one of that name, which its live requests go on to use. Raises an `ApiError`, a sentence;
         then all is as before. It goes on where the caller is cancelled.
         """
-        await self._finish(self._load(name, self._allowed(path), in_place))
+        await self._finish(self._load(name, await self._allowed(path), in_place))
 
     async def unload(self, name: str) -> None:
         """Unload an adapter: from now on no request may use it. Returns when the last that does has ended."""
@@ -153,13 +186,13 @@ class Adapters:
                 param="lora_name",
             )
 
-    def _allowed(self, path: str) -> Path:
+    async def _allowed(self, path: str) -> Path:
         if not self._directories:
             raise PathNotAllowed(
                 "this server loads no LoRA adapters while it runs; start it with --lora-directories DIRECTORY",
                 param="lora_path",
             )
-        resolved = allowed_directory(path, self._directories, param="lora_path", setting="lora_directories")
+        resolved = await allowed_directory(path, self._directories, param="lora_path", setting="lora_directories")
         if resolved is None:
             raise AdapterNotLoaded(f"lora_path is {path[:200]!r}, which is not a directory", param="lora_path")
         return resolved

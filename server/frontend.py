@@ -324,7 +324,7 @@ class Frontend:
                     "this server replaces no weights while it runs; start it with --weights-directories DIRECTORY",
                     param="model_path",
                 )
-            found = allowed_directory(path, directories, param="model_path", setting="weights_directories")
+            found = await allowed_directory(path, directories, param="model_path", setting="weights_directories")
             if found is None:
                 raise BadRequest(f"model_path is {path[:200]!r}, which is not a directory", param="model_path")
             self.check_ready()

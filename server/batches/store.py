@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import sqlite3
+import stat
 import tempfile
 import threading
 import time
@@ -262,9 +263,12 @@ class BatchStore:
         return Page([_file(row) for row in rows[:limit]], len(rows) > limit)
 
     def path(self, id: str, owner: str) -> Path:
-        """The contents of a file. Raises `FileNotFound`."""
+        """The contents of a file. Raises `FileNotFound`, also where something else is in its place: a link, a pipe."""
         self.file(id, owner)
-        return self._files / id
+        path = self._files / id
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise FileNotFound(f"file {id} is no regular file: something replaced it in the server's data_dir")
+        return path
 
     def delete_file(self, id: str, owner: str) -> None:
         """Raises `FileNotFound`, and `BadRequest` for the input of a batch that has not ended."""
@@ -497,6 +501,7 @@ class BatchStore:
                 self._folder = Path(self._temporary.name)
             assert self._folder is not None
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_own()
             self._lock_file = (self._folder / "lock").open("wb")
             try:
                 fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -514,6 +519,15 @@ class BatchStore:
                 if content.name not in entered:
                     content.unlink()
             return database
+
+    def _check_own(self) -> None:
+        """Raise `OSError` where somebody else may put files among those that clients get."""
+        found = self._files.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
+            raise OSError(
+                f"data_dir is {self._folder}, whose folder files is a link, of another user, or may be changed by "
+                "every user; remove it, or give another directory"
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -250,6 +250,13 @@ def test_what_may_not_be_loaded_is_refused_in_words(
         status, param, message = refusal(load("mine", path))
         assert (status, param) == (403, "lora_path")
         assert "not beneath a directory of lora_directories" in message
+    (directory / "allowed" / "linked").mkdir(exist_ok=True)
+    config = directory / "allowed" / "linked" / "adapter_config.json"
+    config.unlink(missing_ok=True)
+    config.symlink_to(directory / "base" / "config.json")
+    status, param, message = refusal(load("mine", "linked"))
+    assert (status, param) == (403, "lora_path")
+    assert "whose file 'adapter_config.json' is a link to a file elsewhere" in message
     for path in ("nothing", "x" * 300):  # A component of a path has 255 bytes at most.
         assert refusal(load("mine", path))[:2] == (404, "lora_path")
     assert refusal(load("base", "wide"))[:2] == (400, "lora_name")

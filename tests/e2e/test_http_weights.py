@@ -1,7 +1,9 @@
 """Weights are replaced while the server runs: streams go on, faults leave the present ones, and no prefix is found."""
 
+import fcntl
 import json
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,6 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.held_checkpoint import HeldCheckpoint
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
 from tests.e2e.processes import command_line
 from tests.e2e.test_http_adapters import PROMPT, TOKENS, Stream, complete, tokens_of
@@ -170,11 +171,14 @@ def test_weights_that_cannot_be_served_leave_the_present_ones(
 def test_a_core_that_is_killed_while_it_reads_the_weights_costs_nothing(
     served: KaonServer, directory: Path, expected: dict[str, list[int]], alongside: bool
 ) -> None:
-    held = HeldCheckpoint(directory / "allowed" / f"held-{alongside}", directory / "allowed" / "new")
+    new = directory / "allowed" / "new"
     before = {each.pid for each in cores(served)}
-    with held.held(), Traffic(served, expected["old"], expected["old"]):
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # By default it would end this process when the lease is asked for.
+    with (new / "generation_config.json").open("rb+") as held, Traffic(served, expected["old"], expected["old"]):
+        # Whoever opens the file waits until the lease ends.
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         answer: list[httpx.Response] = []
-        updating = threading.Thread(target=lambda: answer.append(update(served, held.path, alongside=alongside)))
+        updating = threading.Thread(target=lambda: answer.append(update(served, new, alongside=alongside)))
         updating.start()
         eventually(lambda: any(each.pid not in before for each in cores(served)))
         if alongside:

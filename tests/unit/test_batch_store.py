@@ -1,8 +1,10 @@
 """Batches on disk: what the input may be, what survives a server that is killed, and whose is what."""
 
 import json
+import os
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -431,3 +433,32 @@ def test_a_batch_whose_files_were_deleted_can_be_deleted(tmp_path: Path) -> None
     store.delete_batch(batch.object.id, "me")
     with pytest.raises(BatchNotFound):
         store.batch(batch.object.id, "me")
+
+
+def test_what_replaced_a_file_in_the_store_is_not_served(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "data", 10**6)
+    put: Callable[[Path], object]
+    for put in (lambda path: path.symlink_to("/etc/passwd"), os.mkfifo):
+        with store.new_file() as file:
+            file.write(b"x")
+            id = store.add_file(file, "me", "in.jsonl").id
+        path = store.path(id, "me")
+        path.unlink()
+        put(path)
+        with pytest.raises(FileNotFound, match="is no regular file"):
+            store.path(id, "me")
+        store.delete_file(id, "me")
+    assert Path("/etc/passwd").exists()
+
+
+def test_a_folder_of_files_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "files").symlink_to(elsewhere)
+    (tmp_path / "open" / "files").mkdir(parents=True)
+    (tmp_path / "open" / "files").chmod(0o777)
+    for name in ("linked", "open"):
+        store = BatchStore(tmp_path / name, 10**6)
+        with pytest.raises(OSError, match="whose folder files is a link"), store.new_file():
+            pass

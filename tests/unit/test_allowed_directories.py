@@ -1,0 +1,67 @@
+"""Directories that admin calls may name: beneath the allowed ones, and so are their files, wherever links lead."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from server.adapters import allowed_directory
+from server.errors import PathNotAllowed
+
+
+async def allowed(path: Path | str, *directories: Path) -> Path | None:
+    resolved = [directory.resolve() for directory in directories]
+    return await allowed_directory(str(path), resolved, param="lora_path", setting="lora_directories")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An allowed directory with an adapter, and a file outside of it."""
+    adapter = tmp_path / "allowed" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    (tmp_path / "secret").write_text("{}")
+    return tmp_path
+
+
+async def test_links_are_followed_beneath_the_allowed_directories(folder: Path) -> None:
+    """As the hub's cache has them: files of a snapshot are links to blobs."""
+    inside, blobs = folder / "allowed", folder / "blobs"
+    blobs.mkdir()
+    (blobs / "weights").write_bytes(b"")
+    (inside / "adapter" / "adapter_model.safetensors").symlink_to(blobs / "weights")
+    (inside / "link").symlink_to(inside / "adapter")
+    (inside / "adapter" / "deeper").mkdir()
+    assert await allowed(inside / "link", inside, blobs) == (inside / "adapter").resolve()
+    assert await allowed(inside / "nothing", inside) is None
+    assert await allowed(inside / "adapter" / "adapter_config.json", inside) is None
+    with pytest.raises(PathNotAllowed, match="is a link to a file elsewhere; copy the file itself"):
+        await allowed(inside / "link", inside)
+
+
+@pytest.mark.parametrize("path", ["allowed/..", "secret", "allowed/out", "allowed/out/adapter", "allowed/loop", "\0"])
+async def test_a_directory_elsewhere_is_refused_however_it_is_named(path: str, folder: Path) -> None:
+    (folder / "allowed" / "out").symlink_to(folder)
+    (folder / "allowed" / "loop").symlink_to(folder / "allowed" / "loop")
+    with pytest.raises(PathNotAllowed, match="not beneath a directory of lora_directories"):
+        await allowed(folder / path, folder / "allowed")
+
+
+@pytest.mark.parametrize(
+    ("put", "why"),
+    [
+        (lambda file: file.symlink_to(file.parents[2] / "secret"), "a link to a file elsewhere"),
+        (lambda file: file.symlink_to("../../secret"), "a link to a file elsewhere"),
+        (lambda file: file.symlink_to("/dev/zero"), "a link to a file elsewhere"),
+        (lambda file: file.symlink_to(file), "a link that leads nowhere"),
+        (lambda file: file.symlink_to("gone"), "a link that leads nowhere"),
+        (os.mkfifo, "neither a file nor a directory"),
+    ],
+)
+async def test_a_directory_with_a_file_elsewhere_or_no_file_is_refused(
+    put: Callable[[Path], object], why: str, folder: Path
+) -> None:
+    put(folder / "allowed" / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(PathNotAllowed, match=f"whose file 'adapter_model.safetensors' is {why}"):
+        await allowed(folder / "allowed" / "adapter", folder / "allowed")
