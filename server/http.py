@@ -189,7 +189,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, self._choose_reading)
-        self._connection.established(transport, self._refuse_incomplete, self.abort)
+        self._connection.established(transport, self._refuse_incomplete, self.abort, self._ask)
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -245,7 +245,7 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
         cycle.keep_alive = False
-        self._connection.half_closed(self._ask)
+        self._connection.half_closed()
         return True
 
     def _ask(self) -> None:
@@ -253,7 +253,8 @@ class HttpProtocol(HttpToolsProtocol):
 
         A client that has gone resets the connection then. A response that has begun shows it by itself.
         """
-        if not self.pipeline and not self.cycle.response_started and self.cycle.scope["http_version"] != "1.0":
+        cycle = self._answered
+        if cycle is not None and not cycle.response_started and cycle.scope["http_version"] != "1.0":
             self.transport.write(_CONTINUE)
 
     def _choose_reading(self) -> None:

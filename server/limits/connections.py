@@ -74,8 +74,9 @@ _REPORT_SECONDS = 10.0
 _FIRST_QUESTION_SECONDS, _LAST_QUESTION_SECONDS = 2.0, 16.0
 """After a client has shut down its sending side, when it is asked whether it still reads, and the longest interval."""
 
-_TCP_CLOSE = 7
-"""State in the first byte of TCP_INFO (linux/tcp_states.h) of a connection that was reset."""
+_TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
+"""States in the first byte of TCP_INFO (linux/tcp_states.h) of a connection that was reset, and of one whose client has
+shut down its sending side, which reading would show."""
 _ACKED_BYTES = slice(120, 128)
 """Where TCP_INFO (linux/tcp.h) counts the bytes that the other side has taken."""
 
@@ -175,6 +176,8 @@ class Connection:
         "_ask_interval",
         "_body_bytes",
         "_has_begun",
+        "_has_pipelined",
+        "_is_half_closed",
         "_is_probe",
         "_is_served",
         "_phase",
@@ -218,17 +221,25 @@ class Connection:
         """Bytes that wait to be sent, and since when this number has not changed."""
         self._reading_since, self._taken_before = 0.0, -1
         """Since when it is measured how fast the client reads, and the bytes that it had taken; -1: it keeps up."""
+        self._has_pipelined = False
+        """Whether further requests have arrived behind the one that is served: no more is read."""
+        self._is_half_closed = False
         self._ask: Callable[[], object] | None = None
         self._ask_at = self._ask_interval = 0.0
 
     def established(
-        self, transport: asyncio.Transport, refuse: Callable[[ApiError], object], abort: Callable[[], object]
+        self,
+        transport: asyncio.Transport,
+        refuse: Callable[[ApiError], object],
+        abort: Callable[[], object],
+        ask: Callable[[], object],
     ) -> None:
         """Bytes may arrive; `refuse` answers a request that is not complete with an error, and closes.
 
-        `abort` closes at once, and has whatever answers a request know that its client is gone.
+        `abort` closes at once, and has whatever answers a request know that its client is gone. `ask` sends something
+        that a client which has gone resets.
         """
-        self._transport, self._refuse, self._abort = transport, refuse, abort
+        self._transport, self._refuse, self._abort, self._ask = transport, refuse, abort, ask
         if not self.is_open:
             abort()
 
@@ -249,6 +260,7 @@ class Connection:
             if refused is None:
                 self._enter("body")
             return refused
+        self._has_pipelined = True
         # A pipelined request. The phase is set when the one before it has been answered. Behind a probe, it needs its
         # place now: afterwards, the application works on it already.
         return None if is_probe else self._serve()
@@ -276,6 +288,7 @@ class Connection:
 
     def end_answer(self, *, begun: bool, complete: bool) -> None:
         """An answer is complete. `begun`: the next request is served; `complete`: it, or else this one, arrived."""
+        self._has_pipelined = begun
         if begun and complete:
             self._enter("answer")
             return
@@ -292,9 +305,9 @@ class Connection:
         self._release()
         self._enter("rest")
 
-    def half_closed(self, ask: Callable[[], object]) -> None:
-        """The client sends no more, and may have gone; `ask` sends it something that a client that has gone resets."""
-        self._ask = ask
+    def half_closed(self) -> None:
+        """The client sends no more, and may have gone: it is asked from now on."""
+        self._is_half_closed = True
         self._ask_interval = _FIRST_QUESTION_SECONDS
         self._ask_at = self._table.clock() + self._ask_interval
 
@@ -343,7 +356,10 @@ class Connection:
         self._measure_reading(num_unsent, now)
         if self._is_unread(num_unsent, now):
             self._end_as("unread")
-        elif self._ask is not None:
+        elif self._is_half_closed:
+            self._check_half_closed(now)
+        elif self._has_pipelined and self._tcp_state in (_TCP_CLOSE, _TCP_CLOSE_WAIT):
+            self.half_closed()
             self._check_half_closed(now)
         elif self._phase == "head" and elapsed > limits.head_seconds:
             self._time_out("head", f"the request's head was not complete after {limits.head_seconds:g} s")
@@ -382,7 +398,7 @@ class Connection:
         self._reading_since, self._taken_before = now, taken
 
     def _check_half_closed(self, now: float) -> None:
-        if self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+        if self._tcp_state == _TCP_CLOSE:
             self._end_as("gone")
         elif now >= self._ask_at and self._ask is not None:
             self._ask()
@@ -407,6 +423,10 @@ class Connection:
                 # Whoever sets the connection up, TLS for instance, sees that it has ended.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def _tcp_state(self) -> int:
+        return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
     @property
     def _has_unread(self) -> bool:

@@ -415,6 +415,152 @@ def heavy_keys(port: Port, over: Over) -> None:
     _sent(port, over, lambda number: keyed(number, *bodies[number % len(bodies)]))
 
 
+def tokenising(port: Port, over: Over) -> None:
+    """Texts near the limit that are hard to split: one character, special tokens, marks, spaces, no spaces."""
+    texts = ("a", "<|im_end|>", "a\u0301", " ", "\n", "\U0001f469\u200d", "'s", "\u4e00", "0", "<")
+    bodies = [json.dumps(text * (_LARGE // len(json.dumps(text)))).encode() for text in texts]
+    model = MODEL.encode()
+    forms = [
+        (path, b'{"model":"%b","%b":%b}' % (model, field, body))
+        for body in bodies
+        for path, field in (("/tokenize", b"prompt"), ("/v1/completions", b"prompt"), ("/v1/responses", b"input"))
+    ]
+    _sent(port, over, lambda number: keyed(number, *forms[number % len(forms)]))
+
+
+def grammars(port: Port, over: Over) -> None:
+    """Schemas and regular expressions that nest, recurse, repeat and branch, and many tools with large schemas."""
+    deep: dict[str, object] = {"type": "integer"}
+    for _ in range(60):
+        deep = {"type": "object", "properties": {"a": deep, "b": deep}, "required": ["a"]}
+    circle = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "array"}]}}}
+    circle["$defs"]["b"] = {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "object"}]}  # type: ignore[index]
+    wide = {"type": "object", "properties": {f"p{each}": {"enum": list(range(200))} for each in range(500)}}
+    repeats = {"type": "array", "items": {"type": "string", "maxLength": 10**6}, "maxItems": 10**6}
+    outputs = [{"json": schema} for schema in (deep, circle, wide, repeats)]
+    outputs += [{"regex": each} for each in ("(a+)+b", "((a{1,99}){1,99}){1,99}", "(a|a?)+", "(.*){1,32}x", "(" * 500)]
+    bodies = [json_of(prompt="x", max_tokens=4, structured_outputs=each) for each in outputs]
+    tools = [{"type": "function", "function": {"name": f"f{each}", "parameters": wide}} for each in range(50)]
+    chat = json_of(messages=[{"role": "user", "content": "x"}], max_tokens=4, tools=tools, tool_choice="required")
+    forms = [("/v1/completions", body) for body in bodies] + [("/v1/chat/completions", chat)]
+    _sent(port, over, lambda number: keyed(number, *forms[number % len(forms)]))
+
+
+def tables(port: Port, over: Over) -> None:
+    """Requests with as many prompts, choices, biases, stops and metadata as are accepted, and more."""
+    biases = {str(token): 1.0 for token in range(1000)}
+    forms = [
+        ("/v1/completions", json_of(prompt=["x"] * 10_000, max_tokens=1)),
+        ("/v1/completions", json_of(prompt=["x"] * 2048, max_tokens=2, ignore_eos=True)),
+        ("/v1/completions", json_of(prompt="x", n=128, max_tokens=3, logit_bias=biases, stop=["a", "b", "c", "d"])),
+        ("/v1/completions", json_of(prompt="x", n=128, max_tokens=3, stop_token_ids=list(range(3, 1000)))),
+        ("/v1/completions", json_of(prompt=[[1, 2, 3]] * 2048, max_tokens=1, logprobs=5)),
+        ("/v1/responses", json_of(input="x", max_output_tokens=2, metadata={"k": "v" * 4_000_000})),
+        (
+            "/v1/responses",
+            json_of(input="x", max_output_tokens=2, metadata={f"k{each}": "v" for each in range(10**5)}),
+        ),
+        ("/v1/embeddings", json_of(input=["x"] * 2048)),
+        ("/score", json_of(text_1="x", text_2=["y"] * 2048)),
+    ]
+    _sent(port, over, lambda number: keyed(number, *forms[number % len(forms)]))
+
+
+def cancels(port: Port, over: Over) -> None:
+    """Answers and streams that are left at once, and background responses that are cancelled or deleted at once."""
+    long = json_of(prompt="Once", max_tokens=3000, ignore_eos=True, stream=True)
+    whole = json_of(prompt="Once", max_tokens=3000, ignore_eos=True, n=8)
+    kept = json_of(input="Once", background=True, max_output_tokens=3000)
+    numbers = itertools.count()
+
+    def one() -> None:
+        while not over.is_set():
+            number = next(numbers)
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+                if number % 3 == 2:
+                    connection.sendall(keyed(number, "/v1/responses", kept, close=False))
+                    id = connection.recv(65536).partition(b'"id":"')[2].partition(b'"')[0].decode()
+                    cancel = keyed(number, f"/v1/responses/{id}/cancel", b"", close=False)
+                    connection.sendall(cancel + keyed(number, f"/v1/responses/{id}", b"", method="DELETE"))
+                    connection.recv(65536)
+                else:
+                    connection.sendall(keyed(number, "/v1/completions", (long, whole)[number % 3]) * 2)
+
+    _in_threads(one, over)
+
+
+def scrapes(port: Port, over: Over) -> None:
+    """Probes, metrics and lists, one after the other on connections that are kept, with 250 headers."""
+    more = b"".join(b"X-%d: %b\r\n" % (each, b"v" * 200) for each in range(240))
+    paths = ("/metrics", "/v1/models", "/livez", "/kaon/limits", "/openapi.json", "/v1/responses/resp_x/input_items")
+    numbers = itertools.count()
+
+    def one() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+                while not over.is_set():
+                    number = next(numbers)
+                    path = paths[number % len(paths)]
+                    connection.sendall(keyed(number, path, b"", method="GET", close=False, more=more))
+                    if not connection.recv(2**20):
+                        break
+
+    _in_threads(one, over)
+
+
+def strange_keys(port: Port, over: Over) -> None:
+    """Each request with another key, another form of one, another address that it is forwarded for, another id."""
+    numbers = itertools.count()
+
+    def one() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+                for _ in range(100):
+                    number = next(numbers)
+                    key = (b"%d", b"eyJhbGciOiJub25lIn0.e%d.", b"%d" + b"x" * 4000, b"\xff%d")[number % 4] % number
+                    connection.sendall(
+                        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n"
+                        b"X-Forwarded-For: %d.1\r\nX-Request-Id: %b\r\nx-api-key: %d\r\nContent-Length: 2\r\n\r\n{}"
+                        % (key, number, b"r" * 300, number)
+                    )
+                    if not connection.recv(65536):
+                        break
+
+    _in_threads(one, over)
+
+
+def admin_calls(port: Port, over: Over) -> None:
+    """Adapters, weights and sleep by keys that may not, of paths that are not allowed."""
+    forms = [
+        ("/v1/load_lora_adapter", json.dumps({"lora_name": "a", "lora_path": "/" + "../" * 1000 + "dev"}).encode()),
+        ("/v1/unload_lora_adapter", json.dumps({"lora_name": "a" * 10_000}).encode()),
+        ("/update_weights", json.dumps({"model_path": "/proc/self/root/" * 100}).encode()),
+        ("/v1/load_lora_adapter", b"{" * 100_000),
+    ]
+    _sent(port, over, lambda number: keyed(number, *forms[number % len(forms)]))
+
+
+def resume_flood(port: Port, over: Over) -> None:
+    """Pipelines of a hundred resumptions of streams that do not exist, their answers read."""
+
+    def one() -> None:
+        body = json_of(prompt="x", stream=True)
+        requests = b"".join(
+            keyed(
+                number, "/v1/completions", body, close=False, more=b"Last-Event-ID: cmpl-%d:%d\r\n" % (number, number)
+            )
+            for number in range(100)
+        )
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
+                connection.sendall(requests)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(2**20):
+                    pass
+
+    _in_threads(one, over)
+
+
 def _in_threads(work: Callable[[], None], over: Over) -> None:
     for _ in range(_THREADS):
         threading.Thread(target=work, daemon=True).start()
@@ -431,6 +577,7 @@ KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
     for each in (
         *(unread_probes, unread_answers, expectations, gigabytes, shapes, wrong_keys, resumes, uploads, batches),
         *(odd_json, background, heavy_keys),
+        *(tokenising, grammars, tables, cancels, scrapes, strange_keys, admin_calls, resume_flood),
     )
 }
 """By keys of their own."""

@@ -4,6 +4,7 @@ The clock is the test's; sockets are only recorded.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +29,11 @@ class Peer:
         self.tcp_state = 1
         self.taken = 0
         self.arrived = b""
+        self.on_ask: Callable[[], object] = lambda: None
         self.connection: Connection
+
+    def ask(self) -> None:
+        self.on_ask()
 
     def close(self) -> None:
         self.is_aborted = True
@@ -80,7 +85,7 @@ class Edge:
         connection = self.table.open(peer, host)  # type: ignore[arg-type]
         assert connection is not None, "there was no room"
         peer.connection = connection
-        connection.established(peer, peer.refusals.append, peer.abort)  # type: ignore[arg-type]
+        connection.established(peer, peer.refusals.append, peer.abort, peer.ask)  # type: ignore[arg-type]
         return peer
 
     def wait(self, seconds: float, step: float = 0.5) -> None:
@@ -448,7 +453,8 @@ def test_a_half_closed_client_is_asked_ever_less_often_whether_it_reads(edge: Ed
     peer.request()
     asked: list[float] = []
     begin = edge.now
-    peer.connection.half_closed(lambda: asked.append(edge.now - begin))
+    peer.on_ask = lambda: asked.append(edge.now - begin)
+    peer.connection.half_closed()
     edge.wait(60)
     assert asked == [2, 6, 14, 30, 46]
     assert not peer.is_aborted
@@ -457,7 +463,8 @@ def test_a_half_closed_client_is_asked_ever_less_often_whether_it_reads(edge: Ed
 def test_one_that_resets_the_connection_has_gone(edge: Edge) -> None:
     peer = edge.connect()
     peer.request()
-    peer.connection.half_closed(lambda: setattr(peer, "tcp_state", 7))
+    peer.on_ask = lambda: setattr(peer, "tcp_state", 7)
+    peer.connection.half_closed()
     edge.wait(2)
     assert not peer.is_aborted
     edge.wait(0.5)

@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import ssl
+import struct
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -82,7 +83,7 @@ class Edge(NamedTuple):
 
     def knows_half_closed(self) -> bool:
         """Whether a client is known to have shut down its sending side."""
-        return any(each._ask is not None for each in self.connections._open)
+        return any(each._is_half_closed for each in self.connections._open)
 
     def num_accepted(self) -> int:
         """Connections that were accepted so far."""
@@ -297,6 +298,38 @@ async def test_a_connection_that_makes_room_ends_the_request_before_those_pipeli
     logging.getLogger("uvicorn.error").removeHandler(handler)
     assert edge.application.ended == ["gone"]
     assert not records
+
+
+@run
+async def test_a_client_with_pipelined_requests_that_has_closed_its_socket_is_found_to_have_gone() -> None:
+    """Nothing is read behind pipelined requests: neither the end of the client's stream nor its reset shows."""
+    for resets in (False, True):
+        async with serving() as edge:
+            client = await edge.connect(GET.replace(b"/x", b"/held") + GET * 3)
+            await until(lambda edge=edge: edge.application.num_requests == 1)  # type: ignore[misc]
+            if resets:
+                linger = struct.pack("ii", 1, 0)
+                client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            client.writer.close()
+            for _ in range(100):
+                if edge.application.ended:
+                    break
+                await edge.wait(2)
+                await asyncio.sleep(0.005)
+            assert edge.application.ended == ["gone"]
+            assert edge.application.num_requests == 1
+
+
+@run
+async def test_one_that_half_closes_behind_pipelined_requests_gets_all_answers_however_late() -> None:
+    async with serving() as edge:
+        client = await edge.connect(GET.replace(b"/x", b"/held") + GET * 100)
+        client.half_close()
+        await until(lambda: edge.application.num_requests == 1)
+        for _ in range(5):
+            await edge.wait(20)
+        edge.application.release.set()
+        assert (await client.all()).count(b"HTTP/1.1 200") == 101
 
 
 @run
