@@ -57,6 +57,9 @@ _BODY_BUDGET_BODIES = 64
 _LEAST_AGE_SECONDS, _MOST_LEAST_AGE_SECONDS = 0.005, 0.05
 """A connection makes no room for new ones before this age, so that a flood does not close those that send at once."""
 
+_MOST_UNREAD_SECONDS = 0.25
+"""Nor before this one, if bytes of its first request have arrived that this process has not come to read."""
+
 _MOST_NEW_PER_SECOND = 3200
 """Where more connections make room, that age is so much higher that so many new ones are taken in a second."""
 
@@ -75,8 +78,8 @@ _FIRST_QUESTION_SECONDS, _LAST_QUESTION_SECONDS = 2.0, 16.0
 """After a client has shut down its sending side, when it is asked whether it still reads, and the longest interval."""
 
 _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
-"""States in the first byte of TCP_INFO (linux/tcp_states.h) of a connection that was reset, and of one whose client has
-shut down its sending side, which reading would show."""
+"""States in the first byte of TCP_INFO (linux/tcp_states.h): of a connection that was reset, and of one whose client
+sends no more."""
 _ACKED_BYTES = slice(120, 128)
 """Where TCP_INFO (linux/tcp.h) counts the bytes that the other side has taken."""
 
@@ -345,6 +348,11 @@ class Connection:
         return not self._has_unread
 
     @property
+    def is_about_to_be_read(self) -> bool:
+        """Whether the first bytes of its first request have arrived, and are read in one of the next rounds."""
+        return self._phase == "head" and not self._has_begun and self._has_unread
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of a body that are held in memory."""
         return self._held_bytes
@@ -580,7 +588,11 @@ class Connections:
         if victim is None:
             return -math.inf
         age = max(self._waiting.num_connections / _MOST_NEW_PER_SECOND, _LEAST_AGE_SECONDS)
-        return victim.waits_since + min(age, _MOST_LEAST_AGE_SECONDS)
+        open_at = victim.waits_since + min(age, _MOST_LEAST_AGE_SECONDS)
+        now = self.clock()
+        if open_at <= now < victim.waits_since + _MOST_UNREAD_SECONDS and victim.is_about_to_be_read:
+            return now + _LEAST_AGE_SECONDS
+        return open_at
 
     def make_room(self) -> bool:
         """Close the oldest connection that makes room, of the address that has most; whether there was one."""

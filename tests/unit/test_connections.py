@@ -157,6 +157,22 @@ def test_where_few_of_them_make_room_they_have_a_shorter_time_to_send() -> None:
     assert edge.table.open_at - edge.now == pytest.approx(0.005)
 
 
+def test_new_ones_wait_while_the_next_to_make_room_is_about_to_be_read() -> None:
+    """Where a round of the event loop takes long, many are old before they are read for the first time."""
+    edge = Edge(LIMITS._replace(per_address=8))
+    peers = [edge.connect(A) for _ in range(8)]
+    for peer in peers:
+        peer.arrived = b"G"
+    edge.now += 0.1
+    assert edge.now < edge.table.open_at < edge.now + 0.01
+    peers[0].send()
+    assert edge.table.open_at < edge.now
+    edge.connect(A)
+    assert edge.now < edge.table.open_at
+    edge.now += 0.2  # It is not read for whatever reason: then it makes room all the same.
+    assert edge.table.open_at < edge.now
+
+
 def test_a_pipeline_of_probes_does_not_hold_up_new_ones() -> None:
     """The time for which it makes room goes on from request to request."""
     edge = Edge(LIMITS._replace(per_address=8))
