@@ -61,7 +61,8 @@ _MOST_UNREAD_SECONDS = 0.25
 """Nor before this one, if bytes of its first request have arrived that this process has not come to read."""
 
 _MOST_NEW_PER_SECOND = 3200
-"""Where more connections make room, that age is so much higher that so many new ones are taken in a second."""
+"""Where more connections make room, that age is so much higher that so many new ones are taken in a second; and it is
+at least half of what it is where all that may be open make room."""
 
 _MAX_SPARED = 16
 """Most connections that make no room because they do not wait for their clients, before one of them does."""
@@ -587,7 +588,8 @@ class Connections:
         victim = self._waiting.oldest(None)
         if victim is None:
             return -math.inf
-        age = max(self._waiting.num_connections / _MOST_NEW_PER_SECOND, _LEAST_AGE_SECONDS)
+        num_connections = max(self._waiting.num_connections, self.limits.connections / 2)
+        age = max(num_connections / _MOST_NEW_PER_SECOND, _LEAST_AGE_SECONDS)
         open_at = victim.waits_since + min(age, _MOST_LEAST_AGE_SECONDS)
         now = self.clock()
         if open_at <= now < victim.waits_since + _MOST_UNREAD_SECONDS and victim.is_about_to_be_read:
