@@ -53,7 +53,11 @@ def divides(size: int, variant: Variant) -> bool:
     fields = {"num_attention_heads": 4, **variant.family.defaults, **variant.overrides}
     heads = ("num_attention_heads", "linear_num_key_heads", "mamba_n_heads", "mamba_num_heads", "num_heads")
     heads = (*heads, "linear_num_heads", "linear_num_value_heads", "n_mamba_heads")
-    groups = [fields[name] for name in ("mamba_n_groups", "n_groups", "mamba_ngroups") if name in fields]
+    groups = [
+        fields[name]
+        for name in ("mamba_n_groups", "n_groups", "mamba_ngroups", "num_key_value_heads")
+        if name in fields
+    ]
     return all(fields.get(name, size) % size == 0 for name in heads) and all(
         number % size == 0 or size % number == 0 for number in groups
     )
