@@ -70,7 +70,8 @@ def _attention_prefill(one: Compilation) -> tuple[Work, ...]:
 def _product(one: Compilation, weight_bytes: float, depth: int, bits: int) -> tuple[Work, ...]:
     blocks = one.config.blocks
     rows = {16: 1, 64: 64, 128: 2048}[int(one.variant.rsplit("m", 1)[1])]
-    splits = one.constexprs["SPLITS"]
+    # A program computes all splits' sums one after the other, or one of them.
+    splits = 1 if one.constexprs["IS_WHOLE"] else one.constexprs["SPLITS"]
     return (
         Work(
             f"{rows} x 4k x 4k",
@@ -91,6 +92,12 @@ def _fp8_gemm(one: Compilation) -> tuple[Work, ...]:
 def _four_bit_gemm(one: Compilation) -> tuple[Work, ...]:
     scales = 1 / 32 if one.constexprs["IS_MXFP4"] else 3 / 128
     return _product(one, 0.5 + scales, one.config.blocks["DEPTH"], 16)
+
+
+def _dense_gemm(one: Compilation) -> tuple[Work, ...]:
+    if one.signature["x"] == "*fp32":
+        return ()
+    return _product(one, 2, one.config.blocks["DEPTH"], 16)
 
 
 def _experts(one: Compilation, weight_bytes: float, columns: str, depth: int, bits: int) -> tuple[Work, ...]:
@@ -185,6 +192,7 @@ def _step(heads: int, keys: int, values: int) -> Callable[[Compilation], tuple[W
 _FINDERS: Mapping[str, Callable[[Compilation], tuple[Work, ...]]] = {
     "attention_decode": _attention_decode,
     "attention_prefill": _attention_prefill,
+    "dense_gemm": _dense_gemm,
     "fp8_gemm": _fp8_gemm,
     "four_bit_gemm": _four_bit_gemm,
     "moe_gemm": _moe_gemm,

@@ -623,6 +623,10 @@ class Config(Section):
     """Library that computes on a GPU: `auto`, `triton`, `torch` or `aiter`, for all operators, or for one:
     `norm=torch`."""
 
+    batch_invariant: bool = False
+    """Have answers depend on nothing else that is computed on GPUs too, where it costs time; on a CPU they do not with
+    Kaon's operators."""
+
     sentinel_interval: Annotated[int, Field(ge=0)] | None = None
     """Decode steps after which one row of a step is computed again by plain torch and compared; 0: never; default:
     4096 on GPUs, 0 on a CPU."""

@@ -31,6 +31,7 @@ from models.architectures.pooling import PoolingConfig, read_pooling
 from models.attention.backend import require_backend
 from models.loading.checkpoint import read_checkpoint_config
 from models.ops import registry as backends
+from models.ops import triton
 from models.ops.aiter.cases import Sizes
 from models.ops.cpu import runtime as library
 from models.ops.cpu.collectives import SharedMemoryCollectives, SharedMemoryExchange
@@ -186,7 +187,10 @@ def load_rank(
     device = _resolve_device(config, shard, share)
     _leave_default_stream(device)
     sizes = sizes_of(model_config, config.kv_cache_block_size, 1 if shard is None else shard.size)
-    _choose_kernels(device, config.kernel_backend, sizes)
+    # The last mention of an operator counts.
+    _choose_kernels(device, (*config.kernel_backend, *(["triton"] if config.batch_invariant else [])), sizes)
+    if config.batch_invariant:
+        triton.keep_invariant()
     dtype = dtype_of(config, model_config)
     type_name = str(dtype).removeprefix("torch.")
     _require_rounding(config.quantization_config.quantization, model_config, device, dtype)

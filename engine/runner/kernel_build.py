@@ -189,6 +189,8 @@ def build(config: Config, target: Target) -> Compiled:
     torch.set_num_threads(1)
     knobs.compilation.listener = count
     triton.start(_CPU, target)
+    if config.batch_invariant:
+        triton.keep_invariant()
     size = parallel.tensor_parallel_size
     with Idle():  # type: ignore[no-untyped-call]
         largest_error(_CPU)

@@ -120,3 +120,5 @@ def _layer_cases(
             stored = stored_of(weight)
             if stored is not None:
                 yield ProductCase(stored.operand, getattr(module, "bias", None), dtype)
+            elif triton.is_invariant() and weight.dim() == 2:
+                yield ProductCase(weight.detach(), getattr(module, "bias", None), weight.dtype)

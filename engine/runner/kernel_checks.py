@@ -76,6 +76,8 @@ def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
     flash_attention.start(frozenset())
     if "attention" in backends.named(loaded.config.kernel_backend, backends.TRITON) or loaded.dtype.itemsize != 2:
         return
+    if triton.is_invariant():
+        return
     found: dict[Hashable, FlashCase] = {}
     for case in cases:
         from models.ops.triton.cases.attention import AttentionCase

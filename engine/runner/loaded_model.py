@@ -24,7 +24,7 @@ from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ENCODERS
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import DPMetadata
-from models.layers.base import CausalLM, DraftLM
+from models.layers.base import CausalLM, DraftLM, KVCacheSpec
 from models.layers.pooling import PoolingHead
 from models.loading import loader
 from models.loading.drafters import DraftedModel, load_drafter
@@ -47,6 +47,10 @@ DRAFT_PREFIX = "draft."
 def drafter_caches(caches: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
     """Of the caches that `LoadedModel.layer_caches` lays out, the drafter's, by the names of its layers."""
     return {name.removeprefix(DRAFT_PREFIX): cache for name, cache in caches.items() if name.startswith(DRAFT_PREFIX)}
+
+
+_WITH_OWN_PRODUCTS = ("Gemma3n",)
+"""Begins the names of architectures that multiply matrices outside of linear layers, attention and experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,38 @@ class LoadedModel:
     @property
     def is_invariant(self) -> bool:
         """Whether greedy and seeded answers depend on nothing else that is computed."""
-        return self.operators is not None and self.backend.name == "cpu-native"
+        return self.why_varying is None
+
+    @property
+    def why_varying(self) -> str | None:
+        """Why answers may depend on what else is computed, in words; None: they do not."""
+        if self.operators is not None and self.backend.name == "cpu-native":
+            return None
+        if not triton.is_invariant():
+            return "torch's libraries choose the order of sums by the batch"
+        parts = {
+            "tensor_parallel_size": self.parallel.size > 1,
+            "enable_expert_parallel": self.parallel.experts is not None,
+            "lora": bool(self.config.lora),
+            "task": self.pooling is not None,
+            "compilation_level": self.compilation_level > 0,
+        }
+        if name := next((name for name, is_set in parts.items() if is_set), None):
+            return f"{name} is set, and its sums are not among those that are computed in one order"
+        architecture = self.model_config.architecture
+        if not isinstance(self.model_config, ModelConfig) or architecture.startswith(_WITH_OWN_PRODUCTS):
+            return f"{architecture} has products of its own, which torch's libraries compute"
+        if not all(isinstance(spec, KVCacheSpec) for spec in self.model.kv_cache_layers()):
+            return f"{architecture} has layers of another kind than attention over keys and values"
+        if self.backend.name != "triton" or (left := triton.left()):
+            which = ", ".join(sorted(left)) if self.backend.name == "triton" else "attention"
+            return f"Triton's kernels do not compute {which}"
+        return None
+
+    def require_invariance(self) -> None:
+        """Raise `ValueError`, a sentence, where answers may not depend on what else is computed, and may do so."""
+        if self.config.batch_invariant and (why := self.why_varying) is not None:
+            raise ValueError(f"batch_invariant is set, but {why}; leave one of the two out")
 
     @property
     def kernels(self) -> str:

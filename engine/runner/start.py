@@ -49,6 +49,7 @@ def start_runner(
             runner = ModelRunner(other, num_blocks, num_slots)
             runner.warm_up()
         checked.refuse_others()
+    runner.loaded.require_invariance()
     runner.capture_at_start()
     if loaded.packs is not None:
         loaded.packs.write_in_background()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
+from models.ops import triton
 from models.ops.flash_attention import Spans, spans_of
 from models.ops.memory import Send, upload
 from models.ops.triton.grids import MAX_PIECES, AttentionPlan, list_pieces, list_tiles, most_pieces, num_pieces
@@ -43,11 +44,29 @@ class TritonMetaData(AttentionMetaData):
         token
         """
         if tokens not in self.tile_tables:
-            assert self.lengths is not None, "a captured graph has decodes only"
-            tiles = list_tiles(self.lengths.queries, self.lengths.contexts, tokens, self.num_decodes)
-            (table,) = upload([tiles], self.seq_lens.device)
-            self.tile_tables[tokens] = table.view(-1, 2)
+            if self.lengths is None:
+                self.tile_tables[tokens] = self._captured_tiles(tokens)
+            else:
+                num_decodes = self.num_decodes_by_pieces
+                tiles = list_tiles(self.lengths.queries, self.lengths.contexts, tokens, num_decodes)
+                (table,) = upload([tiles], self.seq_lens.device)
+                self.tile_tables[tokens] = table.view(-1, 2)
         return self.tile_tables[tokens]
+
+    @property
+    def num_decodes_by_pieces(self) -> int:
+        """Rows whose keys are split into pieces. None are where a token's result may not depend on whether it is
+        decoded or part of a prompt: all rows are spans then.
+        """
+        return 0 if triton.is_invariant() else self.num_decodes
+
+    def _captured_tiles(self, tokens: int) -> torch.Tensor:
+        """The rows of a captured graph, which are decodes, as spans. # [tiles, 2] int32"""
+        assert triton.is_invariant(), "a captured graph has decodes only"
+        device = self.seq_lens.device
+        rows = torch.arange(len(self.seq_lens), dtype=torch.int32, device=device)
+        firsts = torch.arange(0, self.query_len, tokens, dtype=torch.int32, device=device)
+        return torch.cartesian_prod(rows, firsts).view(-1, 2)
 
     def pieces(self, block_size: int) -> int:
         """The most pieces that a decode of the step has, or may have in a captured graph."""
@@ -76,11 +95,11 @@ class TritonMetaData(AttentionMetaData):
                 query_starts=self.cu_seqlens_q,
                 seq_lens=self.seq_lens,
                 block_tables=self.block_tables,
-                num_decodes=self.num_decodes,
+                num_decodes=self.num_decodes_by_pieces,
                 query_len=self.query_len,
                 items=self.items,
                 num_items=self.num_items,
-                max_pieces=self.pieces(block_size) if self.num_decodes else 0,
+                max_pieces=self.pieces(block_size) if self.num_decodes_by_pieces else 0,
                 tiles=None if tile_tokens is None else self.tiles(tile_tokens),
             )
         plan: AttentionPlan = self.plans[key]

@@ -117,7 +117,7 @@ class TritonAttentionBackend(GPUAttentionBackend):
 def plan_of(q: torch.Tensor, cache: KVCacheTensor, metadata: TritonMetaData) -> AttentionPlan:
     """The step as the kernels split it for layers of this shape. # q [T, Hq, D]"""
     num_kv_heads, block_size = cache.k_cache.shape[1], cache.k_cache.shape[2]
-    has_spans = metadata.num_decodes * metadata.query_len < q.shape[0]
+    has_spans = metadata.num_decodes_by_pieces * metadata.query_len < q.shape[0]
     return metadata.plan(block_size, tokens_of_tile(q, num_kv_heads) if has_spans else None)
 
 

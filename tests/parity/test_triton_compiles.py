@@ -20,6 +20,7 @@ from tools.kernel_prediction import Prediction
 from tools.kernel_report import Assembly, compilations, compile_apart, problems, read_record
 from tools.kernels.compilation import Compilation, source_of
 from tools.kernels.probe_kernel import COMPILATIONS as PROBE
+from tools.kernels.quantized_products import ORDERED
 
 FIRST_CLASS = [arch for arch, target in TARGETS.items() if target.first_class]
 
@@ -119,6 +120,24 @@ def test_a_worse_prediction_is_found_and_recorded_only_where_it_is_accepted() ->
 
 def test_the_page_and_the_record_have_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernel_report.is_complete(compilations(), read_record()), capsys.readouterr().err
+
+
+def test_products_of_any_number_of_rows_add_by_one_matrix_instruction() -> None:
+    """Those of `--batch-invariant`: a row's sums have one order only if instructions of one depth make them."""
+    recorded = read_record()
+    by_weight: dict[tuple[str, str], set[str]] = {}
+    for one in compilations():
+        weight, _, form = one.name.rpartition(" ")
+        is_ordered = weight.endswith(ORDERED.rstrip()) or one.name.startswith("dense_gemm bf16")
+        # On NVIDIA, up to 64 rows take the tile of 16 too.
+        is_few = form == "m16" or (form == "m64" and one.target.backend == "hip")
+        if one.name.startswith(("dense_gemm bf16", "fp8_gemm", "four_bit_gemm")) and (is_ordered or is_few):
+            kind = weight.removesuffix(ORDERED.rstrip()).rstrip()
+            by_weight.setdefault((kind, one.target.arch), set()).update(recorded[one.key].matrix)
+    assert {kind for kind, _ in by_weight} == {
+        "dense_gemm bf16", "fp8_gemm blocks", "fp8_gemm channels", "four_bit_gemm mxfp4", "four_bit_gemm int4 g128",
+    }  # fmt: skip
+    assert not {key: found for key, found in by_weight.items() if len(found) != 1}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from models.ops import triton as kernels
 from models.ops.triton import expert_products, expert_routing, quantized_products
 from models.ops.triton.cases import experts as moe_reference
 from models.ops.triton.cases import quantized_products as reference
@@ -20,9 +21,7 @@ requires_fp8 = pytest.mark.skipif(target_of(DEVICE).fp8 is None, reason="the GPU
 
 @pytest.mark.parametrize("inputs", [1152, 2112])
 @pytest.mark.parametrize("kind", ["fp8", "no fp8", "four bits"])
-def test_products_of_few_rows_are_split_by_the_weight_alone(
-    kind: str, inputs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_split_by_the_weight_alone(kind: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's sums are the same alone and in company, and those of all inputs."""
     if kind == "no fp8":
         without_fp8(monkeypatch)
@@ -35,27 +34,40 @@ def test_products_of_few_rows_are_split_by_the_weight_alone(
         )
         weight = FourBitWeight(codes.to(DEVICE), random(outputs, inputs // 64), torch.full((outputs, inputs // 64), 8))
     splits: list[int] = []
-    merged = quantized_products._merged
+    merged = quantized_products.merged
 
-    def noted(partial: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def noted(partial: torch.Tensor, *others: object) -> torch.Tensor:
         splits.append(len(partial))
-        return merged(partial, out, bias)
+        return merged(partial, *others)
 
-    monkeypatch.setattr(quantized_products, "_merged", noted)
+    monkeypatch.setattr(quantized_products, "merged", noted)
     found = quantized_products.quantized_linear(x, weight, bias)
     for row in (0, 7):
         assert torch.equal(quantized_products.quantized_linear(x[row : row + 1], weight, bias)[0], found[row])
     assert splits == [2 if inputs < 2048 else 4] * 3
-    more = quantized_products.quantized_linear(torch.cat((x, x)), weight, bias)
-    assert len(splits) == 3, "more rows make enough programs"
-    torch.testing.assert_close(found, more[:rows], rtol=1e-4, atol=1e-3)
+    more = quantized_products.quantized_linear(torch.cat((x, x, x)), weight, bias)
+    assert len(splits) == 4
+    assert torch.equal(more.view(3, rows, outputs), found.expand(3, -1, -1))
+    many = quantized_products.quantized_linear(torch.cat((x,) * 5), weight, bias)
+    torch.testing.assert_close(found, many[:rows], rtol=1e-4, atol=1e-3)
+    monkeypatch.setattr(kernels, "_is_invariant", True)
+    many = quantized_products.quantized_linear(torch.cat((x,) * 5), weight, bias)
+    assert len(splits) == 4, "one program adds the splits' sums of many rows, or there are none"
+    assert torch.equal(many[:rows], found)
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "steps", "splits"), [(1, 4096, 32, 4), (16, 4096, 32, 4), (17, 4096, 32, 1), (1, 28672, 32, 1)]
+    ("rows", "outputs", "steps", "splits"),
+    [(1, 4096, 32, 4), (64, 4096, 32, 4), (65, 4096, 32, 1), (1, 1024, 128, 8), (1, 28672, 32, 1), (1, 64, 4, 1)],
 )
-def test_as_many_splits_as_make_enough_programs(rows: int, outputs: int, steps: int, splits: int) -> None:
-    assert quantized_products.splits_of(rows, outputs, steps, columns=32) == splits
+def test_as_many_splits_as_make_enough_programs(
+    rows: int, outputs: int, steps: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = outputs, steps, 32, 64
+    assert quantized_products.splits_of(rows, *shape) == (splits, splits == 1)
+    monkeypatch.setattr(kernels, "_is_invariant", True)
+    few, is_whole = quantized_products.splits_of(rows, *shape)
+    assert (few, is_whole) == (quantized_products.splits_of(1, *shape)[0], rows > 64 or few == 1)
 
 
 EXPERTS = 3

@@ -19,6 +19,7 @@ _is_there: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
 """Whether a tensor is on a device of that type; quicker to read than the type's name."""
 _left: frozenset[str] = frozenset()
 _is_idle = False
+_is_invariant = False
 
 
 def start(device: torch.device, absent: "Target | None" = None) -> str | None:
@@ -43,8 +44,8 @@ def start(device: torch.device, absent: "Target | None" = None) -> str | None:
 
 def stop() -> None:
     """Stop the kernels: torch computes everything."""
-    global _device_type, _left
-    _device_type, _left = None, frozenset()
+    global _device_type, _left, _is_invariant
+    _device_type, _left, _is_invariant = None, frozenset(), False
 
 
 def leave_to_torch(operators: frozenset[str]) -> None:
@@ -56,6 +57,17 @@ def leave_to_torch(operators: frozenset[str]) -> None:
 def left() -> frozenset[str]:
     """The operators that torch computes."""
     return _left
+
+
+def keep_invariant() -> None:
+    """Have the kernels compute each row in one order, whatever is computed with it, at whatever cost."""
+    global _is_invariant
+    _is_invariant = True
+
+
+def is_invariant() -> bool:
+    """Whether a row's result may depend on nothing else that is computed."""
+    return _is_invariant
 
 
 @contextmanager

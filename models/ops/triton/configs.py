@@ -213,6 +213,8 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(CDNA, Config({"BLOCK_N": 16}, 4, 1, 16), _WIDE),
         Row(RDNA, Config({"BLOCK_N": 16, "DEPTH": 64}, 8, 1), _WIDE),
         Row(("sm_90",), Config({"BLOCK_N": 16}, 8, 1), _WIDE),
+        # More programs of two warps than of four are resident, and start and end while others wait for keys.
+        Row(("gfx950",), Config({"BLOCK_N": 64}, 2, 1, 16, hint=EARLY_LOADS), {"head_dim": range(129), "rows": (16,)}),
         # The pieces of a short row are one tile, whose keys and values are under way at once.
         Row(CDNA, Config({"BLOCK_N": 64}, 4, 1, 16, hint=EARLY_LOADS), {"head_dim": range(129)}),
         Row(CDNA, Config({"BLOCK_N": 32}, 4, 1, 16)),
@@ -524,7 +526,7 @@ CONFIGS["fp8_gemm"] = (
     Row(("gfx90a",), _product_config(4, 1, 64, 64), _SOME),
     Row(("gfx90a",), _product_config(8, 1, 128, 64)),
     Row(CDNA, _product_config(4, 2, 16, 64), _FEW_PRODUCT_ROWS),
-    Row(CDNA, _product_config(4, 2, 64, 128), _SOME),
+    Row(CDNA, _product_config(4, 2, 32, 64), _SOME),
     Row(CDNA, _product_config(8, 2, 128, 128)),
     Row(RDNA, _product_config(4, 1, 16, 32), _FEW_PRODUCT_ROWS),
     Row(RDNA, _product_config(4, 1, 64, 32)),
@@ -558,15 +560,30 @@ CONFIGS["four_bit_gemm"] = (
         Config({"ROWS": 16, "COLUMNS": 64, "DEPTH": 128}, 4, 2, matrix_instr_nonkdim=16, hint=EARLY_LOADS),
         _FEW_PRODUCT_ROWS,
     ),
-    Row(CDNA, _product_config(4, 1, 64, 64, DEPTH=128), _SOME),
+    Row(CDNA, _product_config(4, 2, 64, 64, DEPTH=128), _SOME),
     Row(CDNA, _product_config(8, 1, 128, 128, DEPTH=128)),
     Row(RDNA, _product_config(4, 1, 16, 16, DEPTH=64), _FEW_PRODUCT_ROWS),
     Row(RDNA, _product_config(4, 1, 32, 32, DEPTH=64)),
     Row(("sm_90",), _product_config(4, 3, 16, 32, DEPTH=128), _FEW_PRODUCT_ROWS),
     Row(AMPERE, _product_config(8, 2, 64, 64, DEPTH=128), _SOME),
     Row(AMPERE, _product_config(8, 2, 128, 64, DEPTH=128)),
-    Row(("sm_90",), _product_config(8, 3, 64, 128, DEPTH=128), _SOME),
+    Row(("sm_90",), _product_config(4, 2, 64, 64, DEPTH=128), _SOME),
     Row(("sm_90",), _product_config(8, 3, 128, 128, DEPTH=128)),
+)
+
+
+# As few rows' tiles of quantized weights; the depth is the same for any number of rows.
+CONFIGS["dense_gemm"] = (
+    Row(_INTERPRETER, _product_config(1, 1, 16, 16, DEPTH=64)),
+    # Of routers that are float32 throughout.
+    Row(ALL, _product_config(4, 1, 16, 32, DEPTH=32), {"element": (4,)}),
+    Row(CDNA, _product_config(4, 2, 16, 64, DEPTH=128), _FEW_PRODUCT_ROWS),
+    Row(CDNA, _product_config(4, 1, 64, 64, DEPTH=128), _SOME),
+    Row(CDNA, _product_config(8, 1, 128, 128, DEPTH=128)),
+    Row(RDNA, _product_config(4, 1, 16, 32, DEPTH=64), _FEW_PRODUCT_ROWS),
+    Row(RDNA, _product_config(4, 1, 64, 32, DEPTH=64)),
+    # `rows_of_tile`: no other number of rows is computed there.
+    Row(("sm_90",), _product_config(4, 3, 16, 64, DEPTH=128)),
 )
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.ops import triton as kernels
 from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.launcher import jit
@@ -253,6 +254,9 @@ def moe_place_kernel(
 
 def block_of(num_pairs: int, num_experts: int) -> int:
     """Pairs of a block: about what an expert has if they are spread evenly, so that few rows are multiplied idly."""
+    if kernels.is_invariant():
+        # Larger blocks may take other instructions, whose sums may be rounded otherwise.
+        return 16
     each = num_pairs / num_experts
     return 16 if each <= 16 else 64 if each <= 128 else 128
 

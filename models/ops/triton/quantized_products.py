@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from models.ops.triton.configs import FEW_ROWS, launch_of, target_of
+from models.ops import triton as kernels
+from models.ops.triton.configs import FEW_ROWS, Target, launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.int8_products import int8_linear
 from models.ops.triton.launcher import jit
@@ -139,6 +140,40 @@ def operands(x: torch.Tensor, weight: FP8Weight) -> Operands:
 # Products of FP8 weights with activations, which are rounded to FP8 too where the hardware multiplies it.
 
 
+@triton.jit
+def sum_groups(
+    x_at,  # [ROWS, DEPTH], of the first group of inputs
+    x_scale_at,  # [ROWS, 1]
+    weight_at,  # [COLUMNS, DEPTH]
+    weight_scale_at,  # [COLUMNS]
+    first,
+    count,
+    num_groups,
+    K,
+    IS_ROUNDED: tl.constexpr,
+    IS_BLOCKED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The sum over `count` groups of inputs from `first` on, as far as there are any. # [ROWS, COLUMNS] float32"""
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    x_at += first * DEPTH
+    weight_at += first * DEPTH
+    for group in range(first, tl.minimum(first + count, num_groups)):
+        exists = None if IS_EVEN else depth[None, :] < K - group * DEPTH
+        part = load_some(weight_at, exists)
+        part_scale = tl.load(weight_scale_at + group) if IS_BLOCKED else 1.0
+        a = load_some(x_at, exists)
+        a_scale = tl.load(x_scale_at + group) if IS_ROUNDED else 1.0
+        total = add_group(total, a, a_scale, part, part_scale, IS_ROUNDED, IS_BLOCKED)
+        x_at += DEPTH
+        weight_at += DEPTH
+    return total
+
+
 @jit(do_not_specialize=["M"])  # It differs from step to step.
 def fp8_gemm_kernel(
     x,  # [M, K] FP8, or not rounded
@@ -146,7 +181,7 @@ def fp8_gemm_kernel(
     weight,  # [N, K] FP8, or its bytes where not IS_ROUNDED
     weight_scales,  # float32; one for SCALE_ROWS output features and, where IS_BLOCKED, each group
     bias,  # [N], or any pointer
-    out,  # [M, N], or with SPLITS [SPLITS, M, N] float32
+    out,  # [M, N]; of one split's sums [SPLITS, M, N] float32
     M,
     N,
     K,
@@ -161,10 +196,11 @@ def fp8_gemm_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # Whether a program computes all splits' sums, and adds them in their order
 ):
-    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`, or of the sum over a run of groups.
+    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`, or of one split's sum.
 
-    Grid: (tiles of N, tiles of M, SPLITS).
+    Grid: (tiles of N, tiles of M, SPLITS; 1 where IS_WHOLE).
     """
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -176,23 +212,23 @@ def fp8_gemm_kernel(
     x_scale_at = x_scales + safe_rows[:, None] * num_groups
     scale_rows = safe_columns * 0 if SCALE_ROWS == 0 else safe_columns // SCALE_ROWS
     weight_scale_at = weight_scales + (scale_rows * num_groups if IS_BLOCKED else scale_rows)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     share = tl.cdiv(num_groups, SPLITS)
-    first = tl.program_id(2) * share
-    x_at += first * DEPTH
-    weight_at += first * DEPTH
-    for group in range(first, tl.minimum(first + share, num_groups)):
-        exists = None if IS_EVEN else depth[None, :] < K - group * DEPTH
-        part = load_some(weight_at, exists)
-        part_scale = tl.load(weight_scale_at + group) if IS_BLOCKED else 1.0
-        a = load_some(x_at, exists)
-        a_scale = tl.load(x_scale_at + group) if IS_ROUNDED else 1.0
-        total = add_group(total, a, a_scale, part, part_scale, IS_ROUNDED, IS_BLOCKED)
-        x_at += DEPTH
-        weight_at += DEPTH
-    if not IS_BLOCKED:
+    if IS_WHOLE and SPLITS > 1:
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for split in range(SPLITS):
+            total += sum_groups(
+                x_at, x_scale_at, weight_at, weight_scale_at, split * share, share, num_groups, K, IS_ROUNDED,
+                IS_BLOCKED, IS_EVEN, ROWS, COLUMNS, DEPTH,
+            )  # fmt: skip
+    else:
+        total = sum_groups(
+            x_at, x_scale_at, weight_at, weight_scale_at, tl.program_id(2) * share, share, num_groups, K, IS_ROUNDED,
+            IS_BLOCKED, IS_EVEN, ROWS, COLUMNS, DEPTH,
+        )  # fmt: skip
+    # Scaled once, after the splits' sums are added: in whichever kernel that is.
+    if IS_WHOLE and not IS_BLOCKED:
         total = total * tl.load(weight_scale_at)[None, :]
-    if HAS_BIAS and SPLITS == 1:
+    if HAS_BIAS and IS_WHOLE:
         total += tl.load(bias + safe_columns).to(tl.float32)[None, :]
     at = out + (tl.program_id(2) * M + rows[:, None]).to(tl.int64) * N + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
@@ -201,10 +237,13 @@ def fp8_gemm_kernel(
 @jit(do_not_specialize=["M"])
 def add_splits_kernel(
     partial,  # [SPLITS, M, N] float32
+    scales,  # float32, one for SCALE_ROWS output features; any pointer where not IS_SCALED
     bias,  # [N], or any pointer
     out,  # [M, N]
     M,
     N,
+    IS_SCALED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,  # 0: one scale for all
     HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -216,6 +255,8 @@ def add_splits_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partial + (split * M + row).to(tl.int64) * N + columns, mask=inside, other=0.0)
+    if IS_SCALED:
+        total = total * tl.load(scales + (columns * 0 if SCALE_ROWS == 0 else columns // SCALE_ROWS), mask=inside)
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64) * N + columns, total.to(out.dtype.element_ty), mask=inside)
@@ -228,13 +269,20 @@ _LEAST_STEPS = 4
 """Least steps of a program's loop, because a program's start takes as long as some steps."""
 
 
-def splits_of(rows: int, outputs: int, steps: int, columns: int) -> int:
-    """The number of sums into which a product of few rows is split, by the weight's size alone and not by the step.
-
-    `steps` of DEPTH inputs that the weight has; `columns` of a tile.
+def split_rows(kernel: str, target: Target) -> int:
+    """Rows up to which a kernel's products are split. Tiles of more rows make enough programs, whose split sums would
+    be much memory; so they are for FP8 on Radeons, which have few units.
     """
-    if rows > FEW_ROWS:
-        return 1
+    is_radeon = target.backend == "hip" and target.warp_size == 32
+    return FEW_ROWS if is_radeon and kernel == "fp8_gemm" else 64
+
+
+def splits_of(rows: int, outputs: int, steps: int, columns: int, most_rows: int) -> tuple[int, bool]:
+    """The number of sums into which a product is split, and whether one program computes all of a tile's.
+
+    `steps` of DEPTH inputs that the weight has; `columns` of a tile of few rows. By the weight's size alone up to
+    `most_rows`, and beyond where a row's sums must have one order in steps of any number of rows.
+    """
     splits = 1
     while (
         splits < _MOST_SPLITS
@@ -242,19 +290,37 @@ def splits_of(rows: int, outputs: int, steps: int, columns: int) -> int:
         and steps >= 2 * splits * _LEAST_STEPS
     ):
         splits *= 2
-    return splits
+    if rows <= most_rows:
+        return splits, splits == 1
+    return splits if kernels.is_invariant() else 1, True
 
 
-def _merged(partial: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`out` [M, N] from the sums of `partial` [SPLITS, M, N] float32."""
+def rows_of_tile(rows: int, device: torch.device) -> int:
+    """Rows by which a product's tile is chosen. On NVIDIA larger tiles take other instructions, whose sums may be
+    rounded otherwise: where results may not depend on the batch, all rows take the tile of few.
+    """
+    if kernels.is_invariant() and target_of(device).backend == "cuda":
+        return min(rows, FEW_ROWS)
+    return rows
+
+
+def merged(
+    partial: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, scaled: FP8Weight | None = None
+) -> torch.Tensor:
+    """`out` [M, N] from the sums of `partial` [SPLITS, M, N] float32. `scaled`: the weight whose scales are not in
+    the sums yet.
+    """
     splits, rows, outputs = partial.shape
     launch = launch_of("add_splits", out.device)
     add_splits_kernel[(cdiv(outputs, launch.blocks["COLUMNS"]), rows)](
         partial,
+        partial if scaled is None else scaled.scales,
         out if bias is None else bias,
         out,
         rows,
         outputs,
+        IS_SCALED=scaled is not None,
+        SCALE_ROWS=0 if scaled is None else scaled.scale_rows,
         HAS_BIAS=bias is not None,
         SPLITS=splits,
         **launch.keywords,
@@ -268,10 +334,12 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
     rows, inputs = x.shape
     outputs = weight.codes.shape[0]
     out = x.new_empty(rows, outputs)
-    launch = launch_of("fp8_gemm", x.device, rows=next_power_of_2(rows))
-    splits = splits_of(rows, outputs, cdiv(inputs, FP8_GROUP), launch.blocks["COLUMNS"])
-    summed = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
-    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"]), splits
+    launch = launch_of("fp8_gemm", x.device, rows=next_power_of_2(rows_of_tile(rows, x.device)))
+    columns = launch_of("fp8_gemm", x.device, rows=1).blocks["COLUMNS"]
+    most_rows = split_rows("fp8_gemm", target_of(x.device))
+    splits, is_whole = splits_of(rows, outputs, cdiv(inputs, FP8_GROUP), columns, most_rows)
+    summed = out if is_whole else x.new_empty(splits, rows, outputs, dtype=torch.float32)
+    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"]), 1 if is_whole else splits
     fp8_gemm_kernel[grid](
         sides.rows,
         weight.scales if sides.row_scales is None else sides.row_scales,
@@ -291,9 +359,10 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
         HAS_BIAS=bias is not None,
         DEPTH=FP8_GROUP,
         SPLITS=splits,
+        IS_WHOLE=is_whole,
         **launch.keywords,
     )
-    return out if splits == 1 else _merged(summed, out, bias)
+    return out if is_whole else merged(summed, out, bias, None if weight.is_blocked else weight)
 
 
 # 4-bit weights: the numbers of their codes, and one step of a product. `models.ops.weight_formats` describes the
@@ -378,6 +447,45 @@ def add_runs(
 # The product of 4-bit weights with bfloat16 activations.
 
 
+@triton.jit
+def sum_runs(
+    x_at,  # [ROWS, DEPTH / 2], the inputs of low nibbles of the first step
+    weight_at,  # [COLUMNS, RUNS, 32]
+    scale_at,  # [COLUMNS, 1]
+    zero_at,
+    first,
+    count,
+    K,
+    IS_MXFP4: tl.constexpr,
+    SUBGROUPS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The sum over `count` inputs from `first` on, as far as there are any. # [ROWS, COLUMNS] float32"""
+    half, run = tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 64)
+    inputs = half // 32 * 64 + half % 32
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    x_at += first
+    weight_at += first // 2
+    for start in range(first, tl.minimum(first + count, K), DEPTH):
+        runs = start // 64 + run[None, :]
+        exists = None if IS_EVEN else (start + inputs < K)[None, :]
+        has_run = None if IS_EVEN else runs * 64 < K
+        codes, low_scale, high_scale, low_zero, high_zero = load_runs(
+            weight_at, scale_at, zero_at, runs, has_run, IS_MXFP4, SUBGROUPS
+        )
+        low_x = load_some(x_at, exists)
+        high_x = load_some(x_at + 32, exists)
+        total = add_runs(
+            total, low_x, high_x, codes, low_scale, high_scale, low_zero, high_zero, IS_MXFP4, COLUMNS, DEPTH
+        )
+        x_at += DEPTH
+        weight_at += DEPTH // 2
+    return total
+
+
 @jit(do_not_specialize=["M"])  # It differs from step to step.
 def four_bit_gemm_kernel(
     x,  # [M, K]
@@ -385,7 +493,7 @@ def four_bit_gemm_kernel(
     scales,  # [N, groups] of x's type; with MXFP4 uint8 exponents of two
     zeros,  # [N, groups] uint8, or any pointer with MXFP4
     bias,  # [N], or any pointer
-    out,  # [M, N], or with SPLITS [SPLITS, M, N] float32
+    out,  # [M, N]; of one split's sums [SPLITS, M, N] float32
     M,
     N,
     K,
@@ -399,11 +507,9 @@ def four_bit_gemm_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # Inputs at a time, a multiple of 64
     SPLITS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # as in `fp8_gemm_kernel`
 ):
-    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`, or of the sum over a run of inputs.
-
-    Grid: (tiles of N, tiles of M, SPLITS).
-    """
+    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`, or of one split's sum. Grid: as `fp8_gemm_kernel`."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Half of a tile's inputs, those in low nibbles: every other run of 32. A run shares a scale.
@@ -415,26 +521,21 @@ def four_bit_gemm_kernel(
     bytes_at = run[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
     weight_at = weight + safe_columns[:, None, None].to(tl.int64) * (K // 2) + bytes_at
     group_at = safe_columns[:, None] * num_groups
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     share = tl.cdiv(tl.cdiv(K, DEPTH), SPLITS) * DEPTH
-    begin = tl.program_id(2) * share
-    x_at += begin
-    weight_at += begin // 2
-    for start in range(begin, tl.minimum(begin + share, K), DEPTH):
-        runs = start // 64 + run[None, :]
-        exists = None if IS_EVEN else (start + inputs < K)[None, :]
-        has_run = None if IS_EVEN else runs * 64 < K
-        codes, low_scale, high_scale, low_zero, high_zero = load_runs(
-            weight_at, scales + group_at, zeros + group_at, runs, has_run, IS_MXFP4, SUBGROUPS
-        )
-        low_x = load_some(x_at, exists)
-        high_x = load_some(x_at + 32, exists)
-        total = add_runs(
-            total, low_x, high_x, codes, low_scale, high_scale, low_zero, high_zero, IS_MXFP4, COLUMNS, DEPTH
-        )
-        x_at += DEPTH
-        weight_at += DEPTH // 2
-    if HAS_BIAS and SPLITS == 1:
+    scale_at, zero_at = scales + group_at, zeros + group_at
+    if IS_WHOLE and SPLITS > 1:
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for split in range(SPLITS):
+            total += sum_runs(
+                x_at, weight_at, scale_at, zero_at, split * share, share, K, IS_MXFP4, SUBGROUPS, IS_EVEN, ROWS,
+                COLUMNS, DEPTH,
+            )  # fmt: skip
+    else:
+        total = sum_runs(
+            x_at, weight_at, scale_at, zero_at, tl.program_id(2) * share, share, K, IS_MXFP4, SUBGROUPS, IS_EVEN, ROWS,
+            COLUMNS, DEPTH,
+        )  # fmt: skip
+    if HAS_BIAS and IS_WHOLE:
         total += tl.load(bias + safe_columns).to(tl.float32)[None, :]
     at = out + (tl.program_id(2) * M + rows[:, None]).to(tl.int64) * N + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
@@ -445,10 +546,12 @@ def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor |
     rows, inputs = x.shape
     outputs, groups = weight.scales.shape
     out = x.new_empty(rows, outputs)
-    launch = launch_of("four_bit_gemm", x.device, rows=next_power_of_2(rows))
-    splits = splits_of(rows, outputs, cdiv(inputs, launch.blocks["DEPTH"]), launch.blocks["COLUMNS"])
-    summed = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
-    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"]), splits
+    launch = launch_of("four_bit_gemm", x.device, rows=next_power_of_2(rows_of_tile(rows, x.device)))
+    columns = launch_of("four_bit_gemm", x.device, rows=1).blocks["COLUMNS"]
+    most_rows = split_rows("four_bit_gemm", target_of(x.device))
+    splits, is_whole = splits_of(rows, outputs, cdiv(inputs, launch.blocks["DEPTH"]), columns, most_rows)
+    summed = out if is_whole else x.new_empty(splits, rows, outputs, dtype=torch.float32)
+    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"]), 1 if is_whole else splits
     four_bit_gemm_kernel[grid](
         x,
         weight.packed,
@@ -466,9 +569,10 @@ def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor |
         IS_EVEN=inputs % launch.blocks["DEPTH"] == 0,
         HAS_BIAS=bias is not None,
         SPLITS=splits,
+        IS_WHOLE=is_whole,
         **launch.keywords,
     )
-    return out if splits == 1 else _merged(summed, out, bias)
+    return out if is_whole else merged(summed, out, bias)
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

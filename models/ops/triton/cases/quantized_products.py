@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from models.ops.self_test import FLOAT32, Case, Finding, Problems, relative_error, rounding_bound
 from models.ops.triton.configs import target_of
+from models.ops.triton.dense_products import dense_linear
 from models.ops.triton.int8_products import LARGEST
 from models.ops.triton.quantized_products import quantized_linear
 from models.ops.types import FP8_GROUP
@@ -134,16 +135,18 @@ def random_weight(problems: Problems, kind: str, *shape: int, dtype: torch.dtype
 
 @dataclass(frozen=True, slots=True)
 class ProductCase(Case):
-    """A product with a linear layer's weight."""
+    """A product with a linear layer's weight, quantized or dense."""
 
     operator: ClassVar[str] = "linear"
-    weight: QuantizedWeight
+    weight: QuantizedWeight | torch.Tensor
     bias: torch.Tensor | None
     dtype: torch.dtype
 
     @property
     def key(self) -> Hashable:
         """See `Case`: layout and shape of the weight."""
+        if isinstance(self.weight, torch.Tensor):
+            return self.weight.shape, self.weight.dtype, self.bias is not None
         return self.weight.kind, self.weight.shape, self.weight.scales.shape, self.bias is not None
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
@@ -151,12 +154,16 @@ class ProductCase(Case):
         outputs, inputs = self.weight.shape
         for rows in _ROWS:
             x = problems.normal(rows, inputs, dtype=self.dtype)
-            found, seen = quantized_linear(x, self.weight, self.bias), as_multiplied(x, self.weight)
+            if isinstance(self.weight, torch.Tensor):
+                kind, found = "dense numbers", dense_linear(x, self.weight, self.bias)
+            else:
+                kind, found = self.weight.kind, quantized_linear(x, self.weight, self.bias)
+            seen = as_multiplied(x, self.weight)
             for some in ends_of(outputs):
                 bias = None if self.bias is None else self.bias[some]
                 exact, bound = product_of(seen, part_of(self.weight, some, self.dtype), bias, self.dtype)
                 error = relative_error(found[:, some], exact, bound + rounding_bound(self.dtype) * exact.abs())
-                yield Finding(f"{rows} tokens by a weight of {self.weight.kind}, {outputs}x{inputs}", error)
+                yield Finding(f"{rows} tokens by a weight of {kind}, {outputs}x{inputs}", error)
 
 
 _KINDS = ("fp8", "int8", "int4", "mxfp4")
@@ -179,4 +186,8 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         inputs = 1088 if name == "fp8" else 192
         weight = random_weight(problems, name.split()[0], 72, inputs, dtype=dtype)
         cases[f"a weight in {name}"] = ProductCase(weight, problems.normal(72, dtype=dtype), dtype)
+    for dtype in (torch.bfloat16, torch.float32):
+        problems = Problems(device)
+        dense = problems.normal(72, 1088, dtype=dtype)
+        cases[f"a dense weight in {dtype}"] = ProductCase(dense, problems.normal(72, dtype=dtype), dtype)
     return cases
