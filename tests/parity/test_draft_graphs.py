@@ -23,6 +23,7 @@ from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.draft_heads import MTPPair, make_eagle
 from tests.parity.paged_torch import CapturedTorchBackend
+from tests.parity.rank_threads import RankThreads
 from tests.parity.recorded_graph import RecordingDevice
 from tests.parity.runners import load
 from tests.parity.test_drafter_pairs import FAULTS, Knowing
@@ -249,3 +250,30 @@ def test_recorded_passes_of_kernels_make_the_eager_ones_drafts(
     assert steps.run(endless(2, 4)) == expected
     assert steps.made == eager.made
     assert lengths
+
+
+def test_ranks_take_greedy_drafts_to_the_next_pass_on_their_devices(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    """Rank 0 sends each draft from device to device; both hosts wait once a step, for all of them."""
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
+    expected = Steps(runner_for(checkpoint)).run(endless()[::2])
+    devices = [GraphDevice(), GraphDevice()]
+    sizes: dict[str, Any] = {"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 8}
+    ranks = RankThreads(checkpoint, devices=devices, capture="start", sizes=(2, 4), **sizes, **by_model(checkpoint))
+
+    def lead(runner: ModelRunner) -> Counting:
+        for device in devices:
+            device.num_replayed = 0
+        steps = Counting(runner, devices[0])
+        count(monkeypatch, steps)
+        assert steps.run(endless()[::2]) == expected
+        return steps
+
+    steps = ranks.run(lead)
+    assert steps.acceptance == 1.0
+    assert lengths
+    full = [each for each in steps.replays if each[1] == K]
+    # The other rank's reads are counted too, in this step or at the beginning of the next one.
+    assert len(full) >= 3
+    assert all(replays == 1 + K and not eager and reads <= 3 for replays, _, eager, reads in full), full
