@@ -12,6 +12,7 @@ A row that is to draft nothing only keeps its latest hidden states, so that it c
 again, as many entries are computed, and those before are left out. That costs acceptance, and no answer.
 """
 
+import ctypes
 import dataclasses
 import logging
 from collections import deque
@@ -29,25 +30,30 @@ from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs
 from engine.runner.loaded_model import LoadedModel
 from engine.sampling.parameters import Proposals
 from engine.sampling.sampler import LaunchedTokens, Sampler
+from engine.speculative.adaptive import KEPT_STEPS
+from engine.speculative.drafts import max_sampled_tokens
 from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.attention.context import Context, forward_context
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
 from models.ops.cpu.collectives import SharedMemoryCollectives
-from models.ops.cpu.draft_chain import DraftChain, Verified
+from models.ops.cpu.draft_chain import ChainHeads, DraftChain, Verified
 from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
-from models.ops.cpu.sampling import GreedyHead
-from models.ops.cpu.structures import Step
-from models.ops.memory import upload
+from models.ops.cpu.sampling import GreedyHead, SampledHead
+from models.ops.cpu.structures import Sampling, Step
+from models.ops.memory import mapped_zeros, upload
 from models.ops.types import LayerCache
 
 _log = logging.getLogger(__name__)
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
-_MAX_WAITING = 32
+_MAX_WAITING = KEPT_STEPS
 """Entries of a row that drafts nothing which are computed when it drafts again."""
+_SKIPPED = -1
+"""In place of the number of a slot's entries: those before the next step of it are left out."""
+_NO_SLOTS: _Ints = np.zeros(0, dtype=np.int64)
 
 
 class _Sampled(NamedTuple):
@@ -91,10 +97,12 @@ class DraftPasses:
         caches: dict[str, LayerCache],
         operators: Library | None,
         target: tuple[Program, GreedyHead] | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         """`caches` as `drafter_caches` gives them. `operators` record the passes; None: torch runs them.
 
-        `target`: the recorded pass and the head of the model that is drafted for, where it has both.
+        `target`: the recorded pass and the head of the model that is drafted for, where it has both. `sampling`: how
+        sequences sample, where the operators may sample drafts.
         """
         self._loaded, self._model, self._caches = loaded, model, caches
         self.max_tokens = loaded.config.max_num_batched_tokens + loaded.config.max_num_seqs
@@ -107,9 +115,10 @@ class DraftPasses:
         self.head: GreedyHead | None = None
         """Chooses argmax tokens without logits in between."""
         self.chain: DraftChain | None = None
-        """Makes several greedy drafts of each row in one call."""
+        """Makes several drafts of each row in one call."""
+        self._num_logits_bytes = 0
         if operators is not None:
-            self._record(operators, target)
+            self._record(operators, target, sampling)
 
     @property
     def are_recorded(self) -> bool:
@@ -120,7 +129,7 @@ class DraftPasses:
     def num_bytes(self) -> int:
         """Bytes that recorded passes commit for the largest step."""
         programs = {id(each): each for each in (self._first, self._next) if each is not None}
-        return sum(each.num_bytes for each in programs.values())
+        return sum(each.num_bytes for each in programs.values()) + self._num_logits_bytes
 
     def prepare(self, span: DraftSpan, counts: _Ints, ends: _Ints) -> AttentionMetaData:
         """A pass over the last `counts` entries up to `ends` of each row."""
@@ -208,7 +217,9 @@ class DraftPasses:
         self.backend, self.graphs = backend, DraftGraphs(device, first, following)
         return self.graphs.runners
 
-    def _record(self, operators: Library, target: tuple[Program, GreedyHead] | None) -> None:
+    def _record(
+        self, operators: Library, target: tuple[Program, GreedyHead] | None, sampling: Sampling | None
+    ) -> None:
         """Record the passes, where the drafter's code only calls operators."""
         loaded, model = self._loaded, self._model
         none = np.zeros(0, dtype=np.int64)
@@ -242,15 +253,38 @@ class DraftPasses:
             max_rows = loaded.config.max_num_seqs
             self.head = GreedyHead.of(operators, model.compute_logits, model.hidden_size, max_rows)
         if self._first is not None and self._next is not None and self.head is not None:
+            if model.hidden_layers != (-1,) or loaded.exchange is not None:
+                target = None
+            greedy = ChainHeads(self.head, None if target is None else target[1])
             self.chain = DraftChain(
                 operators,
                 self._first,
                 self._next,
-                self.head,
+                greedy,
+                self._sampled_heads(greedy, sampling),
                 block_size=loaded.config.kv_cache_block_size,
                 max_len=loaded.max_model_len,
-                target=target if model.hidden_layers == (-1,) and loaded.exchange is None else None,
+                target=None if target is None else target[0],
             )
+
+    def _sampled_heads(
+        self, greedy: ChainHeads[GreedyHead], sampling: Sampling | None
+    ) -> ChainHeads[SampledHead] | None:
+        """Those that sample from the same logits as these, which they compute in turn into the same memory."""
+        config = self._loaded.config
+        if config.drafts_by_rejection:
+            return None
+        most_rows = max_sampled_tokens(config.max_num_seqs)
+        num_logits = most_rows * max(head.vocab_size for head in greedy if head is not None)
+        self._num_logits_bytes = num_logits * torch.float32.itemsize
+        if sampling is None:
+            return None
+        logits = torch.frombuffer(mapped_zeros(self._num_logits_bytes), dtype=torch.float32)
+        target = greedy.target
+        return ChainHeads(
+            SampledHead(greedy.drafter, logits, sampling),
+            SampledHead(target, logits, sampling) if target is not None else None,
+        )
 
 
 def _rows_of(states: torch.Tensor, rows: _Ints) -> torch.Tensor:
@@ -261,6 +295,15 @@ def _rows_of(states: torch.Tensor, rows: _Ints) -> torch.Tensor:
     if states.device.type != "cpu":
         return states[torch.from_numpy(rows).to(states.device)]
     return torch.from_numpy(states.view(torch.uint8).numpy()[rows]).view(states.dtype)
+
+
+def _copy(states: torch.Tensor) -> torch.Tensor | npt.NDArray[np.uint8]:
+    """All rows, copied; on a CPU as bytes, without torch: see `_rows_of`. # [T, features]"""
+    if states.device.type != "cpu" or not states.is_contiguous():
+        return states.clone()
+    copied = np.empty(states.numel() * states.itemsize, dtype=np.uint8)
+    ctypes.memmove(copied.ctypes.data, states.data_ptr(), copied.nbytes)
+    return copied
 
 
 def _write_rows(to: torch.Tensor, rows: _Ints, states: torch.Tensor) -> None:
@@ -302,14 +345,16 @@ class ModelDrafter:
         self.hidden_layers = model.hidden_layers
         self._is_ahead = int(self.reads_hidden)
         """How many tokens an entry's token is after the entry's position."""
+        self._has_skipped = False
+        """Whether the last step was skipped."""
         self._num_done = np.zeros(num_slots, dtype=np.int64)
         """Entries of each slot that are computed."""
         self._num_guessed = np.zeros(num_slots, dtype=np.int64)
         """Entries after those that are computed of drafts, which count where these were accepted."""
         self._waiting: torch.Tensor | None = None  # [num_slots * _MAX_WAITING, features]
         """The target's hidden states for entries that wait, each at its position modulo `_MAX_WAITING`."""
-        self._idle_steps: deque[tuple[_Ints, _Ints, torch.Tensor]] = deque(maxlen=_MAX_WAITING)
-        """Slots, positions and hidden states of the latest steps, in which no row drafted."""
+        self._idle_steps: deque[tuple[_Ints, _Ints, torch.Tensor | npt.NDArray[np.uint8]]] = deque(maxlen=_MAX_WAITING)
+        """Slots, positions and hidden states of the latest steps, in which no row drafted, as `_copy` makes them."""
         self.has_caught_up = False
         """Whether the last `draft` computed entries that had waited, or of prompts, and took longer for it."""
         self._num_slots = num_slots
@@ -334,18 +379,18 @@ class ModelDrafter:
     ) -> list[list[int]]:
         """Drafts of each row of a step whose tokens are stored: at most `wanted`, as blocks and context allow. # [B]
 
+        The entries of a prompt, and of a part of one, are computed where `wanted` is more than 0.
+
         `hidden` are the target's states of the step's tokens that `hidden_layers` names. # [T, features]
         `num_decodes`: leading rows that are no prompts. `starting`: slots of sequences that start in this step.
         `is_greedy`: whether every row takes its argmax. On ranks other than 0 the result is the same.
         """
-        self._end_idle_steps()
         slots, firsts, computed, is_sampled = self._computed(inputs)
         if self._sampled:
             for slot in slots.tolist():
                 self._sampled.pop(slot, None)
-        if len(starting):
-            is_new = np.isin(slots, starting)
-            self._num_done[slots[is_new]], self._num_guessed[slots[is_new]] = firsts[is_new], 0
+        self._begin(slots, firsts, starting)
+        self._end_idle_steps()
         ends = np.where(is_sampled, computed + (1 - self._is_ahead), computed)
         capacity = self._input_batch.capacity(slots)
         room = np.minimum(capacity - ends + 1, self._input_batch.max_model_len - computed - 1)
@@ -357,7 +402,9 @@ class ModelDrafter:
         if self.reads_hidden:
             done = np.maximum(done, firsts - _MAX_WAITING)
         is_prompt = np.arange(len(slots)) >= num_decodes
-        is_due = (num_drafts > 0) | is_prompt
+        is_due = (num_drafts > 0) | (is_prompt & (wanted > 0))
+        # As in `verify`: a row stays up to date while the drafter runs on its steps.
+        is_due |= ~is_prompt & (done == firsts) & (wanted > 0).any()
         for span in inputs.pooled:
             is_due[span.row] = False
             num_drafts[span.row] = 0
@@ -373,7 +420,9 @@ class ModelDrafter:
         first = _Pass(slots[due], done[due], ends[due])
         self._num_done[slots[due]] = ends[due]
         drafting = np.flatnonzero(num_drafts[due] > 0)
-        if is_greedy and self._draft_at_once(first, hidden, inputs, firsts[due], due, drafting, num_drafts, drafts):
+        if self._can_choose(inputs, is_greedy=is_greedy) and self._draft_at_once(
+            first, hidden, inputs, firsts[due], due, drafting, num_drafts, drafts, is_greedy=is_greedy
+        ):
             return drafts
         last = self._first_pass(first, hidden, inputs, firsts[due], due)  # [due, hidden_size]
         if len(drafting):
@@ -387,13 +436,17 @@ class ModelDrafter:
     ) -> Verified | None:
         """Compute a step of the target and the drafts after it in one call of the operators; None where it takes more.
 
-        The step has decodes alone, which take their argmax. `wanted` as in `draft`. `take` comes after it. # 2 x [T]
+        The step has decodes alone. `wanted` as in `draft`. `take` comes after it. # 2 x [T]
         """
         chain, slots, num_tokens = self._passes.chain, inputs.slots, len(inputs.input_ids)
         if chain is None or step is None or not chain.verifies or self._sampled:
             return None
+        is_greedy = self._input_batch.are_greedy(slots)
+        if not self._can_choose(inputs, is_greedy=is_greedy):
+            return None
         if len(inputs.sampled_rows) != num_tokens or not chain.holds(len(slots), num_tokens) or not wanted.any():
             return None
+        self._begin(slots, inputs.seq_lens - inputs.query_lens)
         if not self._are_current(inputs)[wanted > 0].all():
             return None
         self._end_idle_steps()
@@ -403,9 +456,18 @@ class ModelDrafter:
             step,
             wanted=wanted,
             num_blocks=self._input_batch.num_blocks(slots),
+            lengths=inputs.query_lens,
             slots=slots,
             block_tables=self._input_batch.block_table,
+            is_sampled=not is_greedy,
         )
+
+    def _can_choose(self, inputs: StepInputs, *, is_greedy: bool) -> bool:
+        """Whether the operators choose tokens as a step's rows ask for it."""
+        chain = self._passes.chain
+        if chain is None or is_greedy:
+            return chain is not None
+        return chain.samples and self._input_batch.are_of_operators(inputs.slots)
 
     def take(self, verified: Verified, inputs: StepInputs) -> list[list[int]]:
         """The drafts of each row that `verify` made, once the step's tokens are stored. # [B]"""
@@ -445,27 +507,67 @@ class ModelDrafter:
             return None
         return Proposals(np.array(rows), np.array(token_ids), torch.stack(probabilities))
 
-    def wait(self, inputs: StepInputs, hidden: torch.Tensor | None) -> bool:
-        """In place of `draft`, where no row is to draft: keep a step of one token a row. False where it is another.
+    def wait(self, inputs: StepInputs, hidden: torch.Tensor | None, starting: _Ints) -> bool:
+        """In place of `draft`, where no row is to draft: keep what a step has added. False where it verified drafts.
 
-        `hidden` as in `draft`. # [T, features]
+        The rest as in `draft`. # hidden [T, features]
         """
         if inputs.has_drafts or self._sampled:
             return False
+        slots = inputs.slots
+        self._begin(slots, inputs.seq_lens - inputs.query_lens, starting)
         if not self.reads_hidden:
             return True
         assert hidden is not None
-        self._idle_steps.append((inputs.slots, inputs.positions, _rows_of(hidden, np.arange(len(hidden)))))
+        self._room_to_wait(hidden)
+        if len(hidden) == len(slots):
+            self._idle_steps.append((slots, inputs.positions, _copy(hidden)))
+            return True
+        counts = np.minimum(inputs.query_lens, _MAX_WAITING)
+        stops = np.cumsum(counts)
+        at = np.arange(int(stops[-1])) + np.repeat(np.cumsum(inputs.query_lens) - stops, counts)
+        self._idle_steps.append((np.repeat(slots, counts), inputs.positions[at], _rows_of(hidden, at)))
         return True
+
+    def skip(self, inputs: StepInputs, starting: _Ints) -> None:
+        """In place of `wait`, where no row is to draft for long: keep nothing. The rest as in `draft`.
+
+        What it costs is what a step takes longer for having a drafter, so it does next to nothing.
+        """
+        self._sampled.clear()
+        if self.reads_hidden:
+            self._has_skipped = True
+        elif len(starting):
+            self._begin(inputs.slots, inputs.seq_lens - inputs.query_lens, starting)
+
+    def _begin(self, slots: _Ints, firsts: _Ints, starting: _Ints = _NO_SLOTS) -> None:
+        """Take in the rows of a step, which begins at positions `firsts` of them. # 2 x [B], [starting]
+
+        Of rows that start, and where steps were skipped, the entries before are left out.
+        """
+        if self._has_skipped:
+            self._has_skipped = False
+            self._num_done.fill(_SKIPPED)
+            self._idle_steps.clear()
+        is_new = self._num_done[slots] == _SKIPPED
+        if len(starting):
+            is_new |= np.isin(slots, starting)
+        if is_new.any():
+            self._num_done[slots[is_new]], self._num_guessed[slots[is_new]] = firsts[is_new], 0
 
     def _end_idle_steps(self) -> None:
         """Bring the states of idle steps to where those of other waiting entries are."""
         steps = self._idle_steps
         if not steps:
             return
-        room = self._room_to_wait(steps[0][2])
-        for slots, positions, hidden in steps:
-            _write_rows(room, slots * _MAX_WAITING + positions % _MAX_WAITING, hidden)
+        room = self._waiting
+        assert room is not None, "`wait` makes room"
+        for slots, positions, states in steps:
+            where = slots * _MAX_WAITING + positions % _MAX_WAITING
+            if isinstance(states, torch.Tensor):
+                _write_rows(room, where, states)
+            else:
+                room.view(torch.uint8).numpy()[where] = states.reshape(len(slots), -1)
         steps.clear()
 
     def _room_to_wait(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -532,8 +634,10 @@ class ModelDrafter:
         drafting: _Ints,
         num_drafts: _Ints,
         drafts: list[list[int]],
+        *,
+        is_greedy: bool,
     ) -> bool:
-        """Draft greedily, in one call of the operators, into `drafts`; False where it takes several.
+        """Draft in one call of the operators, into `drafts`; False where it takes several.
 
         `drafting`: indexes of the entries' `rows` that draft, of which `num_drafts` has the numbers by row.
         """
@@ -563,7 +667,9 @@ class ModelDrafter:
             last=stops[drafting] - 1,
             next_positions=ends[drafting],
             counts=counts,
+            slots=slots[drafting],
             block_tables=span.block_tables[drafting],
+            is_sampled=not is_greedy,
         )
         _fill(drafts, rows[drafting], found, counts)
         if not self.reads_hidden:

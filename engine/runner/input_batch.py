@@ -19,6 +19,7 @@ from engine.sampling.verification import accepted_positions
 from engine.sequence import Sequence
 from models.attention.backend import NO_SLOT
 from models.config.rope import with_lengths
+from models.ops.cpu.structures import Sampling
 
 
 class StepRows(Protocol):
@@ -356,6 +357,14 @@ class InputBatch:
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
         """Whether each of these slots takes its argmax, and nothing else is asked of the logits."""
         return self._sampling.are_greedy(slots)
+
+    def are_of_operators(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Whether `sampling_operands` has all that these slots ask for."""
+        return self._sampling.are_of_operators(slots)
+
+    def sampling_operands(self) -> Sampling:
+        """How all slots sample, and their tokens, where the CPU's operators read them."""
+        return self._sampling.operands(self._tokens)
 
     def reserve_token(self, inputs: StepInputs) -> None:
         """Count the token that each sequence samples in a launched step; `store_tokens` brings its value."""

@@ -258,7 +258,14 @@ class ModelRunner:
             target = None
             if self.program is not None and self.greedy_head is not None:
                 target = self.program, self.greedy_head
-            self._draft_passes = DraftPasses(loaded, loaded.drafter, drafter_caches(kv_cache_data), operators, target)
+            self._draft_passes = DraftPasses(
+                loaded,
+                loaded.drafter,
+                drafter_caches(kv_cache_data),
+                operators,
+                target,
+                self.input_batch.sampling_operands(),
+            )
             self.drafter = ModelDrafter(
                 loaded,
                 loaded.drafter,
@@ -782,14 +789,13 @@ class ModelRunner:
         return output
 
     def _verified(self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs) -> StepResult | None:
-        """A step of greedy decodes with the drafts that follow it, as one call; None where it takes several."""
+        """A step of decodes with the drafts that follow it, as one call; None where it takes several."""
         if (
             self.drafter is None
             or batch.is_dummy_run
+            or not any(batch.num_next_drafts)
             or batch.total_seqs_num_decode < len(inputs.slots)
             or inputs.adapters is not None
-            or inputs.sampling is None
-            or not inputs.sampling.is_greedy
         ):
             return None
         wanted = np.array(batch.num_next_drafts, dtype=np.int64)
@@ -815,15 +821,18 @@ class ModelRunner:
             token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
         token_ids = drafter.share(token_ids)
         accepted = self.input_batch.store_tokens(inputs, token_ids)
-        is_idle = batch.total_seqs_num_decode == len(inputs.slots) and not any(batch.num_next_drafts)
-        if is_idle and drafter.wait(inputs, drafted_from):
+        starting = np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64) if batch.new_seqs else _NO_TOKENS
+        if not batch.num_next_drafts:
+            drafter.skip(inputs, starting)
+            return accepted, []
+        if not any(batch.num_next_drafts) and drafter.wait(inputs, drafted_from, starting):
             return accepted, []
         drafts = drafter.draft(
             inputs,
             drafted_from,
             np.array(batch.num_next_drafts, dtype=np.int64),
             batch.total_seqs_num_decode,
-            np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64),
+            starting,
             is_greedy=self.input_batch.are_greedy(inputs.slots) if self.parallel.size == 1 else self._chooses_by_shard,
         )
         return accepted, drafts

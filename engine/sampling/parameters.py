@@ -16,6 +16,7 @@ from engine.sampling_params import ReasoningBudget
 from engine.sequence import Sequence as EngineSequence
 from engine.text.structured.matcher import MaskedRow, Matcher, packed
 from models.ops.counter_rng import request_key, row_keys, server_key, stream_keys
+from models.ops.cpu.structures import Sampling
 
 Table = TypeVar("Table")
 Made = TypeVar("Made")
@@ -26,12 +27,14 @@ MIN_TEMPERATURE = 1e-5
 REPETITION, PRESENCE, FREQUENCY, BIAS = range(4)
 """Kinds of adjustments to single logits, in the order in which they are applied."""
 
-_RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK, _BUDGET = (
-    1 << bit for bit in range(10)
+_RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK, _BUDGET, _KEEP = (
+    1 << bit for bit in range(11)
 )
 """Features that a slot uses."""
 _OF_TOKENS = _REPETITION | _PRESENCE | _FREQUENCY | _BAD_WORDS | _MASK
 """Features that depend on the tokens before the sampled one."""
+_OF_OPERATORS = _RANDOM | _REPETITION | _PRESENCE | _FREQUENCY
+"""Features that `models.ops.cpu.structures.Sampling` has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,24 +165,27 @@ class SamplingColumns:
         """Overwrite all of a slot with a sequence's parameters."""
         params = seq.sampling_params
         needs = 0
+        # What is read of the columns without `needs` is neutral where a feature is not used.
+        self._temperature[slot] = 0.0
         if params.temperature >= MIN_TEMPERATURE:
             needs |= _RANDOM
             self._temperature[slot] = params.temperature
             for name, column in self._filters.items():
                 column[slot] = getattr(params, name)
+            if any(each.keep is not None for each in FILTERS):
+                needs |= _KEEP
             if params.seed is None:
                 self._key[slot] = server_key(self._seed, seq.id)
             else:
                 self._key[slot] = request_key(params.seed)
+        self._repetition[slot] = params.repetition_penalty
+        self._presence[slot], self._frequency[slot] = params.presence_penalty, params.frequency_penalty
         if params.repetition_penalty != 1.0:
             needs |= _REPETITION
-            self._repetition[slot] = params.repetition_penalty
         if params.presence_penalty != 0.0:
             needs |= _PRESENCE
-            self._presence[slot] = params.presence_penalty
         if params.frequency_penalty != 0.0:
             needs |= _FREQUENCY
-            self._frequency[slot] = params.frequency_penalty
         if params.logit_bias:
             needs |= _BIAS
             self._bias[slot] = self._bias_of(params.logit_bias)
@@ -213,6 +219,20 @@ class SamplingColumns:
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
         """Whether all these slots take their argmax, and nothing else is asked of the logits."""
         return not self._needs[slots].any()
+
+    def are_of_operators(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Whether all that these slots ask for is in `operands`."""
+        return not (self._needs[slots] & ~np.uint16(_OF_OPERATORS)).any()
+
+    def operands(self, tokens: npt.NDArray[np.int32]) -> Sampling:
+        """The parameters of all slots, and the table of their tokens, where the CPU's operators read them."""
+        columns = (
+            *(self._temperature, self._filters["top_k"], self._filters["top_p"], self._filters["min_p"], self._key),
+            *(self._repetition, self._presence, self._frequency, self._num_prompt_tokens, tokens),
+        )
+        made = Sampling(*(column.ctypes.data for column in columns), known_stride=tokens.shape[1])
+        made.kept = columns
+        return made
 
     def need_last_token(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]) -> bool:
         """Whether one of these slots, of sequences of these lengths, cannot choose a token before the one before it is

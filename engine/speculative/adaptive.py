@@ -2,11 +2,14 @@
 
 A step of more tokens takes longer, and so does making drafts: `StepCosts` measures both. With the chance `p` that a
 draft is accepted after those before it, `n` drafts bring `p + p^2 + ... + p^n` tokens. The plan compares the tokens a
-second of each number of drafts with those of none, and gives drafts only where they win. Sequences that get none try
-one again after a pause, which grows while tries fail.
+second of the sequences with each number of drafts, as the geometric mean over them, with those of none, and gives
+drafts only where they win. While it gives none, a few sequences try some at times, after steps that the drafter has
+kept for that; in between the drafter does nothing.
 """
 
 import math
+from bisect import bisect_left, insort
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 from engine.batch import DraftWork
@@ -15,19 +18,26 @@ from engine.sequence import Sequence
 _FIRST_RATE = 0.7
 """Chance of acceptance that is assumed before anything was verified."""
 _LEARNT, _LEARNT_BY_ALL = 0.1, 0.02
-"""Weight of a draft in its sequence's rate, and in that of all sequences, with which others begin."""
-_LEAST_GAIN = 1.03
+"""Weight of a draft in its sequence's rate, and in that of all sequences, which holds for those without drafts."""
+_LEAST_GAIN = 1.05
 """Gain in tokens a second from which drafts are made: below, it is not told from noise."""
 _RATE_AFTER_TRY = 0.6
 """Least chance that is assumed after a try that succeeded."""
 _MARGIN = 1.1
 """What a draft has to bring, of what it costs: the rates that are known are above the true ones as often as below."""
-_TRIES = 0.01
-"""Share of the time that is spent on tries of sequences without drafts."""
-_STEPS_PER_PLAN, _STEPS_PER_IDLE_PLAN = 8, 32
-"""Steps for which a plan holds, while the same rows decode; one without drafts."""
+_TRIES, _LEAST_TRIES = 0.012, 0.004
+"""Share of the time that is spent on tries while some succeed; each that fails halves it, down to the least."""
+_TRYING_ROWS = 8
+"""Most sequences of a try."""
+_RATE_IN_TRIES = 0.9
+"""Chance of acceptance for which a try has to pay: where even such drafts bring nothing, none is made."""
+_STEPS_PER_PLAN, _MOST_STEPS_PER_PLAN, _MOST_STEPS_PER_IDLE_PLAN = 8, 16, 64
+"""Steps for which a plan holds while about as many rows decode: twice as many after each that has changed nothing, up
+to the second, or the third without drafts."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
 """Tokens without drafts after a try that failed, doubled with each, and most of them."""
+KEPT_STEPS = 16
+"""Steps before a try in which the drafter keeps what the target has computed."""
 _FIRST_TIMES = 4
 """Of the first measurements of a cost the least counts: they include what is set up on first use."""
 _SECONDS_LEARNT = 0.2
@@ -59,46 +69,95 @@ class _Mean:
         self.seconds += _SECONDS_LEARNT * (min(seconds, _LARGEST_FACTOR * self.seconds) - self.seconds)
 
 
+class _Means:
+    """Mean seconds by size."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, _Mean] = {}
+        self._sizes: list[int] = []
+        """The keys of that, in ascending order."""
+
+    def note(self, size: int, seconds: float, step: int) -> None:
+        mean = self._means.get(size)
+        if mean is None:
+            mean = self._means[size] = _Mean()
+            insort(self._sizes, size)
+        mean.note(seconds, step)
+
+    def step(self, size: int) -> int | None:
+        """The step in which a size was measured last; None: it was not."""
+        mean = self._means.get(size)
+        return None if mean is None else mean.step
+
+    def at(self, size: int, since: int) -> float | None:
+        """The seconds of a size, by what was measured from step `since` on; None where nothing was."""
+        return _between(self._sizes, size, lambda known: self._known(known, since))
+
+    def _known(self, size: int, since: int) -> float | None:
+        mean = self._means[size]
+        if mean.step >= since:
+            return mean.seconds
+        del self._means[size]
+        return None
+
+
 class StepCosts:
     """Mean seconds of steps that only decode, by their number of tokens, and of drafting, by rows and depth."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, _Mean] = {}
-        self._drafting: dict[tuple[int, int], _Mean] = {}
+        self._steps, self._catching_up = _Means(), _Means()
+        self._drafting: dict[int, _Means] = {}
+        """Of each number of rows, by depth."""
+        self._rows: list[int] = []
+        """The keys of that, in ascending order."""
         self._num_steps = 0
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Learn how long a step of decodes took, without drafting."""
         self._num_steps += 1
-        self._steps.setdefault(_size(num_tokens), _Mean()).note(seconds, self._num_steps)
+        self._steps.note(_size(num_tokens), seconds, self._num_steps)
 
     def note_drafting(self, work: DraftWork) -> None:
         """Learn how long it took to draft."""
-        if work.depth:
-            self._drafting.setdefault((_size(work.num_rows), work.depth), _Mean()).note(work.seconds, self._num_steps)
+        size = _size(work.num_rows)
+        if not work.depth:
+            self._catching_up.note(size, work.seconds, self._num_steps)
+            return
+        if size not in self._drafting:
+            self._drafting[size] = _Means()
+            insort(self._rows, size)
+        self._drafting[size].note(work.depth, work.seconds, self._num_steps)
 
     def is_recent(self, num_tokens: int) -> bool:
         """Whether such a step was measured lately, or none was."""
-        mean = self._steps.get(_size(num_tokens))
-        return not self._steps or (mean is not None and self._num_steps - mean.step < _STEPS_WITH_DRAFTS)
+        last = self._steps.step(_size(num_tokens))
+        return not self._num_steps or (last is not None and self._num_steps - last < _STEPS_WITH_DRAFTS)
 
     def step(self, num_tokens: int) -> float:
         """Expected seconds of a step; where larger sizes are unknown, those of the largest known: it is tried."""
-        known = {size: mean.seconds for size, mean in self._steps.items() if self._is_known(mean)}
-        return _between(known, _size(num_tokens))
+        return self._steps.at(_size(num_tokens), self._since) or 0.0
 
     def drafting(self, num_rows: int, depth: int) -> float:
         """Expected seconds of drafting; 0 where nothing is known. Larger sizes than the known ones cost as those."""
         if not depth or not num_rows:
             return 0.0
-        by_rows: dict[int, dict[int, float]] = {}
-        for (rows, of), mean in self._drafting.items():
-            if self._is_known(mean):
-                by_rows.setdefault(rows, {})[of] = mean.seconds
-        return _between({rows: _between(known, depth) for rows, known in by_rows.items()}, _size(num_rows))
+        since = self._since
+        return _between(self._rows, _size(num_rows), lambda rows: self._drafting_of(rows, depth, since)) or 0.0
 
-    def _is_known(self, mean: _Mean) -> bool:
-        return self._num_steps - mean.step < _STALE_STEPS
+    def catching_up(self, num_rows: int) -> float:
+        """Expected seconds of drafting where entries that waited are computed first; 0 where nothing is known."""
+        return self._catching_up.at(_size(num_rows), self._since) or 0.0
+
+    @property
+    def _since(self) -> int:
+        """The first step whose costs count."""
+        return self._num_steps - _STALE_STEPS + 1
+
+    def _drafting_of(self, rows: int, depth: int, since: int) -> float | None:
+        seconds = self._drafting[rows].at(depth, since)
+        if seconds is None:
+            del self._drafting[rows]
+        return seconds
 
 
 def _size(count: int) -> int:
@@ -109,121 +168,198 @@ def _size(count: int) -> int:
     return count // unit * unit
 
 
-def _between(known: dict[int, float], at: int) -> float:
-    """The value at a point, on the line between its neighbours among known ones; outside of them the nearest one."""
-    if at in known:
-        return known[at]
-    below, above = [each for each in known if each < at], [each for each in known if each > at]
-    if not below or not above:
-        return known[max(below) if below else min(above)] if known else 0.0
-    low, high = max(below), min(above)
-    return known[low] + (known[high] - known[low]) * (at - low) / (high - low)
+def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) -> float | None:
+    """The value at a point, on the line between its neighbours among `sizes`; outside of them the nearest one.
+
+    The sizes ascend; those that are looked at and have no value are removed. None: there is none left.
+    """
+    above = bisect_left(sizes, at)
+    low = high = None
+    while above < len(sizes) and (high := value(sizes[above])) is None:
+        del sizes[above]
+    if high is not None and sizes[above] == at:
+        return high
+    while above and (low := value(sizes[above - 1])) is None:
+        above -= 1
+        del sizes[above]
+    if low is None or high is None:
+        return high if low is None else low
+    share = (at - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
+    return low + (high - low) * share
 
 
 class _Record:
     """What is known of one sequence's drafts."""
 
-    __slots__ = ("limit", "misses", "rate", "resume")
+    __slots__ = ("limit", "misses", "rate", "resume", "tried")
 
-    def __init__(self, rate: float, limit: int) -> None:
-        self.rate, self.limit = rate, limit
+    def __init__(self, limit: int) -> None:
+        self.rate: float | None = None
+        """Chance of acceptance; None: no draft of it was verified yet."""
+        self.limit = limit
         self.misses = 0
         self.resume = 0
-        """Length from which on a sequence without drafts tries one."""
+        """Length from which on a sequence without drafts tries some."""
+        self.tried = 0
+        """The number of its last try."""
 
 
 class DraftPlan:
     """The number of drafts of each sequence, at most `max_drafts`."""
 
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, max_drafts: int, *, by_model: bool = False) -> None:
+        """`by_model`: a model drafts, which accepts more after steps of which it has kept the hidden states."""
         self.costs = StepCosts()
-        self._max_drafts = max_drafts
+        self._max_drafts, self._by_model = max_drafts, by_model
         self._rate = _FIRST_RATE
         """Of all sequences lately."""
         self._records: dict[int, _Record] = {}
         self._first_limit = max_drafts
         """Drafts of a sequence that begins to decode."""
+        self._try_rows, self._try_depth = 0, 1
+        """Most sequences of a try, and their drafts."""
         self._try_cost: float | None = None
-        """What a try of all sequences without drafts costs, in plain steps; None where even right drafts would not
-        pay, and nothing is tried."""
-        self._try_credit = 0.0
-        """Plain steps' worth of time that may be spent on tries."""
-        self._is_try = False
-        """Whether sequences without drafts try one in the next step."""
+        """What a try costs, in plain steps; None where even drafts that are mostly right would not pay."""
+        self._try_credit, self._try_share = 0.0, _TRIES
+        """Plain steps' worth of time that may be spent on tries, and what each step adds to it."""
+        self._num_tries = 0
+        self._trying: set[int] = set()
+        """Sequences without drafts that try some in the next step."""
         self._has_drafts = True
         """Whether the plan gives drafts to a sequence."""
+        self._is_awaited = False
+        """Whether it will, once the drafter has kept enough steps."""
+        self._num_kept = KEPT_STEPS
+        """Steps that the drafter has kept without a gap, at most so many."""
         self._is_plain = False
         """Whether the next step is to have no drafts, so that its cost is known."""
-        self._steps_left = 0
-        self._planned: Rows[Sequence] | None = None
+        self._steps_left, self._interval = 0, _STEPS_PER_PLAN
+        self._planned_size = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether no sequence that it knows is to have drafts for now."""
-        return self._is_plain or not (self._is_try or self._has_drafts)
+        return self._is_plain or not (self._trying or self._has_drafts)
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether the drafter is to keep the hidden states of the next step."""
+        return self._num_kept > 0
 
     def limit(self, seq: Sequence) -> int:
         """Most drafts of a sequence for now."""
         if self._is_plain:
             return 0
+        if seq.id in self._trying:
+            return self._try_depth
         record = self._records.get(seq.id)
-        if record is None:
-            return self._first_limit
-        if record.limit or not self._is_try or seq.num_tokens < record.resume:
-            return record.limit
-        return 1
+        return self._first_limit if record is None else record.limit
 
     def plan(self, seqs: Rows[Sequence], room: int) -> None:
         """Decide for the sequences of a step, which has room for `room` drafts, and for the next ones."""
-        self._steps_left -= 1
         self._is_plain = False
-        self._is_try = self._try_cost is not None and self._try_credit >= self._try_cost
+        self._steps_left -= 1
+        # Few sequences that came or left change what pays as little as a few steps do.
+        if self._steps_left <= 0 or _size(len(seqs)) != self._planned_size:
+            self._decide(seqs, room)
+        is_near = False
         if self._try_cost is not None:
-            # Sequences try together: a pass of the drafter costs nearly the same for one as for all.
-            self._try_credit = 0.0 if self._is_try else self._try_credit + _TRIES
-        if seqs is self._planned and self._steps_left > 0:
-            return
-        self._planned = seqs
+            self._try_credit = min(self._try_credit + self._try_share, self._try_cost)
+            is_near = self._try_cost - self._try_credit <= KEPT_STEPS * self._try_share
+        if is_near or self._has_drafts or self._is_awaited:
+            self._num_kept = min(self._num_kept + 1, KEPT_STEPS)
+        else:
+            self._num_kept = 0
+        if self._trying:
+            self._trying = set()
+        if is_near and self._try_credit == self._try_cost and (self._num_kept == KEPT_STEPS or not self._by_model):
+            self._try(seqs)
+
+    def _decide(self, seqs: Rows[Sequence], room: int) -> None:
+        """Plan for some steps: the limit of each sequence, and what a try is."""
+        num_rows = len(seqs)
         records = [self._record(seq) for seq in seqs]
-        num_rows = len(records)
+        rates = [self._rate if record.rate is None else record.rate for record in records]
         self._is_plain = not self.costs.is_recent(num_rows)
         plain = self.costs.step(num_rows)
         best, limits = _LEAST_GAIN, [0] * num_rows
-        self._try_cost = None
+        best_try, self._try_cost = _LEAST_GAIN, None
         for depth in range(1, self._max_drafts + 1 if room > 0 else 1):
             num_most = min(num_rows * depth, room)
             seconds = self.costs.step(num_rows + num_most) + self.costs.drafting(num_rows, depth)
+            pace = plain / seconds if plain else 1.0
+            gain = (1.0 + _expected(_RATE_IN_TRIES, depth) * num_most / (num_rows * depth)) * pace
+            if gain > best_try:
+                best_try = gain
+                self._plan_try(num_rows, depth, room, plain)
             # What a draft costs, in the tokens that plain steps make in that time: less likely ones are left out.
-            least = _MARGIN * num_rows * (seconds / plain - 1.0) / num_most if plain else 0.0
+            least = _MARGIN * num_rows * (1.0 / pace - 1.0) / num_most
             if least >= 1.0:
                 continue
-            if self._try_cost is None:
-                self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
-            chosen = _fitting([_useful(record.rate, least, depth) for record in records], records, room)
+            chosen = _fitting([_useful(rate, least, depth) for rate in rates], rates, room)
             num_drafts = sum(chosen)
             if not num_drafts:
                 continue
-            expected = num_rows + sum(_expected(record.rate, n) for record, n in zip(records, chosen, strict=True))
-            num_drafting = sum(map(bool, chosen))
-            seconds = self.costs.step(num_rows + num_drafts) + self.costs.drafting(num_drafting, max(chosen))
-            gain = expected / num_rows * (plain / seconds if seconds else 1.0)
+            # The geometric mean: what a few sequences gain much by is a loss where all others get slower.
+            progress = sum(math.log1p(_expected(rate, n)) for rate, n in zip(rates, chosen, strict=True) if n)
+            seconds = self.costs.step(num_rows + num_drafts)
+            seconds += self.costs.drafting(sum(map(bool, chosen)), max(chosen))
+            gain = math.exp(progress / num_rows) * (plain / seconds if plain else 1.0)
             if gain > best:
                 best, limits = gain, chosen
+        steps_to_keep = KEPT_STEPS - self._num_kept if self._by_model else 0
+        self._is_awaited = steps_to_keep > 0 and any(limits)
+        if self._is_awaited:
+            limits = [0] * num_rows
+        is_new = _size(num_rows) != self._planned_size
         for record, limit in zip(records, limits, strict=True):
+            is_new |= record.limit != limit
             record.limit = limit
         self._has_drafts = any(limits)
-        self._steps_left = _STEPS_PER_PLAN if self._has_drafts else _STEPS_PER_IDLE_PLAN
-        self._first_limit = _first_limit(limits, self._rate, has_gain=best > _LEAST_GAIN)
+        self._planned_size = _size(num_rows)
+        most = _MOST_STEPS_PER_PLAN if self._has_drafts else _MOST_STEPS_PER_IDLE_PLAN
+        self._interval = _STEPS_PER_PLAN if is_new else min(2 * self._interval, most)
+        self._steps_left = steps_to_keep if self._is_awaited else self._interval
+        # As many as others have.
+        self._first_limit = max(1, round(sum(limits) / num_rows)) if self._has_drafts else 0
+
+    def _plan_try(self, num_rows: int, depth: int, room: int, plain: float) -> None:
+        """Have sequences try `depth` drafts, where they try some."""
+        self._try_depth = depth
+        self._try_rows = max(1, min(num_rows, room // depth, _TRYING_ROWS if self._by_model else num_rows))
+        seconds = self.costs.step(num_rows + min(room, self._try_rows * depth))
+        seconds += self.costs.catching_up(self._try_rows) or self.costs.drafting(self._try_rows, depth)
+        self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
+
+    def _try(self, seqs: Rows[Sequence]) -> None:
+        """Have sequences without drafts make some after the next step: those whose last try is the longest ago."""
+        waiting = [seq for seq in seqs if not self._record(seq).limit and seq.num_tokens >= self._record(seq).resume]
+        if not waiting:
+            return
+        waiting.sort(key=lambda seq: self._records[seq.id].tried)
+        self._num_tries += 1
+        self._try_credit = 0.0
+        for seq in waiting[: self._try_rows]:
+            self._trying.add(seq.id)
+            self._records[seq.id].tried = self._num_tries
 
     def note(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn from a sequence's verified drafts; its tokens are known."""
         record = self._record(seq)
-        if num_accepted and not record.limit:
+        rate = self._rate if record.rate is None else record.rate
+        learnt_by_all = _LEARNT_BY_ALL
+        if not record.limit:
             # A try: what was known may be of other text.
-            record.rate = max(record.rate, _RATE_AFTER_TRY)
+            learnt_by_all = _LEARNT
+            if num_accepted:
+                rate = max(rate, _RATE_AFTER_TRY)
+                self._try_share, self._steps_left = _TRIES, 0
+            else:
+                self._try_share = max(_LEAST_TRIES, self._try_share * 0.5 ** (1.0 / max(1, self._try_rows)))
         for is_accepted in [True] * num_accepted + [False] * (num_accepted < num_drafts):
-            record.rate += _LEARNT * (is_accepted - record.rate)
-            self._rate += _LEARNT_BY_ALL * (is_accepted - self._rate)
+            rate += _LEARNT * (is_accepted - rate)
+            self._rate += learnt_by_all * (is_accepted - self._rate)
+        record.rate = rate
         if num_accepted:
             record.misses = record.resume = 0
         else:
@@ -238,7 +374,7 @@ class DraftPlan:
     def _record(self, seq: Sequence) -> _Record:
         record = self._records.get(seq.id)
         if record is None:
-            record = self._records[seq.id] = _Record(self._rate, self._first_limit)
+            record = self._records[seq.id] = _Record(self._first_limit)
         return record
 
 
@@ -251,7 +387,7 @@ def _useful(rate: float, least: float, depth: int) -> int:
     return min(depth, int(math.log(least) / math.log(rate))) if rate > 0.0 else 0
 
 
-def _fitting(chosen: list[int], records: Rows[_Record], room: int) -> list[int]:
+def _fitting(chosen: list[int], rates: list[float], room: int) -> list[int]:
     """The drafts of each row, fewer where there is not room for all: then each has as many, or where there is not room
     for one each, those with the highest rates of acceptance have one."""
     if sum(chosen) <= room:
@@ -259,17 +395,10 @@ def _fitting(chosen: list[int], records: Rows[_Record], room: int) -> list[int]:
     most = room // len(chosen)
     if most:
         return [min(count, most) for count in chosen]
-    best = sorted(range(len(chosen)), key=lambda row: -records[row].rate if chosen[row] else 1.0)[:room]
+    best = sorted(range(len(chosen)), key=lambda row: -rates[row] if chosen[row] else 1.0)[:room]
     return [int(row in best and count > 0) for row, count in enumerate(chosen)]
 
 
 def _expected(rate: float, count: int) -> float:
     """Tokens that `count` drafts are expected to bring."""
     return float(count) if rate >= 1.0 else rate * (1.0 - rate**count) / (1.0 - rate)
-
-
-def _first_limit(limits: Rows[int], rate: float, *, has_gain: bool) -> int:
-    """Drafts of a sequence that begins: as many as others have, and a try where others have none but might."""
-    if has_gain:
-        return max(1, round(sum(limits) / len(limits)))
-    return int(rate > 0.5)

@@ -1,6 +1,7 @@
 """`Drafts`: the draft tokens of running sequences, and how many were accepted. Owned by the scheduler."""
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
@@ -45,7 +46,8 @@ class Drafts:
         self.are_on = speculative is not None
         self.max_drafts: int = speculative.num_speculative_tokens if speculative is not None else 0
         """Most drafts of a sequence in a step."""
-        self.plan = DraftPlan(self.max_drafts)
+        self._drafts_by_model: bool = getattr(speculative, "drafts_by_model", False)
+        self.plan = DraftPlan(self.max_drafts, by_model=self._drafts_by_model)
         self.num_verifications = 0
         """Times that a step verified drafts of a sequence."""
         self.num_proposed = 0
@@ -56,7 +58,6 @@ class Drafts:
         """Whether the step being scheduled has drafts."""
         self._suspended_steps = 0
         """Steps left for which no drafts are made."""
-        self._drafts_by_model: bool = getattr(speculative, "drafts_by_model", False)
         self._match_lengths: tuple[int, int] | None = None
         """Fewest tokens that must match for a lookup, and most that are compared; None: the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
@@ -66,6 +67,8 @@ class Drafts:
         self._max_sampled = max_sampled_tokens(max_num_seqs)
         self._draft_seconds = 0.0
         """What drafting took in the step that was read last."""
+        self._began, self._schedule_seconds = 0.0, 0.0
+        """When the last step began to be scheduled, and how long that took where a model drafts."""
 
     @property
     def num_ahead(self) -> int:
@@ -75,6 +78,7 @@ class Drafts:
     def begin_step(self) -> None:
         """Note that a step is being scheduled, which has no drafts yet."""
         self._has_proposed = False
+        self._began = time.perf_counter()
 
     def propose(self, seqs: Rows[Sequence], budget: int) -> None:
         """Draft tokens for the sequences that decode in the next step, which has room for `budget` tokens.
@@ -110,12 +114,16 @@ class Drafts:
     def num_next(self, seqs: Rows[Sequence], num_decodes: int) -> list[int] | None:
         """Drafts that the runner is to make of each row of a step for the next one; None where it makes none.
 
-        The first `num_decodes` of the sequences decode.
+        Empty where no row drafts, and none will for some steps. The first `num_decodes` of the sequences decode.
         """
         if not self._drafts_by_model:
             return None
+        # Such steps are scheduled one after the other, and scheduling drafts takes longer.
+        self._schedule_seconds = time.perf_counter() - self._began
         if self._suspended_steps:
             return [0] * len(seqs)
+        if not self.plan.is_keeping:
+            return []
         if self.plan.is_idle:
             return [0] * num_decodes + [self._next_limit(seq) for seq in seqs[num_decodes:]]
         # The step that is scheduled brings a token at least.
@@ -196,7 +204,7 @@ class Drafts:
     def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn how long the step took that was read last."""
         if self.are_on and batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
-            self.plan.costs.note_step(batch.total_tokens_num, seconds - self._draft_seconds)
+            self.plan.costs.note_step(batch.total_tokens_num, self._schedule_seconds + seconds - self._draft_seconds)
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that finished."""

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.runner import drafting
 from engine.runner.drafting import ModelDrafter
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -24,12 +25,28 @@ LEAST_ACCEPTED = {1: 0.7, 3: 0.55}
 short: of others nine in ten are accepted (models/demo/README.md)."""
 
 
-def questions() -> list[Sequence]:
-    """A held-out question of each category."""
+GREEDY = (SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS),)
+SAMPLED = tuple(
+    SamplingParams(max_tokens=MOST_TOKENS, seed=seed, **fields)
+    for seed, fields in enumerate(
+        [
+            {"temperature": 1.0},
+            {"temperature": 0.7, "top_p": 0.9},
+            {"temperature": 0.0},
+            {"temperature": 1.2, "top_k": 5, "presence_penalty": 0.7},
+            {"temperature": 0.8, "min_p": 0.05, "frequency_penalty": 0.4},
+            {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.3},
+            {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": -0.3},
+        ]
+    )
+)
+
+
+def questions(params: tuple[SamplingParams, ...] = GREEDY) -> list[Sequence]:
+    """A held-out question of each category, with one of the parameters after the other."""
     tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
     prompts = [render_prompt(text) for texts in held_out_texts(2, 1).values() for text in texts]
-    params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS)
-    return [Sequence(tokenizer.encode(each).ids, 16, params, id=i) for i, each in enumerate(prompts)]
+    return [Sequence(tokenizer.encode(each).ids, 16, params[i % len(params)], id=i) for i, each in enumerate(prompts)]
 
 
 def steps(num_drafts: int) -> Steps:
@@ -57,17 +74,22 @@ def test_most_drafts_of_the_head_are_what_the_model_says_to_held_out_questions(n
 
 
 class Recorded(Steps):
-    """Keeps the drafts that each step made."""
+    """Keeps the drafts that each step made, and has each sequence pause for 20 tokens of 40."""
 
     made: list[dict[int, list[int]] | None]
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        batch.num_next_drafts = [
+            count if (seq.id + seq.num_tokens // 20) % 2 else 0
+            for seq, count in zip(batch.sequences, batch.num_next_drafts, strict=True)
+        ]
         output = super().forward(batch)
         self.made.append(output.draft_token_ids)
         return output
 
 
 @pytest.mark.skipif(load_library() is None, reason="there are no compiled operators")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("by", ["another", "head"])
 @pytest.mark.parametrize(
     "fields",
@@ -78,9 +100,13 @@ class Recorded(Steps):
     ids=["few blocks", "chunks and a short context"],
 )
 def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
-    by: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    by: str, params: tuple[SamplingParams, ...], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a head, in the call that verifies the drafts before, and of a model that reads no hidden states."""
+    """Of a head, in the call that verifies the drafts before, and of a model that reads no hidden states.
+
+    No entry is left out after a pause: what is in its memory then is of earlier rows, and differs.
+    """
+    monkeypatch.setattr(drafting, "_MAX_WAITING", 64)
     speculative = {"num_speculative_tokens": 4, "speculative_method": "eagle"}
     if by == "another":
         speculative |= {"speculative_method": "draft", "speculative_model": str(CHECKPOINT_DIR)}
@@ -102,10 +128,10 @@ def test_drafts_made_in_one_call_are_those_made_pass_by_pass(
         if not is_at_once:
             assert verified.count(True) > 10 or by == "another"
             runner.drafter._passes.chain = None
-        drafting = Recorded(runner)
-        drafting.made = []
-        answered.append(drafting.run(questions()[:9]))
-        made.append(drafting.made)
+        recorded = Recorded(runner)
+        recorded.made = []
+        answered.append(recorded.run(questions(params)[:9]))
+        made.append(recorded.made)
     assert answered[0] == answered[1]
     assert made[0] == made[1]
     assert {len(drafts) for each in made[0] if each for drafts in each.values()} >= {0, 1, 4}

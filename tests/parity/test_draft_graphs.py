@@ -229,7 +229,8 @@ def test_first_passes_of_all_lengths_are_replayed(
     assert (steps.run(endless()), steps.run(endless(1, 50))) == expected
     assert steps.made == eager.made
     assert_replayed(steps)
-    assert set(lengths) == {1, 2, 3, 4}
+    # Which ones depends on how many drafts the plan gives, and on what was accepted of them.
+    assert {1, 4} < set(lengths) <= {1, 2, 3, 4}
 
 
 @pytest.mark.slow

@@ -153,7 +153,9 @@ class FakeWorker:
     ) -> None:
         """Write entries of what is known, and of drafts where there are blocks; those that are read must be right."""
         drafts = output.draft_token_ids or {}
-        for (req_id, slot, end, count), wanted in zip(rows, batch.num_next_drafts, strict=True):
+        # Where no row drafts for long there are no numbers.
+        most_drafts = batch.num_next_drafts or [0] * len(rows)
+        for (req_id, slot, end, count), wanted in zip(rows, most_drafts, strict=True):
             if req_id in errors or self.pools[slot]:
                 continue
             known, capacity = self.tokens[slot], len(self.tables[slot]) * self.block_size

@@ -8,7 +8,7 @@ import pytest
 from engine.batch import DraftWork
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.speculative.adaptive import DraftPlan, StepCosts
+from engine.speculative.adaptive import KEPT_STEPS, DraftPlan, StepCosts
 
 K = 4
 ROOM = 1000
@@ -25,8 +25,9 @@ class Simulation:
         step: Callable[[int], float],
         drafting: Callable[[int, int], float] = lambda rows, depth: 0.0,
         room: int = ROOM,
+        by_model: bool = False,
     ) -> None:
-        self.plan = DraftPlan(K)
+        self.plan = DraftPlan(K, by_model=by_model)
         self._chance, self._step, self._drafting, self._room = chance, step, drafting, room
         self._random = random.Random(7)
         self.seqs = [Sequence([1], 16, SamplingParams(), id=i) for i in range(num_rows)]
@@ -170,3 +171,44 @@ def test_a_sequence_that_ended_is_forgotten() -> None:
     for seq in simulation.seqs:
         simulation.plan.forget(seq)
     assert not simulation.plan._records
+
+
+def by_model(num_rows: int, chance: Callable[[int], float]) -> Simulation:
+    return Simulation(
+        num_rows, chance, step=memory_bound, drafting=lambda rows, depth: 0.001 * (rows + depth), by_model=True
+    )
+
+
+def test_a_model_keeps_nothing_until_a_few_sequences_are_about_to_try() -> None:
+    simulation = by_model(32, lambda _: 0.0)
+    simulation.run(300)
+    kept, tried = [], []
+    for _ in range(2000):
+        simulation.run(1)
+        kept.append(simulation.plan.is_keeping)
+        tried.append(sum(map(bool, simulation._drafts)))
+    tries = [step for step, rows in enumerate(tried) if rows]
+    assert 2 <= len(tries) <= 20
+    assert set(tried) == {0, 8}
+    for step in tries:
+        assert all(kept[max(0, step + 1 - KEPT_STEPS) : step + 1])
+    assert sum(kept) <= len(tries) * (KEPT_STEPS + 1) + KEPT_STEPS
+
+
+def test_a_model_drafts_again_after_tries_that_succeed() -> None:
+    chance = 0.0
+    simulation = by_model(4, lambda _: chance)
+    simulation.run(300)
+    assert simulation.plan.is_idle
+    chance = 0.95
+    simulation.run(2000)
+    assert all(simulation.plan.limit(seq) == K for seq in simulation.seqs)
+    assert simulation.run(100) > 2.0
+
+
+def test_the_gain_of_a_sequence_is_not_the_loss_of_many() -> None:
+    """Drafts of one row in sixteen would bring a tenth more tokens, and take a fifth longer."""
+    simulation = Simulation(16, lambda seq_id: float(seq_id == 0), step=lambda n: 0.016 if n <= 16 else 0.019)
+    simulation.run(200)
+    assert simulation.run(400) > 0.95
+    assert sum(simulation.verified[::16]) < 400

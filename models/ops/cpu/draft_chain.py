@@ -1,4 +1,4 @@
-"""`DraftChain`: several greedy drafts of each row as one call of the operators, without Python between the passes.
+"""`DraftChain`: several drafts of each row as one call of the operators, without Python between the passes.
 
 The first pass runs on the entries that a step has added, the passes after it on one entry a row. Between them are the
 operators that choose a token and make it the next pass's:
@@ -9,11 +9,13 @@ operators that choose a token and make it the next pass's:
 pass, at the step's own positions:
 
     target's pass -> its head -> first pass; which drafts are accepted -> last accepted entry of each row -> ...
+
+Heads take the argmax, or sample as sequences ask for it, with the noise of each position.
 """
 
 import ctypes
 import time
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ import torch
 
 from models.ops.cpu.program import Program
 from models.ops.cpu.runtime import Library, Operations
-from models.ops.cpu.sampling import GreedyHead
+from models.ops.cpu.sampling import GreedyHead, SampledHead
 from models.ops.cpu.structures import AcceptDrafts, Arguments, CopyRows, OnStep, Step, TakeDrafts
 
 _Ints = npt.NDArray[np.int64]
@@ -31,13 +33,24 @@ class Verified(NamedTuple):
     """What `DraftChain.verify` computes. All of it is valid until the next call."""
 
     token_ids: _Ints  # [T]
-    peaks: npt.NDArray[np.float32]  # [T], the logits of those
+    peaks: npt.NDArray[np.float32]  # [T], the largest logits
     hidden: torch.Tensor  # [T, hidden_size], what the target returns
     rows: _Ints  # [drafting rows], each one's index in the step
     drafts: _Ints  # [most, drafting rows], as of `DraftChain.run`
     counts: _Ints  # [drafting rows], how many drafts each has
     seconds: float
     """What drafting took."""
+
+
+HeadKind = TypeVar("HeadKind", GreedyHead, SampledHead)
+
+
+class ChainHeads(NamedTuple, Generic[HeadKind]):
+    """The heads of a drafter and of its target."""
+
+    drafter: HeadKind
+    target: HeadKind | None
+    """None where `DraftChain.verify` is not called."""
 
 
 class DraftChain:
@@ -48,23 +61,26 @@ class DraftChain:
         library: Library,
         first: Program,
         following: Program,
-        head: GreedyHead,
+        greedy: ChainHeads[GreedyHead],
+        sampled: ChainHeads[SampledHead] | None = None,
         *,
         block_size: int,
         max_len: int,
-        target: tuple[Program, GreedyHead] | None = None,
+        target: Program | None = None,
     ) -> None:
         """`first` computes a step's entries, and `following` one entry of each row of what a pass has returned.
 
-        `max_len`: tokens of the longest sequence. `target`: the pass and the head of the model whose final hidden
-        states `first` reads, for `verify`.
+        `sampled`: where not all rows take their argmax. `max_len`: tokens of the longest sequence. `target`: the pass
+        of the model whose final hidden states `first` reads, for `verify`.
         """
         self._target = target
         self._max_len = max_len
-        self._library, self._first, self._following, self._head = library, first, following, head
+        self._library, self._first, self._following = library, first, following
+        self._greedy, self._sampled = greedy, sampled
         self._block_size = block_size
-        self.max_rows = max_rows = head.max_rows
+        self.max_rows = max_rows = greedy.drafter.max_rows
         self._ids, self._positions, self._slots, self._last, self._counts = np.zeros((5, max_rows), dtype=np.int64)
+        self._drafting_slots = np.zeros(max_rows, dtype=np.int64)
         self._starts = np.arange(max_rows + 1, dtype=np.int32)
         self._seq_lens = np.zeros(max_rows, dtype=np.int32)
         self._step = Step(
@@ -80,16 +96,24 @@ class DraftChain:
             self._states = torch.empty(max_rows, output.shape[1], dtype=output.dtype)
         else:
             self._states = following.states
-        self._chains: dict[int, tuple[Operations, npt.NDArray[np.int64]]] = {}
-        """By their number of drafts: the operators, and where the drafts go."""
-        self._verifying: dict[int, tuple[Operations, npt.NDArray[np.int64]]] = {}
+        self._ahead = int(following.states is not None)
+        """Positions from an entry to its token."""
+        self._chains: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
+        """By their number of drafts, and whether they are sampled: the operators, and where the drafts go."""
+        self._verifying: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
         """The same, with the target's step before them."""
         self._order, self._wanted, self._num_blocks, self._slots_of_rows = np.zeros((4, max_rows), dtype=np.int64)
+        self._slots_of_tokens = np.zeros(0 if greedy.target is None else greedy.target.max_rows, dtype=np.int64)
         self._entries = Step()
         """The target's step with the tokens of the first pass."""
         self._tables = np.zeros((0, 0), dtype=np.int32)
-        self._accept = AcceptDrafts()
+        self._accept = {is_sampled: AcceptDrafts() for is_sampled in (False, True)}
         self._num_drafting, self._began = np.zeros(1, dtype=np.int64), np.zeros(1)
+
+    @property
+    def samples(self) -> bool:
+        """Whether rows need not take their argmax."""
+        return self._sampled is not None
 
     def run(
         self,
@@ -101,22 +125,25 @@ class DraftChain:
         last: _Ints,
         next_positions: _Ints,
         counts: _Ints,
+        slots: _Ints,
         block_tables: npt.NDArray[np.int32],
+        is_sampled: bool,
     ) -> _Ints:
         """`counts` drafts of each row, valid until the next call; -1 where there was none. # [most, rows]
 
         The first four as of `Program.run`. Of the rows that draft, at most `max_rows`, in descending order of
         `counts` [rows]: `last` is the index of the last entry of the first pass, `next_positions` the position of
-        the entry after it, and `block_tables` [rows, blocks] reach to the last entry.
+        the entry after it, `slots` those of the sequences, and `block_tables` [rows, blocks] reach to the last entry.
         """
         num_rows, most = len(counts), int(counts[0])
         self._last[:num_rows], self._positions[:num_rows], self._counts[:num_rows] = last, next_positions, counts
+        self._drafting_slots[:num_rows] = slots
         own = self._step
         own.num_tokens = own.num_rows = num_rows
         own.block_tables, own.max_blocks = block_tables.ctypes.data, block_tables.shape[1]
         self._first.give(token_ids, positions, step, states)
-        self._head.read_from(self._states)
-        operations, drafts = self._chains.get(most) or self._chain(most)
+        self._heads(is_sampled).drafter.read_from(self._states)
+        operations, drafts = self._chains.get((most, is_sampled)) or self._chain(most, is_sampled=is_sampled)
         self._library.run(operations, step)
         return drafts[:, :num_rows]
 
@@ -128,10 +155,8 @@ class DraftChain:
     def holds(self, num_rows: int, num_tokens: int) -> bool:
         """Whether `verify` has room for a step."""
         assert self._target is not None, "`verifies` says so"
-        program, head = self._target
-        return num_rows <= self.max_rows and num_tokens <= min(
-            head.max_rows, program.max_tokens, self._first.max_tokens
-        )
+        most = min(len(self._slots_of_tokens), self._target.max_tokens, self._first.max_tokens)
+        return num_rows <= self.max_rows and num_tokens <= most
 
     def verify(
         self,
@@ -141,32 +166,38 @@ class DraftChain:
         *,
         wanted: _Ints,
         num_blocks: _Ints,
+        lengths: _Ints,
         slots: _Ints,
         block_tables: npt.NDArray[np.int32],
+        is_sampled: bool,
     ) -> Verified:
         """Compute a step of the target, of which each token after the first of a row is a draft, and draft after it.
 
         The first three as of `Program.run`; the target chooses a token after each of the step's. Of each row,
-        `wanted` drafts are made at most, as its `num_blocks` blocks and the context allow; its block table is row
-        `slots` of `block_tables` [slots, blocks]. At least one draft is wanted. # 3 x [B]
+        `wanted` drafts are made at most, as its `num_blocks` blocks and the context allow; it has `lengths` tokens in
+        the step, and its block table is row `slots` of `block_tables` [slots, blocks]. At least one draft is wanted.
+        # 4 x [B]
         """
         assert self._target is not None, "`verifies` says so"
-        program, head = self._target
+        program, (drafting_head, head) = self._target, self._heads(is_sampled)
+        assert head is not None
         num_rows, num_tokens, most = len(wanted), len(token_ids), int(wanted.max())
         self._wanted[:num_rows], self._num_blocks[:num_rows] = wanted, num_blocks
         self._slots_of_rows[:num_rows] = slots
+        if is_sampled:
+            self._slots_of_tokens[:num_tokens] = slots if num_tokens == num_rows else np.repeat(slots, lengths)
         program.give(token_ids, positions, step)
         head.read_from(program.output)
-        self._head.read_from(self._states)
+        drafting_head.read_from(self._states)
         ctypes.memmove(ctypes.addressof(self._entries), ctypes.addressof(step), ctypes.sizeof(Step))
         self._entries.input_ids = head.token_ids.ctypes.data
         width = block_tables.shape[1]
         if self._tables.shape[1] != width:
             self._tables = np.zeros((self.max_rows, width), dtype=np.int32)
-        own, accept = self._step, self._accept
+        own, accept = self._step, self._accept[is_sampled]
         own.block_tables, own.max_blocks = self._tables.ctypes.data, width
         accept.verified, accept.tables, accept.blocks = ctypes.addressof(step), block_tables.ctypes.data, width
-        operations, drafts = self._verifying.get(most) or self._verification(most)
+        operations, drafts = self._verifying.get((most, is_sampled)) or self._verification(most, is_sampled=is_sampled)
         self._library.run(operations, step)
         num_drafting = int(self._num_drafting[0])
         return Verified(
@@ -179,53 +210,75 @@ class DraftChain:
             time.perf_counter() - float(self._began[0]),
         )
 
-    def _chain(self, most: int) -> tuple[Operations, _Ints]:
-        drafts = np.zeros((most, self.max_rows), dtype=np.int64)
-        arguments = [*self._first.arguments, *self._drafts_after_first(drafts)]
-        self._chains[most] = Operations(arguments), drafts
-        return self._chains[most]
+    def _heads(self, is_sampled: bool) -> ChainHeads[GreedyHead] | ChainHeads[SampledHead]:
+        heads = self._sampled if is_sampled else self._greedy
+        assert heads is not None, "`samples` says so"
+        return heads
 
-    def _verification(self, most: int) -> tuple[Operations, _Ints]:
-        assert self._target is not None
-        program, head = self._target
+    def _chain(self, most: int, *, is_sampled: bool) -> tuple[Operations, _Ints]:
         drafts = np.zeros((most, self.max_rows), dtype=np.int64)
-        accept = self._accept
-        accept.head, accept.next = ctypes.addressof(head.arguments[0]), ctypes.addressof(self._step)
+        after = self._drafts_after_first(drafts, self._heads(is_sampled).drafter)
+        self._chains[most, is_sampled] = Operations([*self._first.arguments, *after]), drafts
+        return self._chains[most, is_sampled]
+
+    def _verification(self, most: int, *, is_sampled: bool) -> tuple[Operations, _Ints]:
+        program, (drafting_head, head) = self._target, self._heads(is_sampled)
+        assert program is not None
+        assert head is not None
+        drafts = np.zeros((most, self.max_rows), dtype=np.int64)
+        accept = self._accept[is_sampled]
+        accept.peaks, accept.tokens = head.peaks.ctypes.data, head.token_ids.ctypes.data
+        accept.next, accept.by = ctypes.addressof(self._step), _sampling_of(head)
         accept.wanted, accept.num_blocks = self._wanted.ctypes.data, self._num_blocks.ctypes.data
         accept.rows, accept.block_size, accept.max_len = (
             self._slots_of_rows.ctypes.data,
             self._block_size,
             self._max_len,
         )
-        accept.order, accept.last, accept.counts = (
-            each.ctypes.data for each in (self._order, self._last, self._counts)
+        accept.order, accept.last, accept.counts, accept.slots = (
+            each.ctypes.data for each in (self._order, self._last, self._counts, self._drafting_slots)
         )
         accept.num_drafting, accept.began = self._num_drafting.ctypes.data, self._began.ctypes.data
         assert self._first.states is not None, "the first pass reads the target's states"
-        arguments: list[Arguments] = [*program.arguments, *head.arguments]
+        arguments: list[Arguments] = [*program.arguments, *_choice(head, self._slots_of_tokens, 1)]
         arguments += [_copy(program, self._first.states, None), accept]
         arguments += (_on(each, self._entries) for each in self._first.arguments)
-        arguments += self._drafts_after_first(drafts)
-        self._verifying[most] = Operations(arguments), drafts
-        return self._verifying[most]
+        arguments += self._drafts_after_first(drafts, drafting_head)
+        self._verifying[most, is_sampled] = Operations(arguments), drafts
+        return self._verifying[most, is_sampled]
 
-    def _drafts_after_first(self, drafts: _Ints) -> list[Arguments]:
-        arguments: list[Arguments] = [_copy(self._first, self._states, self._last), *self._choice(0, drafts)]
+    def _drafts_after_first(self, drafts: _Ints, head: GreedyHead | SampledHead) -> list[Arguments]:
+        arguments: list[Arguments] = [_copy(self._first, self._states, self._last), *self._draft(0, drafts, head)]
         for depth in range(1, len(drafts)):
             arguments += [*self._following.arguments, _copy(self._following, self._states, None)]
-            arguments += self._choice(depth, drafts)
+            arguments += self._draft(depth, drafts, head)
         return [_on(each, self._step) for each in arguments]
 
-    def _choice(self, depth: int, drafts: _Ints) -> list[Arguments]:
+    def _draft(self, depth: int, drafts: _Ints, head: GreedyHead | SampledHead) -> list[Arguments]:
         take = TakeDrafts(
-            head=ctypes.addressof(self._head.arguments[0]),
+            peaks=head.peaks.ctypes.data,
+            chosen=head.token_ids.ctypes.data,
             next=ctypes.addressof(self._step),
             counts=self._counts.ctypes.data,
             depth=depth,
             drafts=drafts[depth].ctypes.data,
             block_size=self._block_size,
+            slots=self._drafting_slots.ctypes.data,
+            by=_sampling_of(head),
+            ahead=self._ahead,
         )
-        return [*self._head.arguments, take]
+        # The position of the entry is that of the next pass at first, and of the last one afterwards.
+        return [*_choice(head, self._drafting_slots, self._ahead + (depth > 0)), take]
+
+
+def _sampling_of(head: GreedyHead | SampledHead) -> int | None:
+    """The address of the parameters by which a head samples, where it does."""
+    return ctypes.addressof(head.by) if isinstance(head, SampledHead) else None
+
+
+def _choice(head: GreedyHead | SampledHead, slots: _Ints, ahead: int) -> tuple[Arguments, ...]:
+    """A head's operators; the rest as of `SampledHead.choosing`."""
+    return head.choosing(slots, ahead) if isinstance(head, SampledHead) else head.arguments
 
 
 def _copy(program: Program, to: torch.Tensor, sources: _Ints | None) -> CopyRows:

@@ -1,5 +1,5 @@
 /* Tokens sampled from their logits by the largest score: one pass over each row, and for some rows another of
- * filtered.c. */
+ * filtered.c. `draw` has the parameters of rows from its caller, `sample_tokens` by the slots of sequences. */
 
 #include "draw.h"
 
@@ -113,26 +113,121 @@ static int64_t draw_unfiltered(const struct draw *op, int64_t which) {
     return best.token;
 }
 
+/* What the masses of a row's blocks are kept in, where top-p needs them: where top-k filters, the total does not matter. */
+static double *masses_of(const struct draw *op, int64_t which) {
+    int is_weighed = op->filtered[which] && op->top_p[which] < 1 && op->top_k[which] == op->width;
+    return is_weighed ? op->masses + which * parts(op->width, WEIGHED) : NULL;
+}
+
+/* A task's piece of a row: what `token_of` needs of it. */
+static void look_at_piece(const struct draw *op, int64_t task) {
+    int64_t which = task / op->pieces, share = parts(parts(op->width, WEIGHED), op->pieces) * WEIGHED;
+    int64_t first = task % op->pieces * share, past = min64(op->width, first + share);
+    if (op->filtered[which]) {
+        struct best best = {op->best + task * op->most, 0, looked_at(op->top_k[which])};
+        read_piece(op, which, first, past, masses_of(op, which), &best);
+        op->found[task] = best.count;
+    } else {
+        struct winner best = best_of_piece(op, which, first, past);
+        op->scores[task] = best.score, op->found[task] = best.token;
+    }
+}
+
+static int64_t token_of(const struct draw *op, int64_t which, char *scratch) {
+    return op->filtered[which] ? draw_filtered(op, which, masses_of(op, which), scratch) : draw_unfiltered(op, which);
+}
+
 /* Tasks: pieces of rows. The last of a row draws. */
 void draw(const void *arguments, const struct step *step, struct worker *worker) {
     const struct draw *op = arguments;
-    int64_t blocks = parts(op->width, WEIGHED), share = parts(blocks, op->pieces) * WEIGHED;
     for (int64_t task; (task = take_task(worker)) < step->num_tokens * op->pieces;) {
-        int64_t which = task / op->pieces, first = task % op->pieces * share, past = min64(op->width, first + share);
-        int is_filtered = op->filtered[which];
-        /* Of a row that top-k filters, the total does not matter. */
-        int is_weighed = is_filtered && op->top_p[which] < 1 && op->top_k[which] == op->width;
-        double *masses = is_weighed ? op->masses + which * blocks : NULL;
-        if (is_filtered) {
-            struct best best = {op->best + task * op->most, 0, looked_at(op->top_k[which])};
-            read_piece(op, which, first, past, masses, &best);
-            op->found[task] = best.count;
-        } else {
-            struct winner best = best_of_piece(op, which, first, past);
-            op->scores[task] = best.score, op->found[task] = best.token;
+        int64_t which = task / op->pieces;
+        look_at_piece(op, task);
+        if (is_last_piece(op->ended + which, op->pieces)) op->tokens[which] = token_of(op, which, worker->scratch);
+    }
+}
+
+/* The first of the largest logits, and a NaN before any number. */
+CLONES static float find_peak(const float *logits, int64_t width, int64_t *token) {
+    vector most = all(-INFINITY), sums = all(0);
+    float peak = -INFINITY;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        vector some = load(logits + i);
+        most = choose((integers)(some > most), some, most);
+        sums += some - some; /* a NaN where one is, or an infinity */
+    }
+    int is_plain = 1;
+    for (int lane = 0; lane < LANES; lane++) peak = most[lane] > peak ? most[lane] : peak, is_plain &= sums[lane] == 0;
+    for (; i < width; i++) peak = logits[i] > peak ? logits[i] : peak, is_plain &= logits[i] == logits[i];
+    if (!is_plain)
+        for (i = 0; i < width; i++)
+            if (logits[i] != logits[i]) return *token = i, logits[i];
+    for (i = 0; i < width && logits[i] != peak;) i++;
+    *token = i < width ? i : 0;
+    return peak;
+}
+
+/* Whether a token was met, which it is from now on. */
+static int is_met(uint64_t *met, int64_t token) {
+    uint64_t bit = (uint64_t)1 << token % 64, before = met[token / 64] & bit;
+    met[token / 64] |= bit;
+    return before != 0;
+}
+
+/* Penalties of the tokens before a position, as engine.sampling.torch_ops has them. A bitmap of the vocabulary marks
+ * the tokens that were met: the first two penalties count each once. */
+static void penalise(const struct sampling *by, int64_t slot, int64_t position, float *logits, int64_t width,
+                     uint64_t *met) {
+    const int32_t *known = by->known + slot * by->known_stride;
+    float repetition = by->repetition[slot], presence = by->presence[slot], frequency = by->frequency[slot];
+    int64_t words = parts(width, 64), prompt = by->num_prompt_tokens[slot];
+    if (repetition != 1) {
+        memset(met, 0, words * sizeof *met);
+        for (int64_t i = 0; i < position; i++) {
+            int64_t token = known[i];
+            if (is_met(met, token)) continue;
+            logits[token] = logits[token] > 0 ? logits[token] / repetition : logits[token] * repetition;
         }
-        if (!is_last_piece(op->ended + which, op->pieces)) continue;
-        op->tokens[which] = is_filtered ? draw_filtered(op, which, masses, worker->scratch)
-                                        : draw_unfiltered(op, which);
+    }
+    if (presence != 0) {
+        memset(met, 0, words * sizeof *met);
+        for (int64_t i = prompt; i < position; i++)
+            if (!is_met(met, known[i])) logits[known[i]] -= presence;
+    }
+    if (frequency != 0)
+        for (int64_t i = prompt; i < position; i++) logits[known[i]] -= frequency;
+}
+
+/* A token of a row whose largest logit is finite. */
+static int64_t sample_row(const float *logits, int64_t width, float peak, const struct sampling *by, int64_t slot,
+                          int64_t position, char *scratch) {
+    int64_t top_k = by->top_k[slot], only = 0, found;
+    double masses[MAX_DRAWN / WEIGHED + 1], score;
+    uint64_t best[MAX_LARGEST], key = key_of_row(by->keys[slot], position);
+    if (top_k < 1 || top_k > width) top_k = width;
+    char filtered = top_k < width || by->top_p[slot] < 1 || by->min_p[slot] > 0;
+    struct draw op = {
+        .logits = logits, .stride = width, .width = width, .pieces = 1, .peaks = &peak, .rows = &only,
+        .temperature = by->temperature + slot, .top_k = &top_k, .top_p = by->top_p + slot, .min_p = by->min_p + slot,
+        .row_keys = &key, .filtered = &filtered, .masses = masses, .best = best, .scores = &score, .found = &found,
+        .most = MAX_LARGEST,
+    };
+    look_at_piece(&op, 0);
+    return token_of(&op, 0, scratch);
+}
+
+/* Tasks: rows. */
+void sample_tokens(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct sample_tokens *op = arguments;
+    const struct sampling *by = op->by;
+    for (int64_t row; (row = take_task(worker)) < step->num_tokens;) {
+        int64_t slot = op->slots[row], position = (int32_t)step->positions[row] + op->ahead;
+        float *logits = op->logits + row * op->width;
+        if (by->repetition[slot] != 1 || by->presence[slot] != 0 || by->frequency[slot] != 0)
+            penalise(by, slot, position, logits, op->width, (uint64_t *)worker->scratch);
+        float peak = op->peaks[row] = find_peak(logits, op->width, op->tokens + row);
+        if (isfinite(peak) && by->temperature[slot] > 0)
+            op->tokens[row] = sample_row(logits, op->width, peak, by, slot, position, worker->scratch);
     }
 }

@@ -80,20 +80,24 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
     else quantized_greedy_head(op, step, worker);
 }
 
-/* One task. The best of all threads goes where the first thread's is. */
+/* One task. */
 void greedy_choice(const void *arguments, const struct step *step, struct worker *worker) {
-    const struct greedy_head *op = ((const struct greedy_choice *)arguments)->head;
+    const struct greedy_choice *op = arguments;
     if (take_task(worker)) return;
-    for (int thread = 1; thread < worker->threads; thread++) {
-        const float *peaks = op->peaks + thread * op->max_rows;
-        const int64_t *tokens = op->tokens + thread * op->max_rows;
+    for (int thread = 0; thread < worker->threads; thread++) {
+        const float *peaks = op->head->peaks + thread * op->head->max_rows;
+        const int64_t *tokens = op->head->tokens + thread * op->head->max_rows;
         for (int64_t row = 0; row < step->num_tokens; row++) {
             int comes_first = tokens[row] < op->tokens[row];
             int is_larger = exceeds(peaks[row], op->peaks[row]);
-            if (is_larger || (comes_first && !exceeds(op->peaks[row], peaks[row])))
+            if (!thread || is_larger || (comes_first && !exceeds(op->peaks[row], peaks[row])))
                 op->peaks[row] = peaks[row], op->tokens[row] = tokens[row];
         }
     }
+}
+
+static int32_t *known_token(const struct sampling *by, int64_t slot, int64_t position) {
+    return by->known + slot * by->known_stride + position;
 }
 
 /* One task, on the rows that the head has chosen for. Those that draft further are the first ones. */
@@ -104,12 +108,13 @@ void take_drafts(const void *arguments, const struct step *step, struct worker *
     int64_t *slots = (int64_t *)op->next->slots, further = 0;
     int32_t *seq_lens = (int32_t *)op->next->seq_lens;
     for (int64_t row = 0; row < step->num_tokens; row++) {
-        int is_number = isfinite(op->head->peaks[row]);
-        op->drafts[row] = is_number ? op->head->tokens[row] : -1;
+        int is_number = isfinite(op->peaks[row]);
+        op->drafts[row] = is_number ? op->chosen[row] : -1;
         if (op->counts[row] <= op->depth + 1) continue;
         int64_t position = positions[row] + (op->depth > 0);
-        ids[row] = is_number ? op->head->tokens[row] : 0;
+        ids[row] = is_number ? op->chosen[row] : 0;
         positions[row] = position;
+        if (op->by) *known_token(op->by, op->slots[row], position + op->ahead) = (int32_t)ids[row];
         seq_lens[row] = (int32_t)position + 1;
         slots[row] = step->block_tables[row * step->max_blocks + position / op->block_size] * op->block_size +
                      position % op->block_size;
@@ -138,12 +143,13 @@ void accept_drafts(const void *arguments, const struct step *step, struct worker
         for (int64_t row = 0; row < verified->num_rows; row++) {
             int64_t last = verified->query_starts[row], past = verified->query_starts[row + 1];
             if (op->wanted[row] < count) continue;
-            while (last + 1 < past && isfinite(op->head->peaks[last]) &&
-                   op->head->tokens[last] == verified->input_ids[last + 1])
+            while (last + 1 < past && isfinite(op->peaks[last]) && op->tokens[last] == verified->input_ids[last + 1])
                 last++;
             int64_t position = (int32_t)verified->positions[last];
-            if (!isfinite(op->head->peaks[last]) || room_of(op, row, position) != count) continue;
+            if (!isfinite(op->peaks[last]) || room_of(op, row, position) != count) continue;
             op->order[num_rows] = row, op->last[num_rows] = last, op->counts[num_rows] = count;
+            op->slots[num_rows] = op->rows[row];
+            if (op->by) *known_token(op->by, op->rows[row], position + 1) = (int32_t)op->tokens[last];
             positions[num_rows] = position + 1;
             int64_t needed = min64(op->num_blocks[row], (position + count) / op->block_size + 1);
             memcpy(tables + num_rows * op->blocks, op->tables + op->rows[row] * op->blocks, needed * sizeof(int32_t));

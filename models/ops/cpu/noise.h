@@ -18,6 +18,14 @@ struct noise {
 
 INLINE struct noise noise_of_key(uint64_t key) { return (struct noise){(uint32_t)key, (uint32_t)(key >> 32)}; }
 
+/* SplitMix64 of a key, entered at a position. */
+INLINE uint64_t key_of_row(uint64_t key, int64_t position) {
+    key += ((uint64_t)position + 1) * 0x9e3779b97f4a7c15;
+    key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9;
+    key = (key ^ key >> 27) * 0x94d049bb133111eb;
+    return key ^ key >> 31;
+}
+
 /* On words, or on vectors of them. */
 #define HIGH_WORD(x, by)                  \
     (x) += (by).first;                    \

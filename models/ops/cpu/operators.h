@@ -32,6 +32,7 @@ enum {
     SHORT_CONV, STATE_SPACE, GROUP_NORM, SCALE_ROWS,
     DELTA_RULE, SELECTIVE_SCAN,
     QUANTIZED_GATED_LINEAR,
+    SAMPLE_TOKENS,
     OPERATORS
 };
 
@@ -307,15 +308,18 @@ struct greedy_head {
     int64_t bits; /* of the weight: 16, or 8 or 4 as in quantized.h */
 };
 
-/* The best of the threads' tokens, written to the first thread's. */
+/* The best of the threads' tokens. */
 struct greedy_choice {
     const struct greedy_head *head;
+    float *peaks;    /* [tokens] */
+    int64_t *tokens; /* [tokens] */
 };
 
 /* After a head has chosen a token at each of a step's tokens: which drafts of each row are accepted, and the rows that
  * draft further, in descending order of their drafts. */
 struct accept_drafts {
-    const struct greedy_head *head;
+    const float *peaks;            /* [tokens] as the head wrote them */
+    const int64_t *tokens;         /* [tokens] */
     const struct step *verified; /* B rows, of which each token after the first is a draft */
     const int64_t *wanted;       /* [B] drafts that each row is to have at most */
     const int64_t *num_blocks;   /* [B] that each row has */
@@ -327,18 +331,24 @@ struct accept_drafts {
     int64_t *order;         /* [next rows] row of the verified step */
     int64_t *last;          /* [next rows] index of its last accepted token */
     int64_t *counts;        /* [next rows] drafts that it is to have */
+    int64_t *slots;         /* [next rows] its entry of `rows` */
+    const struct sampling *by; /* to whose tokens the last one of each of those is added; or NULL */
     int64_t *num_drafting;  /* [1] how many rows that are */
     double *began;          /* [1] seconds of the monotonic clock, when the drafter's work begins */
 };
 
 /* Drafts that a head has chosen, as the tokens of the drafter's next pass: one of each row that drafts further. */
 struct take_drafts {
-    const struct greedy_head *head;
+    const float *peaks;    /* [rows] as the head wrote them */
+    const int64_t *chosen; /* [rows] */
     struct step *next;     /* of that pass; before, of the rows that the head has chosen for */
     const int64_t *counts; /* [rows] drafts of each row, descending */
     int64_t depth;         /* drafts that each row had before */
     int64_t *drafts;       /* [rows] -1 where the logits had no largest number */
     int64_t block_size;
+    const int64_t *slots;  /* [rows] */
+    const struct sampling *by; /* to whose tokens the drafts are added; or NULL */
+    int64_t ahead;         /* positions from an entry to its token */
 };
 
 /* The same operators for weights of 8 or 4 bits, packed as in quantized.h; `pack` rounds. */
@@ -429,7 +439,31 @@ struct draw {
 };
 #define WEIGHED 256
 #define LOOKED_AT 64
+
 #define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds two keys each */
+
+/* How sequences sample, by slot, and their tokens. */
+struct sampling {
+    const float *temperature;                       /* 0: the argmax */
+    const int64_t *top_k;                           /* less than 1, or the vocabulary's size and more: all */
+    const double *top_p, *min_p;                    /* 1 and 0: all */
+    const uint64_t *keys;                           /* with a position, determine the noise */
+    const float *repetition, *presence, *frequency; /* penalties; 1, 0 and 0: none */
+    const int64_t *num_prompt_tokens;               /* which the last two leave out */
+    int32_t *known;                                 /* [slots, known_stride] tokens by position, drafts included */
+    int64_t known_stride;
+};
+
+/* The next token at each of the step's tokens, from its logits, which penalties change in place. */
+struct sample_tokens {
+    float *logits; /* [tokens, width] */
+    int64_t width;
+    const struct sampling *by;
+    const int64_t *slots; /* [tokens] */
+    int64_t ahead;        /* positions from one of the step's tokens to the sampled one */
+    float *peaks;         /* [tokens] the largest logits */
+    int64_t *tokens;      /* [tokens] where that is no finite number, any */
+};
 
 /* A rank of a group that shares memory; see group.c. */
 struct group {
@@ -606,7 +640,7 @@ operator position_scales;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear, quantized_gated_linear;
 operator coded_linear, expand_codes, coded_pack, coded_grouped_linear;
 operator float_linear, route, sort_pairs, combine;
-operator largest, draw;
+operator largest, draw, sample_tokens;
 operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
 
 extern operator *const operators[OPERATORS];

@@ -1,12 +1,13 @@
 """The CPU operators that choose tokens: in-place changes of logits, argmax, top-k, sampling, and the greedy head.
 
 The first functions work on rows of float32 logits and are called by the sampler. `GreedyHead` computes the argmax
-tokens from a model's final hidden states without writing logits; the model runner calls it. The result of a row
-depends neither on other rows nor on the number of threads.
+tokens from a model's final hidden states without writing logits, and `SampledHead` samples tokens; the model
+runner and `DraftChain` call them. The result of a row depends neither on other rows nor on the number of threads.
 """
 
 import ctypes
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -120,22 +121,55 @@ def _room(
     return best, np.empty((num_rows, pieces), np.int64), np.zeros(num_rows, np.int32)
 
 
-# The argmax tokens of final hidden states, in one call and without logits.
+# The tokens after final hidden states, in one call.
+
+_Product: TypeAlias = structures.Linear | structures.QuantizedLinear
 
 
-class GreedyHead:
+def _product(
+    compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_size: int, max_rows: int
+) -> tuple[_Product, list[torch.Tensor], int] | None:
+    """The product that makes a model's logits, the memory of its weight, and the size of the vocabulary, of which the
+    weight may have more; None where the logits are not one product with a packed bfloat16 or rounded weight."""
+    try:
+        arguments, weights, logits = operators_of(compute_logits, max_rows, hidden_size)
+    except NotRecordable:
+        return None
+    [product] = arguments if len(arguments) == 1 else [None]
+    if not isinstance(product, _Product) or product.out != logits.data_ptr() or not product.is_float:
+        return None
+    return product, weights, logits.shape[1]
+
+
+class Head:
+    """A model's head and the choice of a token for each row, as operators of a program."""
+
+    def __init__(self, product: _Product, kept: list[torch.Tensor], max_rows: int) -> None:
+        """`kept` is the memory of the product's weight."""
+        self._kept = kept
+        self._product = product
+        self.max_rows = max_rows
+        self.token_ids = np.zeros(max_rows, dtype=np.int64)
+        """Where the tokens of a choice are."""
+        self.peaks = np.zeros(max_rows, dtype=np.float32)
+        """Where the largest logits of its rows are."""
+
+
+class GreedyHead(Head):
     """The choice that `compute_logits` and an argmax would make, without the logits between them."""
 
     def __init__(
         self,
         native: Library,
-        product: structures.Linear | structures.QuantizedLinear,
+        product: _Product,
         vocab_size: int,
         max_rows: int,
         kept: list[torch.Tensor],
     ) -> None:
         """`product` makes the logits of at least `vocab_size` tokens; `kept` is the memory of its weight."""
+        super().__init__(product, kept, max_rows)
         self._library = native
+        self.vocab_size = vocab_size
         self._head = structures.GreedyHead(
             weight=product.weight,
             bias=product.bias,
@@ -144,34 +178,29 @@ class GreedyHead:
             max_rows=max_rows,
             bits=product.bits if isinstance(product, structures.QuantizedLinear) else 16,
         )
-        self._operations = Operations((self._head, structures.GreedyChoice(ctypes.addressof(self._head))))
-        self._kept = kept
+        choice = structures.GreedyChoice(
+            ctypes.addressof(self._head), self.peaks.ctypes.data, self.token_ids.ctypes.data
+        )
+        self._operations = Operations((self._head, choice))
         self._step = Step()
-        self.max_rows = max_rows
         self._make_room(native.threads)
 
     def _make_room(self, threads: int) -> None:
         """Allocate the maxima of each thread."""
-        self._peaks = np.zeros((threads, self.max_rows), dtype=np.float32)
-        self._tokens = np.zeros((threads, self.max_rows), dtype=np.int64)
-        self._head.peaks, self._head.tokens = self._peaks.ctypes.data, self._tokens.ctypes.data
+        self._peaks_by_thread = np.zeros((threads, self.max_rows), dtype=np.float32)
+        self._tokens_by_thread = np.zeros((threads, self.max_rows), dtype=np.int64)
+        self._head.peaks, self._head.tokens = self._peaks_by_thread.ctypes.data, self._tokens_by_thread.ctypes.data
 
     @classmethod
     def of(
         cls, native: Library, compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_size: int, max_rows: int
     ) -> "GreedyHead | None":
         """The head of a model whose logits are one product with a packed bfloat16 or rounded weight; else None."""
-        try:
-            arguments, weights, logits = operators_of(compute_logits, max_rows, hidden_size)
-        except NotRecordable:
+        found = _product(compute_logits, hidden_size, max_rows)
+        if found is None:
             return None
-        [product] = arguments if len(arguments) == 1 else [None]
-        if not isinstance(product, structures.Linear | structures.QuantizedLinear):
-            return None
-        if product.out != logits.data_ptr() or not product.is_float:
-            return None
-        # A vocabulary may be smaller than its weight, which is padded.
-        return cls(native, product, logits.shape[1], max_rows, weights)
+        product, weights, vocab_size = found
+        return cls(native, product, vocab_size, max_rows, weights)
 
     def choose(self, hidden: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Each row's argmax token and its logit, valid until the next call. # [rows, hidden_size] -> 2 x [rows]
@@ -182,27 +211,46 @@ class GreedyHead:
         self.read_from(hidden)
         self._step.num_tokens = num_rows
         self._library.run(self._operations, self._step)
-        return self._tokens[0, :num_rows], self._peaks[0, :num_rows]
+        return self.token_ids[:num_rows], self.peaks[:num_rows]
 
     def read_from(self, hidden: torch.Tensor) -> None:
         """Have the operators choose from the first rows of `hidden`. # [rows, hidden_size]"""
-        if self._library.threads != len(self._peaks):
+        if self._library.threads != len(self._peaks_by_thread):
             self._make_room(self._library.threads)
         self._head.x, self._head.x_stride = hidden.data_ptr(), hidden.stride(0)
 
     @property
-    def token_ids(self) -> npt.NDArray[np.int64]:
-        """Where the tokens of a choice are. # [max_rows]"""
-        row: npt.NDArray[np.int64] = self._tokens[0]
-        return row
-
-    @property
-    def peaks(self) -> npt.NDArray[np.float32]:
-        """Where their logits are. # [max_rows]"""
-        row: npt.NDArray[np.float32] = self._peaks[0]
-        return row
-
-    @property
     def arguments(self) -> tuple[structures.Arguments, ...]:
-        """Of its two operators; the first is a `structures.GreedyHead`."""
+        """Of its operators."""
         return self._operations.arguments
+
+
+class SampledHead(Head):
+    """The choice that `compute_logits` and the sampler would make, of rows that ask for what `Sampling` has."""
+
+    def __init__(self, head: GreedyHead, logits: torch.Tensor, by: structures.Sampling) -> None:
+        """The same product as `head`'s. `logits`: memory for those of a step, which heads may use in turn, of at least
+        `head.max_rows * head.vocab_size` numbers. # [numbers] float32
+        """
+        super().__init__(type(head._product).from_buffer_copy(head._product), head._kept, head.max_rows)
+        self._logits, self._vocab_size = logits, head.vocab_size
+        self.by = by
+        self._product.out, self._product.out_stride = logits.data_ptr(), head.vocab_size
+        self._product.out_features = head.vocab_size
+
+    def read_from(self, hidden: torch.Tensor) -> None:
+        """Have the operators choose from the first rows of `hidden`. # [rows, hidden_size]"""
+        self._product.x, self._product.x_stride = hidden.data_ptr(), hidden.stride(0)
+
+    def choosing(self, slots: npt.NDArray[np.int64], ahead: int) -> tuple[structures.Arguments, ...]:
+        """The operators that choose a token `ahead` positions after each of a step's. # slots [max_rows], of those"""
+        sample = structures.SampleTokens(
+            self._logits.data_ptr(),
+            self._vocab_size,
+            ctypes.addressof(self.by),
+            slots.ctypes.data,
+            ahead,
+            self.peaks.ctypes.data,
+            self.token_ids.ctypes.data,
+        )
+        return self._product, sample

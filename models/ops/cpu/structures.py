@@ -218,14 +218,14 @@ class GreedyChoice(Arguments):
     """`struct greedy_choice`."""
 
     kind = 19
-    _fields_: ClassVar = _declared("*head")
+    _fields_: ClassVar = _declared("*head *peaks *tokens")
 
 
 class TakeDrafts(Arguments):
     """`struct take_drafts`."""
 
     kind = 38
-    _fields_: ClassVar = _declared("*head *next *counts depth *drafts block_size")
+    _fields_: ClassVar = _declared("*peaks *chosen *next *counts depth *drafts block_size *slots *by ahead")
 
 
 class AcceptDrafts(Arguments):
@@ -233,8 +233,8 @@ class AcceptDrafts(Arguments):
 
     kind = 39
     _fields_: ClassVar = _declared(
-        "*head *verified *wanted *num_blocks *rows *tables blocks block_size max_len *next *order *last *counts "
-        "*num_drafting *began"
+        "*peaks *tokens *verified *wanted *num_blocks *rows *tables blocks block_size max_len *next *order *last "
+        "*counts *slots *by *num_drafting *began"
     )
 
 
@@ -393,6 +393,24 @@ class Draw(Arguments):
         "*logits stride width pieces *peaks *rows *temperature *top_k *top_p *min_p *row_keys *filtered *masses "
         "*best *scores *found most *ended *tokens"
     )
+
+
+class Sampling(ctypes.Structure):
+    """`struct sampling`: how sequences sample, by slot."""
+
+    _fields_: ClassVar = _declared(
+        "*temperature *top_k *top_p *min_p *keys *repetition *presence *frequency *num_prompt_tokens *known "
+        "known_stride"
+    )
+    kept: tuple[object, ...] = ()
+    """What the pointers point to."""
+
+
+class SampleTokens(Arguments):
+    """`struct sample_tokens`."""
+
+    kind = 48
+    _fields_: ClassVar = _declared("*logits width *by *slots ahead *peaks *tokens")
 
 
 # Structures of exchange.c.
