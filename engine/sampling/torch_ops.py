@@ -158,16 +158,27 @@ class TorchOps:
             rows, drafts, numbers, row_keys = (
                 torch.from_numpy(each).to(logits.device) for each in (*columns, some.row_keys.view(np.int64))
             )
-            p = self.probabilities(logits, candidates.peaks, some).double()
-            q = proposals.probabilities[start : start + at_a_time].double()
+            p = self.probabilities(logits, candidates.peaks, some)
+            q = proposals.probabilities[start : start + at_a_time]
             of_drafts = drafts[:, None]
-            is_accepted = numbers < (p.gather(-1, of_drafts) / q.gather(-1, of_drafts))[:, 0]
-            rest = (p - q).clamp_(min=0.0)
+            is_accepted = numbers < (p.gather(-1, of_drafts).double() / q.gather(-1, of_drafts).double())[:, 0]
             sampled = candidates.tokens[rows]
-            # Without a rest the two are the same but for roundings, and the row's own sample will do.
-            replaced = draw_unfiltered(rest.log().float(), row_keys).where(rest.sum(-1) > 0.0, sampled)
+            replaced = self._draw_rest(p, q, row_keys, sampled, is_accepted)
             tokens = drafts.where(is_accepted, replaced).where(candidates.peaks[rows].isfinite(), sampled)
             candidates.tokens.index_copy_(0, rows, tokens)
+
+    def _draw_rest(
+        self,
+        p: torch.Tensor,
+        q: torch.Tensor,
+        row_keys: torch.Tensor,
+        sampled: torch.Tensor,
+        is_accepted: torch.Tensor,
+    ) -> torch.Tensor:
+        """A sample of max(p - q, 0) for each row; any token for those that accept. # 2 x [R, V], 3 x [R] -> [R]"""
+        rest = (p - q).clamp_(min=0.0)
+        # Without a rest the two are the same but for roundings, and the row's own sample will do.
+        return draw_unfiltered(rest.log(), row_keys).where(rest.sum(-1) > 0.0, sampled)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobColumns:
         """Log probabilities and ranks of given tokens, and the top `count` tokens. # [R, V], [R] int64
@@ -307,6 +318,21 @@ class CPUOps(TorchOps):
             if len(pending) == 0:
                 break
         return tokens
+
+    def _draw_rest(
+        self,
+        p: torch.Tensor,
+        q: torch.Tensor,
+        row_keys: torch.Tensor,
+        sampled: torch.Tensor,
+        is_accepted: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `TorchOps`: of those rows alone that do not accept, which are few."""
+        at = (~is_accepted).nonzero()[:, 0]
+        if not len(at):
+            return sampled
+        found = super()._draw_rest(p[at], q[at], row_keys[at], sampled[at], is_accepted[at])
+        return sampled.index_copy(0, at, found)
 
     def _ranks(self, logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `TorchOps`. NumPy counts ten times faster."""
