@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from tests.e2e.kaon_server import eventually
-from tests.e2e.test_http_adapters import Stream, complete
+from tests.e2e.held_checkpoint import HeldCheckpoint
+from tests.e2e.kaon_server import KaonServer, eventually, free_port
+from tests.e2e.processes import command_line
+from tests.e2e.test_http_adapters import PROMPT, TOKENS, Stream, complete, tokens_of
 from tests.e2e.test_http_models import FIRST_TOKEN, LENGTH, NAMES, ModelsServer, complete_from, error_of, queued
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import Reference
 
 
 @contextlib.contextmanager
@@ -129,3 +134,65 @@ def test_many_clients_of_more_models_than_fit_all_get_their_answers(server: Mode
     with ThreadPoolExecutor() as threads:
         list(threads.map(client, range(4)))
     assert len(server.loaded()) == 2
+
+
+@pytest.mark.slow
+def test_models_of_two_ranks_with_drafters_make_room_and_lose_no_stream(tmp_path: Path) -> None:
+    """Real engines: one is evicted under load, one loses a rank, and one is killed while it loads."""
+    paths = {
+        name: make_checkpoint(tmp_path / name, seed=seed, max_position_embeddings=4096)
+        for seed, name in enumerate(("one", "two", "three"))
+    }
+    expected = {name: Reference(path).greedy(PROMPT, TOKENS) for name, path in paths.items()}
+    held = HeldCheckpoint(tmp_path / "held", paths["three"])
+    served = {**paths, "three": held.path}
+    lines = [
+        f"  - {{served_model_name: {name}, model: {served[name]}, speculative_model: {paths[name]}, memory_gib: 1}}"
+        for name in paths
+    ]
+    (tmp_path / "models.yaml").write_text("\n".join(["memory_gib: 2", "models:", *lines]))
+    running = KaonServer(
+        tmp_path / "log",
+        free_port(),
+        before="import server.models; server.models._RETRY_SECONDS = 1e-6; ",
+        parallel_config={"tensor_parallel_size": 2},
+        cpu_kvcache_gib=0.1,
+        server_config={"models": str(tmp_path / "models.yaml")},
+    ).ready()
+
+    def core_of(name: str) -> psutil.Process:
+        [core] = (each for each in running.process.children() if command_line(each)[-2:] == ["kaon-engine-0", name])
+        return core
+
+    def is_loaded(name: str) -> bool:
+        return bool(running.metric(f'kaon_model_loaded{{model="{name}"}}'))
+
+    def processes_of(name: str) -> list[psutil.Process]:
+        return [each for each in running.process.children() if command_line(each)[-1:] == [name]]
+
+    try:
+        for name in ("one", "two"):
+            assert tokens_of(complete(running, name)) == expected[name]
+        with ThreadPoolExecutor() as threads:
+            streams = {name: Stream(running, name, 1500) for name in ("one", "two")}
+            eventually(lambda: all(stream.has_begun() for stream in streams.values()))
+            core_of("two").children()[-1].kill()
+            # Whichever ends first makes room.
+            third = threads.submit(complete, running, "three")
+            for name, stream in streams.items():
+                assert stream.join()[:TOKENS] == expected[name]
+            assert tokens_of(third.result()) == expected["three"]
+            for name in ("one", "two"):
+                assert tokens_of(complete(running, name)) == expected[name]
+            eventually(lambda: not is_loaded("three") and not processes_of("three"))
+            stream = Stream(running, "one", 1500)
+            with held.held():
+                killed = threads.submit(complete, running, "three")
+                eventually(lambda: bool(processes_of("three")))
+                core_of("three").kill()
+            # A model that was loaded before gets another core, as one that dies later does.
+            assert tokens_of(killed.result()) == expected["three"]
+            assert stream.join()[:TOKENS] == expected["one"]
+    finally:
+        assert running.stop() == 0
+    assert "Traceback" not in running.stderr
