@@ -74,6 +74,7 @@ class Engine:
 
 @requires_interpreter
 @pytest.mark.usefixtures("invariant")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "form", ["dense", *(pytest.param(each, marks=pytest.mark.slow) for each in ("awq", "fp8 blocks", "experts"))]
 )
