@@ -89,9 +89,9 @@ class Sequence:
         self.adapter = adapter
         """Number of its LoRA adapter; 0: the base model alone."""
         self.rope_length = 0
-        """The length that its rotary frequencies are of; 0: the model's original context. See `follow_rope`."""
+        """The length that chooses its rotary frequencies; 0: the model's original context. See `follow_rope`."""
         self.rope_limit = sys.maxsize
-        """Number of tokens at which it has other frequencies, with which all of them are computed again."""
+        """Number of tokens at which its frequencies change; all its tokens are then computed again."""
         self._own_salt = cache_salt
         self.cache_salt = chain_salt(cache_salt, adapter)
         """Start of its prefix-hash chain, made of the caller's salt, the adapter and `rope_length`."""
@@ -231,7 +231,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def follow_rope(self, rope: RopeContext) -> None:
-        """Take the rotary frequencies of its length. None of its tokens is computed yet."""
+        """Choose the rotary frequencies by its length. Called while none of its tokens is computed."""
         length = rope.length_of(self.num_prompt_tokens, len(self.token_ids))
         self.rope_limit = sys.maxsize if rope.grows or length else rope.original + 1
         if length != self.rope_length:

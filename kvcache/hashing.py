@@ -15,7 +15,7 @@ _ADAPTERS = 2**30
 def chain_salt(cache_salt: int | None, adapter: int, rope_length: int = 0) -> int | None:
     """The start of a chain: one number for each caller's salt (64 bits), LoRA adapter and `Sequence.rope_length`.
 
-    Adapter 0: none. Without an adapter and a length it is the salt itself, None where there is none of the three.
+    Adapter 0 is no adapter. Without an adapter and a length the start is the salt itself; None without all three.
     """
     number = rope_length * _ADAPTERS + adapter
     if number == 0:

@@ -18,10 +18,10 @@ _Result = TypeVar("_Result")
 async def allowed_directory(path: str, directories: Sequence[Path], *, param: str, setting: str) -> Path | None:
     """The directory `path` beneath one of `directories`, links followed; None where there is none.
 
-    Raises `PathNotAllowed` for a path elsewhere, which does not say whether there is anything, and for a directory
-    with a file that is elsewhere, by a link, or that is no file: a pipe would be read for ever.
+    Raises `PathNotAllowed` for a path elsewhere, without saying whether it exists, and for a directory with a link
+    to a file elsewhere, or with an entry that is no regular file: a pipe would be read for ever.
     """
-    # In a thread: it may be a slow file system, or have very many files.
+    # The work runs in a thread, since the file system may be slow, or the directory very large.
     return await asyncio.to_thread(_allowed_directory, path, directories, param, setting)
 
 

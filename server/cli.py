@@ -46,7 +46,7 @@ def _serve(arguments: list[str], command: str) -> int:
 
     try:
         config = load_config(arguments)
-        # Mistakes in their file and in variables are bad usage too, and not failures to try again after.
+        # Mistakes in the models file and in variables are usage errors too: a restart would not help.
         read_models(config)
         requested_signals(os.environ)
     except (SettingsError, WrongVariable) as error:

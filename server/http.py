@@ -50,8 +50,8 @@ _SLICE = 16 * 2**10
 """Most bytes that are parsed before others get a turn."""
 
 _HEAD_SLICE, _BODY_SLICE = 512, 4 * 2**10
-"""Most bytes that are parsed of them, in a head and in a body, after a request waits for the answer to an earlier one:
-16 KiB hold hundreds of requests, each with dozens of objects."""
+"""Most bytes of a head, and of a body, that are parsed at a time. Parsing stops when a request waits for the answer to
+an earlier one: 16 KiB hold hundreds of requests, each with dozens of objects."""
 
 _BEGUN_AT_ONCE = 8
 """Most requests that begin in a round of the event loop."""
@@ -78,7 +78,7 @@ class HeadTooLarge(BadRequest):
 
 
 class RequestTurns:
-    """Has a few requests begin in each round of the event loop, in turns of addresses.
+    """Lets a few requests begin in each round of the event loop; addresses take turns.
 
     Each costs up to a millisecond in its first rounds. If thousands of connections or pipelines sent requests at once,
     a round would take seconds, and a probe needs several.
@@ -88,7 +88,7 @@ class RequestTurns:
         self._left = _BEGUN_AT_ONCE
         """Requests that may still begin in this round."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By party, in the order of their turns."""
+        """Waiting requests by party; parties are in the order of their turns."""
         self._is_round_due = False
 
     async def take(self, party: str) -> None:
@@ -116,7 +116,7 @@ class RequestTurns:
             turn = turns.popleft()
             if turns:
                 self._waiting[party] = turns
-            if not turn.done():  # It is when its task was cancelled.
+            if not turn.done():  # A turn is done if its task was cancelled.
                 turn.set_result(None)
                 self._left -= 1
         if self._left < _BEGUN_AT_ONCE:
@@ -166,7 +166,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether a request of the connection has begun."""
         self._is_in_body = False
         self._answered: RequestResponseCycle | None = None
-        """The request that is answered, or was last: those that are pipelined behind it have not begun."""
+        """The request in progress, or the last one: requests that are pipelined after it have not begun."""
         self._connection = connection
         self._application = self.app
         self.app = self._answer_when_arrived
@@ -203,7 +203,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _lose_client(self) -> None:
-        """Notify the request that is answered. uvicorn's protocol notifies the last one of a pipeline."""
+        """Notify the request in progress of the lost client. uvicorn's own protocol notifies a pipeline's last."""
         cycle = self._answered
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True

@@ -581,7 +581,7 @@ class KVEventsConfig(Section):
     connects; replica N uses the port plus N. Default: no events."""
 
     kv_events_replay_endpoint: Annotated[str, Field(pattern=_ZMQ_ADDRESS)] | None = None
-    """ZMQ address at which subscribers ask again for events that they missed, for example `tcp://*:5657`."""
+    """ZMQ address at which subscribers request events that they missed, for example `tcp://*:5657`."""
 
     kv_events_topic: str = ""
     """Topic of the events; llm-d expects `kv@POD@MODEL`."""
@@ -624,8 +624,8 @@ class Config(Section):
     `norm=torch`."""
 
     batch_invariant: bool = False
-    """Have answers depend on nothing else that is computed on GPUs too, where it costs time; on a CPU they do not with
-    Kaon's operators."""
+    """Make answers on GPUs independent of everything else that is computed, which costs time. With Kaon's operators on
+    a CPU, answers are always independent."""
 
     sentinel_interval: Annotated[int, Field(ge=0)] | None = None
     """Decode steps after which one row of a step is computed again by plain torch and compared; 0: never; default:

@@ -139,7 +139,7 @@ class RankCollectives(Collectives, RankGroup, Protocol):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint's configuration, and the settings with what it decides."""
+    """A checkpoint's configuration, and the settings after the checkpoint's values have been filled in."""
 
     config: Config
     model_config: CheckpointConfig
@@ -147,7 +147,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(config: Config, path: Path) -> Checkpoint:
-    """Read all but the weights. Raises `ValueError`, a sentence, for settings that the checkpoint does not allow."""
+    """Read all but the weights. Raises `ValueError` with a sentence for settings that the checkpoint forbids."""
     pooling = read_pooling(path, config.task, matryoshka=config.matryoshka)
     model_config = read_checkpoint_config(path, config.model_impl, pooling)
     _require_quantization(config.quantization_config.quantization, path, model_config)
@@ -187,7 +187,7 @@ def load_rank(
     device = _resolve_device(config, shard, share)
     _leave_default_stream(device)
     sizes = sizes_of(model_config, config.kv_cache_block_size, 1 if shard is None else shard.size)
-    # The last mention of an operator counts.
+    # If an operator is named several times, the last name counts.
     _choose_kernels(device, (*config.kernel_backend, *(["triton"] if config.batch_invariant else [])), sizes)
     if config.batch_invariant:
         triton.keep_invariant()

@@ -2,7 +2,7 @@
 
 A first pass has up to one entry for each token that a step has verified, and a pass after it has one. Rows with fewer
 entries than the longest are padded at the front with entries that were computed before: these are stored in the
-padding block, and what is returned for them is not used.
+padding block, and their outputs are not used.
 """
 
 import logging
@@ -50,8 +50,8 @@ class DraftGraphRunner(GraphRunner):
         combines: bool,
         largest_first: bool = True,
     ) -> None:
-        """`features`: of the hidden states that a pass reads; 0: it reads none. `combines`: whether they are the
-        target's, as `DraftLM.combine` takes them. `caches` are the drafter's.
+        """`features`: size of the hidden states that a pass reads; 0: it reads none. `combines`: whether these states
+        are the target's, which `DraftLM.combine` takes. `caches` are the drafter's.
         """
         self._model, self._caches, self._combines = model, caches, combines
         num_entries = max(sizes) * shape.query_len
@@ -67,11 +67,11 @@ class DraftGraphRunner(GraphRunner):
         uploads: Uploads,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the drafter returns for the last entry of each row, up to `ends`. # [B] -> [B, hidden_size]
+        """The drafter's output for the last entry of each row, which ends at `ends`. # [B] -> [B, hidden_size]
 
         `span` has `query_len` entries of each row; `rows` is the row of `states` of each entry. # [T]
-        `tokens` are those of the entries where the host has not read them. # [T] int64
-        The next replay overwrites what is returned.
+        `tokens`: the entries' tokens on the device, if the host has not read them. # [T] int64
+        The next replay overwrites the returned tensor.
         """
         num_rows, length, shape = len(ends), self.query_len, self._shape
         size = self.size_of(num_rows)
@@ -144,7 +144,7 @@ class DraftGraphs:
         return list(dict.fromkeys((*self._first.values(), self._following)))
 
     def runner_for(self, ends: _Ints, length: int, *, is_first: bool) -> DraftGraphRunner | None:
-        """What replays a pass over at most `length` entries of each row, up to `ends`; None: it runs eagerly. # [B]"""
+        """The graphs for a pass over at most `length` entries of each row, up to `ends`; None: run eagerly. # [B]"""
         runner = self._first.get(length) if is_first else self._following
         if runner is None or not runner.size_of(len(ends)) or int(ends.min()) < length:
             return None
@@ -159,15 +159,15 @@ class DraftGraphs:
         states: torch.Tensor | None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the drafter returns for the last of each row's entries `[begins, ends)`. # [B] -> [B, hidden_size]
+        """The drafter's output for the last of each row's entries `[begins, ends)`. # [B] -> [B, hidden_size]
 
         `span` has `runner.query_len` entries of each row up to `ends`, and `states` those from `begins` on. `tokens`:
-        of one entry of each row, where the host has not read them. # [B] int64
+        those of one entry of each row, on the device, if the host has not read them. # [B] int64
         """
         length, counts = runner.query_len, ends - begins
         slot_mapping, rows = span.slot_mapping, np.arange(len(span.token_ids))
         if (counts < length).any():
-            # Counted from the last entry of each row backwards; those before the first take any state.
+            # Entries are counted backwards from the last one of each row; padding before the first takes any state.
             rows = np.repeat(np.cumsum(counts) - length, length) + np.tile(np.arange(length), len(counts))
             is_padding = np.tile(np.arange(length), len(counts)) < np.repeat(length - counts, length)
             rows[is_padding] = 0

@@ -52,7 +52,7 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 _MAX_WAITING = KEPT_STEPS
 """Entries of a row that drafts nothing which are computed when it drafts again."""
 _SKIPPED = -1
-"""In place of the number of a slot's entries: those before the next step of it are left out."""
+"""Marks a slot, in place of its number of entries: the entries before its next step are left out."""
 _NO_SLOTS: _Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -67,16 +67,16 @@ class _Sampled(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """A draft of each of some rows, which the host may not have read yet. # each [rows]"""
+    """One draft for each of some rows, which the host may not have read yet. # each [rows]"""
 
     rows: _Ints
-    """The step's."""
+    """Indices of the rows in the step."""
     slots: _Ints
     positions: _Ints
     launched: LaunchedTokens | None
     """None where rank 0 samples."""
     probabilities: torch.Tensor | None = None
-    """What each of the rows that sample at random was sampled from. # [D, V] float32"""
+    """The distribution from which each row that samples at random was sampled. # [D, V] float32"""
 
 
 class _Pass(NamedTuple):
@@ -101,15 +101,15 @@ class DraftPasses:
     ) -> None:
         """`caches` as `drafter_caches` gives them. `operators` record the passes; None: torch runs them.
 
-        `target`: the recorded pass and the head of the model that is drafted for, where it has both. `sampling`: how
-        sequences sample, where the operators may sample drafts.
+        `target`: the recorded pass and the head of the target, if it has both. `sampling`: the sampling parameters of
+        all slots, if the operators may sample drafts.
         """
         self._loaded, self._model, self._caches = loaded, model, caches
         self.max_tokens = loaded.config.max_num_batched_tokens + loaded.config.max_num_seqs
         """Entries of a pass at most: a step's tokens, and those that it samples."""
         self.backend = loaded.backend
         self.graphs: DraftGraphs | None = None
-        """Where passes over rows of few entries are replayed."""
+        """Graphs that replay passes over rows of few entries."""
         self._first: Program | None = None
         self._next: Program | None = None
         self.head: GreedyHead | None = None
@@ -186,9 +186,9 @@ class DraftPasses:
         *,
         largest_first: bool,
     ) -> list[DraftGraphRunner]:
-        """Have passes replay graphs from here on, once these are captured: what captures them.
+        """Make the graphs that passes replay from here on. Returns the runners, which the caller has to capture.
 
-        `sizes`: numbers of rows by the number of entries of a row. `backend`: of the graphs and of eager passes.
+        `sizes`: numbers of rows by the number of entries of a row. `backend`: used by the graphs and by eager passes.
         """
         model, loaded = self._model, self._loaded
 
@@ -270,7 +270,7 @@ class DraftPasses:
     def _sampled_heads(
         self, greedy: ChainHeads[GreedyHead], sampling: Sampling | None
     ) -> ChainHeads[SampledHead] | None:
-        """Those that sample from the same logits as these, which they compute in turn into the same memory."""
+        """Heads that sample from the logits of the same products, which they compute in turn into the same memory."""
         config = self._loaded.config
         if config.drafts_by_rejection:
             return None
@@ -379,7 +379,7 @@ class ModelDrafter:
     ) -> list[list[int]]:
         """Drafts of each row of a step whose tokens are stored: at most `wanted`, as blocks and context allow. # [B]
 
-        The entries of a prompt, and of a part of one, are computed where `wanted` is more than 0.
+        The entries of a prompt, or of a part of a prompt, are computed if its `wanted` is more than 0.
 
         `hidden` are the target's states of the step's tokens that `hidden_layers` names. # [T, features]
         `num_decodes`: leading rows that are no prompts. `starting`: slots of sequences that start in this step.
@@ -463,7 +463,7 @@ class ModelDrafter:
         )
 
     def _can_choose(self, inputs: StepInputs, *, is_greedy: bool) -> bool:
-        """Whether the operators choose tokens as a step's rows ask for it."""
+        """Whether the operators support the sampling parameters of a step's rows."""
         chain = self._passes.chain
         if chain is None or is_greedy:
             return chain is not None
@@ -530,9 +530,9 @@ class ModelDrafter:
         return True
 
     def skip(self, inputs: StepInputs, starting: _Ints) -> None:
-        """In place of `wait`, where no row is to draft for long: keep nothing. The rest as in `draft`.
+        """Called in place of `wait` where no row will draft for a while: keep nothing. The rest as in `draft`.
 
-        What it costs is what a step takes longer for having a drafter, so it does next to nothing.
+        Its time is all that a drafter adds to such a step, so it does as little as possible.
         """
         self._sampled.clear()
         if self.reads_hidden:
@@ -541,9 +541,9 @@ class ModelDrafter:
             self._begin(inputs.slots, inputs.seq_lens - inputs.query_lens, starting)
 
     def _begin(self, slots: _Ints, firsts: _Ints, starting: _Ints = _NO_SLOTS) -> None:
-        """Take in the rows of a step, which begins at positions `firsts` of them. # 2 x [B], [starting]
+        """Register the rows of a step; the step begins at positions `firsts` of the rows. # 2 x [B], [starting]
 
-        Of rows that start, and where steps were skipped, the entries before are left out.
+        Entries before the step are left out for rows that start, and for all rows if steps were skipped.
         """
         if self._has_skipped:
             self._has_skipped = False
@@ -609,9 +609,9 @@ class ModelDrafter:
     def _replayed(
         self, entries: _Pass, states: torch.Tensor | None, tokens: torch.Tensor | None = None, *, is_first: bool
     ) -> torch.Tensor | None:
-        """As `_first_pass`, of `states` of all entries, by a graph; None where none replays the pass.
+        """As `_first_pass`, with `states` of all entries, by a graph; None if no graph fits the pass.
 
-        `tokens`: of one entry of each row, where the host has not read them. # [rows] int64
+        `tokens`: those of one entry of each row, on the device, if the host has not read them. # [rows] int64
         """
         graphs = self._passes.graphs
         if graphs is None:
@@ -637,7 +637,7 @@ class ModelDrafter:
         *,
         is_greedy: bool,
     ) -> bool:
-        """Draft in one call of the operators, into `drafts`; False where it takes several.
+        """Draft in one call of the operators, into `drafts`; False if several calls are needed.
 
         `drafting`: indexes of the entries' `rows` that draft, of which `num_drafts` has the numbers by row.
         """
@@ -706,13 +706,13 @@ class ModelDrafter:
     ) -> None:
         """Draft after `state`, a token a pass, into `drafts`. # state [rows, hidden_size], the rest [rows]
 
-        A device of its own takes each token to the next pass, and the host waits once, for all drafts; unless a row's
-        penalties, masks or bad words depend on the draft before.
+        On a GPU each pass reads the previous tokens on the device, and the host waits once, for all drafts; unless a
+        row's penalties, masks or bad words depend on its previous draft.
         """
         most, first_rows, first_slots, wanted = int(num_drafts.max()), rows, slots, num_drafts
         waits = self._loaded.seam.is_host or not is_greedy
         if waits and self._loaded.parallel.size == 1 and not self._loaded.seam.is_host:
-            # Other ranks have no parameters of sampling: for them, only greedy steps are known not to depend.
+            # Other ranks have no sampling parameters: only of greedy steps do they know that drafts are independent.
             waits = self._input_batch.need_drafts(slots, ends + (self._is_ahead + most))
         unread: list[_Choice] = []
         span: DraftSpan | None = None
@@ -757,12 +757,12 @@ class ModelDrafter:
         if unread:
             self._read(unread, drafts)
         if not self.reads_hidden:
-            # A pass takes each draft but the last, up to the first that is none.
+            # Passes have taken each draft but the last, up to the first invalid one.
             num_valid = np.array([len(drafts[row]) for row in first_rows.tolist()])
             self._num_guessed[first_slots] = np.minimum(wanted - 1, num_valid)
 
     def _choose(self, state: torch.Tensor, rows: _Ints, slots: _Ints, positions: _Ints, *, is_greedy: bool) -> _Choice:
-        """Choose a token for each row, by the noise with which the target will sample it; the device has it at once.
+        """Choose a token for each row, with the noise with which the target will sample; the result is on the device.
 
         With rejection sampling the noise is the drafter's own. # [rows, hidden_size], 3 x [rows]
         """
@@ -783,7 +783,7 @@ class ModelDrafter:
     def _share_on_device(self, choice: _Choice) -> torch.Tensor:
         """A choice's tokens on the devices of all ranks, before the host has read them. # [rows] int64
 
-        Where there is no token, it is one of the vocabulary, since the next pass reads its embedding.
+        An invalid token is replaced by one of the vocabulary, since the next pass reads its embedding.
         """
         parallel = self._loaded.parallel
         if choice.launched is None:
@@ -793,8 +793,8 @@ class ModelDrafter:
         return tokens if parallel.size == 1 else parallel.broadcast(tokens)
 
     def _read(self, choices: list[_Choice], drafts: list[list[int]]) -> tuple[_Ints, npt.NDArray[np.bool_]]:
-        """Wait for choices of one depth after the other, and put them into `drafts`, up to the first of a row that is
-        none. The tokens, and whether each is one. # -> 2 x [rows of all choices]
+        """Wait for the choices of consecutive depths, and append each row's tokens to `drafts`, up to its first
+        invalid one. Returns the tokens, and whether each is valid. # -> 2 x [rows of all choices]
         """
         counts = [len(choice.rows) for choice in choices]
         token_ids = np.zeros(sum(counts), dtype=np.int64)
@@ -806,7 +806,7 @@ class ModelDrafter:
         before = {row: len(drafts[row]) for row in choices[0].rows.tolist()} if len(choices) > 1 else {}
         for depth, (choice, stop) in enumerate(zip(choices, stops.tolist(), strict=True)):
             of_choice, rows = slice(stop - len(choice.rows), stop), choice.rows.tolist()
-            # A row whose draft before is none has no further one.
+            # A row whose previous draft is invalid has no further one.
             is_next = [not depth or len(drafts[row]) == before[row] + depth for row in rows]
             if choice.probabilities is not None:
                 self._keep_proposals(choice, token_ids[of_choice], is_next)
@@ -838,7 +838,7 @@ class ModelDrafter:
             self._downloads.give_back(download)
 
     def _keep_proposals(self, choice: _Choice, token_ids: _Ints, is_next: list[bool]) -> None:
-        """Keep what drafts were sampled from, of rows whose drafts before are valid, until they are verified."""
+        """Keep the distributions of drafts until they are verified, for rows whose previous drafts are valid."""
         assert choice.launched is not None
         assert choice.launched.rows.random is not None
         assert choice.probabilities is not None

@@ -162,7 +162,7 @@ class GraphRunner:
 
         `sizes`: numbers of rows. `parallel`: the ranks that replay graphs together. `memory`: shared with the device's
         other graphs; None: there are no others. `largest_first`: the order in which sizes are captured. `observing`:
-        a context for each pass of a number of rows, which may copy what it computes. `stream_layers`: those whose
+        a context for each pass of a number of rows, which may copy what it computes. `stream_layers`: layers whose
         residual streams a replay leaves in the forward context.
         """
         self._observing = observing

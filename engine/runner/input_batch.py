@@ -104,7 +104,7 @@ class StepInputs:
 
     @property
     def carried_positions(self) -> npt.NDArray[np.int64]:
-        """The positions as models take them: each carries the length that its frequencies are of. # [T]"""
+        """The positions as models take them: each carries the length that chooses its rotary frequencies. # [T]"""
         return self.positions if self.rope_lengths is None else with_lengths(self.positions, self.rope_lengths)
 
     @property
@@ -359,11 +359,11 @@ class InputBatch:
         return self._sampling.are_greedy(slots)
 
     def are_of_operators(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether `sampling_operands` has all that these slots ask for."""
+        """Whether `sampling_operands` has all sampling parameters that these slots use."""
         return self._sampling.are_of_operators(slots)
 
     def sampling_operands(self) -> Sampling:
-        """How all slots sample, and their tokens, where the CPU's operators read them."""
+        """The sampling parameters and tokens of all slots, as the CPU's operators read them."""
         return self._sampling.operands(self._tokens)
 
     def reserve_token(self, inputs: StepInputs) -> None:

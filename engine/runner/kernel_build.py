@@ -1,8 +1,8 @@
 """The child process of `kaon kernels build`: `python -m engine.runner.kernel_build TARGET [flags of kaon serve]`.
 
-It runs the start of a server over a device that is not there: kernels are compiled into Triton's cache
-and do not run, and torch computes nothing that is large. So what is compiled is what a start on that GPU looks up: the
-same launches, with arguments of the same types, alignments and sizes. Errors are one sentence on stderr; the exit code
+It runs the start of a server over an emulated device: kernels are compiled into Triton's cache and do not run, and
+torch computes nothing large. The compiled kernels are therefore those that a start on that GPU looks up: the launches
+are the same, with arguments of the same types, alignments and sizes. Errors are one sentence on stderr; the exit code
 is 0 when all was compiled, 1 when not.
 """
 
@@ -33,11 +33,11 @@ from models.parallel.tensor_parallel import TensorParallel
 
 _CPU = torch.device("cpu")
 _LARGE = 1 << 15
-"""Elements of a tensor with which nothing is computed."""
+"""Elements of a tensor above which nothing is computed with it."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
-"""What is not computed of small tensors either."""
+"""Operators that are not computed with small tensors either."""
 _FRESH_BYTES = 32 << 20
-"""Memory of this size and more is the system's own, zeros that no page is committed for."""
+"""Allocations of this size and more come from the system as zeros, without committed pages."""
 _CACHE_BYTES = 2**31 + 2**28
 """A cache of more than 2 GiB takes the same kernels whatever its size."""
 _MUCH = 1 << 44
@@ -45,7 +45,7 @@ _MUCH = 1 << 44
 
 
 class Idle(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here.
-    """Inside, torch returns tensors of the right shapes and types, and computes only with small ones."""
+    """A mode in which torch returns tensors of the right shapes and types, and computes only with small ones."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ def _unwritten(like: torch.Tensor) -> torch.Tensor:
 
 
 class _AbsentMemory(DeviceMemory):
-    """Memory that has room for everything. What is served has the sizes that the settings and the model allow."""
+    """Memory with room for everything, so that only the settings and the model limit the sizes that are served."""
 
     def __init__(self) -> None:
         super().__init__(_CPU)
@@ -115,7 +115,7 @@ class _AbsentMemory(DeviceMemory):
 
 
 class AbsentDevice(HostDevice):
-    """A GPU that is not there: all is done before a call returns, and a graph is the call itself."""
+    """An emulated GPU: each call is complete when it returns, and a graph is the call itself."""
 
     has_graphs = True
     has_pieces = True
@@ -166,15 +166,15 @@ class Compiled(NamedTuple):
 
 
 def build(config: Config, target: Target) -> Compiled:
-    """Compile what a start on such a GPU would. Raises `ValueError`, a sentence, for what cannot be served there.
+    """Compile what a start on such a GPU would. Raises `ValueError` with a sentence if it cannot serve the model.
 
-    The process is of no use for anything else afterwards: its tensors are taken for those of the GPU.
+    The process cannot be used for anything else afterwards: its CPU tensors are treated as tensors of the GPU.
     """
     from triton import knobs
 
     from models.ops.triton.probe_kernel import largest_error
 
-    # By the binary: several specialisations may have one.
+    # Kernels are counted by binary, since several specialisations may share one.
     by_hit: dict[bool, set[str]] = {True: set(), False: set()}
 
     def count(*, metadata: dict[str, Any], cache_hit: bool, **_: object) -> None:
@@ -221,7 +221,7 @@ def _load(config: Config, rank: int, size: int) -> LoadedModel:
 
 
 def _blocks(loaded: LoadedModel, fits: KVCacheSize) -> tuple[int, int]:
-    """Blocks and slots of the cache: those that are served, but no more than what takes other kernels."""
+    """Blocks and slots of the cache: as served, but no more than needed to choose the kernels of a large cache."""
     enough = _CACHE_BYTES // max(1, loaded.layer_caches().block_bytes) + 1
     return min(fits.num_blocks, enough), fits.num_slots
 

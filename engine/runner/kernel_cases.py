@@ -31,7 +31,7 @@ from models.ops.triton.cases.token_scans import DeltaRuleCase, SelectiveScanCase
 def cases_of_model(
     model: CausalLM | DraftLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int, *, query_len: int = 1
 ) -> dict[str, list[Case]]:
-    """The cases by operator, those first that give addresses.
+    """The cases by operator; cases that give addresses come first.
 
     `observed`: a pass of the model with suspended kernels. `max_tokens`: of a step. `query_len`: tokens of a decode
     that verifies drafts. Raises `ValueError` for an FP8 cache that kernels are to read on hardware without FP8.
@@ -46,7 +46,7 @@ def cases_of_model(
 
 
 def merged_cases(first: dict[str, list[Case]], second: dict[str, list[Case]]) -> dict[str, list[Case]]:
-    """The cases of two models by operator, of those that are alike the first one."""
+    """The cases of two models by operator; of equal cases, the first is kept."""
     merged: dict[str, list[Case]] = {}
     for operator in first.keys() | second.keys():
         cases = [*first.get(operator, ()), *second.get(operator, ())]

@@ -180,7 +180,7 @@ def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
     most, query_len = config.max_num_batched_tokens, 1 + config.num_drafts
     found = cases_of_model(loaded.model, observer, loaded.dtype, most, query_len=query_len)
     if loaded.drafter is not None:
-        # Of a step's tokens, and of those that it samples.
+        # A drafting pass has entries for a step's tokens, and for the tokens that it samples.
         most += config.max_num_seqs
         found = merged_cases(found, cases_of_model(loaded.drafter, of_drafter, loaded.dtype, most))
     found["sampling"] = [SamplingCase(loaded.model_config.vocab_size)]

@@ -45,12 +45,12 @@ DRAFT_PREFIX = "draft."
 
 
 def drafter_caches(caches: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
-    """Of the caches that `LoadedModel.layer_caches` lays out, the drafter's, by the names of its layers."""
+    """The drafter's caches, by the names of its layers, from those that `LoadedModel.layer_caches` lays out."""
     return {name.removeprefix(DRAFT_PREFIX): cache for name, cache in caches.items() if name.startswith(DRAFT_PREFIX)}
 
 
 _WITH_OWN_PRODUCTS = ("Gemma3n",)
-"""Begins the names of architectures that multiply matrices outside of linear layers, attention and experts."""
+"""Prefixes of the names of architectures with matrix products outside linear layers, attention and experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class LoadedModel:
         return None
 
     def require_invariance(self) -> None:
-        """Raise `ValueError`, a sentence, where answers may not depend on what else is computed, and may do so."""
+        """Raise `ValueError` with a sentence if `batch_invariant` is set and answers may depend on other work."""
         if self.config.batch_invariant and (why := self.why_varying) is not None:
             raise ValueError(f"batch_invariant is set, but {why}; leave one of the two out")
 

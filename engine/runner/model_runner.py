@@ -276,7 +276,7 @@ class ModelRunner:
                 by_rejection=config.drafts_by_rejection,
             )
         self.graphs: DecodeGraphs | None = None
-        """Where decode steps are replayed."""
+        """Graphs that replay decode steps."""
         if has_graphs:
             self.graphs = self._make_graphs()
         elif why_eager and is_serving:

@@ -165,7 +165,7 @@ class SamplingColumns:
         """Overwrite all of a slot with a sequence's parameters."""
         params = seq.sampling_params
         needs = 0
-        # What is read of the columns without `needs` is neutral where a feature is not used.
+        # Columns that are read whatever `needs` says hold neutral values where a feature is not used.
         self._temperature[slot] = 0.0
         if params.temperature >= MIN_TEMPERATURE:
             needs |= _RANDOM
@@ -221,11 +221,11 @@ class SamplingColumns:
         return not self._needs[slots].any()
 
     def are_of_operators(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether all that these slots ask for is in `operands`."""
+        """Whether `operands` has all sampling parameters that these slots use."""
         return not (self._needs[slots] & ~np.uint16(_OF_OPERATORS)).any()
 
     def operands(self, tokens: npt.NDArray[np.int32]) -> Sampling:
-        """The parameters of all slots, and the table of their tokens, where the CPU's operators read them."""
+        """The parameters of all slots, and the table of their tokens, as the CPU's operators read them."""
         columns = (
             *(self._temperature, self._filters["top_k"], self._filters["top_p"], self._filters["min_p"], self._key),
             *(self._repetition, self._presence, self._frequency, self._num_prompt_tokens, tokens),

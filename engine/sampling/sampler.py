@@ -155,7 +155,7 @@ class Sampler:
     def launch_from(
         self, logits: torch.Tensor, rows: SamplingRows, send: Send | None = None
     ) -> tuple[LaunchedTokens, torch.Tensor | None]:
-        """As `launch`, and what each of `rows.random` is sampled from. # [D, V] float32; None without such rows"""
+        """As `launch`, with the distribution of each of `rows.random`. # [D, V] float32; None without such rows"""
         launched = self.launch(logits, rows, send)
         if rows.random is None:
             return launched, None

@@ -177,7 +177,7 @@ class TorchOps:
     ) -> torch.Tensor:
         """A sample of max(p - q, 0) for each row; any token for those that accept. # 2 x [R, V], 3 x [R] -> [R]"""
         rest = (p - q).clamp_(min=0.0)
-        # Without a rest the two are the same but for roundings, and the row's own sample will do.
+        # Where the rest is empty, p and q are equal up to rounding, and the row's own sample is used.
         return draw_unfiltered(rest.log(), row_keys).where(rest.sum(-1) > 0.0, sampled)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobColumns:
@@ -327,7 +327,7 @@ class CPUOps(TorchOps):
         sampled: torch.Tensor,
         is_accepted: torch.Tensor,
     ) -> torch.Tensor:
-        """See `TorchOps`: of those rows alone that do not accept, which are few."""
+        """See `TorchOps`; computed only for the rows that do not accept, which are few."""
         at = (~is_accepted).nonzero()[:, 0]
         if not len(at):
             return sampled

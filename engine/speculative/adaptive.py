@@ -1,10 +1,10 @@
 """How many drafts each sequence is to have: `DraftPlan`, from what steps have cost and what sequences have accepted.
 
 A step of more tokens takes longer, and so does making drafts: `StepCosts` measures both. With the chance `p` that a
-draft is accepted after those before it, `n` drafts bring `p + p^2 + ... + p^n` tokens. The plan compares the tokens a
-second of the sequences with each number of drafts, as the geometric mean over them, with those of none, and gives
-drafts only where they win. While it gives none, a few sequences try some at times, after steps that the drafter has
-kept for that; in between the drafter does nothing.
+draft is accepted after those before it, `n` drafts bring `p + p^2 + ... + p^n` tokens. For each number of drafts, the
+plan takes the geometric mean of the sequences' tokens a second, compares it with that of no drafts, and gives drafts
+only where they win. While it gives none, a few sequences try drafts from time to time. The drafter keeps the hidden
+states of the steps before such a try, and computes nothing otherwise.
 """
 
 import math
@@ -20,20 +20,20 @@ _FIRST_RATE = 0.7
 _LEARNT, _LEARNT_BY_ALL = 0.1, 0.02
 """Weight of a draft in its sequence's rate, and in that of all sequences, which holds for those without drafts."""
 _LEAST_GAIN = 1.05
-"""Gain in tokens a second from which drafts are made: below, it is not told from noise."""
+"""Gain in tokens a second from which drafts are made: a smaller gain cannot be distinguished from noise."""
 _RATE_AFTER_TRY = 0.6
 """Least chance that is assumed after a try that succeeded."""
 _MARGIN = 1.1
 """What a draft has to bring, of what it costs: the rates that are known are above the true ones as often as below."""
 _TRIES, _LEAST_TRIES = 0.012, 0.004
-"""Share of the time that is spent on tries while some succeed; each that fails halves it, down to the least."""
+"""Share of the time that is spent on tries while some succeed; each failed try halves it, down to the least."""
 _TRYING_ROWS = 8
 """Most sequences of a try."""
 _RATE_IN_TRIES = 0.9
-"""Chance of acceptance for which a try has to pay: where even such drafts bring nothing, none is made."""
+"""Chance of acceptance with which a try has to pay: where even such drafts bring no gain, there is no try."""
 _STEPS_PER_PLAN, _MOST_STEPS_PER_PLAN, _MOST_STEPS_PER_IDLE_PLAN = 8, 16, 64
-"""Steps for which a plan holds while about as many rows decode: twice as many after each that has changed nothing, up
-to the second, or the third without drafts."""
+"""Steps for which a plan holds while the number of rows hardly changes. Each plan that changes nothing doubles it, up
+to the second number, or up to the third while no drafts are made."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
 """Tokens without drafts after a try that failed, doubled with each, and most of them."""
 KEPT_STEPS = 16
@@ -90,7 +90,7 @@ class _Means:
         return None if mean is None else mean.step
 
     def at(self, size: int, since: int) -> float | None:
-        """The seconds of a size, by what was measured from step `since` on; None where nothing was."""
+        """The seconds of a size, by measurements from step `since` on; None if there are none."""
         return _between(self._sizes, size, lambda known: self._known(known, since))
 
     def _known(self, size: int, since: int) -> float | None:
@@ -171,7 +171,7 @@ def _size(count: int) -> int:
 def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) -> float | None:
     """The value at a point, on the line between its neighbours among `sizes`; outside of them the nearest one.
 
-    The sizes ascend; those that are looked at and have no value are removed. None: there is none left.
+    The sizes ascend; sizes that turn out to have no value are removed. None if no size has a value.
     """
     above = bisect_left(sizes, at)
     low = high = None
@@ -208,7 +208,7 @@ class DraftPlan:
     """The number of drafts of each sequence, at most `max_drafts`."""
 
     def __init__(self, max_drafts: int, *, by_model: bool = False) -> None:
-        """`by_model`: a model drafts, which accepts more after steps of which it has kept the hidden states."""
+        """`by_model`: a model drafts; more of its drafts are accepted if it has kept hidden states before."""
         self.costs = StepCosts()
         self._max_drafts, self._by_model = max_drafts, by_model
         self._rate = _FIRST_RATE
@@ -228,7 +228,7 @@ class DraftPlan:
         self._has_drafts = True
         """Whether the plan gives drafts to a sequence."""
         self._is_awaited = False
-        """Whether it will, once the drafter has kept enough steps."""
+        """Whether drafts will be given as soon as the drafter has kept enough steps."""
         self._num_kept = KEPT_STEPS
         """Steps that the drafter has kept without a gap, at most so many."""
         self._is_plain = False
@@ -259,7 +259,7 @@ class DraftPlan:
         """Decide for the sequences of a step, which has room for `room` drafts, and for the next ones."""
         self._is_plain = False
         self._steps_left -= 1
-        # Few sequences that came or left change what pays as little as a few steps do.
+        # A few new or ended sequences hardly change which number of drafts pays, and neither do a few steps.
         if self._steps_left <= 0 or _size(len(seqs)) != self._planned_size:
             self._decide(seqs, room)
         is_near = False
@@ -300,7 +300,7 @@ class DraftPlan:
             num_drafts = sum(chosen)
             if not num_drafts:
                 continue
-            # The geometric mean: what a few sequences gain much by is a loss where all others get slower.
+            # The geometric mean: a large gain of a few sequences does not make up for a slowdown of all others.
             progress = sum(math.log1p(_expected(rate, n)) for rate, n in zip(rates, chosen, strict=True) if n)
             seconds = self.costs.step(num_rows + num_drafts)
             seconds += self.costs.drafting(sum(map(bool, chosen)), max(chosen))
@@ -320,11 +320,11 @@ class DraftPlan:
         most = _MOST_STEPS_PER_PLAN if self._has_drafts else _MOST_STEPS_PER_IDLE_PLAN
         self._interval = _STEPS_PER_PLAN if is_new else min(2 * self._interval, most)
         self._steps_left = steps_to_keep if self._is_awaited else self._interval
-        # As many as others have.
+        # A new sequence has as many drafts as the others on average.
         self._first_limit = max(1, round(sum(limits) / num_rows)) if self._has_drafts else 0
 
     def _plan_try(self, num_rows: int, depth: int, room: int, plain: float) -> None:
-        """Have sequences try `depth` drafts, where they try some."""
+        """Set the number of drafts of a try, its number of sequences, and its cost."""
         self._try_depth = depth
         self._try_rows = max(1, min(num_rows, room // depth, _TRYING_ROWS if self._by_model else num_rows))
         seconds = self.costs.step(num_rows + min(room, self._try_rows * depth))

@@ -105,7 +105,7 @@ class Gemma3nMLP(LlamaMLP):
         return self.down_proj(activate(kept, self.operator, up))  # type: ignore[no-any-return]
 
     def _mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Over the features of all ranks. # [tokens, the rank's features] float32 -> [tokens, 1]"""
+        """The mean over the features of all ranks. # [tokens, the rank's features] float32 -> [tokens, 1]"""
         total: torch.Tensor = self.parallel.all_reduce(values.sum(-1, keepdim=True))
         return total / self.size
 
@@ -185,7 +185,7 @@ def _as_large(stream: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sparsity(config: ModelConfig) -> list[float]:
-    """The share of gates that each layer leaves out."""
+    """The share of gates that each layer sets to zero."""
     fields, count = config.fields, config.num_hidden_layers
     found = fields.values.get("activation_sparsity_pattern")
     if found is None:

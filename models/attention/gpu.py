@@ -55,8 +55,8 @@ class TritonMetaData(AttentionMetaData):
 
     @property
     def num_decodes_by_pieces(self) -> int:
-        """Rows whose keys are split into pieces. None are where a token's result may not depend on whether it is
-        decoded or part of a prompt: all rows are spans then.
+        """Rows whose keys are split into pieces. There are none if a token's result must not depend on whether it is
+        decoded or part of a prompt: all rows are then spans.
         """
         return 0 if triton.is_invariant() else self.num_decodes
 

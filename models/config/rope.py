@@ -29,9 +29,9 @@ class RopeContext(NamedTuple):
     sequence that exceeds the original context has other frequencies from its first token on."""
 
     def length_of(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """What a sequence's positions carry: the length that its frequencies are of; 0: that of the original context.
+        """The length that a sequence's positions carry, which chooses its frequencies; 0: the original context's.
 
-        Sequences of equal lengths can share keys. `num_tokens`: with those that were generated.
+        Sequences of equal lengths can share keys. `num_tokens` includes generated ones.
         """
         if self.grows:
             return num_prompt_tokens if num_prompt_tokens > self.original else 0

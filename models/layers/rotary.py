@@ -23,7 +23,7 @@ class RopeChange(NamedTuple):
     original: int
     """Tokens of the original context."""
     factor: float | None
-    """Of `dynamic` ropes, the factor of the context's stretch; None: others replace the frequencies (`longrope`)."""
+    """`dynamic` ropes: the factor by which the context is extended. None: other frequencies are used (`longrope`)."""
 
 
 class RotaryEmbedding(nn.Module):

@@ -49,7 +49,7 @@ _WEIGHT = 0.1
 """Weight of an owner's batches next to owners' live requests."""
 
 _WORK_SECONDS, _REST_PARTS, _MOST_REST_SECONDS = 0.001, 3.0, 0.05
-"""After so much work on lines, rest this number of times as long, and at most so long."""
+"""After this many seconds of work on lines, rest for this multiple of the work, and for at most this many seconds."""
 
 _FETCHED_LINES = 64
 _BUSY_SHARE = 8
@@ -189,7 +189,7 @@ class BatchRunner:
     async def _run(self, batch: Batch) -> None:
         id = batch.object.id
         try:
-            # In one turn: the lines of batches that waited between reading and writing would fill the memory.
+            # Reading and writing are one turn: lines of batches that waited in between would fill the memory.
             if batch.object.status == "validating" and not await self._write_lines(batch, self._validate, batch):
                 return
             if batch.object.status == "cancelling":
@@ -230,7 +230,7 @@ class BatchRunner:
         *arguments: _Parameters.args,
         **keywords: _Parameters.kwargs,
     ) -> _Result:
-        """As `_write`, for what reads or writes all lines of a batch: one batch at a time, and owners take turns."""
+        """As `_write`, for work on all lines of a batch: one batch at a time, and owners take turns."""
         owner, work = Owner(batch.party), functools.partial(write, *arguments, **keywords)
         return await self._until_written(batch.object.id, lambda: self._files.run(owner, work, stays=True))
 

@@ -263,7 +263,7 @@ class BatchStore:
         return Page([_file(row) for row in rows[:limit]], len(rows) > limit)
 
     def path(self, id: str, owner: str) -> Path:
-        """The contents of a file. Raises `FileNotFound`, also where something else is in its place: a link, a pipe."""
+        """The contents of a file. Raises `FileNotFound`, also if a link or a pipe has replaced it."""
         self.file(id, owner)
         path = self._files / id
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -521,7 +521,7 @@ class BatchStore:
             return database
 
     def _check_own(self) -> None:
-        """Raise `OSError` where somebody else may put files among those that clients get."""
+        """Raise `OSError` if another user may write to the folder of the files that clients get."""
         found = self._files.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
             raise OSError(

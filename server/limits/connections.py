@@ -58,11 +58,11 @@ _LEAST_AGE_SECONDS, _MOST_LEAST_AGE_SECONDS = 0.005, 0.05
 """A connection makes no room for new ones before this age, so that a flood does not close those that send at once."""
 
 _MOST_UNREAD_SECONDS = 0.25
-"""Nor before this one, if bytes of its first request have arrived that this process has not come to read."""
+"""Nor before this age, if bytes of its first request have arrived that this process has not read yet."""
 
 _MOST_NEW_PER_SECOND = 3200
-"""Where more connections make room, that age is so much higher that so many new ones are taken in a second; and it is
-at least half of what it is where all that may be open make room."""
+"""New connections that are accepted in a second at most. With more connections that make room, the least age rises so
+that this rate holds; it is at least half of the age that holds when all connections that may be open make room."""
 
 _MAX_SPARED = 16
 """Most connections that make no room because they do not wait for their clients, before one of them does."""
@@ -212,7 +212,7 @@ class Connection:
         self._abort: Callable[[], object] | None = None
         self._phase: Phase = "head"
         self._since = self.waits_since = table.clock()
-        """When its phase began, and since when it makes room for others, if it does."""
+        """When its phase began, and when it began to make room for others, if it does."""
         self._has_begun = False
         """Whether a byte of the head has arrived."""
         self._is_probe = False
@@ -226,7 +226,7 @@ class Connection:
         self._reading_since, self._taken_before = 0.0, -1
         """Since when it is measured how fast the client reads, and the bytes that it had taken; -1: it keeps up."""
         self._has_pipelined = False
-        """Whether further requests have arrived behind the one that is served: no more is read."""
+        """Whether further requests have arrived after the one that is served: nothing more is read then."""
         self._is_half_closed = False
         self._ask: Callable[[], object] | None = None
         self._ask_at = self._ask_interval = 0.0
@@ -240,8 +240,8 @@ class Connection:
     ) -> None:
         """Bytes may arrive; `refuse` answers a request that is not complete with an error, and closes.
 
-        `abort` closes at once, and has whatever answers a request know that its client is gone. `ask` sends something
-        that a client which has gone resets.
+        `abort` closes at once, and notifies the request in progress that its client is gone. `ask` sends bytes that
+        the system of a client that is gone answers with a reset.
         """
         self._transport, self._refuse, self._abort, self._ask = transport, refuse, abort, ask
         if not self.is_open:

@@ -41,9 +41,9 @@ class TooManyJobs(Overloaded):
 
 
 async def until_done(work: asyncio.Future[Result]) -> Result:
-    """What `work` returns or raises. A task that is cancelled meanwhile ends only when the work is done.
+    """The result of `work`, or its error. If the waiting task is cancelled, it ends only when the work is done.
 
-    Work in a thread would otherwise go on while the task does what it does next.
+    Otherwise work in a thread would still run while the task continues with its cleanup.
     """
     is_cancelled = False
     while not work.done():

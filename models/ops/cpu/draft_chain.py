@@ -1,16 +1,16 @@
 """`DraftChain`: several drafts of each row as one call of the operators, without Python between the passes.
 
 The first pass runs on the entries that a step has added, the passes after it on one entry a row. Between them are the
-operators that choose a token and make it the next pass's:
+operators that choose a token and make it the input of the next pass:
 
     first pass -> last entry of each row -> head -> drafts -> next pass -> head -> drafts -> ...
 
-`verify` has the target's step before that in the same call. The tokens that its head chooses are those of the first
-pass, at the step's own positions:
+`verify` computes the target's step before the first pass, in the same call. The tokens that the target's head chooses
+are the inputs of the first pass, at the step's own positions:
 
     target's pass -> its head -> first pass; which drafts are accepted -> last accepted entry of each row -> ...
 
-Heads take the argmax, or sample as sequences ask for it, with the noise of each position.
+Heads take the argmax, or sample by the parameters of sequences, with the noise of each position.
 """
 
 import ctypes
@@ -99,7 +99,7 @@ class DraftChain:
         self._ahead = int(following.states is not None)
         """Positions from an entry to its token."""
         self._chains: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
-        """By their number of drafts, and whether they are sampled: the operators, and where the drafts go."""
+        """The operators, and the memory for drafts, by the number of drafts and whether they are sampled."""
         self._verifying: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
         """The same, with the target's step before them."""
         self._order, self._wanted, self._num_blocks, self._slots_of_rows = np.zeros((4, max_rows), dtype=np.int64)
@@ -112,7 +112,7 @@ class DraftChain:
 
     @property
     def samples(self) -> bool:
-        """Whether rows need not take their argmax."""
+        """Whether rows may sample, instead of taking their argmax."""
         return self._sampled is not None
 
     def run(

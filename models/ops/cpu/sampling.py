@@ -121,7 +121,7 @@ def _room(
     return best, np.empty((num_rows, pieces), np.int64), np.zeros(num_rows, np.int32)
 
 
-# The tokens after final hidden states, in one call.
+# Heads, which compute the next tokens from final hidden states in one call.
 
 _Product: TypeAlias = structures.Linear | structures.QuantizedLinear
 
@@ -129,8 +129,8 @@ _Product: TypeAlias = structures.Linear | structures.QuantizedLinear
 def _product(
     compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_size: int, max_rows: int
 ) -> tuple[_Product, list[torch.Tensor], int] | None:
-    """The product that makes a model's logits, the memory of its weight, and the size of the vocabulary, of which the
-    weight may have more; None where the logits are not one product with a packed bfloat16 or rounded weight."""
+    """The product that makes a model's logits, the memory of its weight, and the size of the vocabulary, which may be
+    smaller than the weight's; None where the logits are not one product with a packed bfloat16 or rounded weight."""
     try:
         arguments, weights, logits = operators_of(compute_logits, max_rows, hidden_size)
     except NotRecordable:
@@ -150,9 +150,9 @@ class Head:
         self._product = product
         self.max_rows = max_rows
         self.token_ids = np.zeros(max_rows, dtype=np.int64)
-        """Where the tokens of a choice are."""
+        """Receives the chosen tokens."""
         self.peaks = np.zeros(max_rows, dtype=np.float32)
-        """Where the largest logits of its rows are."""
+        """Receives the largest logit of each row."""
 
 
 class GreedyHead(Head):
@@ -226,7 +226,7 @@ class GreedyHead(Head):
 
 
 class SampledHead(Head):
-    """The choice that `compute_logits` and the sampler would make, of rows that ask for what `Sampling` has."""
+    """The choice of `compute_logits` and the sampler, for rows with no other parameters than `Sampling` has."""
 
     def __init__(self, head: GreedyHead, logits: torch.Tensor, by: structures.Sampling) -> None:
         """The same product as `head`'s. `logits`: memory for those of a step, which heads may use in turn, of at least

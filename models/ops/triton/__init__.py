@@ -60,13 +60,13 @@ def left() -> frozenset[str]:
 
 
 def keep_invariant() -> None:
-    """Have the kernels compute each row in one order, whatever is computed with it, at whatever cost."""
+    """Make the kernels compute each row in one order, independent of all other rows, also where it costs time."""
     global _is_invariant
     _is_invariant = True
 
 
 def is_invariant() -> bool:
-    """Whether a row's result may depend on nothing else that is computed."""
+    """Whether a row's result must not depend on any other row."""
     return _is_invariant
 
 

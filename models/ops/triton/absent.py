@@ -1,6 +1,6 @@
-"""`stand_in`: has Triton compile kernels for a GPU that is not there, and keep them in its cache; none runs.
+"""`stand_in`: makes Triton compile kernels for an emulated GPU, and keep them in its cache; no kernel runs.
 
-Triton takes a driver for what it asks of a GPU: its name, its stream, how a binary is loaded and launched. With
+Triton asks a driver for what it needs of a GPU: its name, its stream, how a binary is loaded and launched. With
 `AbsentDriver` a launch takes Triton's own path, to the same key of its cache as on the GPU itself, and ends there.
 """
 
@@ -16,13 +16,13 @@ _MOST_THREADS = 1024
 
 
 def gpu_of(target: Target) -> GPUTarget:
-    """Triton's own description of it."""
+    """Triton's own description of a target."""
     arch: str | int = target.arch if target.backend == "hip" else int(target.arch.removeprefix("sm_"))
     return GPUTarget(target.backend, arch, target.warp_size)
 
 
 class AbsentDriver:
-    """What Triton asks of a driver. Binaries are not loaded, and launches do nothing."""
+    """The methods that Triton calls on a driver. Binaries are not loaded, and launches do nothing."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -34,15 +34,15 @@ class AbsentDriver:
         return self._gpu
 
     def get_current_device(self) -> int:
-        """Its number."""
+        """The GPU's number."""
         return 0
 
     def get_current_stream(self, _device: int) -> int:
-        """Its default stream."""
+        """The GPU's default stream."""
         return 0
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
-        """Those that Triton compares a binary with."""
+        """The limits that Triton compares a binary with."""
         return {"max_shared_mem": self._target.lds_bytes}
 
     def load_binary(self, *_: object) -> tuple[object, None, int, int, int]:
@@ -50,11 +50,11 @@ class AbsentDriver:
         return self, None, 0, 0, _MOST_THREADS
 
     def launcher_cls(self, *_: object) -> Any:
-        """What launches a binary."""
+        """A launcher that does nothing."""
         return lambda *_: None
 
 
 def stand_in(target: Target) -> None:
-    """From now on, a CPU's tensors are those of such a GPU, and their kernels are compiled and not run."""
+    """From now on, treat the CPU's tensors as those of such a GPU, and compile their kernels without running them."""
     driver.set_active(AbsentDriver(target))
     take_cpu_for(target)

@@ -135,11 +135,11 @@ def target_of(device: torch.device) -> Target:
 
 
 _absent: Target | None = None
-"""The GPU that a CPU's tensors are taken for."""
+"""The emulated GPU whose tensors a CPU's tensors stand for."""
 
 
 def take_cpu_for(target: Target) -> None:
-    """Have kernels of a CPU's tensors compiled for a GPU that is not there."""
+    """Compile kernels of a CPU's tensors for an emulated GPU."""
     global _absent
     _absent = target
 
