@@ -1,6 +1,7 @@
 """The Kubernetes manifests: what they say fits together, and is what Kaon understands. No cluster here."""
 
 import json
+import re
 import runpy
 import subprocess
 from pathlib import Path
@@ -323,3 +324,25 @@ def test_http_is_asked_of_the_first_pod_only(monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(SystemExit) as ended:
                 runpy.run_module(module, run_name="__main__")
             assert ended.value.code == code
+
+
+def test_no_service_s_variables_reach_the_server_on_kserve() -> None:
+    # A Service named kaon has variables that begin like the server's settings, which it refuses.
+    assert objects(OTHERS[0])["InferenceService/qwen3"]["spec"]["predictor"]["enableServiceLinks"] is False
+
+
+def test_values_of_the_router_name_what_the_pods_have() -> None:
+    values = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "llm-d-router-values.yaml").read_text(encoding="utf-8"))
+    example = yaml.safe_load((ROOT / "deploy/helm/kaon/examples/production.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load(values["router"]["epp"]["pluginsCustomConfig"]["kaon.yaml"])
+    plugins = {each["type"]: each.get("parameters", {}) for each in config["plugins"]}
+    assert plugins["metrics-data-source"]["scheme"] == ("https" if "tls" in example else "http")
+    events = plugins["precise-prefix-cache-producer"]
+    assert events["tokenProcessorConfig"]["blockSizeTokens"] == Config().kv_cache_block_size
+    assert values["router"]["tokenizer"]["modelName"] == plugins["token-producer"]["modelName"] == example["model"]
+    # The chart names its picker's pods by its release, which docs/deploy/routers.md gives.
+    page = (ROOT / "docs" / "deploy" / "routers.md").read_text(encoding="utf-8")
+    [release] = re.findall(r"helm install (\S+) oci://ghcr.io/llm-d/charts/llm-d-router-gateway", page)
+    peer = {"podSelector": {"matchLabels": {"llm-d-router-gateway": f"{release}-epp"}}}
+    assert peer in example["networkPolicy"]["from"]
+    assert example["router"]["kvEvents"]["from"] == [peer]
