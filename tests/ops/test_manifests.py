@@ -21,7 +21,8 @@ pytestmark = pytest.mark.ops
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}
 EXAMPLES["defaults"] = {}
 VERSIONS = ("1.28", "1.33")
-"""The oldest that the chart admits, and the first with image volumes by default."""
+"""The oldest that the chart admits, and the first that has image volumes with the feature gate ImageVolume; from 1.35
+on they are there without it."""
 
 
 def shape(*required: str, **properties: Any) -> dict[str, Any]:
@@ -81,7 +82,15 @@ CUSTOM = {
                 "metadata",
                 type=TEXT,
                 name=TEXT,
-                metadata=shape("serverAddress", "query", "threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
+                metadata=shape(
+                    "serverAddress",
+                    "query",
+                    "threshold",
+                    serverAddress=TEXT,
+                    query=TEXT,
+                    threshold=TEXT,
+                    ignoreNullValues={"enum": ["true", "false"]},
+                ),
             ),
         },
     ),
@@ -259,6 +268,11 @@ def test_two_releases_in_a_namespace_share_no_name_and_no_pod() -> None:
         ),
         ({"modelVolume": {"kind": "claim"}, "replicas": 2}, "set it to ReadWriteMany"),
         ({"modelVolume": {"kind": "claim"}, "autoscaling": {"kind": "hpa"}}, "set it to ReadWriteMany"),
+        ({"modelVolume": {"kind": "claim"}, "multiHost": {"enabled": True}}, "set it to ReadWriteMany"),
+        ({"autoscaling": {"kind": "keda"}}, "monitoring.kind service or pod"),
+        ({"podDisruptionBudget": {"enabled": True, "minAvailable": "100%"}, "replicas": 3}, "is 3 of 3 pods"),
+        ({"podDisruptionBudget": {"enabled": True, "minAvailable": "60%"}, "replicas": 2}, "is 2 of 2 pods"),
+        ({"podDisruptionBudget": {"enabled": True, "minAvailable": "2"}, "replicas": 3}, "minAvailable"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_in_words(values: dict[str, Any], why: str) -> None:
@@ -368,3 +382,89 @@ def test_keys_may_be_a_file_that_changes_without_a_restart() -> None:
 )
 def test_an_upgrade_needs_no_second_device_and_no_second_mount(values: dict[str, Any], strategy: Any) -> None:
     assert objects(values)["Deployment/kaon"]["spec"].get("strategy") == strategy
+
+
+def test_a_budget_may_be_a_percentage() -> None:
+    found = objects({"podDisruptionBudget": {"enabled": True, "minAvailable": "50%"}, "replicas": 2})
+    assert found["PodDisruptionBudget/kaon"]["spec"]["minAvailable"] == "50%"
+
+
+def test_a_rollout_has_not_failed_while_a_model_may_still_load() -> None:
+    spec = objects({"startupSeconds": 3600})["Deployment/kaon"]["spec"]
+    [box] = spec["template"]["spec"]["containers"]
+    probe = box["startupProbe"]
+    assert spec["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"] >= 3600
+
+
+def alerts(values: dict[str, Any], name: str = "kaon") -> dict[str, dict[str, Any]]:
+    """The alert rules of a release, by name."""
+    monitoring = {"kind": "pod", "rules": True, "keySecret": {"name": "metrics", "key": "key"}}
+    [rules] = (
+        each
+        for each in objects({"monitoring": monitoring, **values}, name).values()
+        if each["kind"] == "PrometheusRule"
+    )
+    jsonschema.validate(rules["spec"], CUSTOM["monitoring.coreos.com/v1 PrometheusRule"])
+    return {rule["alert"]: rule for group in rules["spec"]["groups"] for rule in group["rules"] if "alert" in rule}
+
+
+@pytest.mark.parametrize(("startup", "waits"), [(60, "600s"), (3600, "3600s")])
+def test_no_engine_that_still_loads_raises_an_alert(startup: int, waits: str) -> None:
+    assert alerts({"startupSeconds": startup})["KaonEngineNotServing"]["for"] == waits
+
+
+def test_a_release_of_which_nothing_is_scraped_raises_an_alert() -> None:
+    assert alerts({}, "small")["KaonAbsent"]["expr"] == 'absent(up{namespace="default",job="small-kaon"})'
+    # Without a monitor nothing says which job Prometheus would know the pods by.
+    assert "KaonAbsent" not in alerts({"monitoring": {"rules": True}})
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({}, "kaon-demo"),
+        ({"model": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B"),
+        ({"modelVolume": {"kind": "image", "image": "registry.example/model"}}, "/models"),
+        ({"model": "Qwen/Qwen3-8B", "settings": {"served_model_name": ["small", "qwen"]}}, "small"),
+        ({"settings": {"served_model_name": "small,qwen"}}, "small"),
+    ],
+)
+def test_the_topic_of_events_ends_with_the_served_name(
+    values: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = {"kvEvents": {"enabled": True, "from": [{"podSelector": {}}]}}
+    [box] = workload(objects({**values, "router": router}))["spec"]["containers"]
+    monkeypatch.setenv("KAON_API_KEY", "a-key-of-an-api-client")
+    config = load_config(box["args"][1:])
+    assert config.kv_events_config.kv_events_topic.split("@")[-1] == name == config.model_names[0]
+
+
+def test_lists_of_settings_are_text_whatever_they_hold() -> None:
+    [box] = workload(objects({"settings": {"stop": ["a: b", " # c", "{d"]}}))["spec"]["containers"]
+    assert box["args"][-1] == "--stop=a: b, # c,{d"
+
+
+@pytest.mark.parametrize(("is_file", "text"), [(False, "first-key-of-two-xx,second-key-of-two-x"), (True, None)])
+def test_the_secret_has_keys_as_they_are_read(is_file: bool, text: str | None) -> None:
+    keys = ["first-key-of-two-xx", "second-key-of-two-x"]
+    found = objects({"apiKeys": {"create": True, "asFile": is_file, "values": keys}})
+    written = found["Secret/kaon-api-keys"]["stringData"]["keys"]
+    assert written == (text or "\n".join(keys))
+
+
+@pytest.mark.parametrize("name", ["a" * 53, "b" * 44 + "-" + "c" * 8])
+def test_a_long_release_name_keeps_the_ending_that_the_alert_rules_know(name: str) -> None:
+    [service] = (each for each in objects({}, name).values() if each["kind"] == "Service")
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", service["metadata"]["name"])
+    assert re.fullmatch(r"(.+-)?kaon", service["metadata"]["name"])
+
+
+def test_a_query_without_samples_scales_nothing_down() -> None:
+    found = objects(
+        {
+            "autoscaling": {"kind": "keda"},
+            "monitoring": {"kind": "pod", "keySecret": {"name": "metrics", "key": "key"}},
+        }
+    )
+    triggers = found["ScaledObject/kaon"]["spec"]["triggers"]
+    assert [each["metadata"]["ignoreNullValues"] for each in triggers] == ["false", "false"]

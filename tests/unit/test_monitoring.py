@@ -78,7 +78,9 @@ def test_the_dashboard_s_file_has_the_page_s_panels(page: Any) -> None:
 
 def test_every_alert_has_a_runbook_and_a_test() -> None:
     runbooks = (ROOT / "docs" / "runbooks.md").read_text()
-    assert re.findall(r"^## (\w+)$", runbooks, re.M) == list(dict.fromkeys(alert["alert"] for alert in ALERTS))
+    # KaonAbsent is the chart's, which knows its release's job.
+    headings = [*dict.fromkeys(alert["alert"] for alert in ALERTS), "KaonAbsent"]
+    assert re.findall(r"^## (\w+)$", runbooks, re.M) == headings
     tests = yaml.safe_load((DEPLOY / "prometheus" / "rules_test.yaml").read_text())["tests"]
     fired = {each["alertname"] for test in tests for each in test["alert_rule_test"] if each["exp_alerts"]}
     assert sorted(fired) == NAMES

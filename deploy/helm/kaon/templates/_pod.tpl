@@ -1,5 +1,6 @@
+{{- /* The alert rules know jobs by the ending -kaon, so that a long release name is cut and not the whole. */}}
 {{- define "kaon.name" -}}
-{{- if eq .Release.Name .Chart.Name }}{{ .Chart.Name }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" }}{{ end }}
+{{- if eq .Release.Name .Chart.Name }}{{ .Chart.Name }}{{ else }}{{ printf "%s-%s" (.Release.Name | trunc 45 | trimSuffix "-") .Chart.Name }}{{ end }}
 {{- end }}
 
 {{- /* What selects the pods of this release, and nothing else. */}}
@@ -27,6 +28,13 @@
 {{- if and (eq .Values.modelVolume.kind "image") (not .Values.model) }}/models{{ else }}{{ .Values.model }}{{ end }}
 {{- end }}
 
+{{- /* The name that requests give: routers compare it with the end of the events' topic. */}}
+{{- define "kaon.servedName" -}}
+{{- $names := default list .Values.settings.served_model_name }}
+{{- if kindIs "string" $names }}{{ $names = splitList "," $names }}{{ end }}
+{{- if $names }}{{ first $names | trim }}{{ else }}{{ include "kaon.model" . | default "kaon-demo" }}{{ end }}
+{{- end }}
+
 {{- define "kaon.args" -}}
 - serve
 {{- with include "kaon.model" . }}
@@ -44,14 +52,14 @@
 {{- if .Values.router.kvEvents.enabled }}
 - --kv-events-endpoint=tcp://*:5557
 - --kv-events-replay-endpoint=tcp://*:5657
-- --kv-events-topic=kv@$(POD_IP)@{{ default "kaon-demo" .Values.model }}
+- {{ printf "--kv-events-topic=kv@$(POD_IP)@%s" (include "kaon.servedName" .) | quote }}
 {{- end }}
 {{- range $name, $value := .Values.settings }}
 {{- $flag := replace "_" "-" $name }}
 {{- if kindIs "bool" $value }}
 - --{{ if not $value }}no-{{ end }}{{ $flag }}
 {{- else if kindIs "slice" $value }}
-- --{{ $flag }}={{ join "," $value }}
+- {{ printf "--%s=%s" $flag (join "," $value) | quote }}
 {{- else if kindIs "float64" $value }}
 - --{{ $flag }}={{ if eq (floor $value) $value }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
 {{- else }}
