@@ -27,7 +27,7 @@ void sort_pairs(const void *arguments, const struct step *step, struct worker *w
 }
 
 CLONES static void combine_token(const struct combine *op, const float *weights, const int64_t *places,
-                                 const bf16 *beside, float share, bf16 *out) {
+                                 const bf16 *shared, float factor, bf16 *out) {
     for (int64_t i = 0; i < op->size; i += LANES) {
         int64_t width = min64(LANES, op->size - i);
         vector sum = {0};
@@ -35,7 +35,7 @@ CLONES static void combine_token(const struct combine *op, const float *weights,
             const bf16 *product = op->products + places[k] * op->products_stride + i;
             sum += weights[k] * (width == LANES ? load_bf16(product) : load_some(product, width));
         }
-        if (beside) sum += share * (width == LANES ? load_bf16(beside + i) : load_some(beside + i, width));
+        if (shared) sum += factor * (width == LANES ? load_bf16(shared + i) : load_some(shared + i, width));
         if (width == LANES) store_bf16(out + i, sum);
         else store_some(out + i, sum, width);
     }
@@ -45,9 +45,9 @@ CLONES static void combine_token(const struct combine *op, const float *weights,
 void combine(const void *arguments, const struct step *step, struct worker *worker) {
     const struct combine *op = arguments;
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
-        const bf16 *beside = op->beside ? op->beside + token * op->beside_stride : NULL;
-        float share = op->gate ? 1 / (1 + expf(-op->gate[token])) : 1;
-        combine_token(op, op->weights + token * op->top_k, op->places + token * op->top_k, beside, share,
+        const bf16 *shared = op->shared ? op->shared + token * op->shared_stride : NULL;
+        float factor = op->gate ? 1 / (1 + expf(-op->gate[token])) : 1;
+        combine_token(op, op->weights + token * op->top_k, op->places + token * op->top_k, shared, factor,
                       op->out + token * op->out_stride);
     }
 }

@@ -84,10 +84,10 @@ def combine(
     products: torch.Tensor,
     weights: torch.Tensor,
     places: torch.Tensor,
-    beside: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of each token's products in the order of its experts, plus the shared output `beside`, gated.
+    """The weighted sum of each token's products in the order of its experts, plus the shared output `shared`, gated.
 
     # [tokens * top_k, size], [tokens, top_k] float32, [tokens, top_k] int64, [tokens, size] -> [tokens, size]
 
@@ -103,13 +103,13 @@ def combine(
         products.stride(0),
         weights.data_ptr(),
         places.data_ptr(),
-        pointer(beside),
-        0 if beside is None else beside.stride(0),
+        pointer(shared),
+        0 if shared is None else shared.stride(0),
         pointer(gate),
         out.data_ptr(),
         out.stride(0),
         size,
         top_k,
     )
-    runtime.run(arguments, Step(num_tokens=num_tokens), (products, weights, places, beside, gate, out))
+    runtime.run(arguments, Step(num_tokens=num_tokens), (products, weights, places, shared, gate, out))
     return out

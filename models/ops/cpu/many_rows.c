@@ -76,15 +76,15 @@ static void multiply_all(const struct many *many, const struct part *part, const
                          const struct made *made, int64_t which, int64_t of) {
     int64_t all = parts(many->op->in_features, DEPTH), groups = 0, bytes = many->staged->bytes;
     for (int64_t done = 0; done < many->count; done += rows_of_group(many->count - done, many->count)) groups++;
-    struct beside beside = {.do_row = finish_row, .what = made, .soon = (const char *)next};
-    beside.lines = next ? parts(STEP * (int64_t)sizeof(bf16) / LINE, groups) : 0;
+    struct side_work side = {.do_row = finish_row, .what = made, .soon = (const char *)next};
+    side.lines = next ? parts(STEP * (int64_t)sizeof(bf16) / LINE, groups) : 0;
     for (int64_t done = 0, group = 0, count; done < many->count; done += count, group++) {
         count = rows_of_group(many->count - done, many->count);
         int64_t at = which * groups + group, times = of * groups;
-        beside.first = made->rows * at / times, beside.past = made->rows * (at + 1) / times;
+        side.first = made->rows * at / times, side.past = made->rows * (at + 1) / times;
         many->products->multiply_part(many->staged->rows + (done * all * DEPTH + part->step * TILE) * bytes, count, all,
-                                      weight_of(many, part), part->steps, part->step == 0, sums + done * PANEL, &beside);
-        beside.soon += beside.lines * part->steps * LINE;
+                                      weight_of(many, part), part->steps, part->step == 0, sums + done * PANEL, &side);
+        side.soon += side.lines * part->steps * LINE;
     }
 }
 

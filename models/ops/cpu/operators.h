@@ -287,9 +287,9 @@ struct combine {
     int64_t products_stride;
     const float *weights;  /* [tokens, top_k] */
     const int64_t *places; /* [tokens, top_k] */
-    const bf16 *beside;    /* [tokens, size] to be added, or NULL */
-    int64_t beside_stride;
-    const float *gate; /* [tokens] logits of the factor of `beside`, or NULL: 1 */
+    const bf16 *shared;    /* [tokens, size] to be added, or NULL */
+    int64_t shared_stride;
+    const float *gate; /* [tokens] logits of the factor of `shared`, or NULL: 1 */
     bf16 *out; /* [tokens, size] */
     int64_t out_stride;
     int64_t size, top_k;

@@ -235,11 +235,11 @@ static void NAME(add)(const char *staged, int64_t count, int64_t all, const stru
 }
 
 static void NAME(multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
-                                int is_first, float *sums, const struct beside *beside) {
-    for (int64_t line = 0; line < steps * beside->lines; line++) __builtin_prefetch(beside->soon + line * LINE, 0, 2);
+                                int is_first, float *sums, const struct side_work *side) {
+    for (int64_t line = 0; line < steps * side->lines; line++) __builtin_prefetch(side->soon + line * LINE, 0, 2);
     if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
     NAME(add_blocks)(staged, count, all, weight, steps, 0, sums);
-    for (int64_t row = beside->first; row < beside->past; row++) beside->do_row(beside->what, row);
+    for (int64_t row = side->first; row < side->past; row++) side->do_row(side->what, row);
 }
 
 #if !PAIRS

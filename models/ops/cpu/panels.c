@@ -13,7 +13,7 @@
 #define STEP_LINES (STEP * (int)sizeof(bf16) / LINE)
 #define SIDE_PANELS 4 /* at most, that few rows meet side by side */
 #define SIDE_AHEAD 2  /* steps by which these are fetched ahead */
-#define NEAR_STEPS 4 /* 8 KiB of a weight, which the first cache keeps beside the rows that meet them */
+#define NEAR_STEPS 4 /* 8 KiB of a weight, which the first cache keeps with the rows that meet them */
 
 static inline int is_whole_lines(const bf16 *out, int64_t out_stride) {
     return ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;
@@ -226,26 +226,26 @@ AMX static void add_runs(const bf16 *x, int tiles, const bf16 *weight, int64_t s
     }
 }
 
-/* Tiles of rows by a weight that is near, and what is done beside. */
+/* Tiles of rows by a weight that is near, and the work between their steps. */
 AMX static inline void add_steps(const bf16 *x, int tiles, const bf16 *weight, int64_t steps,
-                                 int64_t all, const struct beside *beside) {
-    int64_t row = beside->first, each = parts(beside->past - row, steps), rows = all * TILE;
-    const char *soon = beside->soon;
+                                 int64_t all, const struct side_work *side) {
+    int64_t row = side->first, each = parts(side->past - row, steps), rows = all * TILE;
+    const char *soon = side->soon;
     for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {
-        for (int64_t line = 0; line < beside->lines; line++, soon += LINE) _mm_prefetch(soon, _MM_HINT_T1);
+        for (int64_t line = 0; line < side->lines; line++, soon += LINE) _mm_prefetch(soon, _MM_HINT_T1);
         if (tiles == 1) add_first(x, weight);
         else if (tiles == 2) add_two(x, x + rows, weight);
         else add_three(x, x + rows, x + 2 * rows, weight);
-        for (int64_t past = min64(beside->past, row + each); row < past; row++) beside->do_row(beside->what, row);
+        for (int64_t past = min64(side->past, row + each); row < past; row++) side->do_row(side->what, row);
     }
 }
 
 AMX static void multiply_part_amx(const char *rows, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
-                                  int is_first, float *sums, const struct beside *beside) {
+                                  int is_first, float *sums, const struct side_work *side) {
     int tiles = (int)parts(count, LANES);
     if (is_first) clear_sums(tiles);
     else load_sums(sums, tiles);
-    add_steps((const bf16 *)rows, tiles, weight, steps, all, beside);
+    add_steps((const bf16 *)rows, tiles, weight, steps, all, side);
     store_sums(sums, tiles);
 }
 
@@ -301,7 +301,7 @@ AMX static void add_side_amx(const bf16 *x, int64_t count, const struct near_pan
 static int64_t side_panels_amx(int64_t count) { return count > LANES ? 1 : SIDE_PANELS_OF_AMX; }
 
 AMX static void add_amx(const char *rows, int64_t count, int64_t all, const struct near_panels *near, float *sums) {
-    static const struct beside nothing = {0};
+    static const struct side_work nothing = {0};
     if (near->count == SIDE_PANELS_OF_AMX) {
         add_side_amx((const bf16 *)rows, count, near, sums);
         return;
@@ -348,7 +348,7 @@ AMX static void add_columns_amx(const bf16 *columns, int64_t count, const struct
 
 AMX static void multiply_amx(const char *rows, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
                              float *sums) {
-    static const struct beside nothing = {0};
+    static const struct side_work nothing = {0};
     const bf16 *staged = (const bf16 *)rows;
     int tiles = (int)parts(count, LANES);
     if (ahead == 0) {

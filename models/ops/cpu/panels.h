@@ -21,7 +21,7 @@ static inline int64_t rows_of_group(int64_t left, int64_t rows) {
 
 /* Other work, row by row, between the steps of a product, for execution units that the product leaves idle; and the weight
  * that is multiplied next: each step fetches `lines` cache lines of it into the L2 cache. */
-struct beside {
+struct side_work {
     void (*do_row)(const void *what, int64_t row);
     const void *what;
     int64_t first, past; /* rows */
@@ -49,9 +49,9 @@ struct panel_products {
      * added to sums [panel][32][16], the same as those of `add`. It fetches nothing. NULL where `add` takes no longer. */
     void (*add_columns)(const bf16 *columns, int64_t count, const struct near_panels *near, float *sums);
     /* The same for a part of a panel that is in a cache, with rows that have `all` steps. The products are added to the
-     * sums, or replace them with `is_first`; `beside` is done between the steps. */
+     * sums, or replace them with `is_first`; `side` is done between the steps. */
     void (*multiply_part)(const char *staged, int64_t count, int64_t all, const bf16 *weight, int64_t steps,
-                          int is_first, float *sums, const struct beside *beside);
+                          int is_first, float *sums, const struct side_work *side);
     /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
     /* A row of 32 outputs, as `round` does it. */

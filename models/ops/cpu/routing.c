@@ -20,7 +20,7 @@ INLINE vector load_inputs(const bf16 *from, int64_t width) {
 }
 
 /* Sums of up to BLOCK tokens and BLOCK outputs; a token or output past the last is another's. Each sum is one of 16
- * lanes over the inputs in order, whatever stands beside it. */
+ * lanes over the inputs in order, whatever its neighbours. */
 INLINE void multiply_block(const bf16 *const *x, const float *const *weight, int64_t in_features, int tokens,
                            float sums[BLOCK][BLOCK]) {
     vector lanes[BLOCK][BLOCK] = {{{0}}};

@@ -156,7 +156,7 @@ class Combine(Arguments):
 
     kind = 12
     _fields_: ClassVar = _declared(
-        "*products products_stride *weights *places *beside beside_stride *gate *out out_stride size top_k"
+        "*products products_stride *weights *places *shared shared_stride *gate *out out_stride size top_k"
     )
 
 
