@@ -9,6 +9,7 @@ step, the shares of owners, the reading of steps, and the ways in which sequence
 """
 
 import logging
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -84,10 +85,10 @@ class Scheduler:
 
         With a window, a sequence gives back the blocks that none of its later tokens sees. `rope`: how a sequence's
         rotary frequencies depend on its length; None: not at all. `blocks_at_first`: initial size of a cache that
-        grows with its use; None: all of it. `splits_prompts`: False where each token sees the
-        whole prompt, which is then computed in one step. `default_step_seconds`: the `max_step_seconds` of a config
-        that sets none, which grows where steps have large fixed costs; 0: no bound. `max_interposed_tokens`: of a
-        step that is computed while another one is paused; 0: none is. `clock` is that of `Sequence.arrive_time`.
+        grows with its use; None: all of it. `splits_prompts`: False where each token sees the whole prompt, which is
+        then computed in one step. `default_step_seconds`: the `max_step_seconds` of a config that sets none, which
+        grows where steps have large fixed costs; 0: no bound. `max_interposed_tokens`: of a step that is computed
+        while another one is paused; 0: none is. `clock` is that of `Sequence.arrive_time`.
         """
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
@@ -473,7 +474,7 @@ class Scheduler:
                 for seq in rows.seqs:
                     self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         lengths = list(map(len, rows.token_ids))
-        if self._has_rope_limits:
+        if self._has_rope_limits and any(map(operator.ge, lengths, rows.limits)):
             for seq, length in zip(rows.seqs, lengths, strict=True):
                 if length >= seq.rope_limit and not seq.num_placeholder:
                     self.preempt(seq)
