@@ -47,12 +47,8 @@ from server.streaming.logprobs import chat_logprobs, prompt_logprobs
 from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending
 
 
-class CustomCallPart(msgspec.Struct, frozen=True):
-    """A call of a custom tool begins: number `index` of the answer, counted from 0."""
-
-    index: int
-    id: str
-    name: str
+class CustomCallPart(ToolCallPart, frozen=True):
+    """A call of a custom tool begins."""
 
 
 class InputPart(msgspec.Struct, frozen=True):
@@ -62,7 +58,7 @@ class InputPart(msgspec.Struct, frozen=True):
     text: str
 
 
-ChatPart: TypeAlias = Part | CustomCallPart | InputPart
+ChatPart: TypeAlias = Part | InputPart
 
 
 class CustomCalls:
@@ -178,19 +174,19 @@ class ChatChunkWriter(ChunkWriter):
             case ReasoningPart():
                 text = encode(part.text)
                 return b'"reasoning_content":%b,"reasoning":%b' % (text, text)
+            case CustomCallPart():
+                called = {"name": part.name, "input": ""}
             case ToolCallPart():
                 called = {"name": part.name, "arguments": ""}
             case ArgumentsPart():
                 called = {"arguments": part.json}
-            case CustomCallPart():
-                called = {"name": part.name, "input": ""}
             case InputPart():
                 called = {"input": part.text}
         if self.has_functions:
             return b'"function_call":' + encode(called)
         kind = "custom" if isinstance(part, CustomCallPart | InputPart) else "function"
         call: dict[str, Any] = {"index": part.index}
-        if isinstance(part, ToolCallPart | CustomCallPart):
+        if isinstance(part, ToolCallPart):
             call |= {"id": part.id, "type": kind}
         return b'"tool_calls":[%b]' % encode({**call, kind: called})
 
