@@ -23,7 +23,8 @@ from benchmarks.gpu.steps import BLOCK_SIZE, Loop, SizedRunner, load_shape
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.runner import loaded_model
-from engine.runner.device import Graph, HostDevice
+from engine.runner.device import EagerGraph, Graph
+from engine.runner.kernel_build import AbsentDevice
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.warm_up import WarmUpRow, WarmUpStep
 from models.architectures.config import CheckpointConfig, ModelConfig
@@ -32,7 +33,7 @@ from models.attention.triton import TritonAttentionBackend
 from models.layers.base import CausalLM
 from models.ops import triton as kernels
 from models.ops.triton import configs, probe
-from models.ops.triton.absent import gpu_of
+from models.ops.triton.absent import AbsentDriver
 from models.ops.triton.configs import Target, launch_of
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -63,11 +64,7 @@ class AbsentBench(Bench):
 @contextmanager
 def on(target: Target, compile: Compile = lambda src, target, options: IDLE_KERNEL) -> Iterator[None]:
     """Inside, a CPU's tensors are taken for those of such a GPU. `compile` hears of each form of a kernel once."""
-    gpu = gpu_of(target)
-    idle = SimpleNamespace(
-        get_current_target=lambda: gpu, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-    )
-    driver.set_active(idle)
+    driver.set_active(AbsentDriver(target))
     with ExitStack() as stack:
         for place, name, stands_in in (
             (triton.compiler, "compile", compile),
@@ -112,24 +109,16 @@ _PARTS: tuple[tuple[str, type, str], ...] = (
 """Of a turn, in order: a column, and the method that it is."""
 
 
-class IdleDevice(HostDevice):
-    """Reads no memory of the host's by itself, so that steps are copied as to a GPU; its graphs are empty."""
+class IdleDevice(AbsentDevice):
+    """Its graphs are empty, and its memory is the host's."""
 
-    is_host = False
-    computes = False
-    has_graphs = True
-    has_pieces = True
+    def __init__(self) -> None:
+        self.memory = None
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`."""
         del run
-        return cast(Graph, SimpleNamespace(replay=nothing))
-
-    def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Graph]:
-        """See `Device`."""
-        cuts: list[None] = []
-        run(lambda: cuts.append(None))
-        return [cast(Graph, SimpleNamespace(replay=nothing)) for _ in range(len(cuts) + 1)]
+        return EagerGraph(lambda: None)
 
 
 def weights_of_ones(
