@@ -12,6 +12,7 @@ from engine.sequence import Sequence
 from models.architectures.registry import ARCHITECTURES
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
+from tests.parity.runners import steps
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import Variant, all_variants, first_of_each, short_form
 
@@ -78,13 +79,6 @@ def errors_by_token(exact: Reference, model: PagedModel | Reference) -> torch.Te
     return torch.cat([(a.log_softmax(-1) - b.float().log_softmax(-1)).abs().mean(-1) for a, b in pairs])
 
 
-class Ignored:
-    """Where the scheduler's outputs go: the sequences hold their tokens."""
-
-    def put_nowait(self, _outputs: object) -> None:
-        pass
-
-
 def generate(runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int | None = 20) -> list[list[int]]:
     """Greedy completions of the prompts, which arrive two by two; all that run are preempted once, at that step."""
     scheduler = Scheduler(runner.config, window=runner.window)
@@ -92,16 +86,10 @@ def generate(runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int
     size = runner.config.kv_cache_block_size
     seqs = [Sequence(list(tokens), size, params, id=number) for number, tokens in enumerate(prompts)]
     arrivals = {0: seqs[:2], 6: seqs[2:]}
-    hits = step = 0
-    while True:
-        scheduler.extend(arrivals.pop(step, []))
-        if (scheduled := scheduler.schedule()) is None:
-            break
-        batch, running = scheduled
+    hits = 0
+    for number, batch in enumerate(steps(scheduler, runner, arrivals), 1):
         hits += sum(batch.num_cached_tokens)
-        scheduler.postprocess(list(running.values()), runner.forward(batch), Ignored())  # type: ignore[arg-type]
-        step += 1
-        if step == preempted_at:
+        if number == preempted_at:
             for seq in list(scheduler.running):
                 scheduler.preempt(seq)
     assert hits > 0 or not runner.config.enable_prefix_caching

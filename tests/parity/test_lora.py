@@ -21,6 +21,7 @@ from models.lora.config import LoRAConfig
 from tests.parity.adapters import PROJECTIONS, make_adapter, merge, read_weights, write_adapter
 from tests.parity.checkpoints import Family, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Reference, Row, assert_computes, prompt
+from tests.parity.runners import steps
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import DERIVED, Variant, all_variants, short_form
 
@@ -174,17 +175,10 @@ def generate(runner: ModelRunner, jobs: list[tuple[list[int], int]]) -> tuple[li
     seqs = [Sequence(list(tokens), size, params, id=i, adapter=adapter) for i, (tokens, adapter) in enumerate(jobs)]
     hits = [0] * len(seqs)
     arrivals = {0: seqs[: len(seqs) // 2], 6: seqs[len(seqs) // 2 :]}
-    step = 0
-    while True:
-        scheduler.extend(arrivals.pop(step, []))
-        if (scheduled := scheduler.schedule()) is None:
-            break
-        batch, running = scheduled
+    for batch in steps(scheduler, runner, arrivals):
         for id, cached in zip(batch.req_ids, batch.num_cached_tokens, strict=True):
             hits[id] = cached
-        scheduler.postprocess(list(running.values()), runner.forward(batch))
         scheduler.check_integrity()
-        step += 1
     return [seq.completion_token_ids for seq in seqs], hits
 
 

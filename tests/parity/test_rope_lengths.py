@@ -13,6 +13,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import Reference, prompt
+from tests.parity.runners import steps
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import phi3
 
@@ -60,20 +61,11 @@ def completions(runner: ModelRunner, prompts: list[list[int]]) -> tuple[list[lis
     seqs = [Sequence(list(tokens), size, params, id=i) for i, tokens in enumerate(prompts)]
     hits = [0] * len(seqs)
     arrivals = {0: seqs[::2], 6: seqs[1::2]}
-    step = num_preempted = 0
-    while True:
-        scheduler.extend(arrivals.pop(step, []))
-        if (scheduled := scheduler.schedule()) is None:
-            break
-        batch, running = scheduled
+    for batch in steps(scheduler, runner, arrivals):
         for id, cached in zip(batch.req_ids, batch.num_cached_tokens, strict=True):
             hits[id] = cached
-        scheduler.postprocess(list(running.values()), runner.forward(batch))
         scheduler.check_integrity()
-        num_preempted += len(scheduler.preempted)
-        scheduler.preempted.clear()
-        step += 1
-    return [seq.completion_token_ids for seq in seqs], hits, num_preempted
+    return [seq.completion_token_ids for seq in seqs], hits, len(scheduler.preempted)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,6 @@ from models.attention.context import set_kv_cache_data
 from models.ops.types import KVCacheTensor
 from tests.parity.checkpoints import Family, make_checkpoint
 from tests.parity.paged_model import Reference, prompt
-from tests.parity.test_architectures import Ignored
 from tests.parity.test_worker_model_runner import runner_for
 
 WINDOW = 24
@@ -75,7 +74,7 @@ def test_greedy_tokens_are_those_of_transformers_in_a_cache_too_small_for_all_bl
         batch, running = scheduled
         output = runner.forward(batch)
         assert not output.errors
-        scheduler.postprocess(list(running.values()), output, Ignored())  # type: ignore[arg-type]
+        scheduler.postprocess(list(running.values()), output)
         scheduler.check_integrity()
         if step == 4:
             scheduler.extend(seqs[1:])
@@ -112,7 +111,7 @@ def test_released_entries_are_marked_in_the_table(checkpoint: Path) -> None:
     for _ in range(5):
         scheduled = scheduler.schedule()
         assert scheduled is not None
-        scheduler.postprocess([seq], runner.forward(scheduled[0]), Ignored())  # type: ignore[arg-type]
+        scheduler.postprocess([seq], runner.forward(scheduled[0]))
     # The last chunk begins at 128, and sees from 105 on: block 6.
     assert seq.block_table[:6] == [RELEASED] * 6
     assert RELEASED not in seq.block_table[6:]
