@@ -81,7 +81,7 @@ def errors_by_token(exact: Reference, model: PagedModel | Reference) -> torch.Te
 
 def generate(runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int | None = 20) -> list[list[int]]:
     """Greedy completions of the prompts, which arrive two by two; all that run are preempted once, at that step."""
-    scheduler = Scheduler(runner.config, window=runner.window)
+    scheduler = Scheduler(runner.config, window=runner.window, rope=runner.rope)
     params = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
     size = runner.config.kv_cache_block_size
     seqs = [Sequence(list(tokens), size, params, id=number) for number, tokens in enumerate(prompts)]

@@ -43,6 +43,8 @@ ONLY_OURS = {
     "OlmoHybridForCausalLM": "layers of linear_attention",
     "Mamba2ForCausalLM": "layers of linear_attention",
     "MiniMaxForCausalLM": "layers of linear_attention",
+    "Zamba2ForCausalLM": "layers of hybrid and linear_attention",
+    "Llama4ForCausalLM": "layers of chunked_attention",
 }
 """Architectures that only our own code serves, with the reason."""
 
