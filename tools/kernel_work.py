@@ -132,6 +132,10 @@ def _moe_four_bit_gemm(one: Compilation) -> tuple[Work, ...]:
     return _experts(one, 0.54, "COLUMNS", one.config.blocks["DEPTH"], 16)
 
 
+def _moe_int8_gemm(one: Compilation) -> tuple[Work, ...]:
+    return _experts(one, 1, "COLUMNS", one.config.blocks["DEPTH"], 8)
+
+
 def _latent_attention(one: Compilation) -> tuple[Work, ...]:
     if one.constexprs["IS_SPARSE"]:
         return ()
@@ -198,6 +202,7 @@ _FINDERS: Mapping[str, Callable[[Compilation], tuple[Work, ...]]] = {
     "moe_gemm": _moe_gemm,
     "moe_fp8_gemm": _moe_fp8_gemm,
     "moe_four_bit_gemm": _moe_four_bit_gemm,
+    "moe_int8_gemm": _moe_int8_gemm,
     "latent_attention": _latent_attention,
     "rms_norm": _rms_norm,
     "gated": _gated,

@@ -117,8 +117,9 @@ def _layer_cases(
             yield from kernel_cases(dtype, max_tokens)
         weight = getattr(module, "weight", None)
         if not isinstance(module, FusedMoE) and isinstance(weight, nn.Parameter):
-            stored = stored_of(weight)
-            if stored is not None:
-                yield ProductCase(stored.operand, getattr(module, "bias", None), dtype)
-            elif triton.is_invariant() and weight.dim() == 2:
-                yield ProductCase(weight.detach(), getattr(module, "bias", None), weight.dtype)
+            stored, bias = stored_of(weight), getattr(module, "bias", None)
+            for part, rows in () if stored is None else zip(stored.parts, stored.rows, strict=True):
+                if part.kind is not None or triton.is_invariant():
+                    yield ProductCase(part.operand, None if bias is None else bias[rows], dtype)
+            if stored is None and triton.is_invariant() and weight.dim() == 2:
+                yield ProductCase(weight.detach(), bias, weight.dtype)

@@ -22,13 +22,13 @@ from models.layers.parameter import (
     packed_of,
     require_shape,
 )
-from models.ops import aiter, triton
+from models.ops import aiter
 from models.ops.activation import GatedActivation, operator_of
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime
-from models.ops.stored_weight import stored_of
+from models.ops.stored_weight import dense_linear, stored_of
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _log = logging.getLogger(__name__)
@@ -46,18 +46,9 @@ def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
     if by_onednn is None:
         if aiter.runs("gemm", x, weight):
             return dense.linear(x, weight, bias)
-        return _dense_linear(x, weight, bias)
+        return dense_linear(x, weight, bias)
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, by_onednn, bias, "none", [], "")
     return out
-
-
-def _dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` by torch's library, or in an order that does not depend on the number of rows."""
-    if triton.is_invariant() and triton.runs(x, weight, operator="linear"):
-        import models.ops.triton.dense_products as kernels
-
-        return kernels.dense_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
 
 
 def gated_linear(
@@ -78,7 +69,7 @@ def logits(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
 
 def float_logits(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     """`x @ weight.T` in float32; the weight is float32. # [rows, in_features] -> [rows, out_features]"""
-    return expert_ops.float_linear(x, weight) if runtime.runs(x) else _dense_linear(x.float(), weight)
+    return expert_ops.float_linear(x, weight) if runtime.runs(x) else dense_linear(x.float(), weight)
 
 
 def rows_of(

@@ -21,6 +21,7 @@ from models.ops.aiter import operators as aiter_experts
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.stored_weight import operand_of, stored_of
+from models.ops.weight_formats import MixedStack
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
 
 if TYPE_CHECKING:
@@ -420,10 +421,12 @@ class FusedMoE(nn.Module):
         from models.ops.triton.cases.experts import ExpertsCase, SortCase
 
         for top_k, has_shared_expert, has_gate in sorted(self._routed):
-            yield SortCase(len(self.local_experts), self.num_experts, top_k, max_tokens)
+            weights = operand_of(self.w13), operand_of(self.w2)
+            parts = {len(own) for weight in weights if isinstance(weight, MixedStack) for own in weight.experts}
+            for held in sorted({len(self.local_experts), *parts}):
+                yield SortCase(held, self.num_experts, top_k, max_tokens)
             yield ExpertsCase(
-                operand_of(self.w13),
-                operand_of(self.w2),
+                *weights,
                 gating_of(self.activation),
                 self.activation,
                 self.num_experts,

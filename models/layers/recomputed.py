@@ -13,7 +13,7 @@ from models.ops import triton
 from models.ops.cpu import dense as ops
 from models.ops.paged_attention import attend_row
 from models.ops.self_test import FLOAT32, rounding_bound
-from models.ops.stored_weight import operand_of, stored_of
+from models.ops.stored_weight import stored_of
 from models.ops.types import AttentionOptions
 
 _OUTPUTS = 256
@@ -53,7 +53,9 @@ def product_error(
 
     None where the weight is in a form of which no rows can be read.
     """
-    some = slice(0, min(_OUTPUTS, len(found)))
+    stored = stored_of(weight)
+    # Rows of another form are multiplied by another kernel.
+    some = slice(0, min(_OUTPUTS, len(found) if stored is None else stored.rows[0].stop))
     product = _product(x, weight, bias, some, expert)
     if product is None:
         return None
@@ -89,10 +91,11 @@ def _product(
     rows = _rows(weight, some, expert, dtype)
     if rows is None:
         return None
-    if stored_of(weight) is not None:
+    stored = stored_of(weight)
+    if stored is not None:
         from models.ops.triton.cases.quantized_products import as_multiplied
 
-        x = as_multiplied(x[None], operand_of(weight))[0]
+        x = as_multiplied(x[None], stored.rows_at(some, expert)[0])[0]
     wide = x.float()
     exact = rows @ wide
     each = (rows.square() @ wide.square()).sqrt()
@@ -111,10 +114,11 @@ def _rows(weight: nn.Parameter, some: slice, expert: int | None, dtype: torch.dt
         first = 0 if expert is None else expert * weight.shape[1]
         return ops.embed(torch.arange(first + some.start, first + some.stop), packed).float()
     at = some if expert is None else (expert, some)
-    if stored_of(weight) is not None:
+    stored = stored_of(weight)
+    if stored is not None:
         from models.ops.triton.cases.quantized_products import part_of
 
-        return part_of(operand_of(weight), at, dtype)
+        return part_of(*stored.rows_at(some, expert), dtype)
     return None if onednn_of(weight) is not None else weight[at].float()
 
 

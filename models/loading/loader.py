@@ -50,7 +50,7 @@ from models.loading.checkpoint import TransformersConfig, some, tensors_of_file,
 from models.loading.packs import PackCache, key_of
 from models.ops import aiter, triton
 from models.ops.cpu import runtime
-from models.ops.stored_weight import keep_quantized
+from models.ops.stored_weight import finish_stored, keep_quantized
 from models.ops.weight_formats import RUN
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from models.quantization.config import LayerQuantConfig, QuantizationConfig, Rounding
@@ -229,6 +229,7 @@ def _load(
         progress=options.progress,
         body_names=names,
     )
+    finish_stored(model.parameters())
     if options.has_operators:
         for module in model.modules():
             if isinstance(module, MLAAttention):
@@ -441,16 +442,15 @@ def _keep_quantized(
                 keep_quantized(parameter)
                 staying.append(sources[-1])
                 continue
-        is_stack = parameter.dim() == 3
-        if all(
-            layer is not None
-            and layout_of(layer).has_kernel
-            # Kernels of experts read no 8-bit integers.
-            and not (is_stack and layer.quant_dtype == "int8")
-            for layer in layers
-        ):
+        # The others come dense. The stack's own name, the last, has no layer any more.
+        kept = [
+            name
+            for name, layer in zip(sources, layers, strict=False)
+            if layer is not None and layout_of(layer).has_kernel
+        ]
+        if kept:
             keep_quantized(parameter)
-            staying += sources
+            staying += kept
     return frozenset(staying)
 
 

@@ -3,7 +3,11 @@
 A parameter made by `keep_quantized` has the shape and type of the dense weight, and its numbers in a `StoredWeight`.
 """
 
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from models.ops import aiter, triton
@@ -14,27 +18,42 @@ from models.ops.weight_formats import (
     FourBitWeight,
     FP8Weight,
     Int8Weight,
+    MixedStack,
     QuantizedWeight,
     Rows,
+    StackOperand,
+    expert_of,
     pack_nibbles,
     to_flavour,
 )
 
 
-class StoredWeight:
-    """The memory of one weight, or of a stack of experts', of the kind of its first rows."""
+class StoredPart:
+    """The memory of those rows of a weight, or of those experts of a stack, that are of one form: quantized or dense.
+
+    A quantized part has the layout of its first rows.
+    """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
         self._first: Codes | None = None
         self._codes = self._scales = torch.empty(0)
         self._zeros: torch.Tensor | None = None
+        self._numbers: torch.Tensor | None = None
+        """The weight, where it is dense."""
         self._fp8_blocks: tuple[torch.Tensor, torch.Tensor] | None = None
         self._has_looked_for_blocks = False
 
     @property
+    def form(self) -> Hashable:
+        """Equal for parts that can be joined; None before it has rows."""
+        if self._numbers is not None:
+            return "dense"
+        return None if self._first is None else _form_of(self._first)
+
+    @property
     def kind(self) -> str | None:
-        """`fp8`, `int8`, `int4` or `mxfp4`; None before it has rows."""
+        """`fp8`, `int8`, `int4` or `mxfp4`; None where it is dense."""
         return None if self._first is None else self._first.kind
 
     def put(self, first: int, rows: Codes, index: int | None = None) -> bool:
@@ -42,14 +61,12 @@ class StoredWeight:
         before, or no kernel reads theirs. # [count, inputs]
         """
         rows = rows.unpaired()
-        if rows.kind == "int8" and (index is not None or rows.scales.shape[1] > 1 or _has_zero_points(rows)):
+        if rows.kind == "int8" and (rows.scales.shape[1] > 1 or _has_zero_points(rows)):
+            return False
+        if self._numbers is not None or (self._first is not None and _form_of(rows) != _form_of(self._first)):
             return False
         if self._first is None:
             self._begin(rows)
-        begun = self._first
-        assert begun is not None
-        if (rows.kind, rows.width, rows.scales.shape[1]) != (begun.kind, begun.width, begun.scales.shape[1]):
-            return False
         some = slice(first, first + len(rows.codes))
         at = some if index is None else (index, some)
         codes, scales = self._as_kernels_read(rows)
@@ -59,6 +76,14 @@ class StoredWeight:
             assert rows.zeros is not None
             self._zeros[at] = rows.zeros.to(self._device)
         return True
+
+    def put_dense(self, first: int, rows: torch.Tensor) -> None:
+        """Fill rows of one weight from `first` on, which makes all of its rows dense. # [count, inputs]"""
+        if self._numbers is None:
+            self._numbers = self.dense()
+            self._first, self._zeros = None, None
+            self._codes = self._scales = torch.empty(0)
+        self._numbers[first : first + len(rows)].copy_(rows)
 
     def _begin(self, rows: Codes) -> None:
         from models.ops.triton.configs import target_of
@@ -89,13 +114,14 @@ class StoredWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
-        if x.shape[0] == 0 or triton.is_idle():
-            return x.new_zeros(x.shape[0], self._shape[0])
         import models.ops.triton.quantized_products as kernels
 
         if self.kind == "fp8" and aiter.runs("linear", x) and (blocks := self.fp8_blocks()) is not None:
             return _multiply_by_aiter(x, *blocks, bias)
-        return kernels.quantized_linear(x, self.operand, bias)
+        operand = self.operand
+        if not isinstance(operand, torch.Tensor):
+            return kernels.quantized_linear(x, operand, bias)
+        return dense_linear(x, operand, bias)
 
     def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """FP8 with a scale for each block of 128 x 128, once it is filled; None where it is of another kind.
@@ -103,38 +129,226 @@ class StoredWeight:
         # [..., outputs, inputs], [..., outputs / 128, inputs / 128] float32
         """
         if not self._has_looked_for_blocks:  # Once, since it waits for the device.
-            assert self._first is not None
             inputs = self._shape[-1]
-            if self._first.kind == "fp8" and self._first.width == FP8_GROUP and inputs % FP8_GROUP == 0:
+            first = self._first
+            if first is not None and first.kind == "fp8" and first.width == FP8_GROUP and inputs % FP8_GROUP == 0:
                 blocks = aiter_operators.scale_blocks(self._scales)
                 self._fp8_blocks = None if blocks is None else (self._codes, blocks)
             self._has_looked_for_blocks = True
         return self._fp8_blocks
 
-    def dense(self) -> torch.Tensor:
-        """The weight's numbers, as torch computes with them; undefined where rows were not filled."""
-        if self._first is None or len(self._shape) == 2:
-            return self._dense(...)
-        # One expert at a time: float32 of a whole stack may be more than there is.
-        dense = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        for index in range(len(dense)):
-            dense[index] = self._dense(index)
-        return dense
-
-    def _dense(self, at: Rows) -> torch.Tensor:
+    def dense(self, at: Rows = ...) -> torch.Tensor:
+        """Its numbers, or those of some rows, as torch computes with them; undefined where rows were not filled."""
+        if self._numbers is not None:
+            return self._numbers[at]
         if self._first is None:
-            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        return self.operand.part(at).dense(self._dtype)
+            return torch.empty(self._shape, dtype=self._dtype, device=self._device)[at]
+        return self._quantized.part(at).dense(self._dtype)
 
     @property
-    def operand(self) -> QuantizedWeight:
+    def operand(self) -> torch.Tensor | QuantizedWeight:
         """The weight as kernels take it."""
+        return self._quantized if self._numbers is None else self._numbers
+
+    @property
+    def _quantized(self) -> QuantizedWeight:
         assert self._first is not None, "a weight is filled before it is used"
         if self._first.kind == "fp8":
             return FP8Weight(self._codes, self._scales if self._first.width == FP8_GROUP else self._scales[..., 0])
         if self._first.kind == "int8":
             return Int8Weight(self._codes, self._scales[..., 0])
         return FourBitWeight(self._codes, self._scales, self._zeros)
+
+    def some(self, at: slice | list[int]) -> "StoredPart":
+        """A copy of some of its rows, or of its experts."""
+        return self._with([self], lambda tensors: tensors[0][at].clone())
+
+    @staticmethod
+    def joined(parts: "Sequence[StoredPart]", join: Callable[[list[torch.Tensor]], torch.Tensor]) -> "StoredPart":
+        """Parts of one form as one: `join` is torch.cat for rows, torch.stack for experts."""
+        return parts[0] if len(parts) == 1 and join is torch.cat else parts[0]._with(parts, join)
+
+    def _with(self, parts: "Sequence[StoredPart]", make: Callable[[list[torch.Tensor]], torch.Tensor]) -> "StoredPart":
+        """A part whose tensors are made of the same ones of others."""
+
+        def made(name: str) -> torch.Tensor:
+            tensors = [getattr(part, name) for part in parts]
+            dtype = tensors[0].dtype
+            # Operators that move numbers do not have every FP8.
+            return make([tensor.view(torch.uint8) if dtype.itemsize == 1 else tensor for tensor in tensors]).view(
+                dtype
+            )
+
+        shape = made("_codes" if self._numbers is None else "_numbers").shape
+        found = StoredPart(torch.Size((*shape[:-1], self._shape[-1])), self._dtype, self._device)
+        if self._numbers is not None:
+            found._numbers = made("_numbers")
+            return found
+        found._first, found._codes, found._scales = self._first, made("_codes"), made("_scales")
+        found._zeros = None if self._zeros is None else made("_zeros")
+        return found
+
+
+class StoredWeight:
+    """A weight, or a stack of experts', as the checkpoint stores it: one part, or where its rows or its experts are of
+    several forms, a part for each run of rows or for the experts of each form.
+
+    `finish` makes the parts once all rows are put.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._main = StoredPart(shape, dtype, device)
+        """The form that is first seen quantized; of the size of the whole weight."""
+        self._of_main: list[range] = []
+        """The rows of a weight, or experts of a stack, that were put there."""
+        self._others: dict[int, StoredPart] = {}
+        """By first row, or by expert: those that are of other forms."""
+        self.parts: tuple[StoredPart, ...] = (self._main,)
+        self.rows: tuple[slice, ...] = (slice(0, shape[-2]),)
+        """The outputs of each part; of a stack, those of an expert."""
+        self._mixed: MixedStack | None = None
+
+    @property
+    def kind(self) -> str | None:
+        """`fp8`, `int8`, `int4`, `mxfp4`, or `mixed`; None before it has rows."""
+        return self.parts[0].kind if len(self.parts) == 1 else "mixed"
+
+    def put(self, first: int, rows: torch.Tensor, codes: Codes | None, index: int | None = None) -> None:
+        """Fill rows from `first` on, of a stack those of expert `index`. # [count, inputs]
+
+        `codes`: of the rows, where they are quantized.
+        """
+        if index is None:
+            if codes is not None and self._main.put(first, codes):
+                self._of_main.append(range(first, first + len(rows)))
+                return
+            other = self._others[first] = self._new_part(len(rows))
+            if codes is None or not other.put(0, codes):
+                other.put_dense(0, rows if codes is None else codes.dense())
+            return
+        known = self._others.get(index)
+        is_of_main = range(index, index + 1) in self._of_main
+        if known is None and codes is not None and self._main.put(first, codes, index):
+            if not is_of_main:
+                self._of_main.append(range(index, index + 1))
+            return
+        if known is None:
+            known = self._others[index] = self._new_part(self._shape[-2])
+            if is_of_main:
+                self._of_main.remove(range(index, index + 1))
+                known.put_dense(0, self._main.dense(index))
+        if codes is None or not known.put(first, codes):
+            known.put_dense(first, rows if codes is None else codes.dense())
+
+    def _new_part(self, outputs: int) -> StoredPart:
+        return StoredPart(torch.Size((outputs, self._shape[-1])), self._dtype, self._device)
+
+    def finish(self) -> bool:
+        """Make the parts of a filled weight; False where all of it is dense."""
+        if self._others and len(self._shape) == 2:
+            self._finish_rows()
+        elif self._others:
+            self._finish_stack()
+        return any(part.kind is not None for part in self.parts)
+
+    def _finish_rows(self) -> None:
+        """Neighbouring rows of one form are one part."""
+        found = [(first, part, part.form) for first, part in self._others.items()]
+        found += [
+            (rows.start, self._main.some(slice(rows.start, rows.stop)), self._main.form) for rows in self._of_main
+        ]
+        found.sort(key=lambda each: each[0])
+        parts: list[StoredPart] = []
+        rows: list[slice] = []
+        for _, of_form in itertools.groupby(found, key=lambda each: each[2]):
+            run = [part for _, part, _ in of_form]
+            outputs = sum(part.operand.shape[0] for part in run)
+            start = rows[-1].stop if rows else 0
+            parts.append(StoredPart.joined(run, torch.cat))
+            rows.append(slice(start, start + outputs))
+        self.parts, self.rows = tuple(parts), tuple(rows)
+        self._forget()
+
+    def _finish_stack(self) -> None:
+        """Experts of one form are one part."""
+        by_form: dict[Hashable, list[int]] = {}
+        for expert, part in sorted(self._others.items()):
+            by_form.setdefault(part.form, []).append(expert)
+        members, parts = list(by_form.values()), []
+        for experts in members:
+            parts.append(StoredPart.joined([self._others.pop(expert) for expert in experts], torch.stack))
+        if self._of_main:
+            of_main = sorted(rows.start for rows in self._of_main)
+            members.insert(0, of_main)
+            parts.insert(0, self._main.some(of_main))
+        homes = {expert: (n, at) for n, experts in enumerate(members) for at, expert in enumerate(experts)}
+        self.parts, self.rows = tuple(parts), tuple(self.rows[0] for _ in parts)
+        self._forget()
+        if len(parts) > 1:
+            operands = tuple(part.operand for part in parts)
+            by_expert = tuple(homes[expert] for expert in range(self._shape[0]))
+            self._mixed = MixedStack.of(operands, by_expert, self._device)
+
+    def _forget(self) -> None:
+        self._others, self._of_main, self._main = {}, [], self.parts[0]
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
+        if x.shape[0] == 0 or triton.is_idle():
+            return x.new_zeros(x.shape[0], self._shape[0])
+        if len(self.parts) == 1:
+            return self.parts[0].linear(x, bias)
+        each = zip(self.parts, self.rows, strict=True)
+        return torch.cat([part.linear(x, None if bias is None else bias[rows]) for part, rows in each], 1)
+
+    def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `StoredPart.fp8_blocks`, where all of the weight is of that form."""
+        return self.parts[0].fp8_blocks() if len(self.parts) == 1 else None
+
+    def dense(self) -> torch.Tensor:
+        """The weight's numbers, as torch computes with them; undefined where rows were not filled."""
+        if len(self._shape) == 2:
+            return self.parts[0].dense() if len(self.parts) == 1 else torch.cat([part.dense() for part in self.parts])
+        if len(self.parts) == 1 and self.kind is None:
+            return self.parts[0].dense()
+        # One expert at a time: float32 of a whole stack may be more than there is.
+        dense = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        for index in range(len(dense)):
+            part, at = (0, index) if self._mixed is None else self._mixed.homes[index]
+            dense[index] = self.parts[part].dense(at)
+        return dense
+
+    @property
+    def operand(self) -> StackOperand:
+        """The weight as kernels take it; not of one whose rows are of several forms, each part of which is one."""
+        if self._mixed is not None:
+            return self._mixed
+        assert len(self.parts) == 1, "rows of several forms are multiplied part by part"
+        return self.parts[0].operand
+
+    def rows_at(self, some: slice, expert: int | None = None) -> tuple[torch.Tensor | QuantizedWeight, Rows]:
+        """The part that has some rows, which must be those of one, or of an expert, and where they are in it."""
+        if expert is not None:
+            operand, at = expert_of(self.operand, expert)
+            return operand, (at, some)
+        for part, rows in zip(self.parts, self.rows, strict=True):
+            if some.start < rows.stop:
+                return part.operand, slice(some.start - rows.start, some.stop - rows.start)
+        raise IndexError(f"the weight has {self._shape[0]} rows, not {some.start}")
+
+
+def _form_of(rows: Codes) -> Hashable:
+    return rows.kind, rows.width, rows.scales.shape[1]
+
+
+def dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` by torch's library, or in an order that does not depend on the number of rows."""
+    if triton.is_invariant() and triton.runs(x, weight, operator="linear"):
+        import models.ops.triton.dense_products as kernels
+
+        return kernels.dense_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _has_zero_points(rows: Codes) -> bool:
@@ -170,7 +384,15 @@ def make_dense(parameter: nn.Parameter) -> None:
         del parameter.stored  # type: ignore[attr-defined]
 
 
-def operand_of(parameter: nn.Parameter) -> torch.Tensor | QuantizedWeight:
+def finish_stored(parameters: Iterable[nn.Parameter]) -> None:
+    """To be called once a model is filled: weights of several forms get their parts, dense ones become dense."""
+    for parameter in parameters:
+        stored = stored_of(parameter)
+        if stored is not None and not stored.finish():
+            make_dense(parameter)
+
+
+def operand_of(parameter: nn.Parameter) -> StackOperand:
     """A weight, or a stack of them, as kernels take it: dense, or as it stays quantized."""
     stored = stored_of(parameter)
     return parameter if stored is None else stored.operand

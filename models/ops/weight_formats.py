@@ -120,8 +120,8 @@ class FourBitWeight(NamedTuple):
 class Int8Weight(NamedTuple):
     """A weight of 8-bit integers with a scale an output feature."""
 
-    codes: torch.Tensor  # [N, K] int8
-    scales: torch.Tensor  # [N] float32
+    codes: torch.Tensor  # [N, K] int8, or [experts, N, K]
+    scales: torch.Tensor  # [N] float32, or [experts, N]
 
     @property
     def kind(self) -> str:
@@ -130,7 +130,7 @@ class Int8Weight(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the dense weight. # [N, K]"""
+        """Shape of the dense weight. # [.., N, K]"""
         return self.codes.shape
 
     def part(self, at: Rows) -> "Int8Weight":
@@ -138,12 +138,54 @@ class Int8Weight(NamedTuple):
         return Int8Weight(self.codes[at], self.scales[at])
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The numbers. # [N, K]"""
+        """The numbers. # [.., N, K]"""
         return (self.codes.float() * self.scales[..., None]).to(dtype)
 
 
 QuantizedWeight: TypeAlias = FP8Weight | FourBitWeight | Int8Weight
 """A weight, or a stack of them, as the kernels read it."""
+
+
+class MixedStack(NamedTuple):
+    """A stack of experts whose weights are of several forms: a part for the experts of each."""
+
+    parts: tuple[torch.Tensor | QuantizedWeight, ...]
+    homes: tuple[tuple[int, int], ...]
+    """Of each expert, its part and its index in it."""
+    experts: tuple[torch.Tensor, ...]  # [experts of the part] int64, of each part
+    slots: tuple[torch.Tensor, ...]
+    """Of each part [experts + 1] int64: each expert's index in it, and the part's size for others and for none."""
+
+    @staticmethod
+    def of(
+        parts: tuple[torch.Tensor | QuantizedWeight, ...], homes: tuple[tuple[int, int], ...], device: torch.device
+    ) -> "MixedStack":
+        """Of parts on `device`."""
+        experts, slots = [], []
+        for number, part in enumerate(parts):
+            own = [expert for expert, (home, _) in enumerate(homes) if home == number]
+            table = torch.full((len(homes) + 1,), part.shape[0])
+            table[own] = torch.arange(len(own))
+            experts.append(torch.tensor(own, device=device))
+            slots.append(table.to(device))
+        return MixedStack(parts, homes, tuple(experts), tuple(slots))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the dense weight. # [experts, N, K]"""
+        return torch.Size((len(self.homes), *self.parts[0].shape[1:]))
+
+
+StackOperand: TypeAlias = torch.Tensor | QuantizedWeight | MixedStack
+"""What experts are multiplied by."""
+
+
+def expert_of(weight: StackOperand, expert: int) -> tuple[torch.Tensor | QuantizedWeight, int]:
+    """The stack of one form that has an expert, and its index there."""
+    if isinstance(weight, MixedStack):
+        part, at = weight.homes[expert]
+        return weight.parts[part], at
+    return weight, expert
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

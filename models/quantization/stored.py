@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.ops.stored_weight import make_dense, stored_of
+from models.ops.stored_weight import stored_of
 from models.ops.weight_formats import Codes
 
 _aten = torch.ops.aten
@@ -129,15 +129,9 @@ def codes_of(rows: torch.Tensor) -> Codes | None:
 
 
 def fill_stored(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_index: int | None = None) -> bool:
-    """Fill rows of a weight that stays quantised, of a stack those of one expert; False if the weight is dense.
-
-    A weight whose rows differ in layout, or are dense in part, becomes dense.
-    """
+    """Fill rows of a weight that stays quantised, of a stack those of one expert; False if the weight is dense."""
     stored = stored_of(parameter)
     if stored is None:
         return False
-    codes = codes_of(rows)
-    if codes is not None and stored.put(first, codes, expert_index):
-        return True
-    make_dense(parameter)
-    return False
+    stored.put(first, rows, codes_of(rows), expert_index)
+    return True

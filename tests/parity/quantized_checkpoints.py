@@ -6,6 +6,7 @@ The packing here is written from the formats' descriptions with NumPy, apart fro
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,9 +40,13 @@ def write_pair(
     module: Callable[[str], bool] = lambda name: name.endswith("_proj"),
     section: str = "quantization_config",
     family: Family | None = None,
+    by_leaf: Mapping[str, Quantize] = MappingProxyType({}),
     **overrides: Any,
 ) -> Pair:
-    """A tiny model, Llama unless told, whose modules that `module` tells are quantised, and its dense twin."""
+    """A tiny model, Llama unless told, whose modules that `module` tells are quantised, and its dense twin.
+
+    `by_leaf`: by the end of a module's name, where modules are quantised in several ways.
+    """
     if family is None:
         shape = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 8, "num_key_value_heads": 2}
         overrides = {**shape, **overrides}
@@ -52,7 +57,7 @@ def write_pair(
     for name, tensor in load_file(dense / "model.safetensors").items():
         owner, _, leaf = name.rpartition(".")
         if leaf == "weight" and module(owner):
-            parts, meant[name] = quantize(tensor)
+            parts, meant[name] = by_leaf.get(owner.rpartition(".")[2], quantize)(tensor)
             stored |= {f"{owner}.{part}": value.contiguous() for part, value in parts.items()}
         else:
             stored[name] = meant[name] = tensor

@@ -11,7 +11,17 @@ from models.ops.triton.cases import experts as moe_reference
 from models.ops.triton.cases import quantized_products as reference
 from models.ops.triton.configs import target_of
 from models.ops.types import CLAMPED_SILU, SILU, Gating
-from models.ops.weight_formats import FourBitWeight, FP8Weight, mxfp4_of, pack_nibbles, to_flavour, unpack_nibbles
+from models.ops.weight_formats import (
+    FourBitWeight,
+    FP8Weight,
+    Int8Weight,
+    MixedStack,
+    expert_of,
+    mxfp4_of,
+    pack_nibbles,
+    to_flavour,
+    unpack_nibbles,
+)
 from tests.parity.triton_interpreter import DEVICE
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -202,6 +212,53 @@ def test_experts_of_fp8(
     # Rounding to FP8 may fall to either side of what lies between two codes.
     close = max(CLOSE[dtype], 1e-2 if hardware == "fp8" else 0.0)
     assert (found[held].float() - expected[held]).norm() <= close * expected[held].norm()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block", "inner", "gating", "dtype"),
+    [
+        (1, 16, 128, Gating(SILU), torch.bfloat16),
+        (13, 16, 200, None, torch.float32),
+        (40, 64, 200, Gating(CLAMPED_SILU, 1.702, 7.0), torch.float32),
+    ],
+)
+def test_experts_of_8_bit_integers(
+    tokens: int, block: int, inner: int, gating: Gating | None, dtype: torch.dtype
+) -> None:
+    weight = integer_experts(19 * (1 if gating is None else 2), inner)
+    ids = expert_ids(tokens)
+    rows = random(tokens if gating is not None else ids.numel(), inner, dtype=dtype)
+    bias = None if gating is None else random(EXPERTS, weight.codes.shape[1], dtype=dtype)
+    pairs = expert_routing.moe_sort(ids, EXPERTS, block)
+    found = expert_products.moe_int8_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
+    by = reference.as_multiplied(rows, weight)
+    expected = moe_reference.reference_moe_gemm(by, weight.dense(), bias, ids, gating=gating)
+    held = (ids.flatten() < EXPERTS).nonzero()[:, 0]
+    assert (found[held].float() - expected[held]).norm() <= CLOSE[dtype] * expected[held].norm()
+
+
+def integer_experts(outputs: int, inner: int) -> Int8Weight:
+    codes = (random(EXPERTS, outputs, inner) * 40).clamp(-127, 127).to(torch.int8)
+    return Int8Weight(codes, random(EXPERTS, outputs).abs() * 1e-2)
+
+
+def test_experts_of_several_forms_are_multiplied_each_by_its_own_kernel() -> None:
+    """As by one dense stack, rounded rows apart; pairs of experts held elsewhere are left as they are."""
+    tokens, inner, outputs = 13, 200, 24
+    integers = integer_experts(outputs, inner)
+    dense = random(2, outputs, inner)
+    stack = MixedStack.of((dense, integers), ((0, 0), (1, 0), (1, 1), (0, 1), (1, 2)), DEVICE)
+    ids = torch.randint(6, (tokens, 2), generator=torch.Generator().manual_seed(2)).clamp(max=5).to(DEVICE)
+    rows = random(ids.numel(), inner)
+    bias = random(5, outputs)
+    pairs = expert_routing.moe_sort(ids, 5, 16)
+    found = expert_products.grouped_products(rows, stack, bias, pairs, ids.numel())
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if expert < 5:
+            of_form, at = expert_of(stack, expert)
+            x = reference.as_multiplied(rows[pair : pair + 1], of_form)[0]
+            expected = reference.part_of(of_form, at, torch.float32) @ x + bias[expert]
+            torch.testing.assert_close(found[pair], expected, rtol=1e-4, atol=1e-3)
 
 
 def test_ocp_codes_mean_the_same_as_fnuz() -> None:

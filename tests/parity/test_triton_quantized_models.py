@@ -63,12 +63,54 @@ def test_weights_stay_as_they_are_stored(name: str, tmp_path: Path) -> None:
     assert_near(found, expected, name)
 
 
-def test_weights_become_dense_where_one_part_of_them_is(tmp_path: Path) -> None:
-    quantize, config = FORMATS["fp8 blocks"]
-    pair = q.write_pair(tmp_path, quantize, config, module=lambda name: name.endswith(("q_proj", "v_proj")), **SHAPE)
+@pytest.mark.parametrize(
+    ("name", "quantised", "kinds"),
+    [
+        ("fp8 blocks", ("q_proj", "v_proj"), {"qkv_proj": ["fp8", None, "fp8"]}),
+        ("awq", ("k_proj", "gate_proj"), {"qkv_proj": [None, "int4", None], "gate_up_proj": ["int4", None]}),
+    ],
+)
+def test_parts_of_a_weight_stay_as_they_are_stored_where_others_are_dense(
+    name: str, quantised: tuple[str, ...], kinds: dict[str, list[str | None]], tmp_path: Path
+) -> None:
+    quantize, config = FORMATS[name]
+    pair = q.write_pair(tmp_path, quantize, config, module=lambda module: module.endswith(quantised), **SHAPE)
     (found, stored), (expected, _) = run(pair.quantised), run(pair.dense)
-    assert stored == 0
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert stored == 2 * len(kinds)  # Two layers.
+    assert_near(found, expected, name)
+    models = [PagedModel(path).model for path in pair]
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        weight = stored_of(ours)
+        torch.testing.assert_close(ours.data if weight is None else weight.dense(), theirs.data)
+    found_kinds = {
+        at.split(".")[-2]: [part.kind for part in weight.parts]
+        for at, parameter in models[0].named_parameters()
+        if (weight := stored_of(parameter)) is not None
+    }
+    assert found_kinds == kinds
+
+
+def test_parts_of_a_weight_may_be_of_two_formats(tmp_path: Path) -> None:
+    """Queries in groups of 32, keys in MXFP4, values dense."""
+    groups = q.compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=32)
+    mxfp4 = FORMATS["compressed-tensors mxfp4"]
+    own = {"targets": ["re:.*k_proj"], "format": "mxfp4-pack-quantized"}
+    groups["config_groups"]["keys"] = mxfp4[1]["config_groups"]["group_0"] | own
+    groups["ignore"] = ["re:.*v_proj", "lm_head"]
+    quantised = ("q_proj", "k_proj")
+    pair = q.write_pair(
+        tmp_path,
+        q.pack_quantized(),
+        groups,
+        module=lambda module: module.endswith(quantised),
+        by_leaf={"k_proj": mxfp4[0]},
+        **SHAPE,
+    )
+    model = PagedModel(pair.quantised).model
+    stored = [weight for parameter in model.parameters() if (weight := stored_of(parameter)) is not None]
+    assert [[part.kind for part in weight.parts] for weight in stored] == [["int4", "mxfp4", None]] * 2
+    (found, _), (expected, _) = run(pair.quantised), run(pair.dense)
+    assert_near(found, expected, "")
 
 
 def test_weights_become_dense_where_torch_is_to_compute_them(tmp_path: Path) -> None:
@@ -97,6 +139,11 @@ def write_experts(directory: Path, architecture: str, name: str, **fields: int) 
     [
         ("Qwen3MoeForCausalLM", "fp8 blocks", {"moe_intermediate_size": 40, "num_hidden_layers": 1}),
         ("Qwen3MoeForCausalLM", "gptq, zero points", {"moe_intermediate_size": 64, "num_hidden_layers": 1}),
+        (
+            "Qwen3MoeForCausalLM",
+            "compressed-tensors int8 and rounded inputs",
+            {"moe_intermediate_size": 40, "num_hidden_layers": 1},
+        ),
         pytest.param("MixtralForCausalLM", "awq", {"intermediate_size": 64}, marks=pytest.mark.slow),
         pytest.param("MixtralForCausalLM", "quark mxfp4", {"intermediate_size": 64}, marks=pytest.mark.slow),
         pytest.param("Glm4MoeForCausalLM", "fp8 a scale a tensor", {}, marks=pytest.mark.slow),
@@ -131,17 +178,28 @@ def stacks_of(path: Path, parallel: TensorParallel = SINGLE_RANK) -> list[nn.Par
     return [weight for name, weight in model.named_parameters() if name.rpartition(".")[2] in ("w13", "w2")]
 
 
-def test_experts_become_dense_where_one_of_them_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors int8 and rounded inputs"])
+def test_other_experts_stay_as_they_are_stored_where_one_of_them_is_dense(name: str, tmp_path: Path) -> None:
+    """Of expert 2 of the first layer a half of the first weight is dense, and so the whole weight."""
+
     def module(name: str) -> bool:
         return is_expert(name) and not name.endswith("layers.0.mlp.experts.2.up_proj")
 
-    quantize, config = FORMATS["fp8 blocks"]
+    quantize, config = FORMATS[name]
     pair = q.write_pair(
         tmp_path, quantize, config, module=module, family=family_of("Qwen3MoeForCausalLM"), moe_intermediate_size=40
     )
     found, expected = stacks_of(pair.quantised), stacks_of(pair.dense)
-    assert [stored_of(weight) is None for weight in found] == [True, *(False for _ in found[1:])]
-    torch.testing.assert_close(found[0], expected[0])
+    kind = "fp8" if name == "fp8 blocks" else "int8"
+    stored = [stored_of(weight) for weight in found]
+    assert [[part.kind for part in weight.parts] for weight in stored if weight is not None] == [
+        [kind, None],
+        *[[kind]] * (len(found) - 1),
+    ]
+    for weight, theirs in zip(stored, expected, strict=True):
+        assert weight is not None
+        torch.testing.assert_close(weight.dense(), theirs.data)
+    assert_near(run(pair.quantised)[0], run(pair.dense)[0], name)
 
 
 def test_experts_of_ranks_that_cut_groups_become_dense(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from models.ops.triton.expert_products import (
     moe_four_bit_gemm_kernel,
     moe_fp8_gemm_kernel,
     moe_gemm_kernel,
+    moe_int8_gemm_kernel,
 )
 from models.ops.types import CLAMPED_SILU, FP8_GROUP, SILU, Gating
 from tools.kernels.compilation import Compilation
@@ -157,4 +158,25 @@ _MOE_FOUR_BIT_GEMM_COMPILATIONS = tuple(
     for form in (CLAMPED_FORMS if is_mxfp4 else FORMS)
 )
 
-COMPILATIONS = (*_MOE_GEMM_COMPILATIONS, *_MOE_FP8_GEMM_COMPILATIONS, *_MOE_FOUR_BIT_GEMM_COMPILATIONS)
+_MOE_INT8_GEMM_COMPILATIONS = tuple(
+    compilation_of(
+        moe_int8_gemm_kernel,
+        "moe_int8_gemm",
+        form,
+        target,
+        prefix="int8",
+        pointers={**dict.fromkeys(("rows", "weight"), "*i8"), **dict.fromkeys(("row_scales", "scales"), "*fp32")},
+        integers=(),
+        constexprs={"IS_EVEN": True},
+        divisible=frozenset(),
+    )
+    for target in TARGETS.values()
+    for form in FORMS
+)
+
+COMPILATIONS = (
+    *_MOE_GEMM_COMPILATIONS,
+    *_MOE_FP8_GEMM_COMPILATIONS,
+    *_MOE_FOUR_BIT_GEMM_COMPILATIONS,
+    *_MOE_INT8_GEMM_COMPILATIONS,
+)

@@ -642,3 +642,20 @@ CONFIGS["moe_fp8_gemm"] = (
     Row(("sm_90",), _fp8_grouped(4, 3, 64, 64), {"block": (64,)}),
     Row(("sm_90",), _fp8_grouped(8, 3, 128, 64), {"block": (128,)}),
 )
+# As FP8's experts, with sums of integers in registers.
+CONFIGS["moe_int8_gemm"] = (
+    *(Row(_INTERPRETER, _grouped(1, 1, size, 16, 64), {"block": (size,)}) for size in (16, 64, 128)),
+    Row(CDNA, _grouped(4, 2, 16, 32), {"block": (16,)}),
+    Row(CDNA, _grouped(4, 2, 64, 64), {"block": (64,)}),
+    Row(CDNA, _grouped(8, 2, 128, 64), {"block": (128,)}),
+    Row(RDNA, _grouped(4, 1, 16, 16), {"block": (16,), **_GATED}),
+    Row(RDNA, _grouped(4, 1, 16, 32), {"block": (16,)}),
+    Row(RDNA, _grouped(4, 1, 64, 32), {"block": (64,)}),
+    Row(RDNA, _grouped(8, 1, 128, 32), {"block": (128,)}),
+    Row(("sm_90",), _grouped(4, 3, 16, 32), {"block": (16,)}),
+    Row(AMPERE, _grouped(8, 2, 64, 32), {"block": (64,)}),
+    Row(AMPERE, _grouped(8, 2, 128, 32), {"block": (128,)}),
+    Row(("sm_90",), _grouped(4, 3, 64, 32), {"block": (64,), **_GATED}),
+    Row(("sm_90",), _grouped(4, 3, 64, 64), {"block": (64,)}),
+    Row(("sm_90",), _grouped(8, 3, 128, 64), {"block": (128,)}),
+)

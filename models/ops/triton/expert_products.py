@@ -1,7 +1,8 @@
 """Grouped GEMMs of a mixture of experts: each block of (token, expert) pairs times its own expert's weight.
 
 The first part is the pipeline that three kernels share: which pairs a program has and what happens to its sums. Then
-follow `moe_gemm` for dense weights, `moe_fp8_gemm` for FP8 and `moe_four_bit_gemm` for 4-bit weights.
+follow `moe_gemm` for dense weights, `moe_fp8_gemm` for FP8, `moe_four_bit_gemm` for 4-bit weights and `moe_int8_gemm`
+for 8-bit integers. Where a layer's experts are of several forms, each form's kernel writes the products of its pairs.
 """
 
 from collections.abc import Mapping
@@ -14,12 +15,13 @@ import triton.language as tl
 import models.ops.triton.configs  # noqa: F401, the rows of this kernel
 from models.ops.triton.configs import launch_of
 from models.ops.triton.elementwise import gated_product
-from models.ops.triton.expert_routing import SortedPairs
+from models.ops.triton.expert_routing import SortedPairs, moe_sort
 from models.ops.triton.grids import cdiv
+from models.ops.triton.int8_products import load_integers, quantize_rows
 from models.ops.triton.launcher import jit
 from models.ops.triton.quantized_products import add_group, add_runs, load_runs, load_some, operands
 from models.ops.types import FP8_GROUP, Gating
-from models.ops.weight_formats import FourBitWeight, FP8Weight, QuantizedWeight
+from models.ops.weight_formats import FourBitWeight, FP8Weight, Int8Weight, MixedStack, StackOperand
 
 NO_ACTIVATION = -1
 
@@ -78,8 +80,11 @@ def products_of(
     sorted_pairs: SortedPairs,
     num_pairs: int,
     gating: Gating | None,
+    out: torch.Tensor | None = None,
 ) -> Products:
-    """For `rows` [tokens, inner] or [num_pairs, inner] and a weight of `outputs` rows an expert."""
+    """For `rows` [tokens, inner] or [num_pairs, inner] and a weight of `outputs` rows an expert. `out`: the memory of
+    the products, of which those of other pairs are kept; None: new memory.
+    """
     columns = outputs // (1 if gating is None else 2)
     gating = gating or Gating(NO_ACTIVATION)
     forms = {
@@ -87,7 +92,8 @@ def products_of(
         "HAS_BIAS": bias is not None,
         "ACTIVATION": gating.activation,
     }
-    return Products(rows.new_empty(num_pairs, columns), tuple(sorted_pairs[:4]), columns, gating, forms)
+    out = rows.new_empty(num_pairs, columns) if out is None else out
+    return Products(out, tuple(sorted_pairs[:4]), columns, gating, forms)
 
 
 # Dense weights.
@@ -171,6 +177,7 @@ def moe_gemm(
     num_pairs: int,
     *,
     gating: Gating | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each pair's row by its expert's weight, summed in float32 in the order of the inner dimension.
 
@@ -180,7 +187,7 @@ def moe_gemm(
     pairs that `sorted_pairs` left out are undefined. `weight` must lie with its inner dimension side by side.
     """
     _, outputs, inner = weight.shape
-    made = products_of(rows, outputs, bias, sorted_pairs, num_pairs, gating)
+    made = products_of(rows, outputs, bias, sorted_pairs, num_pairs, gating, out)
     shape = {"block": sorted_pairs.block, "gated": gating is not None, "element": rows.element_size()}
     launch = launch_of("moe_gemm", rows.device, **shape)
     tiles = cdiv(made.columns, launch.blocks["BLOCK_N"])
@@ -288,13 +295,14 @@ def moe_fp8_gemm(
     num_pairs: int,
     *,
     gating: Gating | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `moe_gemm`, of a stack of weights in FP8, and of rows rounded as `fp8` says.
 
     # [tokens, inner] or [num_pairs, inner], [experts, out] -> [num_pairs, out], or half as many with `gating`
     """
     inner = weight.codes.shape[2]
-    made = products_of(rows, weight.codes.shape[1], bias, sorted_pairs, num_pairs, gating)
+    made = products_of(rows, weight.codes.shape[1], bias, sorted_pairs, num_pairs, gating, out)
     if not sorted_pairs.max_blocks:
         return made.out
     sides = operands(rows, weight)
@@ -412,13 +420,14 @@ def moe_four_bit_gemm(
     num_pairs: int,
     *,
     gating: Gating | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `moe_gemm`, of weights [experts, out, in / 2] with scales, and zero points, [experts, out, groups].
 
     # [tokens, inner] or [num_pairs, inner], [experts, out] -> [num_pairs, out], or half as many with `gating`
     """
     inner, groups = 2 * weight.packed.shape[2], weight.scales.shape[2]
-    made = products_of(rows, weight.packed.shape[1], bias, sorted_pairs, num_pairs, gating)
+    made = products_of(rows, weight.packed.shape[1], bias, sorted_pairs, num_pairs, gating, out)
     if not sorted_pairs.max_blocks:
         return made.out
     launch = launch_of("moe_four_bit_gemm", rows.device, block=sorted_pairs.block, gated=gating is not None)
@@ -445,21 +454,140 @@ def moe_four_bit_gemm(
     return made.out
 
 
+# Weights that stay 8-bit integers; `int8_products` describes how rows are rounded.
+
+
+@jit
+def moe_int8_gemm_kernel(
+    rows,  # [tokens, inner] int8, or [num_pairs, inner]
+    row_scales,  # [tokens or num_pairs] float32
+    weight,  # [experts, columns or twice as many, inner] int8
+    scales,  # [experts, columns or twice as many] float32
+    bias,  # [experts, columns or twice as many]; any pointer where not HAS_BIAS
+    out,  # [num_pairs, columns]
+    pairs,  # [max_blocks * BLOCK_M] int32
+    block_experts,  # [max_blocks] int32
+    block_rows,  # [max_blocks] int32
+    num_blocks,  # [1] int32
+    columns,
+    inner,
+    row_stride,
+    alpha,
+    limit,
+    PAIRS_PER_ROW: tl.constexpr,  # Neighbouring pairs that read the same row
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # As moe_gemm's
+    IS_EVEN: tl.constexpr,  # whether `inner` is a multiple of DEPTH
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A tile [BLOCK_M pairs of one expert, COLUMNS], summed in int32. Grid: (tiles of columns, max_blocks)."""
+    block = tl.program_id(1)
+    if block >= tl.load(num_blocks):
+        return
+    pair, is_pair, expert = pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Columns past the edge read row 0, and are never written.
+    read = tl.where(column < columns, column, 0)
+    parts = 2 if ACTIVATION >= 0 else 1
+    weight_row = expert * columns * parts + read
+    depth = tl.arange(0, DEPTH)
+    row = pair // PAIRS_PER_ROW
+    x_at = rows + row[:, None] * row_stride + depth[None, :]
+    weight_at = weight + weight_row[:, None] * inner + depth[None, :]
+    total = tl.zeros([BLOCK_M, COLUMNS], tl.int32)
+    up_total = total
+    if ACTIVATION >= 0:
+        up_at = weight_at + columns.to(tl.int64) * inner
+    for start in range(0, inner, DEPTH):
+        exists = None if IS_EVEN else depth[None, :] < inner - start
+        part = load_integers(weight_at, exists)
+        if ACTIVATION >= 0:
+            up_part = load_integers(up_at, exists)
+            up_at += DEPTH
+        a = load_integers(x_at, exists)
+        total = tl.dot(a, tl.trans(part), total, out_dtype=tl.int32)
+        if ACTIVATION >= 0:
+            up_total = tl.dot(a, tl.trans(up_part), up_total, out_dtype=tl.int32)
+        x_at += DEPTH
+        weight_at += DEPTH
+    row_scale = tl.load(row_scales + row)[:, None]
+    acc = total.to(tl.float32) * (row_scale * tl.load(scales + weight_row)[None, :])
+    up = acc
+    if ACTIVATION >= 0:
+        up = up_total.to(tl.float32) * (row_scale * tl.load(scales + weight_row + columns)[None, :])
+    store_products(
+        acc, up, bias, out, pair, is_pair, weight_row, column, columns, alpha, limit, HAS_BIAS, ACTIVATION
+    )  # fmt: skip
+
+
+def moe_int8_gemm(
+    rows: torch.Tensor,
+    weight: Int8Weight,
+    bias: torch.Tensor | None,
+    sorted_pairs: SortedPairs,
+    num_pairs: int,
+    *,
+    gating: Gating | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `moe_gemm`, of a stack of weights in 8-bit integers, and of rows rounded for each token or pair.
+
+    # [tokens, inner] or [num_pairs, inner], [experts, out] -> [num_pairs, out], or half as many with `gating`
+    """
+    inner = weight.codes.shape[2]
+    made = products_of(rows, weight.codes.shape[1], bias, sorted_pairs, num_pairs, gating, out)
+    if not sorted_pairs.max_blocks:
+        return made.out
+    codes, row_scales = quantize_rows(rows)
+    launch = launch_of("moe_int8_gemm", rows.device, block=sorted_pairs.block, gated=gating is not None)
+    moe_int8_gemm_kernel[(cdiv(made.columns, launch.blocks["COLUMNS"]), sorted_pairs.max_blocks)](
+        codes,
+        row_scales,
+        weight.codes,
+        weight.scales,
+        weight.scales if bias is None else bias,
+        made.out,
+        *made.pairs,
+        made.columns,
+        inner,
+        codes.stride(0),
+        made.gating.alpha,
+        made.gating.limit,
+        IS_EVEN=inner % launch.blocks["DEPTH"] == 0,
+        **made.forms,
+        **launch.keywords,
+    )
+    return made.out
+
+
 def grouped_products(
     rows: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    weight: StackOperand,
     bias: torch.Tensor | None,
     pairs: SortedPairs,
     num_pairs: int,
     gating: Gating | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each pair's row by its expert's weight of a stack, by the kernel for the weight's layout.
 
     # [tokens or num_pairs, inner] -> [num_pairs, out]
+
+    `out`: as in `products_of`.
     """
+    if isinstance(weight, MixedStack):
+        for part, experts, slots in zip(weight.parts, weight.experts, weight.slots, strict=True):
+            own = moe_sort(slots[pairs.ids], len(experts), pairs.block)
+            of_part = None if bias is None else bias[experts]
+            out = grouped_products(rows, part, of_part, own, num_pairs, gating, out)
+        assert out is not None
+        return out
     if isinstance(weight, FP8Weight):
-        return moe_fp8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
+        return moe_fp8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)
     if isinstance(weight, FourBitWeight):
-        return moe_four_bit_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
-    assert isinstance(weight, torch.Tensor), "8-bit integers of experts are dense"
-    return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
+        return moe_four_bit_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)
+    if isinstance(weight, Int8Weight):
+        return moe_int8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)
+    return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)

@@ -160,6 +160,8 @@ class SortedPairs(NamedTuple):
     num_blocks: torch.Tensor  # [1] int32
     max_blocks: int
     block: int
+    ids: torch.Tensor
+    """The experts that were sorted. # [tokens, top_k] int64"""
 
 
 @triton.jit
@@ -272,7 +274,7 @@ def moe_sort(ids: torch.Tensor, num_experts: int, block: int) -> SortedPairs:
     table = cdiv(max_blocks, 4) * 4  # Each of them aligned to 16 bytes: a kernel is compiled for that.
     sizes = [max_blocks * block, table, table, 1]
     pairs, block_experts, block_rows, num_blocks = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
-    out = SortedPairs(pairs, block_experts, block_rows, num_blocks, max_blocks, block)
+    out = SortedPairs(pairs, block_experts, block_rows, num_blocks, max_blocks, block, ids)
     place = launch_of("moe_place", ids.device)
     chunk = place.blocks["CHUNK"]
     num_chunks = cdiv(num_pairs, chunk)

@@ -12,7 +12,7 @@ from models.ops.triton.cases.quantized_products import as_multiplied, ends_of, p
 from models.ops.triton.expert_products import grouped_products
 from models.ops.triton.expert_routing import SortedPairs, block_of, moe_combine, moe_route, moe_sort
 from models.ops.types import SILU, Gating
-from models.ops.weight_formats import QuantizedWeight
+from models.ops.weight_formats import MixedStack, StackOperand, expert_of
 
 # Routing. A stable sort, since `topk` leaves the order of equal scores undefined.
 
@@ -190,8 +190,8 @@ class ExpertsCase(Case):
     """A layer of experts, with its own weights, of which no copy is made."""
 
     operator: ClassVar[str] = "moe"
-    w13: torch.Tensor | QuantizedWeight
-    w2: torch.Tensor | QuantizedWeight
+    w13: StackOperand
+    w2: StackOperand
     gating: Gating | None
     """None where the kernels have no such activation, and the layer's own computes it."""
     activation: Callable[[torch.Tensor], torch.Tensor]
@@ -212,9 +212,12 @@ class ExpertsCase(Case):
     @property
     def key(self) -> Hashable:
         weights = tuple(
-            (weight.shape, weight.dtype)
-            if isinstance(weight, torch.Tensor)
-            else (weight.kind, weight.shape, weight.scales.shape)
+            tuple(
+                (part.shape, part.dtype)
+                if isinstance(part, torch.Tensor)
+                else (part.kind, part.shape, part.scales.shape)
+                for part in (weight.parts if isinstance(weight, MixedStack) else (weight,))
+            )
             for weight in (self.w13, self.w2)
         )
         forms = self.w13_bias is not None, self.has_shared_expert, self.has_gate, self.gating
@@ -274,13 +277,13 @@ class ExpertsCase(Case):
 class _Side(NamedTuple):
     """One of a layer's two products."""
 
-    weight: torch.Tensor | QuantizedWeight
+    weight: StackOperand
     bias: torch.Tensor | None
     gating: Gating | None
 
     def error(self, row: torch.Tensor, expert: int, found: torch.Tensor, dtype: torch.dtype) -> float:
         """The relative error of one pair's product. # [inputs], [outputs]"""
-        x = as_multiplied(row[None], self.weight)
+        x = as_multiplied(row[None], expert_of(self.weight, expert)[0])
         worst = 0.0
         for some in ends_of(len(found)):
             exact, bound = self._product(x, expert, some, dtype)
@@ -297,7 +300,8 @@ class _Side(NamedTuple):
     def _product(
         self, x: torch.Tensor, expert: int, some: slice, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = part_of(self.weight, (expert, some), dtype)
+        of_form, at = expert_of(self.weight, expert)
+        weight = part_of(of_form, (at, some), dtype)
         return product_of(x, weight, None if self.bias is None else self.bias[expert, some], dtype)
 
 
@@ -325,6 +329,8 @@ def _random_experts(
     w13, w2 = (
         problems.normal(experts, *size, dtype=dtype, scale=size[-1] ** -0.5)
         if kind is None
+        else _mixed(problems, experts, *size, dtype=dtype)
+        if kind == "mixed"
         else random_weight(problems, kind, experts, *size, dtype=dtype)
         for size in ((2 * inner, hidden), (hidden, inner))
     )
@@ -333,6 +339,18 @@ def _random_experts(
     return ExpertsCase(
         w13, w2, gating, by, experts, 2, dtype, max_tokens, has_shared_expert=is_dense, has_gate=activation is None
     )
+
+
+def _mixed(problems: Problems, experts: int, *size: int, dtype: torch.dtype) -> MixedStack:
+    """The last expert dense, those before it by turns in FP8 and in 8-bit integers."""
+    homes = (*((expert % 2, expert // 2) for expert in range(experts - 1)), (2, 0))
+    counts = experts // 2, (experts - 1) // 2
+    quantized = (
+        random_weight(problems, kind, count, *size, dtype=dtype)
+        for kind, count in zip(("fp8", "int8"), counts, strict=True)
+    )
+    dense = problems.normal(1, *size, dtype=dtype, scale=size[-1] ** -0.5)
+    return MixedStack.of((*quantized, dense), homes, problems.device)
 
 
 def _up(gate_up: torch.Tensor) -> torch.Tensor:
@@ -358,5 +376,7 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         "experts in fp16 with an activation of its own": {"dtype": torch.float16, "activation": _up},
         "experts in FP8": {"dtype": torch.bfloat16, "kind": "fp8"},
         "experts in MXFP4": {"dtype": torch.bfloat16, "kind": "mxfp4"},
+        "experts in 8-bit integers": {"dtype": torch.bfloat16, "kind": "int8"},
+        "experts in three forms": {"dtype": torch.bfloat16, "kind": "mixed"},
     }
     return cases | {name: _random_experts(device, (4, 64, 64), max_tokens=40, **form) for name, form in forms.items()}

@@ -115,7 +115,7 @@ def part_of(weight: torch.Tensor | QuantizedWeight, at: Rows, dtype: torch.dtype
 
 
 def random_weight(problems: Problems, kind: str, *shape: int, dtype: torch.dtype) -> QuantizedWeight:
-    """A weight in `int8`; or one, or a stack of them, in `fp8`, `int4` or `mxfp4`. # [.., outputs, inputs]"""
+    """A weight, or a stack of them, in `fp8`, `int8`, `int4` or `mxfp4`. # [.., outputs, inputs]"""
     *rows, inputs = shape
     if kind == "int8":
         codes = problems.normal(*shape, scale=40.0).clamp(-LARGEST, LARGEST).to(torch.int8)
