@@ -48,7 +48,8 @@ def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) 
         return loaded
     start = time.perf_counter()
     # A rank without Triton has no kernels to compare, but the others wait for its result.
-    cases = _cases_of(loaded) if triton.active() else {}
+    every = _cases_of(loaded) if triton.active() else {}
+    cases = {operator: each for operator, each in every.items() if _are_ours(operator)}
     if not loaded.seam.computes:
         compute_all(chain.from_iterable(cases.values()), device)
         return loaded
@@ -61,7 +62,7 @@ def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) 
         said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
         said += reason or "those of another rank are"
         backend = _refuse(loaded, operator, said) or backend
-    _start_flash_attention(loaded, cases.get("attention", ()))
+    _start_flash_attention(loaded, every.get("attention", ()))
     _log.info(
         "Triton's kernels were compared with torch in %.1f s%s",
         time.perf_counter() - start,
@@ -71,12 +72,17 @@ def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) 
 
 
 def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
-    """Have torch's flash attention compute long prompts of the layers for which it is right on all ranks."""
+    """Have a library's flash attention compute long prompts of the layers for which it is right on all ranks.
+
+    torch's is used next to Triton's kernels only: aiter's attention computes long prompts otherwise.
+    """
     device = loaded.device
     flash_attention.start(frozenset())
-    if "attention" in backends.named(loaded.config.kernel_backend, backends.TRITON) or loaded.dtype.itemsize != 2:
+    by_triton = backends.named(loaded.config.kernel_backend, backends.TRITON) & {"attention", backends.PREFILL}
+    is_there = aiter.takes(backends.PREFILL) or not aiter.takes("attention")
+    if by_triton or not is_there or not triton.takes("attention"):
         return
-    if triton.is_invariant():
+    if triton.is_invariant() or loaded.dtype.itemsize != 2:
         return
     found: dict[Hashable, FlashCase] = {}
     for case in cases:
@@ -86,15 +92,16 @@ def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
             sizes = case.heads, case.kv_heads, case.head_dim
             flash = FlashCase(*sizes, case.options, case.dtype, case.cache_dtype, case.block_size)
             found.setdefault(flash.key, flash)
+    by = f"{'aiter' if aiter.takes(backends.PREFILL) else 'torch'}'s flash attention"
     reason = "this release of torch has none" if flash_attention.library() is None else None
     # All forms or none, so that ranks agree.
     if reason is None:
         reason = failure_of(found.values(), device, "attention")
     if loaded.parallel.all_agree(reason is None and bool(found), device):
         flash_attention.start(frozenset(found))
-        _log.info("Prompts of %d tokens and more attend by torch's flash attention", flash_attention.LEAST_QUERIES)
+        _log.info("Prompts of %d tokens and more attend by %s", flash_attention.LEAST_QUERIES, by)
     elif found:
-        _log.info("Prompts attend by Triton's kernels, not by torch's flash attention: %s", reason or "another rank")
+        _log.info("Long prompts attend as all others, not by %s: %s", by, reason or "another rank")
 
 
 def watch_kernels() -> "CheckedKernels":
@@ -185,7 +192,7 @@ def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
         found = merged_cases(found, cases_of_model(loaded.drafter, of_drafter, loaded.dtype, most))
     found["sampling"] = [SamplingCase(loaded.model_config.vocab_size)]
     by_torch = _FUSED if is_compiled else frozenset()
-    return {operator: cases for operator, cases in found.items() if _are_ours(operator) and operator not in by_torch}
+    return {operator: cases for operator, cases in found.items() if operator not in by_torch}
 
 
 def _are_ours(operator: str) -> bool:

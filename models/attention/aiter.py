@@ -4,8 +4,8 @@ import torch
 
 from models.attention.backend import BACKENDS
 from models.attention.gpu import TritonMetaData
-from models.attention.triton import TritonAttentionBackend, plan_of
-from models.ops import aiter
+from models.attention.triton import TritonAttentionBackend, flash_spans, plan_of
+from models.ops import aiter, flash_attention
 from models.ops.aiter.attention import Rows, paged, takes_paged, takes_unified, unified
 from models.ops.triton.attention import attend_decodes, attend_spans
 from models.ops.types import AttentionOptions, KVCacheTensor
@@ -29,15 +29,26 @@ class AiterAttentionBackend(TritonAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         decodes, query_len = metadata.num_decodes * metadata.query_len, metadata.query_len
+        block = cache.k_cache.shape[2]
         is_unified = aiter.takes("attention") and q.dtype in _TYPES and takes_unified(options, sinks)
+        spans = flash_spans(q, cache, metadata, options, sinks)
+        if spans is not None:
+            tokens = slice(decodes, None)
+            out[tokens] = flash_attention.attend(q[tokens], cache, metadata.block_tables, spans, options)
         if is_unified and not (aiter.decodes_apart() and query_len == 1):
-            decodes = 0
+            if spans is None:
+                unified(q, out, cache, _rows(metadata, slice(0, None), block), options, sinks)
+            elif decodes:
+                rows = _rows(metadata, slice(0, metadata.num_decodes), block)
+                unified(q[:decodes], out[:decodes], cache, rows, options, sinks)
+            return
         if decodes:
             self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
-        if decodes < len(q) and is_unified:
-            rows = _rows(metadata, decodes, cache.k_cache.shape[2])
-            unified(q[decodes:], out[decodes:], cache, rows, options, sinks)
-        elif decodes < len(q):
+        if decodes == len(q) or spans is not None:
+            return
+        if is_unified:
+            unified(q[decodes:], out[decodes:], cache, _rows(metadata, slice(decodes, None), block), options, sinks)
+        else:
             attend_spans(q, out, cache, plan_of(q, cache, metadata), options, sinks)
 
     def _decode(
@@ -59,18 +70,18 @@ class AiterAttentionBackend(TritonAttentionBackend):
             attend_decodes(q, out, cache, plan_of(q, cache, metadata), options, sinks)
 
 
-def _rows(metadata: TritonMetaData, first: int, block: int) -> Rows:
-    """A step's rows from `first` on."""
-    rest = slice(first, None)
-    starts = metadata.cu_seqlens_q
+def _rows(metadata: TritonMetaData, rows: slice, block: int) -> Rows:
+    """Some of a step's rows; before them are rows of one token, if any."""
+    first = rows.start
+    starts = metadata.cu_seqlens_q[first : None if rows.stop is None else rows.stop + 1]
     if first:
         key = "aiter", first
         if key not in metadata.plans:
-            metadata.plans[key] = starts[first:] - first
+            metadata.plans[key] = starts - first
         starts = metadata.plans[key]
-    queries = metadata.query_len if metadata.lengths is None else int(metadata.lengths.queries[rest].max())
-    keys = _most_keys(metadata, rest, block)
-    return Rows(starts, metadata.seq_lens[rest], metadata.block_tables[rest], queries, keys)
+    queries = metadata.query_len if metadata.lengths is None else int(metadata.lengths.queries[rows].max())
+    keys = _most_keys(metadata, rows, block)
+    return Rows(starts, metadata.seq_lens[rows], metadata.block_tables[rows], queries, keys)
 
 
 def _most_keys(metadata: TritonMetaData, rows: slice, block: int) -> int:

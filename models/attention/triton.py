@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models.attention.backend import BACKENDS, AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.ops import flash_attention
+from models.ops.flash_attention import Spans
 from models.ops.memory import upload
 from models.ops.torch_ops import top_k_lower_first
 from models.ops.triton.attention import attend_decodes, paged_attention, tokens_of_tile
@@ -72,9 +73,7 @@ class TritonAttentionBackend(GPUAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         """Attend to the stored keys and values. # [T, Hq, D] each"""
-        spans = None
-        if metadata.lengths is not None and flash_attention.takes(q, cache, options, sinks):
-            spans = metadata.flash_spans(options.sliding_window)
+        spans = flash_spans(q, cache, metadata, options, sinks)
         if spans is None:
             paged_attention(q, out, cache, plan_of(q, cache, metadata), options, sinks)
             return
@@ -112,6 +111,19 @@ class TritonAttentionBackend(GPUAttentionBackend):
         """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k] or None"""
 
         return index_top_k(q, weights, k, cache, metadata, top_k)
+
+
+def flash_spans(
+    q: torch.Tensor,
+    cache: KVCacheTensor,
+    metadata: TritonMetaData,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> Spans | None:
+    """The rows after the decodes, where a library's flash attention computes them; None: it does not."""
+    if metadata.lengths is None or not flash_attention.takes(q, cache, options, sinks):
+        return None
+    return metadata.flash_spans(options.sliding_window)
 
 
 def plan_of(q: torch.Tensor, cache: KVCacheTensor, metadata: TritonMetaData) -> AttentionPlan:

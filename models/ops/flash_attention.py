@@ -1,4 +1,6 @@
-"""Prompts by torch's flash attention for rows of any lengths, over keys and values gathered from the paged cache.
+"""Prompts by a library's flash attention for rows of any lengths, over keys and values gathered from the paged cache.
+
+The library is aiter where it passed its probe, and otherwise torch.
 
 A library's kernel may multiply long prompts at a higher share of the matrix rate than one that follows block tables;
 a gather reads each key once more. Used for spans of at least `LEAST_QUERIES` tokens whose keys are few in proportion,
@@ -16,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models.ops import aiter
 from models.ops import paged_attention as reference
+from models.ops.aiter.attention import varlen
 from models.ops.memory import upload
 from models.ops.self_test import Case, Finding, PagedRows, Problems, relative_error, rounding_bound
 from models.ops.types import AttentionOptions, KVCacheTensor
@@ -63,9 +67,14 @@ def supports(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
     return sinks is None and options.soft_cap is None and not options.is_chunked
 
 
-@cache
 def library() -> Callable[..., torch.Tensor] | None:
-    """torch's attention of rows of any lengths; None where this release has none.
+    """aiter's attention of rows of any lengths, or torch's; None where there is none."""
+    return varlen if aiter.takes("prefill") else _of_torch()
+
+
+@cache
+def _of_torch() -> Callable[..., torch.Tensor] | None:
+    """torch's; None where this release has none.
 
     Keys are not split where a release has an option for it: the number of splits depends on the longest row of a step.
     """

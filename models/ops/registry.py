@@ -15,13 +15,15 @@ OPERATORS = ("attention", "norm", "activation", "moe", "linear", "recurrent", "s
 that stay quantised; recurrent layers; sampling; products with weights that are dense; sums over ranks."""
 DECODE = "decode"
 """Attention's rows of one token, by another than its spans, where that is asked for."""
+PREFILL = "prefill"
+"""Attention of long prompts over gathered keys: by aiter, else by torch's flash attention, or by Triton's kernels."""
 AUTO, TRITON, TORCH, AITER = "auto", "triton", "torch", "aiter"
 BACKENDS = (AUTO, TRITON, TORCH, AITER)
 WHEN_ASKED = frozenset({DECODE, "gemm", "all_reduce"})
 """What aiter computes only where it is asked to."""
 _WITHOUT_TRITON = frozenset({"gemm", "all_reduce"})
 """What there is no Triton kernel for: torch's libraries compute it."""
-_AFTER_TRITON = frozenset({"attention", DECODE, "linear"})
+_AFTER_TRITON = frozenset({"attention", DECODE, PREFILL, "linear"})
 """What aiter computes of what Triton's kernels have stored or rounded."""
 
 
@@ -40,16 +42,16 @@ class Choice(NamedTuple):
 def parse(words: Sequence[str]) -> dict[str, str]:
     """By operator, which backend is asked for: `BACKEND` is for all, `OPERATOR=BACKEND` for one, the last counts.
 
-    Decodes are in it where they are named, and after `aiter` for all.
+    Decodes are in it where they are named, and after `aiter` for all; long prompts always.
     Raises `ValueError`, a sentence, for a name that there is not.
     """
-    wanted = dict.fromkeys(OPERATORS, AUTO)
+    wanted = dict.fromkeys((*OPERATORS, PREFILL), AUTO)
     for word in words:
         operator, equals, backend = word.rpartition("=")
-        if backend not in BACKENDS or (equals and operator not in (*OPERATORS, DECODE)):
+        if backend not in BACKENDS or (equals and operator not in (*OPERATORS, DECODE, PREFILL)):
             raise ValueError(
                 f"kernel_backend is {word}; it must be one of {', '.join(BACKENDS)}, or OPERATOR=BACKEND for one of "
-                f"{', '.join((*OPERATORS, DECODE))}"
+                f"{', '.join((*OPERATORS, DECODE, PREFILL))}"
             )
         if (operator in _WITHOUT_TRITON and backend == TRITON) or (operator == DECODE and backend == TORCH):
             other = TRITON if operator == DECODE else TORCH
@@ -57,7 +59,7 @@ def parse(words: Sequence[str]) -> dict[str, str]:
         if equals:
             wanted[operator] = backend
         else:
-            wanted = dict.fromkeys(OPERATORS, backend)
+            wanted = dict.fromkeys((*OPERATORS, PREFILL), backend)
             if backend == AITER:
                 wanted[DECODE] = backend
         if wanted.get(DECODE) == AUTO:
@@ -84,8 +86,10 @@ def choose(
     """
     choices = [_choice(operator, asked, triton_reason, aiter_reasons) for operator, asked in wanted.items()]
     if choices[0].backend == TORCH:
-        choices = [Choice(DECODE, TORCH, "attention is") if one.operator == DECODE else one for one in choices]
-    return tuple(choices)
+        apart = DECODE, PREFILL
+        choices = [Choice(one.operator, TORCH, "attention is") if one.operator in apart else one for one in choices]
+    # Whether torch's flash attention or Triton's kernels compute long prompts is known once both were compared.
+    return tuple(one for one in choices if one.operator != PREFILL or one.backend == AITER)
 
 
 def _choice(operator: str, wanted: str, triton_reason: str | None, aiter_reasons: Mapping[str, str | None]) -> Choice:

@@ -15,7 +15,7 @@ from models.attention.backend import BACKENDS, AttentionBackend, _gpu_backend
 from models.attention.torch_paged import TorchAttentionBackend
 from models.attention.triton import TritonAttentionBackend
 from models.layers.moe import FusedMoE
-from models.ops import aiter
+from models.ops import aiter, flash_attention
 from models.ops import paged_attention as reference
 from models.ops import registry as backends
 from models.ops import triton as kernels
@@ -23,6 +23,7 @@ from models.ops.aiter import library as bindings
 from models.ops.aiter.cases import Sizes
 from models.ops.aiter.probe import wrong
 from models.ops.stored_weight import stored_of
+from models.ops.triton.grids import AttentionPlan
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor
 from tests.aiter_library import Library, library
 from tests.parity import quantized_checkpoints as q
@@ -36,7 +37,7 @@ __all__ = ["library"]
 
 pytestmark = requires_interpreter
 
-SPANS, DECODES = "unified_attention", "paged_attention_v1"
+SPANS, DECODES, PROMPTS = "unified_attention", "paged_attention_v1", "flash_attn_varlen_func"
 DENSE = frozenset({"attention", "norm", "activation", "moe", "linear", "gemm"})
 
 
@@ -155,6 +156,43 @@ def test_decodes_are_computed_apart_where_that_is_asked_for(tmp_path: Path, call
     calls.start(frozenset({"decode"}), decodes_apart=True)
     assert_near(run(paged(path)), expected)
     assert calls.names == [DECODES] * 4
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_long_prompts_are_the_librarys_by_another_function(
+    attends: bool, tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their keys are gathered; a chunk after a long prefix and decodes are computed as without it."""
+    path = checkpoint("qwen3", tmp_path / "model")
+    expected = by_torch(path)
+    monkeypatch.setattr(flash_attention, "LEAST_QUERIES", 5)
+    monkeypatch.setattr(flash_attention, "form_of", lambda *_: "any")
+    monkeypatch.setattr("models.attention.triton.attend_decodes", attend_by_torch)
+    monkeypatch.setattr("models.attention.triton.paged_attention", attend_by_torch)
+    flash_attention.start(frozenset({"any"}))
+    try:
+        calls.start(frozenset({"attention", "prefill"} if attends else {"prefill"}))
+        found = run(paged(path))
+    finally:
+        flash_attention.start(frozenset())
+    assert_near(found, expected)
+    attended = [name for name in calls.names if name in (SPANS, PROMPTS)]
+    by_layer = [[PROMPTS], [SPANS], [PROMPTS, SPANS]] if attends else [[PROMPTS], [], [PROMPTS]]
+    assert attended == [name for step in by_layer for name in step * 2]  # Two layers.
+
+
+def attend_by_torch(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCacheTensor,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Of all rows of a step, or of its decodes."""
+    rows = int((plan.query_starts <= len(q)).sum()) - 1
+    starts, lengths, tables = plan.query_starts[: rows + 1], plan.seq_lens[:rows], plan.block_tables[:rows]
+    out.copy_(reference.attend(q, cache, starts, lengths, tables, options, sinks))
 
 
 @pytest.mark.parametrize("query_len", [1, 2])

@@ -130,6 +130,14 @@ def test_a_sound_library_computes_everything(operator: str) -> None:
         ("attention", ATTENTION, "softcap, k_descale", "0.0, k_descale", "with a soft cap"),
         ("attention", ATTENTION, "v_descale, sinks", "v_descale, None", "with sinks"),
         ("attention", ATTENTION, "softcap, k_descale", "softcap, None", "over a cache in FP8"),
+        (
+            "prefill",
+            "__init__.py",
+            "softmax_scale, 1 + window_size[0],",
+            "softmax_scale, 0,",
+            "torch.bfloat16 with a window",
+        ),
+        ("prefill", "__init__.py", "lengths, tables, softmax", "lengths, tables * 0, softmax", "in torch.bfloat16"),
         ("decode", "__init__.py", 'layout == "HND"', 'layout == "NHD"', ""),
         ("decode", "__init__.py", "scale, sliding_window,", "scale, 0,", "with a window"),
         (

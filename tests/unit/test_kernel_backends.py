@@ -71,6 +71,13 @@ def test_decodes_are_the_spans_backends_unless_another_is_asked_for() -> None:
     assert "decode" not in choices("aiter", "decode=auto", **works)
 
 
+def test_long_prompts_are_aiters_where_it_works_and_known_later_elsewhere() -> None:
+    assert choices(prefill=None)["prefill"] == "prefill by aiter"
+    assert choices("prefill=aiter", prefill=None)["prefill"] == "prefill by aiter"
+    for words in ((), ("prefill=torch",), ("prefill=triton",), ("attention=torch",), ("torch",)):
+        assert "prefill" not in choices(*words, prefill=None if words else "it failed")
+
+
 def test_aiter_attends_only_to_what_triton_has_stored() -> None:
     found = choices("aiter", triton="no compiler", attention=None, linear=None, moe=None)
     assert found["attention"] == "attention by torch (no compiler)"

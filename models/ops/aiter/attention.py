@@ -1,4 +1,5 @@
-"""The library's attention over Kaon's paged cache. Called by `models.attention.aiter`, and by the probe.
+"""The library's attention over Kaon's paged cache, and over keys and values that are gathered from it. Called by
+`models.attention.aiter`, `models.ops.flash_attention`, and by the probe.
 
 Two of the library's functions read the cache in its layout, [num_blocks, kv_heads, block, head_dim] with any stride
 from block to block: `unified_attention`, to which it is a view of [num_blocks, block, kv_heads, head_dim], and
@@ -102,6 +103,33 @@ def paged(q: torch.Tensor, out: torch.Tensor, cache: KVCacheTensor, rows: Rows, 
         partition_size=_PARTITION,
         **window,
     )
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Causal attention of rows of any lengths to keys and values that lie row after row: the last query of a row sees
+    its last key. As torch's `varlen_attn`. # q [T, Hq, D], k and v [keys, Hkv, D], starts [B + 1] int32 -> [T, Hq, D]
+
+    `window_size`: the keys before a query's own that it sees, -1: all, and 0.
+    """
+    del enable_gqa  # The library finds it by the shapes.
+    window = _NO_WINDOW if window_size[0] < 0 else window_size
+    rows = query_starts, key_starts, most_queries, most_keys
+    out: torch.Tensor = function("flash_attn_varlen_func")(
+        q, k, v, *rows, softmax_scale=scale, causal=True, window_size=window
+    )
+    return out
 
 
 def _scales(cache: KVCacheTensor, options: AttentionOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:

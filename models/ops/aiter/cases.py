@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -92,6 +93,51 @@ def _attend_unified(
     out = torch.zeros_like(step.q)
     attention.unified(step.q, out, cache, step.rows, options, sinks)
     return out
+
+
+def _prefill(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
+    """Prompts, and chunks after a prefix, in 16-bit types; a long prompt, for which the library has other kernels."""
+    for dtype, window in ((torch.bfloat16, None), (torch.bfloat16, 20), (torch.float16, None)):
+        for queries, lengths in (([5, 131, 40], [5, 131, 110]), ([1100], [1100])):
+            what = f"prompts of up to {max(queries)} tokens in {dtype}{'' if window is None else ' with a window'}"
+            yield _finding(what, *_prompts(sizes, queries, lengths, dtype, window, device))
+
+
+def _prompts(
+    sizes: Sizes, queries: list[int], lengths: list[int], dtype: torch.dtype, window: int | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the library and what the reference computes. # [tokens, Hq, D] each"""
+
+    def values(tokens: int, heads: int, shift: int) -> torch.Tensor:
+        made = _small(tokens, heads * sizes.head_dim, dtype=dtype, device=device, shift=shift)
+        return made.view(tokens, heads, sizes.head_dim)
+
+    q = values(sum(queries), sizes.heads, 1)
+    k, v = (values(sum(lengths), sizes.kv_heads, shift) for shift in (2, 5))
+    starts, key_starts = (
+        torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device) for each in (queries, lengths)
+    )
+    options = AttentionOptions(sizes.head_dim**-0.5, sliding_window=window)
+    found = attention.varlen(
+        q,
+        k,
+        v,
+        starts,
+        key_starts,
+        max(queries),
+        max(lengths),
+        scale=options.scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=sizes.heads != sizes.kv_heads,
+    )
+    by_row = (torch.split(each, counts) for each, counts in ((q, queries), (k, lengths), (v, lengths)))
+    expected = [
+        reference.attend_row(
+            of_row.float(), keys.transpose(0, 1).float(), of_keys.transpose(0, 1).float(), options, None
+        )
+        for of_row, keys, of_keys in zip(*by_row, strict=True)
+    ]
+    return found, torch.cat(expected)
 
 
 def _decode(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
@@ -337,6 +383,7 @@ COMPARISONS: Mapping[str, Comparison] = MappingProxyType(
         "norm": _norm,
         "activation": _activation,
         "attention": _attention,
+        "prefill": _prefill,
         "decode": _decode,
         "moe": _moe,
         "linear": _linear,

@@ -47,6 +47,8 @@ CALLS: dict[str, tuple[Call, ...]] = {
             _UNIFIED,
         ),
     ),
+    # (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ...)
+    "prefill": (Call("flash_attn_varlen_func", ("aiter",), 7, ("softmax_scale", "causal", "window_size")),),
     # `sliding_window` since 2026.
     "decode": (Call("paged_attention_v1", ("aiter",), 0, _PAGED),),
     # (hidden_states, w1, w2, topk_weight, topk_ids, ...); (x, layout)

@@ -74,6 +74,49 @@ def gemm_a8w8_blockscale(
     return F.linear(XQ.float() * x_scale.repeat_interleave(128, 1)[:, :columns], WQ.float() * scales).to(dtype)
 
 
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    min_seqlen_q: int = 0,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    causal: bool = False,
+    window_size: tuple[int, ...] = (-1, -1, 0),
+    bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_attn_probs: bool = False,
+    how_v3_bf16_cvt: int = 1,
+    block_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_k_padded: torch.Tensor | None = None,
+    sink_ptr: torch.Tensor | None = None,
+) -> torch.Tensor:
+    assert causal
+    assert softmax_scale is not None
+    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+    assert max_seqlen_k == int(cu_seqlens_k.diff().max())
+    assert q.dtype is k.dtype is v.dtype in (torch.bfloat16, torch.float16)
+    assert window_size[1] == (-1 if window_size[0] < 0 else 0)
+    found = torch.empty_like(q)
+    lengths = cu_seqlens_k.diff()
+    # Blocks of one key.
+    tables = cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k)
+    pages = k[:, None], v[:, None]
+    attend(
+        q, *pages, found, cu_seqlens_q, lengths, tables, softmax_scale, 1 + window_size[0], logits_soft_cap, None, None
+    )  # fmt: skip
+    return found
+
+
 def paged_attention_v1(
     out: torch.Tensor,
     workspace_buffer: torch.Tensor,
