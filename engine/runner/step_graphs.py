@@ -4,8 +4,10 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import torch
+from torch import nn
 
 from engine.config.config import Config
 from engine.runner.device import Device
@@ -19,6 +21,7 @@ from engine.runner.pieces import PieceRunner
 from engine.speculative.drafts import max_verified_rows
 from models.attention.backend import AttentionBackend
 from models.layers.base import CausalLM
+from models.layers.block_sparse import BlockSparseAttention
 from models.lora.adapters import capture_obstacle
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -130,6 +133,8 @@ def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, mode
     """Why decodes run eagerly, in words, or "" where that needs no explanation; None: they are captured."""
     if not device.has_graphs or config.compilation_config.enforce_eager:
         return ""
+    if any(isinstance(module, BlockSparseAttention) for module in cast(nn.Module, model).modules()):
+        return "torch computes block-sparse attention, from lengths that it reads on the host"
     if parallel.token_exchange is not None and config.compilation_config.capture != "start":
         return "replicas that exchange tokens capture graphs together, at the start; set capture to start"
     if parallel.token_exchange is None and parallel.experts is not None and parallel.experts.exchange is not None:

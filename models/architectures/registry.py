@@ -112,6 +112,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "Glm4MoeForCausalLM": "models.architectures.glm4_moe",
         "GlmMoeDsaForCausalLM": "models.architectures.deepseek_v2",
         "MiniMaxM2ForCausalLM": "models.architectures.minimax_m2",
+        "MiniMaxM3VLForCausalLM": "models.architectures.minimax_m3",
         "Ministral3ForCausalLM": "models.architectures.ministral3",
         "Olmo2ForCausalLM": "models.architectures.olmo",
         "Olmo3ForCausalLM": "models.architectures.olmo",
@@ -168,6 +169,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "deepseek_v3": "DeepseekV3ForCausalLM",
         },
         "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
+        "MiniMaxM3SparseForConditionalGeneration": {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
         "Mistral3ForConditionalGeneration": {
             "ministral3": "Ministral3ForCausalLM",
             "mistral": "MistralForCausalLM",

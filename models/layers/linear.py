@@ -13,6 +13,7 @@ from torch import nn
 
 from models.layers.lora import LinearLoRA, OutputPart, Span
 from models.layers.parameter import (
+    SourceNames,
     WeightPart,
     empty_parameter,
     fill_rows,
@@ -112,13 +113,21 @@ class ParallelLinear(nn.Module):
 class PackedLinear(ParallelLinear):
     """Output features of several checkpoint tensors in one product; the rank's part of each."""
 
-    def __init__(self, in_features: int, parts: dict[str | int | None, OutputPart], *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str | int | None, OutputPart],
+        *,
+        bias: bool = False,
+        sources: tuple[SourceNames, ...] = (),
+    ) -> None:
+        """`sources`: see `empty_parameter`."""
         super().__init__()
         self.in_features = in_features
         self.inputs = slice(0, in_features)
         self.parts = parts
         row = max(part.rows.stop for part in parts.values())
-        self.weight = empty_parameter(row, in_features, weight_loader=self._load, is_product=True)
+        self.weight = empty_parameter(row, in_features, weight_loader=self._load, is_product=True, sources=sources)
         self.bias = empty_parameter(row, weight_loader=self._load) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,12 +191,14 @@ class MergedColumnParallelLinear(PackedLinear):
         *,
         bias: bool = False,
         parallel: TensorParallel = SINGLE_RANK,
+        sources: tuple[SourceNames, ...] = (),
     ) -> None:
+        """`sources`: see `empty_parameter`."""
         parts: dict[str | int | None, tuple[int, int, int]] = {}
         for shard, features in enumerate(out_features):
             local = parallel.share(features, "out_features")
             parts[shard] = (features, parallel.rank * local, local)
-        super().__init__(in_features, _one_after_another(parts), bias=bias)
+        super().__init__(in_features, _one_after_another(parts), bias=bias, sources=sources)
 
 
 class QKVParallelLinear(PackedLinear):

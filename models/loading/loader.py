@@ -257,9 +257,8 @@ def _model_class(config: ModelConfig | EncoderConfig) -> type[nn.Module]:
 def _renaming(config: ModelConfig | EncoderConfig) -> Callable[[str], str]:
     """The model's name of a tensor, by its name in the checkpoint."""
     if isinstance(config, ModelConfig):
-        if config.is_text_part:
-            return lambda name: text_name(name) or name
-        return ARCHITECTURES[config.architecture].facts.rename or (lambda name: name)
+        own = ARCHITECTURES[config.architecture].facts.rename or (lambda name: name)
+        return (lambda name: own(text_name(name) or name)) if config.is_text_part else own
     return lambda name: name
 
 

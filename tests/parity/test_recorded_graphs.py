@@ -15,6 +15,7 @@ from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
 from engine.runner.device_batch import DeviceInputs
 from engine.runner.model_runner import ModelRunner
+from engine.runner.step_graphs import why_no_graphs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.architectures.registry import ARCHITECTURES as REGISTERED
@@ -36,6 +37,7 @@ from tests.parity.variants import (
     Variant,
     attention_families,
     attention_only,
+    block_sparse,
     deepseek,
     gemma3,
     gemma3n,
@@ -94,9 +96,22 @@ ARCHITECTURES = [
 ]
 
 
+EAGER = [block_sparse.VARIANTS[0]]
+"""Of architectures of which torch computes a part from lengths on the host, which no graph captures."""
+
+
 def test_every_architecture_is_among_them() -> None:
     tried = {"Qwen3ForCausalLM", *(each.values[0].architecture for each in ARCHITECTURES if each.values[0])}
+    tried |= {each.architecture for each in EAGER}
     assert {REGISTERED[name].model_class for name in tried} == {REGISTERED[name].model_class for name in REGISTERED}
+
+
+@pytest.mark.parametrize("variant", EAGER, ids=lambda variant: variant.architecture)
+def test_layers_that_read_lengths_on_the_host_are_not_captured(variant: Variant, tmp_path: Path) -> None:
+    runner = runner_of(checkpoint_of(variant, tmp_path), {"cudagraph_capture_sizes": (SIZE,)})
+    reason = why_no_graphs(runner.config, RecordingDevice(), runner.parallel, runner.model)
+    assert reason is not None
+    assert "lengths that it reads on the host" in reason
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,7 @@ ONLY_OURS = {
     "OlmoHybridForCausalLM": "layers of linear_attention",
     "Mamba2ForCausalLM": "layers of linear_attention",
     "MiniMaxForCausalLM": "layers of linear_attention",
+    "MiniMaxM3VLForCausalLM": "layers of minimax_m3_sparse",
     "Zamba2ForCausalLM": "layers of hybrid and linear_attention",
     "Llama4ForCausalLM": "layers of chunked_attention",
 }

@@ -22,7 +22,9 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
-PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM", "Gemma3nForCausalLM", "GlmMoeDsaForCausalLM"})
+PARTLY_TORCH = frozenset(
+    {"DeepseekV32ForCausalLM", "Gemma3nForCausalLM", "GlmMoeDsaForCausalLM", "MiniMaxM3VLForCausalLM"}
+)
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
 
 DERIVED = frozenset(

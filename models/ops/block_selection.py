@@ -1,0 +1,145 @@
+"""Attention to selected blocks of a paged context (MiniMax-M3's sparse attention) in plain torch, a row at a time.
+
+    queries [n, heads] --index queries, index keys--> best blocks of keys by KV head --> softmax over their keys
+
+Selection needs the scores of a small head against every earlier key. Attention then reads `top_k * block_size` keys
+for each KV head, however long the context is.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from models.ops.cpu import runtime
+from models.ops.paged_attention import row_vectors
+from models.ops.torch_ops import top_k_lower_first
+from models.ops.types import AttentionOptions, KVCacheTensor, VectorCache
+
+_MAX_SCORES = 1 << 23
+"""The most scores by head in memory at a time: 32 MiB. One query over a long context may take more."""
+
+
+class BlockChoice(NamedTuple):
+    """How a layer selects blocks."""
+
+    block_size: int
+    """Tokens of a block of keys, which are unrelated to the blocks of the cache."""
+    top_k: int
+    """Blocks that a query attends to."""
+    num_local: int
+    """How many of them are the query's own block and those directly before it, whatever their scores."""
+
+
+def select_blocks(q: torch.Tensor, keys: torch.Tensor, first: int, choice: BlockChoice) -> torch.Tensor | None:
+    """Whether each head of each query attends to each block. None: to all that are visible.
+
+    The score of a block is the largest product of the query with one of its keys. # q [n, H, D], the queries at
+    positions `first` to `first + n - 1`; keys [length, D] -> [n, H, blocks] bool
+    """
+    size, top_k, num_local = choice
+    num_blocks = -(-len(keys) // size)
+    if num_blocks <= top_k:
+        return None
+    scores = q.float() @ keys.float().T
+    positions = torch.arange(first, first + len(q), device=q.device)
+    scores.masked_fill_(torch.arange(len(keys), device=q.device) > positions[:, None, None], -torch.inf)
+    scores = F.pad(scores, (0, num_blocks * size - len(keys)), value=-torch.inf)
+    by_block = scores.view(*scores.shape[:2], num_blocks, size).amax(-1)
+    local = (positions[:, None] // size - torch.arange(num_local, device=q.device)).clamp(min=0)
+    by_block.scatter_(-1, local[:, None].expand(-1, q.shape[1], -1), torch.inf)
+    best, blocks = top_k_lower_first(by_block, top_k)
+    return torch.zeros_like(by_block, dtype=torch.bool).scatter_(-1, blocks, best > -torch.inf)
+
+
+def attend_to_blocks(
+    q: torch.Tensor,
+    index_q: torch.Tensor,
+    caches: tuple[KVCacheTensor, VectorCache],
+    query_starts: list[int],
+    seq_lens: list[int],
+    block_tables: torch.Tensor,
+    options: AttentionOptions,
+    choice: BlockChoice,
+) -> torch.Tensor:
+    """Each row's last tokens to the blocks that they select. # q [T, Hq, D], index_q [T, Hkv, Di] -> [T, Hq, D]
+
+    `caches`: keys and values, and index keys, which hold the step's own already. `query_starts` [B + 1]: where each
+    row's tokens begin among the T. `seq_lens` [B], `block_tables` [B, max_blocks].
+
+    On a CPU with operators each query is computed by itself: products of torch round by the sizes of a batch.
+    """
+    cache, index_cache = caches
+    out = torch.empty_like(q)
+    is_alone = runtime.active() and q.device.type == "cpu"
+    for row, length in enumerate(seq_lens):
+        start, stop = query_starts[row : row + 2]
+        first = length - (stop - start)
+        blocks = block_tables[row].long()
+        size = max(1, _MAX_SCORES // (q.shape[1] * max(length, 1)))
+        for begin in range(start, stop, 1 if is_alone else size):
+            some = slice(begin, min(begin + (1 if is_alone else size), stop))
+            seen = first + some.stop - start
+            keys = row_vectors(index_cache.vectors, blocks, seen)
+            chosen = select_blocks(index_q[some], keys, first + begin - start, choice)
+            if some.stop - some.start == 1:
+                out[some] = _attend_one(q[begin], cache, blocks, seen, options, choice, chosen)
+            else:
+                out[some] = _attend_some(q[some], cache, blocks, seen, options, choice, chosen)
+    return out
+
+
+def _attend_one(
+    q: torch.Tensor,
+    cache: KVCacheTensor,
+    blocks: torch.Tensor,
+    length: int,
+    options: AttentionOptions,
+    choice: BlockChoice,
+    chosen: torch.Tensor | None,
+) -> torch.Tensor:
+    """One query, which gathers only the keys of its blocks. # [Hq, D], [1, Hkv, blocks] -> [1, Hq, D]"""
+    num_kv_heads = cache.k_cache.shape[1]
+    positions = torch.arange(length, device=q.device)
+    heads = []
+    for head, queries in enumerate(q.float().view(num_kv_heads, -1, q.shape[-1])):
+        seen = positions if chosen is None else positions[chosen[0, head, positions // choice.block_size]]
+        k, v = (_of_head(pages, head, blocks, seen) for pages in (cache.k_cache, cache.v_cache))
+        shares = (queries @ k.T * (options.scale * options.k_scale)).softmax(-1)
+        heads.append(shares @ v * options.v_scale)
+    return torch.stack(heads).view(1, *q.shape).to(q.dtype)
+
+
+def _attend_some(
+    q: torch.Tensor,
+    cache: KVCacheTensor,
+    blocks: torch.Tensor,
+    length: int,
+    options: AttentionOptions,
+    choice: BlockChoice,
+    chosen: torch.Tensor | None,
+) -> torch.Tensor:
+    """Consecutive queries, the last of them at the end of the context. # [n, Hq, D], [n, Hkv, blocks] -> [n, Hq, D]"""
+    num_kv_heads = cache.k_cache.shape[1]
+    keys = torch.arange(length, device=q.device)
+    hidden = (keys > keys[length - len(q) :, None])[:, None]
+    if chosen is not None:
+        hidden = hidden | ~chosen[..., keys // choice.block_size]
+    queries = q.float().view(len(q), num_kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # [Hkv, group, n, D]
+    k, v = (
+        torch.stack([_of_head(pages, head, blocks, keys) for head in range(num_kv_heads)])[:, None]
+        for pages in (cache.k_cache, cache.v_cache)
+    )
+    scores = queries @ k.transpose(-1, -2) * (options.scale * options.k_scale)
+    shares = scores.masked_fill_(hidden.transpose(0, 1)[:, None], -torch.inf).softmax(-1)
+    out = shares @ v * options.v_scale
+    return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)
+
+
+def _of_head(pages: torch.Tensor, head: int, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A head's keys or values at some positions of a row. # [num_blocks, Hkv, block, D] -> [positions, D] float32"""
+    size = pages.shape[2]
+    at = blocks[positions // size], positions % size
+    if pages.dtype.itemsize > 1:
+        return pages[:, head][at].float()
+    return pages.view(torch.uint8)[:, head][at].view(pages.dtype).float()
