@@ -171,7 +171,7 @@ def _experts(draw: random.Random, seed: int) -> None:
 
 
 def _attention(draw: random.Random, seed: int) -> None:
-    kv_heads, dim = draw.choice((1, 2)), draw.choice((32, 64, 96, 256))
+    kv_heads, dim = draw.choice((1, 2)), draw.choice((32, 40, 64, 72, 80, 96, 112, 256))
     heads, block_size = kv_heads * draw.choice((1, 2, 5, 17)), draw.choice((16, 32))
     lengths = [draw.choice((1, 16, 63, 90)), draw.randint(1, 140)]
     q, k, v = (

@@ -196,7 +196,9 @@ class TestGatedLinear:
 
 @pytest.mark.usefixtures("operators")
 class TestRopeStore:
-    @pytest.mark.parametrize(("dim", "rotary_dim"), [(32, 32), (64, 24), (96, 96), (128, 128), (64, 0), (256, 80)])
+    @pytest.mark.parametrize(
+        ("dim", "rotary_dim"), [(32, 32), (64, 24), (96, 96), (128, 128), (64, 0), (256, 80), (72, 72), (80, 20)]
+    )
     @pytest.mark.parametrize("offset", [None, 0.0, 1.0])
     def test_equals_the_reference(self, dim: int, rotary_dim: int, offset: float | None) -> None:
         tokens, heads, kv_heads, block_size = 50, 10, 3, 16
@@ -515,7 +517,15 @@ CHUNKED = [
 class TestAttention:
     @pytest.mark.parametrize(
         ("heads", "kv_heads", "dim", "block_size"),
-        [(4, 2, 64, 16), (3, 3, 32, 16), (7, 1, 128, 32), (20, 1, 96, 16), (2, 2, 256, 48)],
+        [
+            (4, 2, 64, 16),
+            (3, 3, 32, 16),
+            (7, 1, 128, 32),
+            (20, 1, 96, 16),
+            (2, 2, 256, 48),
+            (7, 1, 72, 32),
+            (8, 8, 80, 16),
+        ],
     )
     @pytest.mark.parametrize(
         ("window", "soft_cap", "has_sinks"),
@@ -545,7 +555,7 @@ class TestAttention:
             assert torch.equal(found, in_chunks)
 
     @pytest.mark.parametrize(
-        ("heads", "kv_heads", "dim", "block_size"), [(4, 2, 64, 16), (20, 1, 96, 16), (2, 2, 256, 48)]
+        ("heads", "kv_heads", "dim", "block_size"), [(4, 2, 64, 16), (20, 1, 96, 16), (2, 2, 256, 48), (18, 2, 80, 16)]
     )
     @pytest.mark.parametrize("window", [1, 20, 64])
     def test_what_others_store_in_blocks_before_the_window_does_not_matter(
@@ -622,9 +632,12 @@ class TestGreedyHead:
 
 
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize(("shared", "group"), [(256, 2), (300, 1), (1100, 5), (2064, 2), (700, 16), (700, 17)])
-def test_rows_that_share_their_first_blocks_attend_as_each_does_alone(shared: int, group: int) -> None:
-    kv_heads, dim, block_size = 2, 64, 16
+@pytest.mark.parametrize(
+    ("shared", "group", "dim"),
+    [(256, 2, 64), (300, 1, 80), (1100, 5, 64), (2064, 2, 64), (700, 16, 72), (700, 17, 64)],
+)
+def test_rows_that_share_their_first_blocks_attend_as_each_does_alone(shared: int, group: int, dim: int) -> None:
+    kv_heads, block_size = 2, 16
     lengths = [shared + extra for extra in (400, 300, 17, 1, 5)] + [90, shared + 64]
     shape = len(lengths) * 256, kv_heads, block_size, dim
     k_cache, v_cache = (bf16(*shape, seed=seed) for seed in (1, 2))

@@ -17,7 +17,7 @@
 
 void begin(struct seen *seen, int64_t dim) {
     for (int lane = 0; lane < LANES; lane++) seen->most[lane] = -INFINITY, seen->total[lane] = 0;
-    memset(seen->sums, 0, LANES * dim * sizeof(float));
+    memset(seen->sums, 0, LANES * value_size(dim) * sizeof(float));
 }
 
 /* What is compiled for several processors is static, here and elsewhere: the library would offer it to others else. */
@@ -26,10 +26,11 @@ CLONES static void add_seen(struct seen *into, const struct seen *from, int64_t 
     vector old = exp2_of(load(into->most) - base), new = exp2_of(load(from->most) - base);
     store(into->most, most);
     store(into->total, load(into->total) * old + load(from->total) * new);
+    int64_t size = value_size(dim);
     for (int64_t column = 0; column < count; column++) {
-        float *to = into->sums + column * dim;
-        const float *add = from->sums + column * dim;
-        for (int64_t i = 0; i < dim; i += LANES)
+        float *to = into->sums + column * size;
+        const float *add = from->sums + column * size;
+        for (int64_t i = 0; i < size; i += LANES)
             store(to + i, load(to + i) * old[column] + load(add + i) * new[column]);
     }
 }
@@ -41,7 +42,7 @@ void merge(struct seen *into, const struct seen *from, int64_t count, int64_t di
 /* A sink takes probability and adds no value. */
 CLONES static void divide_sums(const struct attention *op, const struct seen *seen, int64_t column, int64_t head,
                                bf16 *to) {
-    const float *sums = seen->sums + column * op->dim;
+    const float *sums = seen->sums + column * value_size(op->dim);
     float share = 1, total = seen->total[column];
     if (op->sinks) {
         float most = seen->most[column], sink = op->sinks[head] * LOG2_E, base = sink > most ? sink : most;
@@ -49,7 +50,8 @@ CLONES static void divide_sums(const struct attention *op, const struct seen *se
         total = total * share + exp2_of(all(sink - base))[0];
     }
     float part = share / total;
-    for (int64_t i = 0; i < op->dim; i += LANES) store_bf16(to + i, load(sums + i) * part);
+    for (int64_t i = 0; i < op->dim; i += LANES)
+        store_bf16(to + min64(i, op->dim - LANES), load(sums + i) * part);
 }
 
 void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to) {
@@ -67,15 +69,17 @@ struct room {
 _Static_assert(sizeof(struct room) <= SCRATCH, "a thread's scratch holds a task");
 
 struct values values_of_tiles(const bf16 *tiles, const struct units *units, int64_t dim) {
+    int64_t size = value_size(dim);
     struct values made = {.tiles = tiles, .pair_stride = 2 * LANES, .block_stride = SPAN * LANES};
+    made.last_block = SPAN * (size - LANES);
     for (int unit = 0; unit < UNITS; unit++)
-        if (units->at[unit]) made.at[unit] = tiles + unit / 2 * SPAN * dim + unit % 2 * UNIT * LANES;
+        if (units->at[unit]) made.at[unit] = tiles + unit / 2 * SPAN * size + unit % 2 * UNIT * LANES;
     return made;
 }
 
 /* As they lie in the cache. */
 static struct values values_in_place(const struct units *units, int64_t dim) {
-    struct values made = {.pair_stride = 2 * dim, .block_stride = 2 * LANES};
+    struct values made = {.pair_stride = 2 * dim, .block_stride = 2 * LANES, .last_block = 2 * (dim - LANES)};
     memcpy(made.at, units->at, sizeof made.at);
     return made;
 }
@@ -83,11 +87,11 @@ static struct values values_in_place(const struct units *units, int64_t dim) {
 /* Values of some units, from [pair][dim][2] to the tiles [span][dim / 16][16 pairs][16][2]. */
 CLONES static void gather(const struct units *values, int64_t dim, bf16 *tiles, struct fetches *ahead) {
     for (int unit = 0; unit < UNITS; unit++) {
-        bf16 *to = tiles + unit / 2 * SPAN * dim + unit % 2 * UNIT * LANES;
+        bf16 *to = tiles + unit / 2 * SPAN * value_size(dim) + unit % 2 * UNIT * LANES;
         for (int pair = 0; pair < UNIT / 2; pair++, to += 2 * LANES) {
             if (values->at[unit]) fetch_lines(ahead, OF_PAIR);
             for (int64_t i = 0; i < dim; i += LANES) {
-                const bf16 *from = values->at[unit] + (pair * dim + i) * 2;
+                const bf16 *from = values->at[unit] + (pair * dim + min64(i, dim - LANES)) * 2;
                 if (values->at[unit]) memcpy(to + i * SPAN, from, LINE);
                 else memset(to + i * SPAN, 0, LINE);
             }
@@ -122,7 +126,7 @@ static void take_step(const struct task *task, const struct attention_products *
         int tiles = (int)min64(PAIR, task->tiles - tile);
         const struct columns *columns = &task->columns[tile];
         struct spans spans = in_sight(first_key, columns[0].least, min64(task->past, columns[tiles - 1].past));
-        products->score(keys, spans, task->queries + tile * LANES * dim * products->bytes, columns, tiles, dim,
+        products->score(keys, spans, task->queries + tile * LANES * query_size(dim) * products->bytes, columns, tiles, dim,
                         room->scores, ahead);
         for (int i = 0; i < tiles; i++)
             products->weigh(task->op, &columns[i], first_key, spans, room->scores[i], &task->split[tile + i],
@@ -137,12 +141,12 @@ static void place_columns(struct task *task, const struct attention_products *pr
                           struct room *room, int64_t place) {
     const struct attention *op = task->op;
     task->all = &room->all[place], task->split = &room->split[place];
-    task->queries = (char *)room->queries + place * LANES * op->dim * products->bytes;
+    task->queries = (char *)room->queries + place * LANES * query_size(op->dim) * products->bytes;
     for (int64_t tile = 0; tile < task->tiles; tile++) {
         int64_t first = task->first_column + tile * LANES;
         task->columns[tile] = see(op, first, task->query_len * task->group, context, task->group);
         stage_queries(task, products, first, task->columns[tile].count,
-                      task->queries + tile * LANES * op->dim * products->bytes);
+                      task->queries + tile * LANES * query_size(op->dim) * products->bytes);
     }
     task->least = task->columns[0].least, task->past = task->columns[task->tiles - 1].past;
 }
@@ -197,7 +201,8 @@ static void attend(struct task *task, const struct task *after, struct ahead *ah
 /* What one column has seen. */
 CLONES static void copy_seen(const struct seen *from, int64_t column, struct seen *to, int64_t place, int64_t dim) {
     to->most[place] = from->most[column], to->total[place] = from->total[column];
-    memcpy(to->sums + place * dim, from->sums + column * dim, dim * sizeof(float));
+    int64_t size = value_size(dim);
+    memcpy(to->sums + place * size, from->sums + column * size, size * sizeof(float));
 }
 
 /* Rows of one token each whose first `shared` keys are the same: these meet the columns of all, then each row goes on.

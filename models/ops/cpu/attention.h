@@ -65,21 +65,28 @@ struct columns {
     int64_t always_from, always_past;          /* what each of them sees */
 };
 
+/* Products take 32 elements of a key at once, and 16 of a value. A head of another size, of 32 at least, ends with parts
+ * that begin earlier, so that nothing past a vector is read: of a key, the elements that were taken before meet zeros;
+ * of a value, their sums are made twice, and lie in the next 16. */
+static inline int64_t query_size(int64_t dim) { return parts(dim, DEPTH) * DEPTH; }
+static inline int64_t value_size(int64_t dim) { return parts(dim, LANES) * LANES; }
+
 /* Where a step's values are, by unit; NULL: no query sees these. Of a unit's pair of keys, 16 elements lie together as
- * [16][2]. Strides are in elements. */
+ * [16][2]. Strides and offsets are in elements. */
 struct values {
     const bf16 *tiles; /* where they were gathered as tiles [span][dim / 16][16 pairs][16][2], absent ones 0 */
     const bf16 *at[UNITS];
     int64_t pair_stride, block_stride; /* to the next pair of keys, and to the next 16 elements */
+    int64_t last_block;                /* offset of the last 16 elements */
 };
 
-/* Where processors multiply pairs of bfloat16, queries are [dim / 32][16 pairs][16 columns][2] of bfloat16, and weights
- * [span][16 columns][32 keys]. Elsewhere they are float32, [dim][16 columns] and [key][16 columns]. */
+/* Where processors multiply pairs of bfloat16, queries are [query_size / 32][16 pairs][16 columns][2] of bfloat16, and
+ * weights [span][16 columns][32 keys]. Elsewhere they are float32, [dim][16 columns] and [key][16 columns]. */
 
 /* Queries [16 columns][dim], NULL past the last, to that form. */
 typedef void turn_queries(const bf16 *const columns[LANES], int64_t dim, void *queries);
 
-/* scores[tile][key][column] = key . query. keys: unit [16][dim]; queries: [tile]. */
+/* scores[tile][key][column] = key . query. keys: unit [16][dim]; queries: [tile], 16 * query_size elements each. */
 typedef void score_keys(const struct units *keys, struct spans spans, const void *queries,
                         const struct columns *columns, int tiles, int64_t dim, float scores[][KEYS][LANES],
                         struct fetches *ahead);
@@ -90,7 +97,7 @@ typedef void weigh_keys(const struct attention *op, const struct columns *column
                         struct spans spans, float scores[KEYS][LANES], struct seen *seen, void *weights,
                         struct fetches *ahead);
 
-/* sums[column][dim] of each tile += the column's weights . values. weights: [tile]. */
+/* sums[column][value_size] of each tile += the column's weights . values. weights: [tile]. */
 typedef void add_values(const struct values *values, struct spans spans, const void *weights,
                         const struct columns *columns, int tiles, int64_t dim, struct seen *seen,
                         struct fetches *ahead);

@@ -133,7 +133,8 @@ def attention(
 def attends(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     """Whether `rope_store` and `attention` compute heads and caches such as these."""
     block_size, dim = k_cache.shape[2:]
-    return runs(q, k_cache) and dim % DEPTH == 0 and dim <= structures.MAX_HEAD_DIM and block_size % 16 == 0
+    is_sized = dim % 8 == 0 and DEPTH <= dim <= structures.MAX_HEAD_DIM
+    return runs(q, k_cache) and is_sized and block_size % 16 == 0
 
 
 def make_step(

@@ -76,7 +76,7 @@ TARGET static void NAME(score)(const struct units *keys, struct spans spans, con
         fetch_lines(ahead, OF_SCORE);
         for (int64_t i = 0; i < SUMS * dim; i++) wide[i] = widen(unit[i]);
         for (int tile = 0; tile < tiles; tile++) {
-            const float *q = (const float *)queries + tile * LANES * dim;
+            const float *q = (const float *)queries + tile * LANES * query_size(dim);
             if (OF_TILE > 1 && VECTORS_OF(columns[tile]) == 1) {
                 NAME(score_keys)(wide, dim, q, scores[tile] + key, SUMS, 1);
                 continue;
@@ -110,8 +110,9 @@ TARGET static void NAME(weigh)(const struct attention *op, const struct columns 
         NAME(store)(seen->most + lane, most);
         NAME(store)(seen->total + lane, total);
         for (int64_t column = lane; column < min64(columns->count, lane + WIDTH); column++) {
-            float *sums = seen->sums + column * op->dim;
-            for (int64_t i = 0; fade[column - lane] != 1 && i < op->dim; i += WIDTH)
+            int64_t size = value_size(op->dim);
+            float *sums = seen->sums + column * size;
+            for (int64_t i = 0; fade[column - lane] != 1 && i < size; i += WIDTH)
                 NAME(store)(sums + i, NAME(load)(sums + i) * fade[column - lane]);
         }
     }
@@ -119,10 +120,10 @@ TARGET static void NAME(weigh)(const struct attention *op, const struct columns 
 
 /* `count` columns by `blocks` times 16 elements, whose sums stay in registers. */
 TARGET INLINE void NAME(add_block)(const struct values *values, struct spans spans, const float *weights, float *sums,
-                                   int64_t dim, int count, int blocks, struct fetches *ahead) {
+                                   int64_t stride, int count, int blocks, struct fetches *ahead) {
     NAME(floats) s[SUMS][SUMS];
     for (int c = 0; c < count; c++)
-        for (int v = 0; v < blocks * OF_TILE; v++) s[c][v] = NAME(load)(sums + c * dim + v * WIDTH);
+        for (int v = 0; v < blocks * OF_TILE; v++) s[c][v] = NAME(load)(sums + c * stride + v * WIDTH);
     for (int unit = spans.from * SPAN / UNIT; unit < spans.past * SPAN / UNIT; unit++) {
         const bf16 *from = values->at[unit];
         if (!from) continue;
@@ -142,7 +143,7 @@ TARGET INLINE void NAME(add_block)(const struct values *values, struct spans spa
             }
     }
     for (int c = 0; c < count; c++)
-        for (int v = 0; v < blocks * OF_TILE; v++) NAME(store)(sums + c * dim + v * WIDTH, s[c][v]);
+        for (int v = 0; v < blocks * OF_TILE; v++) NAME(store)(sums + c * stride + v * WIDTH, s[c][v]);
 }
 
 /* All elements of `count` columns, a constant. */
@@ -151,14 +152,16 @@ TARGET INLINE void NAME(add_columns)(const struct values *values, struct spans s
     enum { BLOCK = LANES };
     int blocks = count * OF_TILE >= SUMS ? 1 : SUMS / (count * OF_TILE);
     struct values here = *values;
-    int64_t i = 0;
+    int64_t i = 0, stride = value_size(dim);
     for (; i + blocks * BLOCK <= dim; i += blocks * BLOCK) {
-        NAME(add_block)(&here, spans, weights, sums + i, dim, count, blocks, ahead);
+        NAME(add_block)(&here, spans, weights, sums + i, stride, count, blocks, ahead);
         for (int unit = 0; unit < UNITS; unit++)
             if (here.at[unit]) here.at[unit] += blocks * here.block_stride;
     }
     for (; i < dim; i += BLOCK) {
-        NAME(add_block)(&here, spans, weights, sums + i, dim, count, 1, ahead);
+        for (int unit = 0; unit < UNITS && i + BLOCK >= dim; unit++)
+            if (here.at[unit]) here.at[unit] = values->at[unit] + values->last_block;
+        NAME(add_block)(&here, spans, weights, sums + i, stride, count, 1, ahead);
         for (int unit = 0; unit < UNITS; unit++)
             if (here.at[unit]) here.at[unit] += here.block_stride;
     }
@@ -171,7 +174,7 @@ TARGET static void NAME(add)(const struct values *values, struct spans spans, co
         int64_t column = 0, count = columns[tile].count;
         while (column < count) {
             const float *w = (const float *)weights + tile * KEYS * LANES + column;
-            float *sums = seen[tile].sums + column * dim;
+            float *sums = seen[tile].sums + column * value_size(dim);
             if (SUMS / OF_TILE >= 8 && count - column >= 8)
                 NAME(add_columns)(values, spans, w, sums, dim, 8, ahead), column += 8;
             else if (count - column >= 4) NAME(add_columns)(values, spans, w, sums, dim, 4, ahead), column += 4;

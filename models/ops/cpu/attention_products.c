@@ -62,8 +62,10 @@ AVX512_BF16 static void turn_avx512(const bf16 *const columns[LANES], int64_t di
     bf16 *queries = to;
     for (int64_t i = 0; i < dim; i += DEPTH) {
         __m512i pairs[LANES];
+        int64_t from = min64(i, dim - DEPTH);
+        __mmask32 new = ~0u << (i - from);
         for (int lane = 0; lane < LANES; lane++)
-            pairs[lane] = columns[lane] ? _mm512_loadu_si512(columns[lane] + i) : _mm512_setzero_si512();
+            pairs[lane] = columns[lane] ? _mm512_maskz_loadu_epi16(new, columns[lane] + from) : _mm512_setzero_si512();
         transpose(pairs);
         for (int pair = 0; pair < LANES; pair++) _mm512_store_si512(queries + (i + 2 * pair) * LANES, pairs[pair]);
     }
@@ -77,10 +79,12 @@ AVX512_BF16 INLINE void score_vectors(const bf16 *keys, const bf16 *queries, int
     __m512 sums[PAIR][KEYS_OF_VECTORS];
     for (int tile = 0; tile < tiles; tile++)
         for (int i = 0; i < KEYS_OF_VECTORS; i++) sums[tile][i] = _mm512_setzero_ps();
-    for (int64_t pair = 0; pair < dim / 2; pair++) {
+    for (int64_t pair = 0, skipped = 0; pair < dim / 2; pair++) {
         __m512bh q[PAIR];
+        /* The last pairs lie at the end of their 32 elements. */
+        if (pair == dim / DEPTH * (DEPTH / 2)) skipped = (query_size(dim) - dim) / 2;
         for (int tile = 0; tile < tiles; tile++)
-            q[tile] = (__m512bh)_mm512_loadu_si512(queries + tile * LANES * dim + pair * LANES * 2);
+            q[tile] = (__m512bh)_mm512_loadu_si512(queries + tile * LANES * query_size(dim) + (pair + skipped) * LANES * 2);
 #pragma GCC unroll 8
         for (int i = 0; i < KEYS_OF_VECTORS; i++) {
             int both;
@@ -106,24 +110,34 @@ AVX512_BF16 static void score_two(const bf16 *keys, const bf16 *queries, int64_t
 
 #define FEW 4 /* columns of a token that is decoded, or fewer */
 
+/* 32 elements of a unit's keys, of which those from the pair `first` on count. */
+AVX512_BF16 INLINE void score_depth(const bf16 *keys, const bf16 *queries, int64_t columns, int64_t dim, int first,
+                                    __m512 sums[FEW]) {
+    __m512i pairs[UNIT];
+    for (int key = 0; key < UNIT; key++) pairs[key] = _mm512_loadu_si512(keys + key * dim);
+    transpose(pairs);
+    for (int column = 0; column < columns; column++)
+#pragma GCC unroll 16
+        for (int pair = first; pair < DEPTH / 2; pair++) {
+            int both;
+            memcpy(&both, queries + (pair * LANES + column) * 2, sizeof both);
+            sums[column] = _mm512_dpbf16_ps(sums[column], (__m512bh)pairs[pair], (__m512bh)_mm512_set1_epi32(both));
+        }
+}
+
 /* A unit's keys side by side, by each of a few columns: the same sums as of 16 columns, in a quarter of the time. */
 AVX512_BF16 static void score_few(const bf16 *keys, const bf16 *queries, int64_t columns, int64_t dim,
                                   float scores[][LANES], struct fetches *ahead) {
     __m512 sums[FEW];
     for (int column = 0; column < FEW; column++) sums[column] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < dim; i += DEPTH, queries += LANES * DEPTH) {
-        __m512i pairs[UNIT];
+    for (int64_t i = 0; i + DEPTH <= dim; i += DEPTH, queries += LANES * DEPTH) {
         fetch_lines(ahead, OF_SCORE);
-        for (int key = 0; key < UNIT; key++) pairs[key] = _mm512_loadu_si512(keys + key * dim + i);
-        transpose(pairs);
-        for (int column = 0; column < columns; column++)
-#pragma GCC unroll 16
-            for (int pair = 0; pair < DEPTH / 2; pair++) {
-                int both;
-                memcpy(&both, queries + (pair * LANES + column) * 2, sizeof both);
-                sums[column] = _mm512_dpbf16_ps(sums[column], (__m512bh)pairs[pair], (__m512bh)_mm512_set1_epi32(both));
-            }
+        score_depth(keys + i, queries, columns, dim, 0, sums);
     }
+    int first = (int)(query_size(dim) - dim) / 2;
+    if (first > 0) fetch_lines(ahead, OF_SCORE);
+    if (first == DEPTH / 4) score_depth(keys + dim - DEPTH, queries, columns, dim, DEPTH / 4, sums);
+    else if (first > 0) score_depth(keys + dim - DEPTH, queries, columns, dim, first, sums);
     __m512 low0 = _mm512_unpacklo_ps(sums[0], sums[1]), high0 = _mm512_unpackhi_ps(sums[0], sums[1]);
     __m512 low1 = _mm512_unpacklo_ps(sums[2], sums[3]), high1 = _mm512_unpackhi_ps(sums[2], sums[3]);
     __m512d four[4] = {_mm512_unpacklo_pd((__m512d)low0, (__m512d)low1), _mm512_unpackhi_pd((__m512d)low0, (__m512d)low1),
@@ -154,15 +168,15 @@ static void score_pairs(const struct units *keys, struct spans spans, const void
     }
 }
 
-/* `count` columns by `blocks` times 16 elements, whose sums stay in registers. */
-AVX512_BF16 INLINE void add_block(const struct values *values, int64_t block, struct spans spans, const bf16 *weights,
-                                  float *sums, int64_t dim, int count, int blocks, struct fetches *ahead) {
+/* `count` columns by `blocks` times 16 elements, from an offset on, whose sums stay in registers. */
+AVX512_BF16 INLINE void add_block(const struct values *values, int64_t offset, struct spans spans, const bf16 *weights,
+                                  float *sums, int64_t stride, int count, int blocks, struct fetches *ahead) {
     __m512 s[8][8];
     for (int c = 0; c < count; c++)
-        for (int b = 0; b < blocks; b++) s[c][b] = _mm512_loadu_ps(sums + c * dim + (block + b) * LANES);
+        for (int b = 0; b < blocks; b++) s[c][b] = _mm512_loadu_ps(sums + c * stride + b * LANES);
     for (int unit = spans.from * SPAN / UNIT; unit < spans.past * SPAN / UNIT; unit++) {
         if (!values->at[unit]) continue;
-        const bf16 *from = values->at[unit] + block * values->block_stride;
+        const bf16 *from = values->at[unit] + offset;
         const bf16 *w = weights + unit / 2 * LANES * SPAN + unit % 2 * UNIT;
         fetch_lines(ahead, OF_ADD);
 #pragma GCC unroll 8
@@ -179,11 +193,20 @@ AVX512_BF16 INLINE void add_block(const struct values *values, int64_t block, st
             }
     }
     for (int c = 0; c < count; c++)
-        for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + c * dim + (block + b) * LANES, s[c][b]);
+        for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + c * stride + b * LANES, s[c][b]);
 }
 
 /* All elements of so many columns, eight or more sums at a time, so that none waits for the one before. */
-#define ADD_COLUMNS(COUNT, BLOCKS)                                                                                     AVX512_BF16 static void add_columns##COUNT(const struct values *values, struct spans spans,                                                                   const bf16 *weights, float *sums, int64_t dim,                                                                     struct fetches *ahead) {                                                    int64_t block = 0, all = dim / LANES;                                                                              for (; block + (BLOCKS) <= all; block += (BLOCKS))                                                                     add_block(values, block, spans, weights, sums, dim, COUNT, BLOCKS, ahead);                                     for (; block < all; block++) add_block(values, block, spans, weights, sums, dim, COUNT, 1, ahead);             }
+#define ADD_COLUMNS(COUNT, BLOCKS)                                                                                    \
+    AVX512_BF16 static void add_columns##COUNT(const struct values *values, struct spans spans, const bf16 *weights,  \
+                                               float *sums, int64_t dim, struct fetches *ahead) {                     \
+        int64_t i = 0, step = values->block_stride / LANES, stride = value_size(dim);                                 \
+        for (; i + (BLOCKS) * LANES <= dim; i += (BLOCKS) * LANES)                                                    \
+            add_block(values, i * step, spans, weights, sums + i, stride, COUNT, BLOCKS, ahead);                      \
+        for (; i < dim; i += LANES)                                                                                   \
+            add_block(values, i + LANES < dim ? i * step : values->last_block, spans, weights, sums + i, stride, COUNT,\
+                      1, ahead);                                                                                      \
+    }
 ADD_COLUMNS(1, 8)
 ADD_COLUMNS(2, 8)
 ADD_COLUMNS(4, 4)
@@ -195,7 +218,7 @@ static void add_pairs(const struct values *values, struct spans spans, const voi
     for (int tile = 0; tile < tiles; tile++)
         for (int64_t column = 0, left, some; (left = columns[tile].count - column) > 0; column += some) {
             const bf16 *w = (const bf16 *)weights + tile * KEYS * LANES + column * SPAN;
-            float *sums = seen[tile].sums + column * dim;
+            float *sums = seen[tile].sums + column * value_size(dim);
             some = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
             (some == 8 ? add_columns8 : some == 4 ? add_columns4 : some == 2 ? add_columns2 : add_columns1)(
                 values, spans, w, sums, dim, ahead);
@@ -252,8 +275,9 @@ AVX512_BF16 static void fade_sums(const struct attention *op, const float *by, u
     for (; fades; fades &= fades - 1) {
         int column = __builtin_ctz(fades);
         __m512 factor = _mm512_set1_ps(by[column]);
-        float *sums = all_sums + column * op->dim;
-        for (int64_t i = 0; i < op->dim; i += LANES)
+        int64_t size = value_size(op->dim);
+        float *sums = all_sums + column * size;
+        for (int64_t i = 0; i < size; i += LANES)
             _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), factor));
     }
 }
@@ -381,17 +405,18 @@ static const struct attention_products pairs = {sizeof(bf16), 0, turn_avx512, sc
 AMX INLINE void score_span(const bf16 *k0, const bf16 *k1, const bf16 *queries, int tiles, int64_t dim, int span,
                            float scores[][KEYS][LANES], struct fetches *ahead) {
     int64_t stride = dim * sizeof(bf16);
-    const bf16 *others = queries + LANES * dim;
+    const bf16 *others = queries + LANES * query_size(dim);
     _tile_zero(0);
     _tile_zero(1);
     if (tiles == PAIR) _tile_zero(2);
     if (tiles == PAIR) _tile_zero(3);
     for (int64_t i = 0; i < dim; i += DEPTH) {
         fetch_lines(ahead, OF_SCORE);
-        _tile_loadd(4, k0 + i, stride);
+        int64_t from = min64(i, dim - DEPTH);
+        _tile_loadd(4, k0 + from, stride);
         _tile_loadd(6, queries + i * LANES, LINE);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, k1 + i, stride);
+        _tile_loadd(5, k1 + from, stride);
         _tile_dpbf16ps(1, 5, 6);
         if (tiles < PAIR) continue;
         _tile_loadd(7, others + i * LANES, LINE);
@@ -417,32 +442,32 @@ AMX static void score_amx(const struct units *keys, struct spans spans, const vo
     }
 }
 
-/* Two tiles of values, of the elements from `i` on, by the weights of one or two tiles: as above. */
-AMX INLINE void add_elements(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int64_t dim,
-                             int64_t i, struct seen *seen, struct fetches *ahead) {
-    int64_t stride = dim * sizeof(float);
+/* `blocks` tiles of values, one or two, of the elements from `i` on, by the weights of one or two tiles: as above. */
+AMX INLINE void add_elements(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int blocks,
+                             int64_t size, int64_t i, struct seen *seen, struct fetches *ahead) {
+    int64_t stride = size * sizeof(float);
     float *sums = seen[0].sums + i, *others = seen[tiles - 1].sums + i;
     _tile_loadd(0, sums, stride);
-    _tile_loadd(1, sums + LANES, stride);
+    if (blocks == PAIR) _tile_loadd(1, sums + LANES, stride);
     if (tiles == PAIR) _tile_loadd(2, others, stride);
-    if (tiles == PAIR) _tile_loadd(3, others + LANES, stride);
+    if (tiles == PAIR && blocks == PAIR) _tile_loadd(3, others + LANES, stride);
     for (int span = spans.from; span < spans.past; span++) {
-        const bf16 *v = values + (span * dim + i) * SPAN, *w = weights + span * LANES * SPAN;
+        const bf16 *v = values + (span * size + i) * SPAN, *w = weights + span * LANES * SPAN;
         fetch_lines(ahead, OF_ADD);
         _tile_loadd(4, w, LINE);
         _tile_loadd(6, v, LINE);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, v + LANES * SPAN, LINE);
-        _tile_dpbf16ps(1, 4, 7);
+        if (blocks == PAIR) _tile_loadd(7, v + LANES * SPAN, LINE);
+        if (blocks == PAIR) _tile_dpbf16ps(1, 4, 7);
         if (tiles < PAIR) continue;
         _tile_loadd(5, w + KEYS * LANES, LINE);
         _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        if (blocks == PAIR) _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + LANES, stride);
+    if (blocks == PAIR) _tile_stored(1, sums + LANES, stride);
     if (tiles == PAIR) _tile_stored(2, others, stride);
-    if (tiles == PAIR) _tile_stored(3, others + LANES, stride);
+    if (tiles == PAIR && blocks == PAIR) _tile_stored(3, others + LANES, stride);
 }
 
 AMX static void add_amx(const struct values *from, struct spans spans, const void *weights,
@@ -450,9 +475,13 @@ AMX static void add_amx(const struct values *from, struct spans spans, const voi
                         struct fetches *ahead) {
     (void)columns;
     const bf16 *values = from->tiles;
-    for (int64_t i = 0; i < dim; i += 2 * LANES)
-        if (tiles == PAIR) add_elements(values, spans, weights, PAIR, dim, i, seen, ahead);
-        else add_elements(values, spans, weights, 1, dim, i, seen, ahead);
+    int64_t size = value_size(dim), i = 0;
+    for (; i + 2 * LANES <= size; i += 2 * LANES)
+        if (tiles == PAIR) add_elements(values, spans, weights, PAIR, PAIR, size, i, seen, ahead);
+        else add_elements(values, spans, weights, 1, PAIR, size, i, seen, ahead);
+    if (i == size) return;
+    if (tiles == PAIR) add_elements(values, spans, weights, PAIR, 1, size, i, seen, ahead);
+    else add_elements(values, spans, weights, 1, 1, size, i, seen, ahead);
 }
 
 static const struct attention_products amx = {sizeof(bf16), 1, turn_avx512, score_amx, weigh_avx512, add_amx};

@@ -220,11 +220,12 @@ CLONES static void turn_heads(const struct turn *turn, const bf16 *x, const bf16
 /* The values of a pair's first token and its second, next to each other. */
 CLONES static void store_pair(const bf16 *first, const bf16 *second, int64_t dim, bf16 *to) {
     for (int64_t i = 0; i < dim; i += LANES) {
+        int64_t from = min64(i, dim - LANES); /* the last 16 where these do not divide it */
         halves low, high;
-        memcpy(&low, first + i, sizeof low);
-        memcpy(&high, second + i, sizeof high);
+        memcpy(&low, first + from, sizeof low);
+        memcpy(&high, second + from, sizeof high);
         bits both = __builtin_convertvector(low, bits) | __builtin_convertvector(high, bits) << 16;
-        memcpy(to + 2 * i, &both, sizeof both);
+        memcpy(to + 2 * from, &both, sizeof both);
     }
 }
 
