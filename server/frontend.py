@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from starlette.types import Scope
@@ -430,6 +430,12 @@ class Frontend:
         return self.adapters.number_of(name)
 
 
+class _Stored(msgspec.Struct):
+    """Where a safetensors file has a tensor; its entry `__metadata__` has nothing of the kind."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
 def _check_replacement(present: Path, new: Path) -> int:
     """Bytes of a checkpoint's weights. Raises `ValueError`, a sentence, unless it is whole and has the same tokenizer.
 
@@ -448,8 +454,11 @@ def _check_replacement(present: Path, new: Path) -> int:
             length = int.from_bytes(opened.read(8), "little")
             if 8 + length > size:
                 raise ValueError(f"{file} ends within its header; it is not written to its end")
-            header = msgspec.json.decode(opened.read(length), type=dict[str, Any])
-        ends = [value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"]
+            header = opened.read(length)
+        try:
+            ends = [each.data_offsets[1] for each in msgspec.json.decode(header, type=dict[str, _Stored]).values()]
+        except ValueError as error:
+            raise ValueError(f"the header of {file} cannot be read: {error}") from error
         if 8 + length + max(ends, default=0) != size:
             raise ValueError(f"{file} has {size} bytes, and its header says otherwise; it is not written to its end")
     return sum(file.stat().st_size for file in files)

@@ -53,8 +53,11 @@ _HEAD_SLICE, _BODY_SLICE = 512, 4 * 2**10
 """Most bytes of a head, and of a body, that are parsed at a time. Parsing stops when a request waits for the answer to
 an earlier one: 16 KiB hold hundreds of requests, each with dozens of objects."""
 
-_BEGUN_AT_ONCE = 8
+_BEGUN_AT_ONCE = 2
 """Most requests that begin in a round of the event loop."""
+
+_DISCARD_SECONDS = 0.05
+"""Between two reads of what a client sends after its last answer: to read that as fast as it comes takes a core."""
 
 _MAX_TINY_PIECES, _TINY_BYTES = 4096, 16
 """A body that comes in more pieces has so many bytes in each on average: every one takes a microsecond."""
@@ -213,6 +216,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_discarding:
+            self._set_reading(False)
+            self.loop.call_later(_DISCARD_SECONDS, self._choose_reading)
             return
         self._unset_keepalive_if_required()
         self._connection.received()
@@ -263,7 +268,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._unparsed and not must_wait and not self._is_parsing_later:
             self._is_parsing_later = True
             self.loop.call_soon(self._parse_later)
-        reads = not must_wait and not self._unparsed and not self._has_ended
+        self._set_reading(not must_wait and not self._unparsed and not self._has_ended)
+
+    def _set_reading(self, reads: bool) -> None:
         if reads != self._is_reading and not self.transport.is_closing():
             self._is_reading = reads
             (self.transport.resume_reading if reads else self.transport.pause_reading)()

@@ -280,6 +280,9 @@ def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Fr
     """The tokenised prompt, and the end of its text."""
     processor = model.processor
     try:
+        if request.truncate_prompt_tokens is None:
+            # Stored items that the request refers to may be much longer than a body.
+            processor.check_length(sum(len(message.text or "") for message in request.messages))
         text = render_prompt(request, model, frontend)
         max_tokens = request.token_limit or processor.defaults.max_new_tokens or INT31
         params = sampling_params(request, max_tokens, request.alternatives, request.prompt_logprobs, processor)
@@ -312,7 +315,7 @@ def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: 
     # Templates may strip a message's text, and end the turn after it: the prompt must end with the text as it was.
     continued = request.messages[-1].text or ""
     final = continued.strip()
-    begin = text.rfind(final)
+    begin = last_index(text, final)
     if begin < 0:
         raise InvalidRequest(
             "continue_final_message is true, but the model's chat template does not show the last message's content "
@@ -320,6 +323,12 @@ def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: 
             "continue_final_message",
         )
     return text[:begin] + final + continued[len(continued.rstrip()) :]
+
+
+def last_index(text: str, part: str) -> int:
+    """As `text.rfind(part)`, in linear time: searching backwards, Python compares all of `part` at each index."""
+    found = text[::-1].find(part[::-1])
+    return found if found < 0 else len(text) - found - len(part)
 
 
 def _with_chat_field_names(error: InvalidRequest, request: ChatCompletionRequest) -> BadRequest:

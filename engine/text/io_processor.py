@@ -260,7 +260,7 @@ class InputOutputProcessor:
         With `keep_last`, at most that many: the special tokens before the text, and the text's end.
         """
         if keep_last is None or keep_last > self.longest_prompt():
-            self.check_length(text)
+            self.check_length(len(text))
         else:
             text = text[-(keep_last * self.tokenizer.longest_token + _RESYNC_CHARACTERS) :]
         try:
@@ -341,10 +341,11 @@ class InputOutputProcessor:
         """The results of completed sequences, by request id."""
         return {state.request_id: state.result() for state in completed}
 
-    def check_length(self, text: str) -> None:
-        """Raise if no tokenisation of `text` could fit: tokenising megabytes takes seconds and 200 bytes a token."""
-        if len(text) > min(self._context, self._cache):
-            self._room(-(-len(text) // self.tokenizer.longest_token), 0, "at least ")
+    def check_length(self, num_characters: int) -> None:
+        """Raise if no tokenisation of so long a text could fit: tokenising megabytes takes seconds and 200 bytes a
+        token."""
+        if num_characters > min(self._context, self._cache):
+            self._room(-(-num_characters // self.tokenizer.longest_token), 0, "at least ")
 
     def _check_token_ids(self, token_ids: Iterable[int], field: str) -> None:
         """Raise unless each id is an int, not a bool, and within the model's vocabulary."""

@@ -257,9 +257,9 @@ class PoolingProcessor:
     def _pair(self, query: str, document: str, instruction: str | None, longest: int | None) -> PooledPrompt:
         if not (self._has_own_template or self._is_qwen3_reranker) or query.startswith(_WRITTEN_OUT):
             return self._encoded(query, document, longest, True)
-        self.processor.check_length(query)
+        self.processor.check_length(len(query))
         if longest is None:
-            self.processor.check_length(document)
+            self.processor.check_length(len(document))
             return self._rendered(query, document, instruction)
         # Only the document is cut: its own tokens and those of the template can differ by a few where they meet.
         room = longest - len(self._rendered(query, "", instruction).token_ids)
@@ -286,13 +286,13 @@ class PoolingProcessor:
         tokenizer = self.processor.tokenizer
         last = text if pair is None else pair
         if longest is None:
-            self.processor.check_length(last)
+            self.processor.check_length(len(last))
         else:
             last = last[: longest * tokenizer.longest_token + _SPARE_CHARACTERS]
         if pair is None:
             text = last
         else:
-            self.processor.check_length(text)
+            self.processor.check_length(len(text))
             pair = last
         return PooledPrompt(
             *tokenizer.encode_for_pooling(text, pair, add_special_tokens=add_special_tokens, longest=longest)

@@ -229,6 +229,7 @@ def to_messages(items: Iterable[Item], tools: ToolTable, open: Open) -> list[Mes
     """
     messages: list[Message] = []
     turn: Message | None = None
+    reasoning: list[str] = []
     names: dict[str, str] = {}
     for item in items:
         if isinstance(item, FunctionCallOutputItem | CustomCallOutputItem | CompactionItem) or (
@@ -238,10 +239,11 @@ def to_messages(items: Iterable[Item], tools: ToolTable, open: Open) -> list[Mes
             messages.append(_input_message(item, names, open))
             continue
         if turn is None or _starts_new_turn(item, turn):
-            turn = {"role": "assistant", "content": None}
+            turn, reasoning = {"role": "assistant", "content": None}, []
             messages.append(turn)
         if isinstance(item, ReasoningItem):
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item, open)
+            reasoning.append(_reasoning(item, open))
+            turn["reasoning_content"] = reasoning
         elif isinstance(item, FunctionCallItem | CustomCallItem):
             name = tools.flat(_given(item.namespace), item.name)
             names[item.call_id] = name
@@ -256,6 +258,8 @@ def to_messages(items: Iterable[Item], tools: ToolTable, open: Open) -> list[Mes
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return messages
 
 

@@ -248,8 +248,9 @@ class ResponseStore:
         self._end_running = end_running
         self._max_running_per_owner = max_running_per_owner or max(1, max_responses // 4)
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._items: dict[tuple[str | None, str], list[Item]] = {}
-        """Items by owner's key and id, once for each turn that has them."""
+        self._items: dict[tuple[str | None, str], dict[int, tuple[Item, int]]] = {}
+        """By owner's key and id, the items of that id by Python's identity, and how often turns have each: clients
+        choose ids, and may give one to very many items."""
 
     @property
     def num_bytes(self) -> int:
@@ -294,7 +295,7 @@ class ResponseStore:
     def item(self, id: str, owner: Owner) -> Item | None:
         """The item of a stored response, input or output."""
         found = self._items.get((owner.key, id))
-        return found[0] if found else None
+        return next(iter(found.values()))[0] if found else None
 
     def put(self, stored: StoredResponse) -> None:
         """Add `stored` and evict others for it. One that has ended and exceeds the whole store is not added.
@@ -408,7 +409,9 @@ class ResponseStore:
             turn.party = owner.party
             self._accounts.change(turn.party, "stored_bytes", turn.size)
             for item in (*turn.input, *turn.output):
-                self._items.setdefault((owner.key, item.id), []).append(item)
+                found = self._items.setdefault((owner.key, item.id), {})
+                _, count = found.get(id(item), (item, 0))
+                found[id(item)] = item, count + 1
             turn = turn.previous
 
     def _remove_reference(self, turn: Turn | None, owner: Owner) -> None:
@@ -423,10 +426,13 @@ class ResponseStore:
 
     def _remove_item(self, item: Item, owner: Owner) -> None:
         found = self._items[owner.key, item.id]
-        if len(found) == 1:
+        _, count = found[id(item)]
+        if count > 1:
+            found[id(item)] = item, count - 1
+            return
+        del found[id(item)]
+        if not found:
             del self._items[owner.key, item.id]
-        else:
-            found.remove(item)
 
 
 def _size(items: Sequence[Item]) -> int:
@@ -438,12 +444,18 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def stored_items(given: Iterable[InputItem], stored: Callable[[str], Item | None]) -> list[Item]:
-    """The items of a request. `stored` looks up references. Raises `BadRequest` for one that it does not find.
+def stored_items(
+    given: Iterable[InputItem], stored: Callable[[str], Item | None], max_referenced_bytes: int = 2**22
+) -> list[Item]:
+    """The items of a request. `stored` looks up references.
+
+    Raises `BadRequest` for one that it does not find, and for references to more than `max_referenced_bytes` in all:
+    each may be to a large item, and to the same one.
 
     Items that carry nothing for the model are left out; those that had something are reported as ignored.
     """
     items: list[Item] = []
+    num_referenced = 0
     for index, each in enumerate(given):
         if isinstance(each, InputReference):
             item = stored(each.id)
@@ -452,6 +464,13 @@ def stored_items(given: Iterable[InputItem], stored: Callable[[str], Item | None
                     f"input[{index}].id is {each.id[:60]!r}, and no stored response has an item of this id; "
                     "send the item itself",
                     param=f"input[{index}].id",
+                )
+            num_referenced += _size((item,))
+            if num_referenced > max_referenced_bytes:
+                raise BadRequest(
+                    f"input[0] to input[{index}] refer to items of {num_referenced} bytes; a request may have at most "
+                    f"{max_referenced_bytes} (max_request_bytes); refer to fewer items",
+                    param="input",
                 )
             items.append(item)
         elif isinstance(each, InputHostedItem):

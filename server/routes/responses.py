@@ -172,7 +172,8 @@ async def _prepare(
     """The turn that `request` adds to its conversation, its tools, and the chat to answer. Raises `BadRequest`."""
     store, id = service.store, request.previous_response_id
     previous = None if id is None else store.previous_turn(id, owner)
-    turn = Turn(previous, stored_items(request.input, lambda id: store.item(id, owner)))
+    items = stored_items(request.input, lambda id: store.item(id, owner), frontend.max_request_bytes)
+    turn = Turn(previous, items)
     tools = ToolTable(request)
     opener = frontend.seal.opener(owner.key)
     return turn, tools, await prepare(request, turn.context(), tools, opener, frontend, owner)

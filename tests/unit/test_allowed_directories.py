@@ -1,6 +1,10 @@
-"""Directories that admin calls may name: beneath the allowed ones, and so are their files, wherever links lead."""
+"""Directories that admin calls may name: beneath the allowed ones, and so are their files, wherever links lead.
+
+And weights in them, whose headers are read before the engine is asked.
+"""
 
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +12,7 @@ import pytest
 
 from server.adapters import allowed_directory
 from server.errors import PathNotAllowed
+from server.frontend import _check_replacement
 
 
 async def allowed(path: Path | str, *directories: Path) -> Path | None:
@@ -65,3 +70,13 @@ async def test_a_directory_with_a_file_elsewhere_or_no_file_is_refused(
     put(folder / "allowed" / "adapter" / "adapter_model.safetensors")
     with pytest.raises(PathNotAllowed, match=f"whose file 'adapter_model.safetensors' is {why}"):
         await allowed(folder / "allowed" / "adapter", folder / "allowed")
+
+
+@pytest.mark.parametrize(
+    "header",
+    ['{"a": 1}', '{"a": {"data_offsets": []}}', '{"a": {"data_offsets": [0, "1"]}}', '{"a": null}', "[]", "{"],
+)
+def test_a_broken_header_of_weights_is_refused_in_words(header: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    with pytest.raises(ValueError, match=r"the header of .*model\.safetensors cannot be read"):
+        _check_replacement(tmp_path, tmp_path)

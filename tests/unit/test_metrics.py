@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -279,6 +280,14 @@ async def test_calls_that_wait_share_a_rendering_that_is_later_than_they() -> No
     (later, again) = await asyncio.gather(metrics.page(), metrics.page())
     assert b'route="/livez"' in later == again
     assert len(rendered) == 2
+
+
+async def test_a_rendering_that_took_long_does_not_delay_the_next_for_long() -> None:
+    metrics = Metrics("1.2.3")
+    render = metrics.render
+    metrics.render = lambda: time.sleep(0.1) or render()  # type: ignore[method-assign, func-returns-value]
+    await metrics.page()
+    assert metrics._next_page_at - time.monotonic() <= 0.05
 
 
 async def test_a_client_that_leaves_ends_no_rendering_for_others() -> None:

@@ -1,5 +1,6 @@
 """From a checked prompt to the messages for the core: ids, seeds, adapter, priority, salt and grammar."""
 
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,14 +9,19 @@ import pytest
 from engine.config.config import Config
 from engine.messages import ModelInfo
 from engine.sampling_params import SamplingParams
+from engine.text.chat_template import ChatTemplate
 from engine.text.io_processor import InputOutputProcessor, NewSequence
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
 from server.frontend import Frontend
+from server.limits.accounts import Accounts
+from server.limits.jobs import Jobs
 from server.limits.owners import ANYONE, Owner
-from server.request_builder import check_request_limits, new_sequences
+from server.parsing.answer_format import AnswerFormat
+from server.request_builder import PreparedChat, check_request_limits, last_index, new_sequences, prepare_chat
 from server.schemas.body import validate
+from server.schemas.chat import ChatCompletionRequest
 from server.schemas.completions import CompletionRequest
 
 TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
@@ -138,3 +144,33 @@ def test_the_choices_of_a_request_share_its_lists() -> None:
     for name in ("logit_bias", "bad_words"):
         assert len({id(getattr(each.request.sampling_params, name)) for each in choices}) == 1
     assert len({id(each.state._detokenizer._stops) for each in choices}) == 1
+
+
+def test_the_last_index_of_a_text_is_found_in_linear_time() -> None:
+    assert last_index("abcabca", "abc") == 3
+    assert last_index("abc", "abcd") == last_index("abc", "x") == -1
+    assert last_index("abc", "") == 3
+    # By str.rfind, which compares the whole part at each index, this takes ten minutes.
+    assert last_index("a" * 2**21, "ac" + "a" * 2**20) == -1
+
+
+async def test_a_chat_that_is_too_long_for_the_context_is_refused_before_it_is_rendered() -> None:
+    info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 64, [], 16, 10)
+    processor = InputOutputProcessor(TOKENIZER, ChatTemplate({"default": "{{ raise_exception('rendered') }}"}), info)
+    model = SimpleNamespace(processor=processor, grammars=None, answer_format=AnswerFormat("none", "none"))
+    frontend = cast(Frontend, SimpleNamespace(loaded=model, jobs=Jobs(Accounts()), config=Config()))
+
+    def chat(num_characters: int, **fields: Any) -> Coroutine[Any, Any, PreparedChat]:
+        messages = [{"role": "user", "content": "x" * num_characters}]
+        request = validate({"model": "m", "messages": messages, **fields}, ChatCompletionRequest, allow_unknown=False)
+        return prepare_chat(request, frontend, ANYONE)
+
+    with pytest.raises(BadRequest, match="at least") as refused:
+        await chat(100_000)
+    assert refused.value.code == "context_length_exceeded"
+    for fields in (
+        dict[str, Any](num_characters=60),
+        dict[str, Any](num_characters=100_000, truncate_prompt_tokens=5),
+    ):
+        with pytest.raises(BadRequest, match="rendered"):
+            await chat(**fields)

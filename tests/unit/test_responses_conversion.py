@@ -102,6 +102,14 @@ def test_a_reference_is_the_stored_item() -> None:
     assert refused.value.param == "input[0].id"
 
 
+def test_references_count_as_if_the_items_had_been_sent() -> None:
+    (item,) = items_of({"role": "user", "content": "x" * 1000, "id": "msg_1"})
+    given = request_of(input=[{"type": "item_reference", "id": "msg_1"}] * 100).input
+    assert len(stored_items(given, lambda id: item, 200_000)) == 100
+    with pytest.raises(BadRequest, match=r"^input\[0\] to input\[\d+\] refer to items of \d+ bytes"):
+        stored_items(given, lambda id: item, 50_000)
+
+
 def test_items_get_ids_unless_they_have_one() -> None:
     first, second, third = items_of({"role": "user", "content": "Hi"}, {**CALL, "id": "mine"}, OUTPUT)
     assert first.id.startswith("msg_")

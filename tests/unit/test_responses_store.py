@@ -53,6 +53,27 @@ def test_a_response_is_its_owners_alone() -> None:
     assert store.item("in_a", ME) == message("in_a")
 
 
+class Uncompared(MessageItem):
+    """To compare a removed item with all others of its id, of which a client may store very many, would take long."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("items are compared")
+
+
+def test_items_of_one_id_are_removed_without_a_search() -> None:
+    def turn(text: str) -> Turn:
+        return Turn(None, [Uncompared(id="same", role="user", content=[InputText(text)])])
+
+    store = store_of(*(response(name, turn(name)) for name in "abc"))
+    for name, left in (("c", "a"), ("a", "b")):
+        store.delete(name, ANYONE)
+        item = store.item("same", ANYONE)
+        assert isinstance(item, MessageItem)
+        assert item.text == left
+    store.delete("b", ANYONE)
+    assert store.num_items == 0
+
+
 def test_the_least_recently_used_makes_room() -> None:
     store = store_of(response("a"), response("b"), response("c"))
     store.get("a", ANYONE)
