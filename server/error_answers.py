@@ -98,7 +98,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
         if error.status_code == 405:
             headers["Allow"] = _allowed_methods(request)
         return RouteError(error.status_code, _route_sentence(request, error, headers), headers)
-    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    _log.error("%s %r failed", request.method, request.url.path, exc_info=error)
     return ApiError("the server failed on this request; its log has the reason")
 
 

@@ -51,6 +51,10 @@ _MOST_PAGE_SECONDS = 0.05
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 """Methods that metrics name; a client may invent others without end."""
 
+_ANSWERED_AT_ONCE = 2
+"""Most calls that get a rendering in a round of the event loop, which then writes their answers: there may be as many
+calls as connections."""
+
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
@@ -177,8 +181,10 @@ class Metrics:
 
         `aliases_for`: the model's name in vLLM's names of the metrics that routers read; None: without those.
         """
-        self._page: asyncio.Task[bytes] | None = None
+        self._page: asyncio.Task[None] | None = None
         """Renders what all calls of `page` wait for."""
+        self._readers: list[asyncio.Future[bytes]] = []
+        """Of those calls."""
         self._next_page_at = 0.0
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self._registry = CollectorRegistry()
@@ -418,17 +424,30 @@ class Metrics:
         """
         if self._page is None:
             self._page = asyncio.create_task(self._render_when_due())
-        return await asyncio.shield(self._page)
+        reader: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._readers.append(reader)
+        return await reader
 
-    async def _render_when_due(self) -> bytes:
+    async def _render_when_due(self) -> None:
         await asyncio.sleep(self._next_page_at - time.monotonic())
-        self._page = None  # Whoever asks from now on gets a later one.
+        # Whoever asks from now on gets a later one.
+        self._page, readers, self._readers = None, self._readers, []
         # The thread's own time: while it waits for a core, others have it.
         began = time.thread_time()
-        text = self.render()
+        try:
+            text = self.render()
+        except Exception as error:
+            for reader in readers:
+                if not reader.done():
+                    reader.set_exception(error)
+            raise
         wait = (_PAGE_PARTS - 1) * (time.thread_time() - began)
         self._next_page_at = time.monotonic() + min(wait, _MOST_PAGE_SECONDS)
-        return text
+        for number, reader in enumerate(readers):
+            if number and not number % _ANSWERED_AT_ONCE:
+                await asyncio.sleep(0)
+            if not reader.done():  # It is if its client has left.
+                reader.set_result(text)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -6,7 +6,8 @@ Errors of the chat are reported with the names that the fields have in a respons
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,8 +16,10 @@ from engine.text.io_processor import DoesNotFit
 from server.errors import BadRequest, ContextLengthExceeded
 from server.frontend import Frontend
 from server.ignored import ignore
+from server.limits.jobs import Result
 from server.limits.owners import Owner
 from server.request_builder import PreparedChat, TextForm, check_request_limits, compile_text_forms, prepare_chat
+from server.responses.store import Turn
 from server.responses.tools import ToolTable
 from server.schemas.body import validate
 from server.schemas.chat import FREE_TEXT, ChatCompletionRequest
@@ -78,11 +81,20 @@ _SUMMARY_TOKENS = 4096
 """Most tokens of a summary, where the request sets no limit and the context is long."""
 
 
+_QUICKLY_READ_BYTES = 256 * 2**10
+"""A longer conversation is read in a thread: tiny requests may continue one of tens of megabytes, of sealed items."""
+
+
 async def prepare(
-    request: ResponsesRequest, items: Sequence[Item], tools: ToolTable, open: Open, frontend: Frontend, owner: Owner
+    request: ResponsesRequest, turn: Turn, tools: ToolTable, open: Open, frontend: Frontend, owner: Owner
 ) -> PreparedChat:
-    """The chat for `request`, whose conversation is `items`. Raises `BadRequest`."""
-    messages = to_messages(items, tools, open)
+    """The chat for `request`, which adds `turn` to its conversation. Raises `BadRequest`, `Overloaded`."""
+    is_short = turn.total_size() <= _QUICKLY_READ_BYTES
+
+    async def run(work: Callable[[], Result]) -> Result:
+        return work() if is_short else await frontend.jobs.of(owner).text(work)
+
+    messages = await run(partial(to_messages, turn.context(), tools, open))
     instructions: list[Message] = []
     if request.instructions:
         instructions.append({"role": "system", "content": request.instructions})
@@ -96,7 +108,7 @@ async def prepare(
     free_texts = await compile_text_forms(_text_forms(tools), frontend, owner)
 
     async def attempt(messages: list[Message]) -> PreparedChat:
-        chat = to_chat(request, instructions + messages, tools, most_tokens)
+        chat = await run(partial(to_chat, request, instructions + messages, tools, most_tokens))
         check_request_limits(chat, frontend)
         prepared = await prepare_chat(chat, frontend, owner, free_texts)
         if request.compacts and prepared.prompt.max_tokens < summary_tokens:

@@ -176,7 +176,7 @@ async def _prepare(
     turn = Turn(previous, items)
     tools = ToolTable(request)
     opener = frontend.seal.opener(owner.key)
-    return turn, tools, await prepare(request, turn.context(), tools, opener, frontend, owner)
+    return turn, tools, await prepare(request, turn, tools, opener, frontend, owner)
 
 
 @endpoints.get("/v1/responses/{response_id}", ResponseObject, parameters=_RETRIEVE_PARAMETERS)

@@ -5,7 +5,9 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import Metric
@@ -280,6 +282,28 @@ async def test_calls_that_wait_share_a_rendering_that_is_later_than_they() -> No
     (later, again) = await asyncio.gather(metrics.page(), metrics.page())
     assert b'route="/livez"' in later == again
     assert len(rendered) == 2
+
+
+async def test_few_calls_get_a_rendering_in_a_round_of_the_event_loop() -> None:
+    metrics, rounds, answered = Metrics("1.2.3"), 0, list[int]()
+
+    async def ask() -> None:
+        await metrics.page()
+        answered.append(rounds)
+
+    calls = [asyncio.create_task(ask()) for _ in range(50)]
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0)
+        rounds += 1
+    assert max(Counter(answered).values()) <= 2
+
+
+async def test_a_rendering_that_fails_fails_all_that_wait_for_it() -> None:
+    metrics, handled = Metrics("1.2.3"), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: handled.append(context))
+    metrics.render = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    outcomes = await asyncio.gather(*(metrics.page() for _ in range(3)), return_exceptions=True)
+    assert [type(each) for each in outcomes] == [ZeroDivisionError] * 3
 
 
 async def test_a_rendering_that_took_long_does_not_delay_the_next_for_long() -> None:

@@ -1,18 +1,24 @@
 """From a responses request to the chat that it is."""
 
-from typing import Any
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from server.errors import BadRequest
+from server.frontend import Frontend
 from server.ignored import collect
+from server.limits.accounts import Accounts
+from server.limits.jobs import Jobs
+from server.limits.owners import ANYONE
 from server.responses import conversion
-from server.responses.conversion import SUMMARY_INTRODUCTION, _starts, to_chat
-from server.responses.store import stored_items
+from server.responses.conversion import SUMMARY_INTRODUCTION, _starts, prepare, to_chat
+from server.responses.store import Turn, stored_items
 from server.responses.tools import ToolTable
 from server.schemas.chat import AllowedToolsChoice, NamedFunction
 from server.schemas.responses import Item
-from server.sealing import Seal
+from server.sealing import Changed, Kind, Seal
 from tests.unit.responses_support import request_of
 
 CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 2}'}
@@ -108,6 +114,23 @@ def test_references_count_as_if_the_items_had_been_sent() -> None:
     assert len(stored_items(given, lambda id: item, 200_000)) == 100
     with pytest.raises(BadRequest, match=r"^input\[0\] to input\[\d+\] refer to items of \d+ bytes"):
         stored_items(given, lambda id: item, 50_000)
+
+
+async def test_a_long_conversation_is_read_in_a_thread() -> None:
+    frontend = cast(Frontend, SimpleNamespace(jobs=Jobs(Accounts())))
+    on_main_thread: list[bool] = []
+
+    def open(kind: Kind, sealed: str) -> str:
+        on_main_thread.append(threading.current_thread() is threading.main_thread())
+        raise Changed
+
+    for size in (1000, 2**20):
+        turn = Turn(
+            None, items_of({"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x" * size})
+        )
+        with pytest.raises(BadRequest):
+            await prepare(request_of(), turn, NO_TOOLS, open, frontend, ANYONE)
+    assert on_main_thread == [True, False]
 
 
 def test_items_get_ids_unless_they_have_one() -> None:
