@@ -422,7 +422,7 @@ class Loop:
 
     def __init__(self, bench: Bench, runner: SizedRunner, batch: int, context: int, *, steps: int) -> None:
         """`batch` sequences, whose prompts are computed by the time `steps` decode steps begin."""
-        self.scheduler = Scheduler(runner.config)
+        self.scheduler = Scheduler(runner.config, rope=runner.rope)
         record = FlightRecord.of_its_own(runner.config.max_num_seqs)
         self.pipeline = StepPipeline(self.scheduler, runner, record, depth=2)
         params = SamplingParams(temperature=0.0, max_tokens=steps + _GAP_WARM + 8, ignore_eos=True)

@@ -48,8 +48,8 @@ def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) 
         return loaded
     start = time.perf_counter()
     # A rank without Triton has no kernels to compare, but the others wait for its result.
-    every = _cases_of(loaded) if triton.active() else {}
-    cases = {operator: each for operator, each in every.items() if _are_ours(operator)}
+    every = _every_case_of(loaded) if triton.active() else {}
+    cases = _ours_of(every)
     if not loaded.seam.computes:
         compute_all(chain.from_iterable(cases.values()), device)
         return loaded
@@ -157,6 +157,15 @@ _FUSED = frozenset({"norm", "activation"})
 
 
 def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
+    """The cases of the operators that Triton's kernels compute."""
+    return _ours_of(_every_case_of(loaded))
+
+
+def _ours_of(every: dict[str, list[Case]]) -> dict[str, list[Case]]:
+    return {operator: cases for operator, cases in every.items() if _are_ours(operator)}
+
+
+def _every_case_of(loaded: LoadedModel) -> dict[str, list[Case]]:
     """The cases by operator of the loaded model and of the one that drafts, found by a pass of each with suspended
     kernels.
     """
