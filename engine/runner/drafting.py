@@ -665,7 +665,7 @@ class ModelDrafter:
             metadata.step,
             states,
             last=stops[drafting] - 1,
-            next_positions=ends[drafting],
+            next_positions=self._input_batch.carried_positions(slots[drafting], ends[drafting]),
             counts=counts,
             slots=slots[drafting],
             block_tables=span.block_tables[drafting],
@@ -748,7 +748,7 @@ class ModelDrafter:
                 # A recorded pass reads the memory of its step anew.
                 span.token_ids[:] = self._input_batch.tokens_at(slots, begins + self._is_ahead)
                 span.positions[:] += 1
-                span.slot_mapping[:] = self._input_batch.slot_mapping(slots, span.positions)
+                span.slot_mapping[:] = self._input_batch.slot_mapping(slots, begins)
                 metadata.seq_lens += 1
             else:
                 span = self._input_batch.draft_span(slots, begins, begins + 1, self._is_ahead, num_more=most)

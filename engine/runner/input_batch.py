@@ -117,7 +117,7 @@ class DraftSpan(NamedTuple):
     """T entries of a drafter, of B slots."""
 
     token_ids: npt.NDArray[np.int64]  # [T]
-    positions: npt.NDArray[np.int64]  # [T]
+    positions: npt.NDArray[np.int64]  # [T], as `StepInputs.carried_positions`
     slot_mapping: npt.NDArray[np.int64]  # [T]
     block_tables: npt.NDArray[np.int32]  # [B, num_blocks]
 
@@ -439,10 +439,16 @@ class InputBatch:
         num_blocks = -(-(int(ends.max()) + num_more) // self.block_size)
         return DraftSpan(
             self._tokens[token_slots, positions + num_ahead].astype(np.int64),
-            positions,
+            self.carried_positions(token_slots, positions),
             self.slot_mapping(token_slots, positions),
             self._block_table[:, :num_blocks][slots],
         )
+
+    def carried_positions(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """As `StepInputs.carried_positions`, of positions of slots. # 2 x [T] -> [T]"""
+        return positions if self._rope_lengths is None else with_lengths(positions, self._rope_lengths[slots])
 
     def slot_mapping(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where positions of slots have their keys and values: block * block_size + offset. # 2 x [T] -> [T]"""

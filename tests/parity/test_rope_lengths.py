@@ -100,6 +100,42 @@ def test_requests_of_all_lengths_share_steps(
         assert num_preempted >= 3, "sequences that pass the original context are computed again"
 
 
+def dynamic_for_operators(directory: Path) -> Path:
+    """Of sizes that the CPU's operators compute."""
+    return make_checkpoint(
+        directory,
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=ORIGINAL,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    )
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"),
+    [(longrope, torch.float32), (dynamic, torch.float32), (dynamic_for_operators, torch.bfloat16)],
+)
+def test_a_drafter_takes_the_length_of_each_request(
+    tmp_path: Path, checkpoint: Callable[[Path], Path], dtype: torch.dtype
+) -> None:
+    """A model that drafts for itself is always right where it computes with the target's frequencies."""
+    path = checkpoint(tmp_path)
+    drafts = {"num_speculative_tokens": 3, "speculative_method": "draft", "speculative_model": str(path)}
+    prompts = [prompt(9, seed=2), prompt(ORIGINAL - 8, seed=4), prompt(70, seed=3)]
+    expected = completions(runner_for(path, dtype, max_model_len=160), prompts)[0]
+    runner = runner_for(path, dtype, max_model_len=160, speculative_config=drafts)
+    scheduler = Scheduler(runner.config, rope=runner.rope)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    seqs = [Sequence(list(tokens), 16, params, id=i) for i, tokens in enumerate(prompts)]
+    for _ in steps(scheduler, runner, {0: seqs}):
+        pass
+    assert [seq.completion_token_ids for seq in seqs] == expected
+    assert scheduler.total_accepted_tokens == scheduler.total_draft_tokens > 0
+
+
 def test_within_the_original_context_nothing_depends_on_lengths(tmp_path: Path) -> None:
     path = longrope(tmp_path)
     runner = runner_for(path, max_model_len=ORIGINAL)

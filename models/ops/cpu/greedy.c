@@ -111,9 +111,9 @@ void take_drafts(const void *arguments, const struct step *step, struct worker *
         int is_number = isfinite(op->peaks[row]);
         op->drafts[row] = is_number ? op->chosen[row] : -1;
         if (op->counts[row] <= op->depth + 1) continue;
-        int64_t position = positions[row] + (op->depth > 0);
+        positions[row] += op->depth > 0;
+        int64_t position = (int32_t)positions[row];
         ids[row] = is_number ? op->chosen[row] : 0;
-        positions[row] = position;
         if (op->by) *known_token(op->by, op->slots[row], position + op->ahead) = (int32_t)ids[row];
         seq_lens[row] = (int32_t)position + 1;
         slots[row] = step->block_tables[row * step->max_blocks + position / op->block_size] * op->block_size +
@@ -150,7 +150,7 @@ void accept_drafts(const void *arguments, const struct step *step, struct worker
             op->order[num_rows] = row, op->last[num_rows] = last, op->counts[num_rows] = count;
             op->slots[num_rows] = op->rows[row];
             if (op->by) *known_token(op->by, op->rows[row], position + 1) = (int32_t)op->tokens[last];
-            positions[num_rows] = position + 1;
+            positions[num_rows] = verified->positions[last] + 1;
             int64_t needed = min64(op->num_blocks[row], (position + count) / op->block_size + 1);
             memcpy(tables + num_rows * op->blocks, op->tables + op->rows[row] * op->blocks, needed * sizeof(int32_t));
             num_rows++;
