@@ -112,7 +112,7 @@ class Scheduler:
         self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.max_drafts
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
         seconds: float | None = getattr(config, "max_step_seconds", None)
-        self._max_interposed_tokens = 0 if self.use_spec or self.delay_factor > 0 else max_interposed_tokens
+        self._max_interposed_tokens = 0 if self.delay_factor > 0 else max_interposed_tokens
         self.step_budget: StepBudget | None = None
         """Bounds steps by time; None: they are bounded by tokens alone."""
         if default_step_seconds if seconds is None else seconds:
@@ -268,7 +268,7 @@ class Scheduler:
         self.prev_prompt = step.num_prefills > 0
         if not step.seqs:
             return None
-        step.num_next_drafts = self.drafts.num_next(list(step.seqs.values()), step.num_decodes)
+        step.num_next_drafts = self.drafts.num_next(step.seqs.values(), step.num_decodes)
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
@@ -323,6 +323,7 @@ class Scheduler:
             self._admit(step, seq, seq.num_tokens - count, count)
         if not step.seqs:
             return None
+        step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
         scheduled = step.batch()
         self.step_budget.note_interposed(scheduled[0])
         return scheduled
@@ -748,8 +749,8 @@ class Scheduler:
             outputs.append(output)
         if fwd_output.vectors:
             outputs += self._take_vectors(seqs, fwd_output.vectors, now, finished)
-        if self.use_spec:
-            self.retract(self.drafts.take(seqs, fwd_output, verified))
+        if self.use_spec and (without_token := self.drafts.take(seqs, fwd_output, verified)):
+            self.retract(without_token)
         if fwd_output.logprobs:
             for output in outputs:
                 rows = fwd_output.logprobs.get(output.request_id)

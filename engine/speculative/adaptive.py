@@ -25,7 +25,7 @@ _RATE_AFTER_TRY = 0.6
 """Least chance that is assumed after a try that succeeded."""
 _MARGIN = 1.1
 """What a draft has to bring, of what it costs: the rates that are known are above the true ones as often as below."""
-_TRIES, _LEAST_TRIES = 0.012, 0.004
+_TRIES, _LEAST_TRIES = 0.008, 0.002
 """Share of the time that is spent on tries while some succeed; each failed try halves it, down to the least."""
 _TRYING_ROWS = 8
 """Most sequences of a try."""
@@ -36,7 +36,7 @@ _STEPS_PER_PLAN, _MOST_STEPS_PER_PLAN, _MOST_STEPS_PER_IDLE_PLAN = 8, 16, 64
 to the second number, or up to the third while no drafts are made."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
 """Tokens without drafts after a try that failed, doubled with each, and most of them."""
-KEPT_STEPS = 16
+KEPT_STEPS = 8
 """Steps before a try in which the drafter keeps what the target has computed."""
 _FIRST_TIMES = 4
 """Of the first measurements of a cost the least counts: they include what is set up on first use."""
@@ -105,7 +105,7 @@ class StepCosts:
     """Mean seconds of steps that only decode, by their number of tokens, and of drafting, by rows and depth."""
 
     def __init__(self) -> None:
-        self._steps, self._catching_up = _Means(), _Means()
+        self._steps, self._kept_steps, self._catching_up = _Means(), _Means(), _Means()
         self._drafting: dict[int, _Means] = {}
         """Of each number of rows, by depth."""
         self._rows: list[int] = []
@@ -137,12 +137,26 @@ class StepCosts:
         """Expected seconds of a step; where larger sizes are unknown, those of the largest known: it is tried."""
         return self._steps.at(_size(num_tokens), self._since) or 0.0
 
+    def keeping(self, num_rows: int) -> float:
+        """Expected seconds by which a step takes longer if the drafter keeps its hidden states."""
+        kept = self._kept_steps.at(_size(num_rows), self._since)
+        return 0.0 if kept is None else max(0.0, kept - self.step(num_rows))
+
     def drafting(self, num_rows: int, depth: int) -> float:
         """Expected seconds of drafting; 0 where nothing is known. Larger sizes than the known ones cost as those."""
         if not depth or not num_rows:
             return 0.0
         since = self._since
         return _between(self._rows, _size(num_rows), lambda rows: self._drafting_of(rows, depth, since)) or 0.0
+
+    def note_kept_step(self, num_tokens: int, seconds: float) -> None:
+        """As `note_step`, of a step without drafts of which the drafter has kept the hidden states."""
+        self._num_steps += 1
+        self._kept_steps.note(_size(num_tokens), seconds, self._num_steps)
+
+    def pass_steps(self, count: int) -> None:
+        """Count steps that were not measured."""
+        self._num_steps += count
 
     def catching_up(self, num_rows: int) -> float:
         """Expected seconds of drafting where entries that waited are computed first; 0 where nothing is known."""
@@ -255,16 +269,29 @@ class DraftPlan:
         record = self._records.get(seq.id)
         return self._first_limit if record is None else record.limit
 
-    def plan(self, seqs: Rows[Sequence], room: int) -> None:
-        """Decide for the sequences of a step, which has room for `room` drafts, and for the next ones."""
+    def note_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Learn how long the step took that was planned last, of decodes alone, without drafting."""
+        is_kept = self._by_model and self._num_kept > 0 and not (self._has_drafts or self._trying or self._is_plain)
+        if is_kept and num_tokens == num_rows:
+            self.costs.note_kept_step(num_tokens, seconds)
+        else:
+            self.costs.note_step(num_tokens, seconds)
+
+    def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
+        """Decide for the sequences of a step, which has room for `room` drafts, and for the next ones.
+
+        `num_steps`: this step, and those before it that were not planned, as `num_unplanned` allows.
+        """
         self._is_plain = False
-        self._steps_left -= 1
+        self._steps_left -= num_steps
+        if num_steps > 1:
+            self.costs.pass_steps(num_steps - 1)
         # A few new or ended sequences hardly change which number of drafts pays, and neither do a few steps.
         if self._steps_left <= 0 or _size(len(seqs)) != self._planned_size:
             self._decide(seqs, room)
         is_near = False
         if self._try_cost is not None:
-            self._try_credit = min(self._try_credit + self._try_share, self._try_cost)
+            self._try_credit = min(self._try_credit + num_steps * self._try_share, self._try_cost)
             is_near = self._try_cost - self._try_credit <= KEPT_STEPS * self._try_share
         if is_near or self._has_drafts or self._is_awaited:
             self._num_kept = min(self._num_kept + 1, KEPT_STEPS)
@@ -274,6 +301,20 @@ class DraftPlan:
             self._trying = set()
         if is_near and self._try_credit == self._try_cost and (self._num_kept == KEPT_STEPS or not self._by_model):
             self._try(seqs)
+
+    @property
+    def num_unplanned(self) -> int:
+        """Steps after the planned one that need no plan while the number of rows is the same.
+
+        Nothing is drafted in them, and the drafter keeps nothing of them.
+        """
+        if self._num_kept or self._is_awaited or not self.is_idle:
+            return 0
+        steps = self._steps_left - 1
+        if self._try_cost is not None:
+            until_kept = (self._try_cost - self._try_credit) / self._try_share - KEPT_STEPS
+            steps = min(steps, int(until_kept) - 1)
+        return max(0, steps)
 
     def _decide(self, seqs: Rows[Sequence], room: int) -> None:
         """Plan for some steps: the limit of each sequence, and what a try is."""
@@ -329,6 +370,7 @@ class DraftPlan:
         self._try_rows = max(1, min(num_rows, room // depth, _TRYING_ROWS if self._by_model else num_rows))
         seconds = self.costs.step(num_rows + min(room, self._try_rows * depth))
         seconds += self.costs.catching_up(self._try_rows) or self.costs.drafting(self._try_rows, depth)
+        seconds += KEPT_STEPS * self.costs.keeping(num_rows)
         self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
 
     def _try(self, seqs: Rows[Sequence]) -> None:

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
+from itertools import islice
 from typing import Any
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
@@ -18,6 +19,9 @@ STATS_INTERVAL = 1000
 
 _SUSPENDED_STEPS = 1024
 """Steps without drafts, after one that had some ran out of memory."""
+
+_MEASURED_EVERY = 8
+"""Of the steps of a pause one of so many is measured."""
 
 _MIN_SAMPLED_TOKENS = 64
 """Tokens that a step which verifies drafts may sample, where fewer sequences than that may run."""
@@ -58,6 +62,9 @@ class Drafts:
         """Whether the step being scheduled has drafts."""
         self._suspended_steps = 0
         """Steps left for which no drafts are made."""
+        self._pause_left, self._pause_length, self._paused_rows = 0, 0, 0
+        """Steps for which nothing is drafted, planned or kept while there are so many rows, and how many they were at
+        first: such a step takes as long as without a drafter."""
         self._match_lengths: tuple[int, int] | None = None
         """Fewest tokens that must match for a lookup, and most that are compared; None: the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
@@ -88,10 +95,14 @@ class Drafts:
         """
         if not self.are_on or not seqs:
             return
+        if self._pause_left and len(seqs) == self._paused_rows:
+            self._pause_left -= 1
+            return
+        num_steps = 1 + self._pause_length - self._pause_left
         room = max(0, min(budget, self._max_sampled) - len(seqs))
-        self.plan.plan(seqs, room)
+        self.plan.plan(seqs, room, num_steps)
         is_suspended = self._suspended_steps > 0
-        self._suspended_steps -= is_suspended
+        self._suspended_steps = max(0, self._suspended_steps - num_steps)
         if self._match_lengths is not None:
             for seq in seqs:
                 is_unknown = seq.matcher is not None and seq.num_placeholder
@@ -104,14 +115,18 @@ class Drafts:
             for seq in seqs:
                 seq.spec_token_ids = []
         self._shorten(seqs, room)
+        self._pause_left = self._pause_length = 0 if self._has_proposed else self.plan.num_unplanned
+        self._paused_rows = len(seqs)
 
     def is_idle(self, seqs: Rows[Sequence]) -> bool:
         """Whether these sequences have no drafts for the next step, and get none for the one after it."""
+        if self._pause_left:
+            return True
         if any(seq.spec_token_ids for seq in seqs):
             return False
         return not self._drafts_by_model or self.plan.is_idle
 
-    def num_next(self, seqs: Rows[Sequence], num_decodes: int) -> list[int] | None:
+    def num_next(self, seqs: Collection[Sequence], num_decodes: int) -> list[int] | None:
         """Drafts that the runner is to make of each row of a step for the next one; None where it makes none.
 
         Empty where no row drafts, and none will for some steps. The first `num_decodes` of the sequences decode.
@@ -122,12 +137,18 @@ class Drafts:
         self._schedule_seconds = time.perf_counter() - self._began
         if self._suspended_steps:
             return [0] * len(seqs)
-        if not self.plan.is_keeping:
+        if self._pause_left or not self.plan.is_keeping:
             return []
         if self.plan.is_idle:
-            return [0] * num_decodes + [self._next_limit(seq) for seq in seqs[num_decodes:]]
+            return [0] * num_decodes + [self._next_limit(seq) for seq in islice(seqs, num_decodes, None)]
         # The step that is scheduled brings a token at least.
         return [self._next_limit(seq) for seq in seqs]
+
+    def num_next_interposed(self, num_rows: int) -> list[int] | None:
+        """As `num_next`, for the prompts of an interposed step: their sequences draft from their next step on."""
+        if not self._drafts_by_model:
+            return None
+        return [] if self._pause_left or not self.plan.is_keeping else [0] * num_rows
 
     def _next_limit(self, seq: Sequence) -> int:
         return self._limit(seq, seq.num_useful_drafts - 1)
@@ -174,12 +195,14 @@ class Drafts:
 
         Returns the sequences that got no token because of their drafts: KV in their last blocks may be invalid.
         """
+        without_token: list[Sequence] = []
+        if self._pause_left and not verified and not fwd_output.draft_token_ids:
+            return without_token
         proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
         work = fwd_output.draft_work
         self._draft_seconds = 0.0 if work is None else work.seconds
         if work is not None:
             self.plan.costs.note_drafting(work)
-        without_token: list[Sequence] = []
         if not proposed and not verified:
             for seq in seqs:
                 if seq.spec_token_ids:
@@ -203,8 +226,11 @@ class Drafts:
 
     def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn how long the step took that was read last."""
+        if self._pause_left % _MEASURED_EVERY:
+            return
         if self.are_on and batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
-            self.plan.costs.note_step(batch.total_tokens_num, self._schedule_seconds + seconds - self._draft_seconds)
+            seconds += self._schedule_seconds - self._draft_seconds
+            self.plan.note_step(batch.total_seqs_num_decode, batch.total_tokens_num, seconds)
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that finished."""

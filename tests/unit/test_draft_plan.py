@@ -43,7 +43,7 @@ class Simulation:
             self.plan.plan(self.seqs, self._room)
             drafts, num_rows = self._drafts, len(self.seqs)
             seconds = self._step(num_rows + sum(drafts))
-            self.plan.costs.note_step(num_rows + sum(drafts), seconds)
+            self.plan.note_step(num_rows, num_rows + sum(drafts), seconds)
             self._drafts = [self.plan.limit(seq) for seq in self.seqs]
             for seq, count in zip(self.seqs, drafts, strict=True):
                 accepted = 0

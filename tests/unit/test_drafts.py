@@ -80,6 +80,30 @@ def test_what_was_rejected_is_counted_and_remembered() -> None:
     assert proposed(mine, [seq]) == [[]], "a pause"
 
 
+def test_while_drafts_do_not_pay_a_change_of_rows_ends_a_pause_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, seqs = drafts(speculative_method="eagle"), running(2)
+    for num_tokens, seconds in ((1, 1.0), (2, 1.0), (3, 9.0)):
+        mine.plan.costs.note_step(num_tokens, seconds)
+    planned: list[int] = []
+    plan = mine.plan.plan
+
+    def counted(rows: list[Sequence], room: int, num_steps: int) -> None:
+        planned.append(num_steps)
+        plan(rows, room, num_steps)
+
+    monkeypatch.setattr(mine.plan, "plan", counted)
+    for step in range(1, 301):
+        assert proposed(mine, seqs) == [[], []]
+        assert mine.is_idle(seqs)
+        assert mine.num_next(seqs, 2) == []
+        assert sum(planned) <= step
+    assert len(planned) < 15
+    num_plans, num_paused = len(planned), 300 - sum(planned)
+    assert num_paused > 0, "the last pause goes on"
+    proposed(mine, seqs[:1])
+    assert planned[num_plans:] == [1 + num_paused], "the steps of the pause count"
+
+
 def scheduler(**fields: Any) -> Scheduler:
     config = Config(
         num_kvcache_blocks=fields.pop("num_blocks", 16),
