@@ -327,7 +327,7 @@ class ModelRunner:
     def max_interposed_tokens(self) -> int:
         """Most tokens of a step that is computed while another is paused; 0: no step may be."""
         is_plain = self.parallel.is_alone and self.loaded.exchange is None and not self.loaded.stream_layers
-        if self.program is None or self.drafter is not None or not is_plain:
+        if self.program is None or not is_plain:
             return 0
         return min(_MOST_INTERPOSED_TOKENS, self.program.max_tokens)
 

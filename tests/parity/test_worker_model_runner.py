@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
-from engine.config.config import Config
+from engine.config.config import Config, SpeculativeConfig
 from engine.core.scheduler import Scheduler
 from engine.runner.model_runner import ModelRunner
 from engine.runner.start import measure_kv_cache, run_worst_case
@@ -237,14 +237,16 @@ def test_the_cache_size_is_counted_in_blocks_of_all_layers(checkpoint):
     assert measure_kv_cache(dataclasses.replace(runner.loaded, config=config)).num_blocks == 100
 
 
-def test_a_step_paused_for_another_gives_what_both_give_alone():
+@pytest.mark.parametrize("drafts", [None, SpeculativeConfig(speculative_method="eagle")])
+def test_a_step_paused_for_another_gives_what_both_give_alone(drafts):
     """In bfloat16, in which the compiled operators run a recorded pass, with seeded sampling and log probabilities."""
     random = SamplingParams(temperature=1.0, seed=3, logprobs=3, max_tokens=NUM_NEW)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(300, 1000, size=length).tolist() for length in (70, 33, 21, 150)]
 
     def run(*, interposed: bool) -> tuple[list[ScheduledBatchOutput], int]:
-        runner = ModelRunner(load(CHECKPOINT_DIR, Config(num_kvcache_blocks=64), torch.bfloat16), 64)
+        config = Config(num_kvcache_blocks=64, speculative_config=drafts)
+        runner = ModelRunner(load(CHECKPOINT_DIR, config, torch.bfloat16), 64)
         seqs = [Sequence(prompt, 16, random, id=number) for number, prompt in enumerate(prompts)]
         for number, seq in enumerate(seqs):
             seq.slot, seq.block_table = number, list(range(10 * number, 10 * number + 10))
