@@ -4,6 +4,9 @@ Needs root, buildah and debootstrap (apt-get install buildah debootstrap), and t
 where one is missing, the tests are skipped. No image is pulled: the base is made by debootstrap, with the torch of the
 Python that runs the tests. What a runtime takes from the image's configuration (user, variables, entry point) is taken
 from it here, and its root is mounted read-only, as the manifests ask for.
+
+Where podman is installed (apt-get install podman runc catatonit netavark iptables), it starts the pod of
+deploy/kubernetes/kaon.yaml from that image, with the manifest's user, capabilities, volumes and secret.
 """
 
 import importlib.metadata
@@ -13,13 +16,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from base64 import b64encode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import yaml
 from packaging.utils import canonicalize_name
 
 from tests.e2e.kaon_server import free_port
@@ -35,7 +42,7 @@ MOST_BYTES = 250 * 10**6
 """Of the image over its base, which has torch, and over what torch requires."""
 OF_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy")
 """Packages that torch requires, which the image installs, since the base has torch alone."""
-BASE, IMAGE = "localhost/kaon-test-base", "localhost/kaon-test"
+BASE, IMAGE = "localhost/kaon-test-base", "localhost/kaon"
 
 
 class Buildah:
@@ -207,3 +214,81 @@ def test_it_serves_from_a_root_that_nobody_can_write_and_ends_in_order(
             for each in (*server.children(recursive=True), server) if server.is_running() else ():
                 each.kill()
     assert "operators" in (tmp_path / "log").read_text(), "torch computes in place of the operators in C"
+
+
+class Podman:
+    """podman with the store that buildah has filled."""
+
+    def __init__(self, buildah: Buildah, directory: Path) -> None:
+        needed = ("podman", "runc", "catatonit", "iptables")
+        if missing := [name for name in needed if shutil.which(name) is None]:
+            pytest.skip(f"no {', '.join(missing)}: apt-get install podman runc catatonit netavark iptables")
+        settings = directory / "containers.conf"
+        # podman's own limits are higher than a test's process may set.
+        limits = '["nofile=4096:4096", "nproc=4096:4096"]'
+        settings.write_text(f'[containers]\ndefault_ulimits={limits}\n[engine]\nruntime="runc"\n')
+        self._environment = {**os.environ, "CONTAINERS_CONF": str(settings)}
+        self._command = ["podman", *buildah.command[1:]]
+
+    def __call__(self, *arguments: str | Path, given: str = "") -> str:
+        done = subprocess.run(
+            [*self._command, *map(str, arguments)],
+            input=given,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self._environment,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout.strip()
+
+
+def wait_until_ready(client: httpx.Client, podman: Podman, container: str) -> None:
+    for _ in range(600):
+        assert podman("inspect", "--format", "{{.State.Running}}", container) == "true", podman("logs", container)
+        try:
+            if client.get("/readyz").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # no process listens yet
+        time.sleep(0.2)
+    raise AssertionError(f"not ready after 600 questions: {podman('logs', container)}")
+
+
+def test_the_manifests_pod_starts_and_ends_without_losing_a_stream(buildah: Buildah, tmp_path: Path) -> None:
+    podman = Podman(buildah, tmp_path)
+    parts = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "kaon.yaml").read_text()))
+    (deployment,) = (part for part in parts if part and part["kind"] == "Deployment")
+    port = free_port()
+    deployment["spec"]["template"]["spec"]["containers"][0]["ports"][0]["hostPort"] = port
+    manifest = tmp_path / "deployment.yaml"
+    manifest.write_text(yaml.safe_dump(deployment))
+    # As podman 4.3 reads the secrets of a pod, which is Debian's.
+    podman("secret", "create", "kaon-api-keys", "-", given=json.dumps({"keys": b64encode(b"a-key").decode()}))
+    podman("kube", "play", manifest)
+    try:
+        url, container = f"http://127.0.0.1:{port}", "kaon-pod-0-kaon"
+        with httpx.Client(base_url=url, timeout=120, headers={"Authorization": "Bearer a-key"}) as client:
+            wait_until_ready(client, podman, container)
+            body = {
+                "model": "kaon-demo",
+                "prompt": "Once upon a time",
+                "max_tokens": 400,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
+            whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            assert podman("exec", container, "id", "-u") == "10001"
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+                received = [next(lines)]
+                with ThreadPoolExecutor(1) as pool:
+                    stopped = pool.submit(podman, "stop", "--time", "50", container)
+                    received += lines
+                    stopped.result()
+        assert received.pop() == "[DONE]"
+        assert "".join(json.loads(each)["choices"][0]["text"] for each in received) == whole
+        assert podman("inspect", "--format", "{{.State.ExitCode}}", container) == "0"
+    finally:
+        podman("kube", "down", manifest)
