@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -190,6 +191,24 @@ def test_a_core_that_is_killed_while_it_reads_the_weights_costs_nothing(
     assert tokens_of(complete(served, "base")) == expected["old"]
 
 
+def update_while_a_process_dies(server: KaonServer, new: Path, parallel: str) -> httpx.Response:
+    """Of several new processes, kill the last one as it starts: it takes longer to import torch than to be seen."""
+    before = {each.pid for each in cores(server)}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(update, server, new, alongside=True)
+        eventually(lambda: bool(parts_of_new_cores(server, before, parallel)))
+        parts_of_new_cores(server, before, parallel)[-1].kill()
+        return answer.result()
+
+
+def parts_of_new_cores(server: KaonServer, before: set[int], parallel: str) -> list[psutil.Process]:
+    """The two replicas, or the rank of one core that is a process of its own, once they are there."""
+    new = [each for each in cores(server) if each.pid not in before]
+    if parallel == "data_parallel_size":
+        return new if len(new) == 2 else []
+    return [rank for core in new for rank in core.children() if "engine.runner.rank_process" in command_line(rank)]
+
+
 def cores(server: KaonServer) -> list[psutil.Process]:
     return [each for each in server.process.children() if "engine.core.main" in command_line(each)]
 
@@ -216,6 +235,10 @@ def test_ranks_and_replicas_change_together(
             path, _ = broken(directory, "without-a-tensor")
             kept(update(running, path, alongside=alongside))
             assert tokens_of(complete(running, "base")) == first
+            if alongside:
+                message = kept(update_while_a_process_dies(running, directory / "allowed" / "new", parallel))
+                assert "was killed by SIGKILL" in message
+                assert tokens_of(complete(running, "base")) == first
             assert update(running, directory / "allowed" / "new", alongside=alongside).status_code == 200
             for _ in range(4):
                 assert tokens_of(complete(running, "base")) == then
