@@ -6,7 +6,7 @@
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
@@ -178,7 +178,7 @@ def parse_object(body: bytes, max_bytes: int = 2**22) -> dict[str, Any]:
     """
     if not body.strip():
         raise BadRequest("the request body is empty; send a JSON object")
-    _check_values(body, max_bytes // _BYTES_PER_VALUE)
+    check_values([body], max_bytes // _BYTES_PER_VALUE)
     try:
         parsed = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -200,36 +200,48 @@ def _float(literal: str) -> float:
 _decoder = msgspec.json.Decoder(float_hook=_float)
 
 
-def _check_values(body: bytes, max_values: int) -> None:
-    """Raise if `body` holds too many values, fields, or lists and objects; what is in strings does not count."""
+def check_values(texts: Sequence[bytes], max_values: int = 0, subject: str = "the request body") -> None:
+    """Raise `BadRequest` if JSON texts hold too many values, fields, or lists and objects together; what is in strings
+    does not count.
+    """
     max_values = max(max_values, 2 * _MAX_CONTAINERS)
-    num_containers = body.count(b"[") + body.count(b"{")
-    is_small = num_containers <= _MAX_CONTAINERS and num_containers + body.count(b",") <= max_values
-    if is_small and body.count(b":") <= _MAX_FIELDS:
+    num_containers = sum(text.count(b"[") + text.count(b"{") for text in texts)
+    is_small = num_containers <= _MAX_CONTAINERS and num_containers + sum(map(_commas, texts)) <= max_values
+    if is_small and sum(text.count(b":") for text in texts) <= _MAX_FIELDS:
         return
-    num_containers = num_fields = num_values = start = 0
-    is_in_string = False
-    while start < len(body):
-        end = start + _SLICE
-        while body[end - 1 : end] == b"\\":
-            end += 1  # An escaped character is in the slice of its backslash.
-        pieces = body[start:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[is_in_string::2])
-        is_in_string ^= len(pieces) % 2 == 0
+    num_containers = num_fields = num_values = 0
+    for outside in (part for text in texts for part in _outside_strings(text)):
         opened = outside.count(b"[") + outside.count(b"{")
         num_containers += opened
         num_fields += outside.count(b":")
-        num_values += opened + outside.count(b",")
-        start = end
+        num_values += opened + _commas(outside)
         if num_containers > _MAX_CONTAINERS:
-            raise BadRequest(f"the request body holds more than {_MAX_CONTAINERS} lists and objects; send fewer")
+            raise BadRequest(f"{subject} holds more than {_MAX_CONTAINERS} lists and objects; send fewer")
         if num_fields > _MAX_FIELDS:
-            raise BadRequest(f"the request body holds more than {_MAX_FIELDS} fields; send fewer")
+            raise BadRequest(f"{subject} holds more than {_MAX_FIELDS} fields; send fewer")
         if num_values > max_values:
             raise BadRequest(
-                f"the request body holds more than {max_values} values; send fewer, or start the server with a higher "
+                f"{subject} holds more than {max_values} values; send fewer, or start the server with a higher "
                 f"--max-request-bytes, of {_BYTES_PER_VALUE} for each value"
             )
+
+
+def _commas(text: bytes) -> int:
+    return text.count(b",")
+
+
+def _outside_strings(text: bytes) -> Iterator[bytes]:
+    """What of a JSON text is not in strings, in pieces."""
+    start = 0
+    is_in_string = False
+    while start < len(text):
+        end = start + _SLICE
+        while text[end - 1 : end] == b"\\":
+            end += 1  # An escaped character is in the slice of its backslash.
+        pieces = text[start:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b"".join(pieces[is_in_string::2])
+        is_in_string ^= len(pieces) % 2 == 0
+        start = end
 
 
 def _why_not_json(body: bytes, why: Exception) -> str:

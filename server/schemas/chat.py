@@ -23,6 +23,7 @@ from server.schemas.body import (
     Items,
     RequestModel,
     Unsupported,
+    check_values,
     rule,
     sentence,
 )
@@ -632,6 +633,14 @@ class ChatCompletionRequest(SamplingFields):
                         f"messages[{index}] has the role function; before it, a message must have a function_call"
                     )
                 message.role, message.tool_call_id = "tool", id
+        return self
+
+    @model_validator(mode="after")
+    def _has_few_arguments(self) -> "ChatCompletionRequest":
+        """Bound what becomes of the arguments of earlier calls, which are JSON within JSON."""
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        arguments = [call.function.arguments.encode(errors="replace") for call in calls if isinstance(call, ToolCall)]
+        check_values(arguments, subject="what tool_calls of messages have as their arguments")
         return self
 
     @model_validator(mode="after")

@@ -1,12 +1,14 @@
 """From bytes to a request: what is not JSON, not an object or too large is refused in a sentence."""
 
+import json
 from collections.abc import AsyncIterator
 
 import pytest
 
 from server.errors import BadRequest, BodyTooLarge
 from server.request_builder import read_body
-from server.schemas.body import parse_object
+from server.schemas.body import parse_object, validate
+from server.schemas.chat import ChatCompletionRequest
 
 
 @pytest.mark.parametrize(
@@ -126,3 +128,18 @@ async def test_a_chunked_body_is_read_no_further_than_the_limit() -> None:
     with pytest.raises(BodyTooLarge, match="max_request_bytes"):
         await read_body(request, 10)  # type: ignore[arg-type]
     assert request.read == 2
+
+
+def test_arguments_of_calls_hold_few_lists_and_objects_together() -> None:
+    """They are JSON within the strings of a body, and become objects for the chat template."""
+
+    def chat(*arguments: str) -> ChatCompletionRequest:
+        calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": each}} for each in arguments]
+        messages = [{"role": "assistant", "tool_calls": [call]} for call in calls]
+        return validate({"model": "m", "messages": messages}, ChatCompletionRequest, allow_unknown=False)
+
+    many = json.dumps({"a": [[]] * 1000})
+    with pytest.raises(BadRequest, match=r"their arguments holds more than 65536 lists and objects; send fewer$"):
+        chat('{"an unpaired quote: ', *[many] * 100)
+    assert len(chat(*[many] * 50).messages) == 50
+    assert len(chat(*[json.dumps({"a": "[" * 1000})] * 100).messages) == 100
