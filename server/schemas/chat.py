@@ -477,7 +477,13 @@ class Message(RequestModel):
         return message
 
 
+def _may_be_object(arguments: str) -> bool:
+    return arguments.lstrip().startswith("{")
+
+
 def _parsed(arguments: str) -> Any:
+    if not _may_be_object(arguments):
+        return arguments
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -639,8 +645,9 @@ class ChatCompletionRequest(SamplingFields):
     def _has_few_arguments(self) -> "ChatCompletionRequest":
         """Bound what becomes of the arguments of earlier calls, which are JSON within JSON."""
         calls = [call for message in self.messages for call in message.tool_calls or ()]
-        arguments = [call.function.arguments.encode(errors="replace") for call in calls if isinstance(call, ToolCall)]
-        check_values(arguments, subject="what tool_calls of messages have as their arguments")
+        texts = [call.function.arguments for call in calls if isinstance(call, ToolCall)]
+        objects = [text.encode(errors="replace") for text in texts if _may_be_object(text)]
+        check_values(objects, subject="what tool_calls of messages have as their arguments")
         return self
 
     @model_validator(mode="after")

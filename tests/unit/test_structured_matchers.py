@@ -240,3 +240,36 @@ def test_a_grammar_known_already_waits_for_no_other() -> None:
     admitted = Admitted(matchers)
     admitted.add(1, regex("ab"))
     assert admitted.queue.get_nowait().id == 1
+
+
+def test_a_grammar_of_which_a_matcher_failed_is_compiled_again(matchers: Matchers) -> None:
+    """The lexer's states may be used up, which all matchers of the compilation share."""
+    grammar = regex("[ab]c+d")
+    assert not matchers.matcher(grammar).accept(ord("z"))
+    assert matchers.cached(grammar) is None
+    assert matchers.matcher(grammar).accept(ord("a"))
+
+
+def test_grammars_whose_masks_took_long_leave_the_cache(matchers: Matchers) -> None:
+    grammars = [regex(f"[ab]c{{{number}}}") for number in range(1, 5)]
+    made = [matchers.matcher(grammar) for grammar in grammars]
+    for matcher in made[:3]:
+        matcher.grammar.seconds = 3.0
+    made[3].grammar.seconds = 5.0
+    assert matchers.cached(grammars[3]) is None
+    matchers.matcher(regex("another"))
+    assert [matchers.cached(grammar) is not None for grammar in grammars[:3]] == [False, True, True]
+
+
+def test_where_memory_is_short_the_costliest_grammars_end(matchers: Matchers) -> None:
+    used = [0]
+    masks = TokenMasks(MaskComputer(lambda: used[0]))
+    rows = [MaskedRow(row, matchers.matcher(regex(f"[ab]d{{1,{row + 5}}}"))) for row in range(3)]
+    for row, seconds in zip(rows, (0.1, 0.7, 0.9), strict=True):
+        assert row.matcher is not None
+        row.matcher.grammar.seconds = seconds
+    for num_bytes, ended in ((0, set[int]()), (2**30, set[int]()), (3 * 2**30, {1, 2})):
+        used[0] = num_bytes
+        failed = [masks.fill(rows, VOCAB_SIZE)[1] for _ in range(16)][-1]
+        assert set(failed) == ended
+    assert "need too much memory" in failed[1]

@@ -1,6 +1,9 @@
 """`Matcher`: the tokens that a grammar allows one sequence; `Matchers` makes them, in the core and without torch."""
 
+import ctypes
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,15 +23,43 @@ if TYPE_CHECKING:
 _CACHED_MATCHERS = 256
 _CACHED_BYTES = 16 * 2**20
 """Limits of the cache of compiled grammars: their number, and the bytes of their text."""
+_CACHED_SECONDS, _REUSED_SECONDS = 8.0, 4.0
+"""Further ones: the time that masks took of all of them, and of one. All matchers of a compiled grammar share the
+states that masks have added to its lexer, up to the parser's limit: those take 0.9 s and 60 to 80 MB, and no matcher
+of that compilation can go on beyond them."""
+
+_MOST_BYTES = 2 * 2**30
+"""Memory that grammars of running sequences may add before the costliest are ended."""
+_CHECKED_STEPS = 16
+"""Steps with masks from one look at the memory to the next, which takes 0.15 ms."""
+_LEAST_COST, _ENDED_SHARE = 0.25, 0.5
+"""Ended are those whose masks took so many seconds, and so much of what the costliest took."""
+_TOO_COSTLY = (
+    "the grammar of this request cannot be followed any further: the grammars that run need too much memory, and this "
+    "is one of the costliest; use a simpler one"
+)
+
+
+class Compiled:
+    """A compiled grammar. Its matchers are copies, which share the lexer and what it has found out so far."""
+
+    __slots__ = ("native", "seconds")
+
+    def __init__(self, native: "LLMatcher") -> None:
+        self.native = native
+        self.seconds = 0.0
+        """Time that masks of its matchers took; infinite once one of them has failed."""
 
 
 class Matcher:
     """The state of one sequence in its grammar. The scheduler advances it; the sampler reads it in between."""
 
-    __slots__ = ("_matcher", "eos_token_ids", "error", "num_words")
+    __slots__ = ("_matcher", "eos_token_ids", "error", "grammar", "is_too_costly", "num_words")
 
-    def __init__(self, matcher: "LLMatcher", eos_token_ids: Sequence[int], num_words: int) -> None:
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: Sequence[int], num_words: int, grammar: Compiled) -> None:
         self._matcher = matcher
+        self.grammar = grammar
+        self.is_too_costly = False
         self.eos_token_ids = eos_token_ids
         self.num_words = num_words
         """Length of a mask, in words of 32 tokens."""
@@ -71,7 +102,7 @@ class Matcher:
                 return None
         except BaseException:  # noqa: BLE001 - as above
             return None
-        return Matcher(native, self.eos_token_ids, self.num_words)
+        return Matcher(native, self.eos_token_ids, self.num_words, self.grammar)
 
     def settle(self, mask: npt.NDArray[np.int32], ends: Sequence[int], withheld: Sequence[int]) -> bool:
         """Apply end tokens to the mask that `MaskComputer` wrote; False, with `error` set, if it could not write one.
@@ -79,6 +110,9 @@ class Matcher:
         Where the grammar may end, `ends` are allowed, and `withheld`, which are end tokens too, are not, unless no
         other token may follow.
         """
+        if self.is_too_costly:
+            self.error = _TOO_COSTLY
+            return False
         if self._matcher.is_error():
             self._note_error()
             return False
@@ -93,6 +127,7 @@ class Matcher:
         return True
 
     def _note_error(self) -> None:
+        self.grammar.seconds = math.inf
         self.error = f"the grammar of this request cannot be followed: {reason_in_words(self._matcher.get_error())}"
 
 
@@ -102,8 +137,13 @@ class MaskComputer:
     With a large vocabulary, the first mask of a state takes up to some milliseconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: Callable[[], int] | None = None) -> None:
+        """`num_bytes`: the memory that native code of this process has; default: as glibc reports it."""
         self._executor: LLExecutor | None = None
+        self._num_bytes = num_bytes or _native_bytes()
+        self._bytes_before = 0
+        """When the first masks were computed: the model and its cache have their memory then."""
+        self._steps = 0
 
     def __call__(self, matchers: Sequence[tuple[Matcher, int]], masks: npt.NDArray[np.int32]) -> None:
         """Write the tokens that may follow, a bit for each, into the row of `masks` given with each matcher."""
@@ -111,8 +151,41 @@ class MaskComputer:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor()
+            self._bytes_before = self._num_bytes()
         pairs = [(matcher.native, row) for matcher, row in matchers]
+        began = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
+        seconds = (time.perf_counter() - began) / len(matchers)
+        for matcher, _ in matchers:
+            matcher.grammar.seconds += seconds
+        self._steps += 1
+        if not self._steps % _CHECKED_STEPS and self._num_bytes() - self._bytes_before > _MOST_BYTES:
+            most = max(_LEAST_COST, _ENDED_SHARE * max(matcher.grammar.seconds for matcher, _ in matchers))
+            for matcher, _ in matchers:
+                matcher.is_too_costly = matcher.grammar.seconds >= most
+
+
+class _Mallinfo(ctypes.Structure):
+    """struct mallinfo2 (malloc.h)."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def _native_bytes() -> Callable[[], int]:
+    """What returns the bytes that are allocated by malloc; always 0 where the C library does not tell."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return lambda: 0
+    mallinfo.restype = _Mallinfo
+
+    def num_bytes() -> int:
+        info = mallinfo()
+        return int(info.hblkhd + info.uordblks)
+
+    return num_bytes
 
 
 _BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
@@ -131,7 +204,7 @@ class Matchers:
         self._trie: LLTokenizer | None = None
         self._failure: Exception | None = None
         self._loaded = threading.Event()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._weight = 0
         self._lock = threading.Lock()
 
@@ -152,6 +225,9 @@ class Matchers:
             if compiled is None:
                 return None
             self._compiled.move_to_end(grammar)
+            if compiled.seconds > _REUSED_SECONDS:
+                self._forget(grammar)
+                return None
         return self._copy(compiled)
 
     def matcher(self, grammar: str) -> Matcher:
@@ -164,16 +240,20 @@ class Matchers:
             if grammar not in self._compiled:
                 self._compiled[grammar] = compiled
                 self._weight += len(grammar)
-            while len(self._compiled) > _CACHED_MATCHERS or self._weight > _CACHED_BYTES:
-                oldest, _ = self._compiled.popitem(last=False)
-                self._weight -= len(oldest)
+            seconds = sum(each.seconds for each in self._compiled.values())
+            while len(self._compiled) > _CACHED_MATCHERS or self._weight > _CACHED_BYTES or seconds > _CACHED_SECONDS:
+                seconds -= self._forget(next(iter(self._compiled))).seconds
         return self._copy(compiled)
 
-    def _copy(self, compiled: "LLMatcher") -> Matcher:
-        assert self._trie is not None
-        return Matcher(compiled.deep_copy(), self._eos_token_ids, -(-self._trie.vocab_size // 32))
+    def _forget(self, grammar: str) -> Compiled:
+        self._weight -= len(grammar)
+        return self._compiled.pop(grammar)
 
-    def _compile(self, grammar: str) -> "LLMatcher":
+    def _copy(self, compiled: Compiled) -> Matcher:
+        assert self._trie is not None
+        return Matcher(compiled.native.deep_copy(), self._eos_token_ids, -(-self._trie.vocab_size // 32), compiled)
+
+    def _compile(self, grammar: str) -> Compiled:
         from llguidance import LLMatcher
 
         from engine.text.structured.parser_setup import PARSER_LIMITS
@@ -184,7 +264,7 @@ class Matchers:
         compiled = LLMatcher(self._trie, without_forcing(grammar), log_level=0, limits=PARSER_LIMITS)
         if compiled.is_error():
             raise InvalidGrammar(f"the grammar of this request is refused: {reason_in_words(compiled.get_error())}")
-        return compiled
+        return Compiled(compiled)
 
 
 # The rows of a step that may not sample every token.
