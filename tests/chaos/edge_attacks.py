@@ -446,6 +446,45 @@ def grammars(port: Port, over: Over) -> None:
     _sent(port, over, lambda number: keyed(number, *forms[number % len(forms)]))
 
 
+def lexers(port: Port, over: Over) -> None:
+    """Grammars whose lexers grow with each token, each another one."""
+    body = {"prompt": "x", "max_tokens": 290, "ignore_eos": True, "n": 8, "temperature": 1.3}
+
+    def request(number: int) -> bytes:
+        pattern = f"(.*a.{{1,{300 - number % 250}}}){{1,}}"
+        return keyed(number, "/v1/completions", json_of(**body, structured_outputs={"regex": pattern}))
+
+    _sent(port, over, request)
+
+
+def references(port: Port, over: Over) -> None:
+    """Requests for stored items, very often and very many of one id, and with arguments of very many objects."""
+    large = {"type": "message", "role": "user", "content": "x" * 3_900_000, "id": "msg_large"}
+    sealed = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * 1800}]}
+    last = {"role": "user", "content": "Hi"}
+    short = {"truncation": "auto", "max_output_tokens": 1}
+    previous: dict[str, str] = {}
+    for _ in range(12):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 30) as connection:
+            connection.sendall(keyed(6, "/v1/responses", json_of(input=[large, last], **short, **previous)))
+            answer = b""
+            while part := connection.recv(65536):
+                answer += part
+            if id := answer.partition(b'"id":"')[2].partition(b'"')[0].decode():
+                previous = {"previous_response_id": id}
+    many = [{"type": "message", "role": "user", "content": str(each), "id": "same"} for each in range(2000)]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 500 + "1" + "}" * 500}}
+    forms = [
+        ("/v1/responses", json_of(input=[{"type": "item_reference", "id": "msg_large"}] * 2000, **short)),
+        ("/v1/responses", json_of(input="Hi", store=False, **short, **previous)),
+        ("/v1/responses", json_of(input=[{**sealed, "id": f"rs_{each}"} for each in range(2000)], **short)),
+        ("/v1/responses", json_of(input=many, **short)),
+        ("/v1/chat/completions", json_of(messages=[{"role": "assistant", "tool_calls": [call] * 1000}], max_tokens=1)),
+        ("/v1/chat/completions", json_of(messages=[{"role": "system", "content": "x" * 1900}] * 2000, max_tokens=1)),
+    ]
+    _sent(port, over, lambda number: keyed(6, *forms[number % len(forms)]))
+
+
 def tables(port: Port, over: Over) -> None:
     """Requests with as many prompts, choices, biases, stops and metadata as are accepted, and more."""
     biases = {str(token): 1.0 for token in range(1000)}
@@ -577,7 +616,7 @@ KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
     for each in (
         *(unread_probes, unread_answers, expectations, gigabytes, shapes, wrong_keys, resumes, uploads, batches),
         *(odd_json, background, heavy_keys),
-        *(tokenising, grammars, tables, cancels, scrapes, strange_keys, admin_calls, resume_flood),
+        *(tokenising, grammars, lexers, references, tables, cancels, scrapes, strange_keys, admin_calls, resume_flood),
     )
 }
 """By keys of their own."""
