@@ -133,6 +133,7 @@ class BatchRunner:
         self._num_running = 0
         self._line_ended = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_stopped = False
         self._expiry: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -143,7 +144,9 @@ class BatchRunner:
             self.run(batch)
 
     def run(self, batch: Batch) -> None:
-        """Run a batch of the store in the background."""
+        """Run a batch of the store in the background; after `stop`, the next server does."""
+        if self._is_stopped:
+            return
         id = batch.object.id
         self._tasks[id] = task = asyncio.create_task(self._run(batch), name=id)
         task.add_done_callback(lambda _: self._tasks.pop(id, None))
@@ -161,6 +164,7 @@ class BatchRunner:
 
     async def stop(self) -> None:
         """Stop all batches; what they were computing is computed again by the next server."""
+        self._is_stopped = True
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:

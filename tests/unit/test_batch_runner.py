@@ -213,6 +213,20 @@ async def test_batches_that_are_stopped_go_on_with_the_next_server(tmp_path: Pat
     await next_runner.close()
 
 
+async def test_a_batch_that_is_made_while_the_server_ends_is_left_to_the_next_one(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 2**20)
+    runner = runner_of(store, App())
+    await runner.stop()
+    batch = add(store, ["a"])
+    runner.run(batch)
+    await asyncio.sleep(0.1)
+    assert store.batch(batch.object.id, "me").status == "validating"
+    next_runner = runner_of(store, App())
+    next_runner.start()
+    await until_ended(store, batch)
+    await next_runner.close()
+
+
 async def test_a_line_whose_route_raises_is_an_error_of_its_own(tmp_path: Path) -> None:
     store, app = BatchStore(tmp_path, 10**6), App()
     app.raising = {"b"}
