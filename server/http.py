@@ -53,8 +53,8 @@ _HEAD_SLICE, _BODY_SLICE = 512, 4 * 2**10
 """Most bytes of a head, and of a body, that are parsed at a time. Parsing stops when a request waits for the answer to
 an earlier one: 16 KiB hold hundreds of requests, each with dozens of objects."""
 
-_BEGUN_AT_ONCE = 2
-"""Most requests that begin in a round of the event loop."""
+_BEGUN_AT_ONCE = 8
+"""Most requests that begin in a round of the event loop; with two, a quarter fewer of the shortest are answered."""
 
 _DISCARD_SECONDS = 0.05
 """Between two reads of what a client sends after its last answer: to read that as fast as it comes takes a core."""

@@ -365,9 +365,9 @@ async def test_few_requests_begin_in_a_round_in_turns_of_parties() -> None:
         rounds += 1
     in_round = Counter(number for _, number in began)
     assert len(began) == 92
-    assert max(in_round.values()) <= 2
+    assert max(in_round.values()) <= 8
     first = [party for party, _ in began]
-    assert max(index for index, party in enumerate(first) if party == "light") < 2 + 4
+    assert max(index for index, party in enumerate(first) if party == "light") < 8 + 8
     assert not turns._waiting
 
 
