@@ -273,10 +273,13 @@ def _assembly(entry: dict[str, Any]) -> Assembly:
 
 
 _BEGIN, _END = "<!-- kernels: begin -->\n", "<!-- kernels: end -->\n"
+_OTHERS, _OTHERS_END = "<!-- others: begin -->\n", "<!-- others: end -->\n"
 _PREDICTED, _PREDICTED_END = "<!-- predictions: begin -->\n", "<!-- predictions: end -->\n"
 _NOT_THERE = "-"
 ON_PAGE = tuple(arch for arch, target in TARGETS.items() if not target.like)
 """Those with rows of their own in the table of configurations."""
+OTHERS = tuple(arch for arch, target in TARGETS.items() if target.like)
+"""Those that take another's rows: kernels are recorded for them on request, and otherwise compiled by long tests."""
 
 
 def compilations(targets: Iterable[str] = ON_PAGE) -> list[Compilation]:
@@ -289,14 +292,15 @@ def compilations(targets: Iterable[str] = ON_PAGE) -> list[Compilation]:
     return [one for one in exported if one.target.arch in archs]
 
 
-def table(results: Sequence[tuple[Compilation, Assembly]]) -> str:
+def table(results: Sequence[tuple[Compilation, Assembly]], targets: Sequence[str] = ON_PAGE) -> str:
     """A row a form of a kernel, a column a target."""
     by_name: dict[str, dict[str, str]] = {}
     for compilation, assembly in results:
-        by_name.setdefault(compilation.name, {})[compilation.target.arch] = _cell(assembly)
-    lines = ["| Kernel | " + " | ".join(ON_PAGE) + " |", "| --- |" + " --- |" * len(ON_PAGE)]
+        if compilation.target.arch in targets:
+            by_name.setdefault(compilation.name, {})[compilation.target.arch] = _cell(assembly)
+    lines = ["| Kernel | " + " | ".join(targets) + " |", "| --- |" + " --- |" * len(targets)]
     for name, cells in by_name.items():
-        lines.append(f"| {name} | " + " | ".join(cells.get(arch, _NOT_THERE) for arch in ON_PAGE) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells.get(arch, _NOT_THERE) for arch in targets) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -358,6 +362,7 @@ def write_page(results: Sequence[tuple[Compilation, Assembly]]) -> None:
     tables = (
         (_PREDICTED, _PREDICTED_END, device_table() + "\n" + prediction_table(predictions(results))),
         (_BEGIN, _END, table(results)),
+        (_OTHERS, _OTHERS_END, table(results, OTHERS)),
     )
     for begin, end, text in tables:
         before, rest = page.split(begin)
@@ -406,6 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="compile also what docs/kernels.json has")
     parser.add_argument("--accept-slower", action="store_true", help="record predictions that are worse than before")
     parser.add_argument("--check", action="store_true", help="compile nothing; are page and record complete?")
+    parser.add_argument("--others", nargs="+", metavar="KERNEL", help=f"compile these for {', '.join(OTHERS)} too")
     parser.add_argument("--compile", nargs="+", metavar="KEY", help="compile these and print one JSON line for each")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("triton") is None:
@@ -420,6 +426,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {} if options.fresh else read_record()
     if options.check:
         return 0 if is_complete(every, known) else 1
+    asked = tuple(f"{name} " for name in options.others or ())
+    every += [one for one in compilations(OTHERS) if one.key in known or one.name.startswith(asked)]
     new = {one.key: one for one in every if lacks(one, known)}
     known |= zip(new, compile_all(list(new.values())), strict=True)
     results = [(one, known[one.key]) for one in every]

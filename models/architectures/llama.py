@@ -22,12 +22,14 @@ from models.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from models.layers.moe import leave_sum_open
+from models.layers.mla import MLAAttention
+from models.layers.moe import SparseMoE, leave_sum_open
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.ops.activation import ACTIVATIONS, GatedActivation, activate, gated_activation, gating_of
 from models.ops.columns import join_columns
 from models.ops.norm import add_rows
+from models.ops.stored_weight import Feed
 from models.ops.types import Gating, HeadNorms
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
@@ -166,9 +168,11 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             size, config.hidden_size, bias=config.mlp_bias, parallel=parallel, reduces=reduces
         )
+        self.down_proj.feed = Feed(self.down_proj.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj.gated(hidden, self.activation))  # type: ignore[no-any-return]
+        inner = self.gate_up_proj.gated(hidden, self.activation, self.down_proj.feed)
+        return self.down_proj(inner)  # type: ignore[no-any-return]
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The activation, where the kernels have it."""
@@ -177,7 +181,10 @@ class LlamaMLP(nn.Module):
         del max_tokens
         gating = gating_of(self.activation)
         if gating is not None:
-            yield ActivationCase(len(self.gate_up_proj.weight) // 2, gating, dtype)
+            features, feed = len(self.gate_up_proj.weight) // 2, self.down_proj.feed
+            yield ActivationCase(features, gating, dtype)
+            if feed is not None and feed.rounds(self.down_proj.weight.device):
+                yield ActivationCase(features, gating, dtype, rounds=True)
 
 
 class PlainMLP(nn.Module):
@@ -240,8 +247,16 @@ class LlamaDecoderLayer(nn.Module):
         leave_sum_open(self.self_attn)
         leave_sum_open(self.mlp)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
+        if isinstance(self.self_attn, LlamaAttention):
+            self.self_attn.qkv_proj.follow(self.input_layernorm)
+        elif isinstance(self.self_attn, MLAAttention):
+            self.self_attn.first_proj.follow(self.input_layernorm)
         if self.has_second_norm:
             self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
+            if isinstance(self.mlp, LlamaMLP):
+                self.mlp.gate_up_proj.follow(self.post_attention_layernorm)
+            elif isinstance(self.mlp, SparseMoE):
+                self.mlp.follow(self.post_attention_layernorm)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor

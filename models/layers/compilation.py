@@ -76,8 +76,7 @@ def _exclude(module: nn.Module) -> None:
         module.add_norm = _eager(module.add_norm)  # type: ignore[method-assign]
     elif isinstance(module, ParallelLinear):
         is_joined = isinstance(module, RowParallelLinear) and module.parallel.size > 1 and module.reduces
-        weight = cast(nn.Parameter, module.weight)
-        if module.lora is not None or stored_of(weight) is not None or is_joined:
+        if module.lora is not None or stored_of(module.weight) is not None or is_joined:
             module.forward = _eager(module.forward)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.layers.lora import LinearLoRA, OutputPart, Span
+from models.layers.norm import RMSNorm
 from models.layers.parameter import (
     SourceNames,
     WeightPart,
@@ -23,26 +24,32 @@ from models.layers.parameter import (
     packed_of,
     require_shape,
 )
-from models.ops import aiter
-from models.ops.activation import GatedActivation, operator_of
+from models.ops import aiter, triton
+from models.ops.activation import GatedActivation, gated_for, operator_of
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime
-from models.ops.stored_weight import dense_linear, stored_of
+from models.ops.stored_weight import Feed, dense_linear, stored_of
+from models.ops.types import RoundedRows
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _log = logging.getLogger(__name__)
 
 
-def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
+def linear(
+    x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None, rounded: RoundedRows | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]
+
+    `rounded`: `x`, where it is rounded already as the weight's product would.
+    """
     packed = packed_of(weight)
     if packed is not None:
         return ops.linear(x, packed, bias)
     stored = stored_of(weight)
     if stored is not None:
-        return stored.linear(x, bias)
+        return stored.linear(x, bias, rounded)
     by_onednn = onednn_of(weight)
     if by_onednn is None:
         if aiter.runs("gemm", x, weight):
@@ -53,13 +60,35 @@ def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
 
 
 def gated_linear(
-    x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, activation: GatedActivation
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: torch.Tensor | None,
+    activation: GatedActivation,
+    rounded: RoundedRows | None = None,
+    feed: Feed | None = None,
 ) -> torch.Tensor:
-    """`activation(linear(x, weight, bias))`, the same bits. # [tokens, in_features] -> [tokens, out_features / 2]"""
+    """`activation(linear(x, weight, bias))`, the same bits. # [tokens, in_features] -> [tokens, out_features / 2]
+
+    `rounded`: as in `linear`. `feed`: of the product that reads the result.
+    """
     packed, operator = packed_of(weight), operator_of(activation)
     if packed is not None and operator is not None and ops.gates(packed):
         return ops.gated_linear(x, packed, bias, operator)
-    return activation(linear(x, weight, bias))
+    product = linear(x, weight, bias, rounded)
+    return activation(product) if feed is None else gated_for(product, activation, feed)
+
+
+def round_for(x: torch.Tensor, *layers: "PackedLinear") -> RoundedRows | None:
+    """`x` as the products of several layers round it, which all of them may be given; None where at most one does."""
+    first = layers[0].feed
+    rounded = None if first is None else first.take(x)
+    if rounded is None and len(x) and triton.runs(x, operator="linear"):
+        stored = [stored for layer in layers if (stored := stored_of(layer.weight)) is not None]
+        if sum(each.rounding_of(x) is not None for each in stored) > 1:
+            from models.ops.triton.quantized_products import quantize_groups
+
+            return quantize_groups(x)
+    return rounded
 
 
 def logits(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,10 +127,17 @@ class ParallelLinear(nn.Module):
     """The input features of the whole layer."""
     inputs: slice
     """This rank's input features."""
+    weight: nn.Parameter
     parts: dict[str | int | None, OutputPart]
     """The output features of each tensor of the checkpoint."""
     lora: LinearLoRA | None = None
     """What adapters add to the output; None where no adapter changes this layer."""
+    feed: Feed | None = None
+    """Of the norm or activation that makes the input."""
+
+    def follow(self, norm: RMSNorm) -> None:
+        """Take rows from a norm that rounds them to FP8 where the weight is; the layer is the norm's first reader."""
+        norm.feed = self.feed = Feed(self.weight)
 
     def make_lora(self, dtype: torch.dtype) -> LinearLoRA:
         """The layer's adapters, which are created with weights of `dtype` if there are none yet."""
@@ -130,21 +166,24 @@ class PackedLinear(ParallelLinear):
         self.weight = empty_parameter(row, in_features, weight_loader=self._load, is_product=True, sources=sources)
         self.bias = empty_parameter(row, weight_loader=self._load) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """# [tokens, in_features] -> [tokens, the rank's features]"""
-        output = linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, rounded: RoundedRows | None = None) -> torch.Tensor:
+        """# [tokens, in_features] -> [tokens, the rank's features]; `rounded`: see `linear`"""
+        if rounded is None and self.feed is not None:
+            rounded = self.feed.take(x)
+        output = linear(x, self.weight, self.bias, rounded)
         if self.lora is not None:
             self.lora.apply(output, x)
         return output
 
-    def gated(self, x: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: GatedActivation, feed: Feed | None = None) -> torch.Tensor:
         """`activation` of the output, by one operator without intermediate memory where there is one.
 
-        # [tokens, in_features] -> [tokens, the rank's features / 2]
+        `feed`: of the product that reads it. # [tokens, in_features] -> [tokens, the rank's features / 2]
         """
         if self.lora is not None:
             return activation(self(x))
-        return gated_linear(x, self.weight, self.bias, activation)
+        rounded = None if self.feed is None else self.feed.take(x)
+        return gated_linear(x, self.weight, self.bias, activation, rounded, feed)
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
         """Fill one part; with part None of a layer of several, all of them from a tensor that concatenates them."""
@@ -270,7 +309,7 @@ class RowParallelLinear(ParallelLinear):
         """# [tokens, the rank's in_features] -> [tokens, out_features], or this rank's part of it"""
         # Only one rank adds the bias: the sum over ranks must contain it once.
         bias = self.bias if self.parallel.rank == 0 else None
-        output = linear(x, self.weight, bias)
+        output = linear(x, self.weight, bias, None if self.feed is None else self.feed.take(x))
         if self.lora is not None:
             self.lora.apply(output, x)
         return self.parallel.all_reduce(output) if self.reduces else output

@@ -12,7 +12,7 @@ from torch import nn
 
 from models.attention.context import LoRARows, between_graphs, get_forward_context
 from models.layers.base import VectorCacheSpec
-from models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from models.layers.linear import ColumnParallelLinear, RowParallelLinear, round_for
 from models.layers.norm import LayerNorm, RMSNorm
 from models.layers.parameter import mark_read_directly
 from models.ops.cpu.latent_attention import PackedHeads
@@ -140,6 +140,7 @@ class MLAAttention(nn.Module):
             self.q_a_proj = ColumnParallelLinear(hidden, shape.q_lora_rank, bias=shape.bias)
             self.q_a_layernorm = RMSNorm(shape.q_lora_rank, _LATENT_NORM_EPS)
             self.q_b_proj = ColumnParallelLinear(shape.q_lora_rank, q_features, parallel=parallel)
+            self.q_b_proj.follow(self.q_a_layernorm)
         self.kv_a_proj_with_mqa = ColumnParallelLinear(hidden, self.latent_dim, bias=shape.bias)
         self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, _LATENT_NORM_EPS)
         self.kv_b_proj = ColumnParallelLinear(
@@ -150,6 +151,11 @@ class MLAAttention(nn.Module):
         self.indexer = indexer
         self.shares_selection = shares_selection
         self.packed_heads: PackedHeads | None = None
+
+    @property
+    def first_proj(self) -> ColumnParallelLinear:
+        """The queries' projection from the hidden states."""
+        return self.q_proj if self.shape.q_lora_rank is None else self.q_a_proj
 
     def pack_heads(self) -> None:
         """Copy the loaded weights for the CPU operators, which attend unless an indexer selects tokens."""
@@ -164,12 +170,13 @@ class MLAAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, qk_rope_head_dim] -> [tokens, hidden_size]"""
         shape, num_tokens = self.shape, len(hidden)
-        if shape.q_lora_rank is None:
-            q_latent, q = hidden, self.q_proj(hidden)
-        else:
-            q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
+        rounded = round_for(hidden, self.first_proj, self.kv_a_proj_with_mqa)
+        q_latent = hidden
+        q = self.first_proj(hidden, rounded)
+        if shape.q_lora_rank is not None:
+            q_latent = self.q_a_layernorm(q)
             q = self.q_b_proj(q_latent)
-        latent = self.kv_a_proj_with_mqa(hidden)
+        latent = self.kv_a_proj_with_mqa(hidden, rounded)
         indexed = () if self.indexer is None else self.indexer(hidden, q_latent, cos, sin)
         q = q.view(num_tokens, self.num_heads, -1)
         attended = self._attend(q, latent, *indexed, shared=(cos, sin))

@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention.context import get_forward_context
-from models.layers.linear import RowParallelLinear
+from models.layers.linear import PackedLinear, RowParallelLinear
+from models.layers.norm import RMSNorm
 from models.layers.parameter import SourceNames, WeightPart, empty_parameter, fill_rows, packed_of, require_shape
 from models.ops import triton
 from models.ops.activation import gating_of, swiglu
 from models.ops.aiter import operators as aiter_experts
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
-from models.ops.stored_weight import operand_of, stored_of
+from models.ops.stored_weight import Feed, operand_of, stored_of
+from models.ops.types import RoundedRows
 from models.ops.weight_formats import MixedStack
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
 
@@ -121,6 +123,8 @@ class Routed(NamedTuple):
     """This rank's part of the shared experts' output, the sum over all ranks. [tokens, hidden_size]"""
     gate: torch.Tensor | None
     """[tokens, 1] float32, logits of the share of `shared` that is added; None: all of it."""
+    rounded: RoundedRows | None = None
+    """`hidden`, where it is rounded already."""
 
 
 class ExpertNames(NamedTuple):
@@ -142,11 +146,26 @@ class SparseMoE(nn.Module):
         """`shared_experts` return this rank's part of their output."""
         super().__init__()
         self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
+        self.feed: Feed | None = None
+        """Of the norm that makes the input."""
+        self._shared_feed: Feed | None = None
+
+    def follow(self, norm: RMSNorm) -> None:
+        """As `ParallelLinear.follow`: experts, and the shared ones' first layer, read the same rows."""
+        norm.feed = self.feed = Feed(self.experts.w13)
+        first = getattr(self.shared_experts, "gate_up_proj", None)
+        if isinstance(first, PackedLinear):
+            self._shared_feed = first.feed = Feed(first.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
+        rounded = None if self.feed is None else self.feed.take(hidden)
+        if self._shared_feed is not None:
+            self._shared_feed.give(hidden, rounded)
         shared = None if self.shared_experts is None else self.shared_experts(hidden)
-        return self.experts(hidden, *self.gate(hidden), shared)  # type: ignore[no-any-return]
+        if rounded is None:
+            return self.experts(hidden, *self.gate(hidden), shared)  # type: ignore[no-any-return]
+        return self.experts(hidden, *self.gate(hidden), shared, rounded=rounded)  # type: ignore[no-any-return]
 
 
 class ExpertRow(NamedTuple):
@@ -241,19 +260,20 @@ class FusedMoE(nn.Module):
         ids: torch.Tensor,
         shared: torch.Tensor | None = None,
         gate: torch.Tensor | None = None,
+        rounded: RoundedRows | None = None,
     ) -> torch.Tensor:
         """The weighted sum of each token's experts, plus the output of shared experts, summed over the ranks at once.
 
         # [tokens, hidden_size], [tokens, top_k] float32, [tokens, top_k] int64 -> [tokens, hidden_size]
 
         `shared`: this rank's part. `gate` [tokens, 1] float32: logits of the share of `shared` that is added; None:
-        all of it.
+        all of it. `rounded`: `hidden`, where it is rounded already.
         """
-        return self._sum(self._part(Routed(hidden, weights, ids, shared, gate)))
+        return self._sum(self._part(Routed(hidden, weights, ids, shared, gate, rounded)))
 
     def _part(self, routed: Routed) -> torch.Tensor:
         """This rank's part of the sum over the ranks. # -> [tokens, hidden_size]"""
-        hidden, weights, ids, _, _ = routed
+        hidden, weights, ids = routed[:3]
         exchange = self.share.exchange
         if isinstance(exchange, TokenExchange):
             return self._part_by_tokens(routed, exchange)
@@ -305,8 +325,7 @@ class FusedMoE(nn.Module):
     def _part_by_torch(self, routed: Routed) -> torch.Tensor:
         top_k = routed.ids.shape[1]
         if triton.is_idle():
-            _, _, _, shared, gate = routed
-            self._routed.add((top_k, shared is not None, gate is not None))
+            self._routed.add((top_k, routed.shared is not None, routed.gate is not None))
         experts = routed.ids.flatten()
         if self.expert_map is not None:
             experts = self.expert_map[experts]
@@ -325,7 +344,7 @@ class FusedMoE(nn.Module):
 
     def _part_by_tokens(self, routed: Routed, exchange: TokenExchange) -> torch.Tensor:
         """Each replica computes its experts for the tokens of all. Sizes follow from what the replicas agreed on."""
-        hidden, weights, ids, _, _ = routed
+        hidden, weights, ids = routed[:3]
         dp_metadata, num_rows = get_forward_context().dp_metadata, len(hidden)
         # A graph has the same number of rows on all replicas.
         most = num_rows if dp_metadata is None else max(1, dp_metadata.max_tokens_across_dp)
@@ -378,8 +397,7 @@ class FusedMoE(nn.Module):
 
     def _combine(self, products: torch.Tensor, pair_rows: torch.Tensor, routed: Routed) -> torch.Tensor:
         """As `_weighted_sum`, by operators. # [pairs, hidden_size], [tokens, top_k] row of each pair"""
-        _, weights, _, shared, gate = routed
-        return expert_ops.combine(products, weights, pair_rows, shared, gate)
+        return expert_ops.combine(products, routed.weights, pair_rows, routed.shared, routed.gate)
 
     def _weighted_sum(self, by_token: torch.Tensor, routed: Routed) -> torch.Tensor:
         """This rank's part from each token's experts. # [tokens, top_k, hidden_size]"""
@@ -392,7 +410,7 @@ class FusedMoE(nn.Module):
 
     @staticmethod
     def _add(sums: torch.Tensor, routed: Routed) -> torch.Tensor:
-        _, _, _, shared, gate = routed
+        shared, gate = routed.shared, routed.gate
         if shared is None:
             return sums
         return sums + (shared if gate is None else (shared * gate.sigmoid()).to(shared.dtype))
@@ -402,13 +420,15 @@ class FusedMoE(nn.Module):
         import models.ops.triton.expert_products as products_kernels
         import models.ops.triton.expert_routing as routing_kernels
 
-        hidden, weights, ids, shared, gate = routed
+        hidden, weights, ids, shared, gate, rounded = routed
         expert_map = self.expert_map
         experts = ids if expert_map is None else expert_map[ids]
         num_pairs, held = ids.numel(), len(self.local_experts)
         pairs = routing_kernels.moe_sort(experts, held, routing_kernels.block_of(num_pairs, self.num_experts))
         gating = gating_of(self.activation)
-        inner = products_kernels.grouped_products(hidden, operand_of(w13), self.w13_bias, pairs, num_pairs, gating)
+        inner = products_kernels.grouped_products(
+            hidden, operand_of(w13), self.w13_bias, pairs, num_pairs, gating, rounded=rounded
+        )
         if gating is None:
             inner = self.activation(inner)
         products = products_kernels.grouped_products(inner, operand_of(w2), self.outer_bias, pairs, num_pairs)

@@ -13,6 +13,7 @@ from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime
 from models.ops.norm import rms_norm
+from models.ops.stored_weight import Feed
 from models.ops.torch_ops import torch_norm
 from models.ops.types import NormWeight
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
@@ -38,6 +39,8 @@ class RMSNorm(nn.Module):
         self.eps, self.sums = eps, sums
         self.weight = empty_parameter(size, weight_loader=load_whole)
         self.bias: nn.Parameter | None = None
+        self.feed: Feed | None = None
+        """Of the one linear layer that reads the norm first, where it may take rows that are rounded already."""
         self._sums: set[tuple[str, float]] = set()
         """The sums that a pass with suspended kernels computed with the norm, and their scales."""
 
@@ -48,7 +51,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [..., size] -> [..., size]"""
-        return rms_norm(x, self.operand)
+        return rms_norm(x, self.operand, self.feed)
 
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0
@@ -80,6 +83,7 @@ class RMSNorm(nn.Module):
         if x.dim() == 2 and triton.runs(x, residual, weight, operator="norm"):
             import models.ops.triton.elementwise as kernels
 
+            rounded = None if self.feed is None else self.feed.memory(len(x), x.shape[1], x)
             normed = kernels.rms_norm(
                 x,
                 weight,
@@ -90,7 +94,10 @@ class RMSNorm(nn.Module):
                 residual=residual,
                 mode=kernels.ADD_NORM,
                 x_scale=scale,
+                rounded=rounded,
             )
+            if self.feed is not None:
+                self.feed.give(normed, rounded)
             return normed, residual
         if triton.is_idle():
             self._sums.add(("ADD_NORM", scale))
@@ -142,6 +149,7 @@ class RMSNorm(nn.Module):
                 has_bias=self.bias is not None,
                 is_centred=self.is_centred,
                 scale=scale,
+                rounds=mode != "NORM_ADD" and self.feed is not None and self.feed.rounds(self.weight.device),
                 weight_rows=self.weight.shape[0] if self.weight.dim() == 2 else 1,
             )
 

@@ -11,7 +11,8 @@ from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import gated_delta as gate_ops
 from models.ops.cpu import runtime
-from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
+from models.ops.stored_weight import Feed
+from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating, RoundedRows
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 """Rows whose first half are gates, to their product with the second. # [tokens, 2 * features] -> [tokens, features]"""
@@ -124,7 +125,22 @@ def _by_torch(x: torch.Tensor, activation: int) -> torch.Tensor:
     return F.relu(x) if activation == RELU else F.relu(x).square()
 
 
-def _by_kernel(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
+def gated_for(gate_up: torch.Tensor, activation: GatedActivation, feed: Feed) -> torch.Tensor:
+    """`activation(gate_up)`, rounded for the product that reads it as well, where one kernel does both.
+
+    # [tokens, 2 * features] -> [tokens, features]
+    """
+    gating = gating_of(activation)
+    is_ours = gating is not None and not runtime.runs(gate_up) and not aiter.takes("activation")
+    if gating is None or not is_ours or not triton.runs(gate_up, operator="activation"):
+        return activation(gate_up)
+    rounded = feed.memory(len(gate_up), gate_up.shape[1] // 2, gate_up)
+    out = _by_kernel(gate_up, gating, rounded)
+    feed.give(out, rounded)
+    return out
+
+
+def _by_kernel(gate_up: torch.Tensor, gating: Gating, rounded: RoundedRows | None = None) -> torch.Tensor:
     import models.ops.triton.elementwise as kernels
 
-    return kernels.gated(gate_up, gating.activation, alpha=gating.alpha, limit=gating.limit)
+    return kernels.gated(gate_up, gating.activation, alpha=gating.alpha, limit=gating.limit, rounded=rounded)

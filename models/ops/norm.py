@@ -7,6 +7,7 @@ from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime
+from models.ops.stored_weight import Feed
 from models.ops.torch_ops import torch_norm
 from models.ops.types import NormWeight
 
@@ -27,8 +28,11 @@ def scale_rows(x: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
     return (x * scales).to(x.dtype), ones
 
 
-def rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
-    """See `NormWeight`; computed in float32. # [..., size] -> [..., size]; of 3, the heads lie next to each other"""
+def rms_norm(x: torch.Tensor, norm: NormWeight, feed: Feed | None = None) -> torch.Tensor:
+    """See `NormWeight`; computed in float32. # [..., size] -> [..., size]; of 3, the heads lie next to each other
+
+    `feed`: of the product that reads the result.
+    """
     weight, eps, offset, bias, is_centred = norm
     is_rows = x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])
     if is_rows and runtime.runs(x, weight):
@@ -38,5 +42,9 @@ def rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
     if triton.runs(x, weight, operator="norm"):
         import models.ops.triton.elementwise as kernels
 
-        return kernels.rms_norm(x, weight, eps, offset=offset, bias=bias, is_centred=is_centred)
+        rounded = feed.memory(len(x), x.shape[1], x) if feed is not None and x.dim() == 2 else None
+        out = kernels.rms_norm(x, weight, eps, offset=offset, bias=bias, is_centred=is_centred, rounded=rounded)
+        if feed is not None:
+            feed.give(out, rounded)
+        return out
     return torch_norm(x, norm)

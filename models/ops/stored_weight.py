@@ -12,7 +12,7 @@ from torch import nn
 
 from models.ops import aiter, triton
 from models.ops.aiter import operators as aiter_operators
-from models.ops.types import FP8_GROUP
+from models.ops.types import FP8_GROUP, RoundedRows
 from models.ops.weight_formats import (
     Codes,
     FourBitWeight,
@@ -112,15 +112,15 @@ class StoredPart:
             return codes, scales
         return to_flavour(codes, scales, self._codes.dtype) if rows.kind == "fp8" else (pack_nibbles(codes), scales)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, rounded: RoundedRows | None = None) -> torch.Tensor:
+        """As `StoredWeight.linear`."""
         import models.ops.triton.quantized_products as kernels
 
         if self.kind == "fp8" and aiter.runs("linear", x) and (blocks := self.fp8_blocks()) is not None:
-            return _multiply_by_aiter(x, *blocks, bias)
+            return _multiply_by_aiter(x, *blocks, bias, rounded)
         operand = self.operand
         if not isinstance(operand, torch.Tensor):
-            return kernels.quantized_linear(x, operand, bias)
+            return kernels.quantized_linear(x, operand, bias, rounded)
         return dense_linear(x, operand, bias)
 
     def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -293,14 +293,23 @@ class StoredWeight:
     def _forget(self) -> None:
         self._others, self._of_main, self._main = {}, [], self.parts[0]
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None, rounded: RoundedRows | None = None) -> torch.Tensor:
+        """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]
+
+        `rounded`: `x`, where it is rounded to FP8 already.
+        """
         if x.shape[0] == 0 or triton.is_idle():
             return x.new_zeros(x.shape[0], self._shape[0])
         if len(self.parts) == 1:
-            return self.parts[0].linear(x, bias)
+            return self.parts[0].linear(x, bias, rounded)
         each = zip(self.parts, self.rows, strict=True)
-        return torch.cat([part.linear(x, None if bias is None else bias[rows]) for part, rows in each], 1)
+        return torch.cat([part.linear(x, None if bias is None else bias[rows], rounded) for part, rows in each], 1)
+
+    def rounding_of(self, x: torch.Tensor) -> torch.dtype | None:
+        """The FP8 that a product rounds `x` to; None where it does not."""
+        from models.ops.triton.configs import target_of
+
+        return target_of(x.device).fp8_dtype if any(part.kind == "fp8" for part in self.parts) else None
 
     def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `StoredPart.fp8_blocks`, where all of the weight is of that form."""
@@ -356,12 +365,45 @@ def _has_zero_points(rows: Codes) -> bool:
 
 
 def _multiply_by_aiter(
-    x: torch.Tensor, codes: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    blocks: torch.Tensor,
+    bias: torch.Tensor | None,
+    rounded: RoundedRows | None,
 ) -> torch.Tensor:
     from models.ops.triton.quantized_products import quantize_groups
 
-    out = aiter_operators.fp8_linear(*quantize_groups(x), codes, blocks, x.dtype)
+    out = aiter_operators.fp8_linear(*(quantize_groups(x) if rounded is None else rounded), codes, blocks, x.dtype)
     return out if bias is None else out.add_(bias)
+
+
+class Feed:
+    """Between a norm or an activation and the one product that reads its rows: the former rounds rows to FP8 where the
+    product would, so that no kernel of its own has to.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._weight = weight
+        self._latest: tuple[torch.Tensor, RoundedRows] | None = None
+
+    def memory(self, rows: int, size: int, like: torch.Tensor) -> RoundedRows | None:
+        """Memory for rounded rows, on the device of `like`; None where the product does not round them."""
+        stored = stored_of(self._weight)
+        dtype = None if stored is None else stored.rounding_of(like)
+        return None if dtype is None else RoundedRows.empty(rows, size, dtype, like.device)
+
+    def give(self, x: torch.Tensor, rounded: RoundedRows | None) -> None:
+        """Keep the rows of `x` rounded until the product takes them."""
+        self._latest = None if rounded is None else (x, rounded)
+
+    def take(self, x: torch.Tensor) -> RoundedRows | None:
+        """The rows of `x` rounded, if they were given; they are not kept any longer."""
+        latest, self._latest = self._latest, None
+        return latest[1] if latest is not None and latest[0] is x else None
+
+    def rounds(self, device: torch.device) -> bool:
+        """Whether the norm or the activation rounds rows on a device."""
+        return self.memory(0, FP8_GROUP, torch.empty(0, device=device)) is not None
 
 
 def stored_of(parameter: nn.Parameter) -> StoredWeight | None:

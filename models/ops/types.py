@@ -25,6 +25,22 @@ class Gating(NamedTuple):
     limit: float = 0.0
 
 
+class RoundedRows(NamedTuple):
+    """Rows rounded to a device's FP8, each group of 128 inputs by its largest value."""
+
+    codes: torch.Tensor  # [M, K] FP8
+    scales: torch.Tensor  # [M, groups] float32, what the codes are multiplied by
+
+    @classmethod
+    def empty(cls, rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> "RoundedRows":
+        """Memory for rows that a kernel rounds to `dtype`."""
+        groups = -(-inputs // FP8_GROUP)
+        return cls(
+            torch.empty(rows, inputs, dtype=dtype, device=device),
+            torch.empty(rows, groups, dtype=torch.float32, device=device),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheTensor:
     """One layer's paged cache, in the shape of the backend's `kv_cache_shape`."""

@@ -21,6 +21,7 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.quantized_checkpoints import write_pair
 from tests.parity.runners import CPU, load
 from tests.parity.test_quantization import FORMATS
+from tests.parity.test_triton_quantized_models import write_experts
 from tests.parity.test_worker_model_runner import generate
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter, triton_kernels
 from tests.parity.variants import all_variants
@@ -72,11 +73,28 @@ class Engine:
         return [{"token_ids": answer, "finish_reason": "length"} for answer in answers]
 
 
+MIXTURE = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
+TINY = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+"""As few tiles as a model may have: how sums are split by a weight's size is proven by products alone."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
 @requires_interpreter
 @pytest.mark.usefixtures("invariant")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "form", ["dense", *(pytest.param(each, marks=pytest.mark.slow) for each in ("awq", "fp8 blocks", "experts"))]
+    "form",
+    [
+        "dense",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("awq", "fp8 blocks", "experts", "experts in fp8")),
+    ],
 )
 def test_the_proofs_of_verify_hold(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "COMPANY", 4)
@@ -85,10 +103,12 @@ def test_the_proofs_of_verify_hold(form: str, tmp_path: Path, monkeypatch: pytes
     if form == "dense":
         path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     elif form == "experts":
-        variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
-        path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+        path = make_checkpoint(tmp_path, MIXTURE.family, **MIXTURE.overrides | TINY | EXPERTS)
+    elif form == "experts in fp8":
+        own = TINY | EXPERTS
+        path = write_experts(tmp_path, MIXTURE.architecture, "fp8 blocks", **own).quantised
     else:
-        path = write_pair(tmp_path, *FORMATS[form]).quantised
+        path = write_pair(tmp_path, *FORMATS[form], **TINY).quantised
     config = Config(max_model_len=128, num_kvcache_blocks=64, cpu_operators=False, batch_invariant=True)
     proofs = list(verify.verify(config, lambda each: Engine(path, each)))
     assert [proof.name for proof in proofs] == [

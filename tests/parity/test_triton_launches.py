@@ -19,7 +19,7 @@ from tests.parity.draft_heads import MTPPair, make_eagle
 from tests.parity.launched_kernels import DRAFTING
 from tests.parity.quantized_checkpoints import write_pair
 from tests.parity.test_quantization import FORMATS
-from tests.parity.test_triton_quantized_models import STAYING, write_experts
+from tests.parity.test_triton_quantized_models import STAYING, family_of, write_experts
 from tests.parity.triton_interpreter import requires_interpreter
 from tests.parity.variants import Variant, all_variants, deepseek, gpt_oss, qwen3_next
 
@@ -94,10 +94,22 @@ def test_a_form_that_was_not_compared_is_found_and_refused_once_requests_are_ser
 
 
 def quantised(names: Iterable[str], directory: Path) -> list[Path]:
-    """A dense model of each format, and one whose experts are in FP8."""
+    """A dense model of each format, one whose experts are in FP8, and one whose experts are integers but for a dense
+    one.
+    """
     dense = [write_pair(directory / name, *FORMATS[name]).quantised for name in names]
     experts = write_experts(directory / "experts", "Qwen3MoeForCausalLM", "fp8 blocks", moe_intermediate_size=64)
-    return [*dense, experts.quantised]
+    integers, config = FORMATS["compressed-tensors int8 and rounded inputs"]
+    partly = write_pair(
+        directory / "partly",
+        integers,
+        config,
+        module=lambda name: ".experts." in name and ".experts.2." not in name,
+        family=family_of("Qwen3MoeForCausalLM"),
+        moe_intermediate_size=64,
+        num_hidden_layers=1,
+    )
+    return [*dense, experts.quantised, partly.quantised]
 
 
 def drafting(directory: Path) -> dict[str, Path]:
@@ -153,4 +165,4 @@ def test_launches_of_whole_models(
 ) -> None:
     found = launched(arch, dtype, [*made(variants, tmp_path), *quantised(formats, tmp_path)])
     assert {"attention_prefill_kernel", "latent_prefill_kernel", "gated_delta_span_kernel", "draw_kernel"} <= found
-    assert {"fp8_gemm_kernel", "four_bit_gemm_kernel", "moe_fp8_gemm_kernel"} <= found
+    assert {"fp8_gemm_kernel", "four_bit_gemm_kernel", "moe_fp8_gemm_kernel", "moe_int8_gemm_kernel"} <= found

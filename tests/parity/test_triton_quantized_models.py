@@ -1,10 +1,13 @@
 """Models whose weights stay quantised for the kernels, next to dense ones of the very weights that they mean."""
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from triton.runtime.interpreter import InterpretedFunction
 
 from models.loading.checkpoint import read_checkpoint_config
 from models.loading.loader import load_model
@@ -111,6 +114,51 @@ def test_parts_of_a_weight_may_be_of_two_formats(tmp_path: Path) -> None:
     assert [[part.kind for part in weight.parts] for weight in stored] == [["int4", "mxfp4", None]] * 2
     (found, _), (expected, _) = run(pair.quantised), run(pair.dense)
     assert_near(found, expected, "")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches by kernel."""
+    names: Counter[str] = Counter()
+    launch = InterpretedFunction.__getitem__
+
+    def noted(self: Any, grid: Any) -> Any:
+        names[self.__name__] += 1
+        return launch(self, grid)
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", noted)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("architecture", "alone", "fused"),
+    [
+        # Of each of two layers: q, k and v; o; gate and up; down. Attention makes o's input, and rounds nothing.
+        ("LlamaForCausalLM", 8, 2),
+        # q_a and kv_a read one norm, and q_b that of the queries' latents. The second layer has experts, who read one
+        # norm with the shared ones and whose second product rounds its own rows.
+        ("DeepseekV3ForCausalLM", 12, 3),
+    ],
+)
+def test_norms_and_activations_round_what_a_product_in_fp8_reads(
+    architecture: str, alone: int, fused: int, launched: Counter[str], tmp_path: Path
+) -> None:
+    """The same bits with fewer launches."""
+    quantize, config = FORMATS["fp8 blocks"]
+    family = "llama" if architecture.startswith("Llama") else family_of(architecture)
+    shape = SHAPE if family == "llama" else {}
+    path = q.write_pair(tmp_path, quantize, config, family=family, **shape).quantised  # type: ignore[arg-type]
+    model = PagedModel(path)
+    tokens = prompt(5)
+    found = model.logits(tokens)
+    counts = Counter(launched)
+    launched.clear()
+    for module in model.model.modules():  # type: ignore[attr-defined]
+        if getattr(module, "feed", None) is not None:
+            module.feed = None
+    assert torch.equal(model.logits(tokens), found)
+    assert (launched.pop("quantize_groups_kernel"), counts.pop("quantize_groups_kernel")) == (alone, fused)
+    assert counts == launched
 
 
 def test_weights_become_dense_where_torch_is_to_compute_them(tmp_path: Path) -> None:

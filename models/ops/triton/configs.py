@@ -289,6 +289,8 @@ CONFIGS["peer_sum_norm"] = (
     Row(ALL, Config(num_warps=16)),
 )
 CONFIGS["gated"] = (
+    # What is rounded to FP8 as well is whole groups.
+    Row((INTERPRETER.arch,), Config({"FEATURES": 128}), {"rounds": (True,)}),
     Row((INTERPRETER.arch,), Config({"FEATURES": 32})),
     # Eight elements, 16 bytes, of gate and of up a thread.
     Row(CDNA, Config({"FEATURES": 2048}, num_warps=4)),

@@ -7,14 +7,41 @@ import torch
 import triton
 import triton.language as tl
 
-from models.ops.triton.configs import launch_of
+from models.ops.triton.configs import launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.launcher import jit
-from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, SILU
+from models.ops.types import CLAMPED_SILU, FP8_GROUP, GELU, GELU_TANH, RELU, SILU, RoundedRows
 
 PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
 """What becomes of the residual: there is none; it is added to first, and kept; the norm is added to it."""
 _ADD_NORM, _NORM_ADD = tl.constexpr(ADD_NORM), tl.constexpr(NORM_ADD)
+
+
+@triton.jit
+def store_rounded(
+    values,  # [ROWS, TILE], as they were rounded to their type; zero where not `inside`
+    codes,  # [.., size] FP8
+    scales,  # [.., groups] float32
+    rows,  # [ROWS, 1] int64
+    is_row,  # [ROWS, 1]
+    first,  # column of the tile
+    size,
+    LARGEST: tl.constexpr,  # Finite number of the FP8
+    DEPTH: tl.constexpr,  # Of a group
+):
+    """Writes the codes and the scales of whole groups of each row, the same bits as `quantize_groups`."""
+    ROWS: tl.constexpr = values.shape[0]
+    TILE: tl.constexpr = values.shape[1]
+    grouped = tl.reshape(values.to(tl.float32), [ROWS, TILE // DEPTH, DEPTH])
+    largest = tl.max(tl.abs(grouped), 2)
+    scale = tl.where(largest > 0.0, largest / LARGEST, 1.0)
+    # Division may round the largest value past the end.
+    rounded = tl.reshape(tl.clamp(grouped / scale[:, :, None], -LARGEST, LARGEST), [ROWS, TILE])
+    columns = first + tl.arange(0, TILE)[None, :]
+    groups = first // DEPTH + tl.arange(0, TILE // DEPTH)[None, :]
+    num_groups = tl.cdiv(size, DEPTH)
+    tl.store(codes + rows * size + columns, rounded.to(codes.dtype.element_ty), mask=is_row & (columns < size))
+    tl.store(scales + rows * num_groups + groups, scale, mask=is_row & (groups < num_groups))
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -30,6 +57,9 @@ def rms_norm_kernel(
     eps,
     x_scale,  # Of what is added to the residual
     sum_scale,  # Of the sum of the norm and the residual
+    # Last, because arguments between others that are not read delay the loads of those after them.
+    codes,  # [num_rows, SIZE] FP8, where LARGEST is not 0; any pointer elsewhere
+    scales,  # [num_rows, groups] float32; any pointer likewise
     SIZE: tl.constexpr,
     TILE: tl.constexpr,  # SIZE filled up to a power of two
     OFFSET: tl.constexpr,  # Added to the weight
@@ -38,6 +68,8 @@ def rms_norm_kernel(
     IS_CENTRED: tl.constexpr,  # Rows are shifted to mean 0 first
     IS_SCALED: tl.constexpr,  # Whether `x_scale` or `sum_scale` is not 1
     WEIGHT_ROWS: tl.constexpr,  # By which the rows have weights in turn
+    LARGEST: tl.constexpr,  # Finite number of the FP8 that the result is rounded to as well; 0: it is not
+    DEPTH: tl.constexpr,  # Of a group that is rounded by its largest value
     ROWS: tl.constexpr,
 ):
     """ROWS whole rows, read once and kept in registers in float32. Grid: (tiles of rows,)."""
@@ -72,6 +104,9 @@ def rms_norm_kernel(
         if IS_SCALED:
             normed = (normed.to(tl.float32) * sum_scale).to(out.dtype.element_ty)
     tl.store(out + rows * SIZE + columns, normed, mask=inside)
+    if LARGEST > 0:
+        # Past a row's end a norm is zero, as its weight is there.
+        store_rounded(normed, codes, scales, rows, rows < num_rows, 0, SIZE, LARGEST, DEPTH)
 
 
 def rms_norm(
@@ -86,13 +121,15 @@ def rms_norm(
     mode: int = PLAIN,
     x_scale: float = 1.0,
     sum_scale: float = 1.0,
+    rounded: RoundedRows | None = None,
 ) -> torch.Tensor:
     """The norm of a `NormWeight`, in float32, rounded once.
 
     # [..., size] -> [..., size]; with weights [heads, size], x [..., heads, size]
 
     `ADD_NORM`: of `x_scale * x + residual`, rounded, which `residual` becomes. `NORM_ADD`: and `residual` added to it,
-    rounded again, times `sum_scale`. The rows of `residual` must lie at one stride.
+    rounded again, times `sum_scale`. The rows of `residual` must lie at one stride. `rounded`: memory that the result
+    is written to in FP8 as well.
     """
     rows = x if x.dim() == 2 else x.flatten(0, -2)
     num_rows, size = rows.shape
@@ -111,14 +148,18 @@ def rms_norm(
         eps,
         x_scale,
         sum_scale,
+        out if rounded is None else rounded.codes,
+        out if rounded is None else rounded.scales,
         SIZE=size,
-        TILE=next_power_of_2(size),
+        TILE=next_power_of_2(size) if rounded is None else max(FP8_GROUP, next_power_of_2(size)),
         OFFSET=offset,
         MODE=mode,
         HAS_BIAS=bias is not None,
         IS_CENTRED=is_centred,
         IS_SCALED=(x_scale, sum_scale) != (1.0, 1.0),
         WEIGHT_ROWS=weight.shape[0] if weight.dim() == 2 else 1,
+        LARGEST=0.0 if rounded is None else target_of(x.device).fp8_max,
+        DEPTH=FP8_GROUP,
         **launch.keywords,
     )
     return out if rows is x else out.view(x.shape)
@@ -160,8 +201,12 @@ def gated_kernel(
     features,
     alpha,
     limit,
+    codes,  # [rows, features] FP8, where LARGEST is not 0; any pointer elsewhere
+    scales,  # [rows, groups] float32; any pointer likewise
     ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,  # Whether there are ups
+    LARGEST: tl.constexpr,  # As in the norm
+    DEPTH: tl.constexpr,
     FEATURES: tl.constexpr,  # Of one program
 ):
     """A run of one row's features. Grid: (rows, runs)."""
@@ -172,28 +217,49 @@ def gated_kernel(
     up = tl.full([FEATURES], 1.0, tl.float32)
     if IS_GATED:
         up = tl.load(ups + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    product = gated_product(gate, up, alpha, limit, ACTIVATION)
-    tl.store(out + row * features + columns, product.to(out.dtype.element_ty), mask=inside)
+    product = gated_product(gate, up, alpha, limit, ACTIVATION).to(out.dtype.element_ty)
+    tl.store(out + row * features + columns, product, mask=inside)
+    if LARGEST > 0:
+        first = tl.program_id(1) * FEATURES
+        rows = row + tl.zeros([1, 1], tl.int64)
+        # An activation of zero may not be zero.
+        values = tl.where(inside, product, 0.0)[None, :]
+        store_rounded(values, codes, scales, rows, rows >= 0, first, features, LARGEST, DEPTH)
 
 
-def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 0.0, limit: float = 0.0) -> torch.Tensor:
+def gated(
+    gate_up: torch.Tensor,
+    activation: int,
+    *,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    rounded: RoundedRows | None = None,
+) -> torch.Tensor:
     """`SILU`: `silu(gate) * up`; `GELU_TANH`: gelu by tanh; `CLAMPED_SILU`: gpt-oss's; and so on.
 
-    In float32, rounded once. # [..., 2 * features], gates before what they gate -> [..., features]
+    In float32, rounded once. `rounded`: as in `rms_norm`.
+
+    # [..., 2 * features], gates before what they gate -> [..., features]
     """
     rows = gate_up if gate_up.dim() == 2 else gate_up.flatten(0, -2)
     gate, up = rows.chunk(2, dim=1)
-    out = activated(gate, activation, up, alpha=alpha, limit=limit)
+    out = activated(gate, activation, up, alpha=alpha, limit=limit, rounded=rounded)
     return out if rows is gate_up else out.view(*gate_up.shape[:-1], -1)
 
 
 def activated(
-    gate: torch.Tensor, activation: int, up: torch.Tensor | None, *, alpha: float = 0.0, limit: float = 0.0
+    gate: torch.Tensor,
+    activation: int,
+    up: torch.Tensor | None,
+    *,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    rounded: RoundedRows | None = None,
 ) -> torch.Tensor:
     """`activation(gate) * up`, or without `up` the activation alone. # [rows, features] each"""
     num_rows, features = gate.shape
     out = gate.new_empty(num_rows, features)
-    launch = launch_of("gated", gate.device)
+    launch = launch_of("gated", gate.device, rounds=rounded is not None)
     gated_kernel[(num_rows, cdiv(features, launch.blocks["FEATURES"]))](
         gate,
         gate if up is None else up,
@@ -203,8 +269,12 @@ def activated(
         features,
         alpha,
         limit,
+        out if rounded is None else rounded.codes,
+        out if rounded is None else rounded.scales,
         ACTIVATION=activation,
         IS_GATED=up is not None,
+        LARGEST=0.0 if rounded is None else target_of(gate.device).fp8_max,
+        DEPTH=FP8_GROUP,
         **launch.keywords,
     )
     return out

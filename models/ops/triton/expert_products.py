@@ -20,7 +20,7 @@ from models.ops.triton.grids import cdiv
 from models.ops.triton.int8_products import load_integers, quantize_rows
 from models.ops.triton.launcher import jit
 from models.ops.triton.quantized_products import add_group, add_runs, load_runs, load_some, operands
-from models.ops.types import FP8_GROUP, Gating
+from models.ops.types import FP8_GROUP, Gating, RoundedRows
 from models.ops.weight_formats import FourBitWeight, FP8Weight, Int8Weight, MixedStack, StackOperand
 
 NO_ACTIVATION = -1
@@ -296,8 +296,9 @@ def moe_fp8_gemm(
     *,
     gating: Gating | None = None,
     out: torch.Tensor | None = None,
+    rounded: RoundedRows | None = None,
 ) -> torch.Tensor:
-    """As `moe_gemm`, of a stack of weights in FP8, and of rows rounded as `fp8` says.
+    """As `moe_gemm`, of a stack of weights in FP8, and of rows rounded as `fp8` says, or `rounded` already.
 
     # [tokens, inner] or [num_pairs, inner], [experts, out] -> [num_pairs, out], or half as many with `gating`
     """
@@ -305,7 +306,7 @@ def moe_fp8_gemm(
     made = products_of(rows, weight.codes.shape[1], bias, sorted_pairs, num_pairs, gating, out)
     if not sorted_pairs.max_blocks:
         return made.out
-    sides = operands(rows, weight)
+    sides = operands(rows, weight, rounded)
     launch = launch_of("moe_fp8_gemm", rows.device, block=sorted_pairs.block, gated=gating is not None)
     moe_fp8_gemm_kernel[(cdiv(made.columns, launch.blocks["COLUMNS"]), sorted_pairs.max_blocks)](
         sides.rows,
@@ -570,22 +571,23 @@ def grouped_products(
     num_pairs: int,
     gating: Gating | None = None,
     out: torch.Tensor | None = None,
+    rounded: RoundedRows | None = None,
 ) -> torch.Tensor:
     """Each pair's row by its expert's weight of a stack, by the kernel for the weight's layout.
 
     # [tokens or num_pairs, inner] -> [num_pairs, out]
 
-    `out`: as in `products_of`.
+    `out`: as in `products_of`. `rounded`: `rows`, where they are rounded as FP8 weights have them.
     """
     if isinstance(weight, MixedStack):
         for part, experts, slots in zip(weight.parts, weight.experts, weight.slots, strict=True):
             own = moe_sort(slots[pairs.ids], len(experts), pairs.block)
             of_part = None if bias is None else bias[experts]
-            out = grouped_products(rows, part, of_part, own, num_pairs, gating, out)
+            out = grouped_products(rows, part, of_part, own, num_pairs, gating, out, rounded)
         assert out is not None
         return out
     if isinstance(weight, FP8Weight):
-        return moe_fp8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)
+        return moe_fp8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out, rounded=rounded)
     if isinstance(weight, FourBitWeight):
         return moe_four_bit_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)
     if isinstance(weight, Int8Weight):

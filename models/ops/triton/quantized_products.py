@@ -19,7 +19,7 @@ from models.ops.triton.configs import FEW_ROWS, Target, launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.int8_products import int8_linear
 from models.ops.triton.launcher import jit
-from models.ops.types import FP8_GROUP
+from models.ops.types import FP8_GROUP, RoundedRows
 from models.ops.weight_formats import FourBitWeight, FP8Weight, Int8Weight, QuantizedWeight
 
 
@@ -91,25 +91,22 @@ def add_group(
     return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
 
 
-def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds groups of 128 of each row to the device's FP8; codes, and what they are to be multiplied by.
-
-    # [M, K] -> [M, K], [M, groups] float32
+def quantize_groups(x: torch.Tensor) -> RoundedRows:
+    """Rounds groups of 128 of each row to the device's FP8. # [M, K]
 
     Raises `ValueError` on a device without FP8.
     """
     target = target_of(x.device)
     if target.fp8 is None:
         raise ValueError(f"{target.arch} has no FP8; activations stay as they are there")
+    assert target.fp8_dtype is not None
     rows, inputs = x.shape
     groups = cdiv(inputs, FP8_GROUP)
-    codes = x.new_empty(rows, inputs, dtype=target.fp8_dtype)
-    scales = x.new_empty(rows, groups, dtype=torch.float32)
+    rounded = RoundedRows.empty(rows, inputs, target.fp8_dtype, x.device)
     launch = launch_of("quantize_groups", x.device)
     quantize_groups_kernel[(rows, cdiv(groups, launch.blocks["GROUPS"]))](
         x,
-        codes,
-        scales,
+        *rounded,
         x.stride(0),
         inputs,
         groups,
@@ -117,7 +114,7 @@ def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         DEPTH=FP8_GROUP,
         **launch.keywords,
     )
-    return codes, scales
+    return rounded
 
 
 class Operands(NamedTuple):
@@ -130,11 +127,11 @@ class Operands(NamedTuple):
     """Of the weight; uint8 where the units know no FP8, and its numbers are made in registers."""
 
 
-def operands(x: torch.Tensor, weight: FP8Weight) -> Operands:
-    """Rounds rows to FP8 where the hardware multiplies it. # [M, K]"""
+def operands(x: torch.Tensor, weight: FP8Weight, rounded: RoundedRows | None = None) -> Operands:
+    """Rounds rows to FP8 where the hardware multiplies it, unless they are rounded already. # [M, K]"""
     if target_of(x.device).fp8 is None:
         return Operands(x, None, weight.codes.view(torch.uint8))
-    return Operands(*quantize_groups(x), weight.codes)
+    return Operands(*(quantize_groups(x) if rounded is None else rounded), weight.codes)
 
 
 # Products of FP8 weights with activations, which are rounded to FP8 too where the hardware multiplies it.
@@ -328,9 +325,14 @@ def merged(
     return out
 
 
-def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias`, of activations rounded as `fp8` says. # [M, K] -> [M, N] of x's type"""
-    sides = operands(x, weight)
+def fp8_linear(
+    x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None, rounded: RoundedRows | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, of activations rounded as `fp8` says. # [M, K] -> [M, N] of x's type
+
+    `rounded`: `x`, where it is rounded already.
+    """
+    sides = operands(x, weight, rounded)
     rows, inputs = x.shape
     outputs = weight.codes.shape[0]
     out = x.new_empty(rows, outputs)
@@ -575,10 +577,12 @@ def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor |
     return out if is_whole else merged(summed, out, bias)
 
 
-def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` by the kernel for the weight's layout. # [M, K] -> [M, N]"""
+def quantized_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, rounded: RoundedRows | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias` by the kernel for the weight's layout. `rounded`: see `fp8_linear`. # [M, K] -> [M, N]"""
     if isinstance(weight, FP8Weight):
-        return fp8_linear(x, weight, bias)
+        return fp8_linear(x, weight, bias, rounded)
     if isinstance(weight, Int8Weight):
         return int8_linear(x, weight, bias)
     return four_bit_linear(x, weight, bias)

@@ -8,8 +8,19 @@ import torch
 import torch.nn.functional as F
 
 from models.ops.self_test import FLOAT32, Case, Finding, Problems, relative_error, rounding_bound
+from models.ops.triton.configs import target_of
 from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, activated, rms_norm
-from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
+from models.ops.types import (
+    CLAMPED_SILU,
+    FP8_GROUP,
+    GELU,
+    GELU_TANH,
+    RELU,
+    RELU_SQUARED,
+    SILU,
+    Gating,
+    RoundedRows,
+)
 
 
 def reference_rms_norm(
@@ -79,6 +90,8 @@ class NormCase(Case):
     """Of what is added to the residual, or of the sum with it."""
     weight_rows: int = 1
     """Heads of a row that have weights of their own."""
+    rounds: bool = False
+    """Whether the result is rounded to FP8 as well."""
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: each mode on the same rows."""
@@ -92,7 +105,10 @@ class NormCase(Case):
         for mode in self.modes:
             summed = None if mode == PLAIN else residual.clone()
             scales: dict[str, Any] = {"x_scale": self.scale} if mode == ADD_NORM else {"sum_scale": self.scale}
-            found = rms_norm(x, weight, self.eps, residual=summed, mode=mode, **how, **scales)
+            rounded = _memory(x) if self.rounds else None
+            found = rms_norm(x, weight, self.eps, residual=summed, mode=mode, rounded=rounded, **how, **scales)
+            if rounded is not None:
+                yield Finding(f"{name} in FP8", _rounding_error(found, rounded))
             if mode == NORM_ADD:
                 normed, _ = self._exact(x, weight, bias)
                 total = self.scale * (residual.float() + normed)
@@ -129,6 +145,8 @@ class ActivationCase(Case):
     gating: Gating
     dtype: torch.dtype
     is_gated: bool = True
+    rounds: bool = False
+    """Whether the result is rounded to FP8 as well."""
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         gate_up = problems.normal(_ROWS, 2 * self.features, dtype=self.dtype, scale=3.0)
@@ -136,12 +154,27 @@ class ActivationCase(Case):
         gates, ups = gate_up.chunk(2, -1)
         if not self.is_gated:
             ups.fill_(1.0)
-        found = activated(gates, activation, ups if self.is_gated else None, alpha=alpha, limit=limit)
+        rounded = _memory(gates) if self.rounds else None
+        found = activated(gates, activation, ups if self.is_gated else None, alpha=alpha, limit=limit, rounded=rounded)
+        if rounded is not None:
+            yield Finding(f"an activation of {self.features} in FP8", _rounding_error(found, rounded))
         exact = reference_gated(gate_up.float(), activation, alpha=alpha, limit=limit)
         gate, up = gate_up.float().abs().chunk(2, -1)
         steepness = gate if activation == RELU_SQUARED else 1.0
         bound = rounding_bound(self.dtype) * exact.abs() + FLOAT32 * gate * (up + 1) * steepness
         yield Finding(f"an activation of {self.features}", relative_error(found, exact, bound))
+
+
+def _memory(x: torch.Tensor) -> RoundedRows:
+    fp8 = target_of(x.device).fp8_dtype
+    assert fp8 is not None, "rows are rounded where the hardware has FP8"
+    return RoundedRows.empty(len(x), x.shape[1], fp8, x.device)
+
+
+def _rounding_error(x: torch.Tensor, rounded: RoundedRows) -> float:
+    """Between rows and what a kernel made of them in FP8: half of a code's step, of the largest number at least."""
+    scales = rounded.scales.repeat_interleave(FP8_GROUP, 1)[:, : x.shape[1]]
+    return relative_error(rounded.codes.float() * scales, x.float(), x.float().abs() / 16 + scales * 2.0**-9)
 
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
@@ -155,7 +188,6 @@ def common_cases(device: torch.device) -> tuple[Case, ...]:
 
 def small_cases(device: torch.device) -> dict[str, Case]:
     """Sizes for Triton's interpreter."""
-    del device
     return {
         "norm of 40 in bf16": NormCase(40, 1e-6, 0.0, _BF16, _BF16),
         "norm of 300, its weight less one, in fp16": NormCase(300, 1e-5, 1.0, _FP16, _FP16),
@@ -169,4 +201,11 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         "gated ReLU in fp16": ActivationCase(40, Gating(RELU), _FP16),
         "squared ReLU, not gated, in bf16": ActivationCase(72, Gating(RELU_SQUARED), _BF16, is_gated=False),
         "clamped SwiGLU in bf16": ActivationCase(40, Gating(CLAMPED_SILU, 1.702, 7.0), _BF16),
-    }
+    } | (
+        {}
+        if target_of(device).fp8 is None
+        else {
+            "norm of 300 in FP8 too": NormCase(300, 1e-6, 0.0, _BF16, _BF16, rounds=True),
+            "SwiGLU in FP8 too": ActivationCase(300, Gating(SILU), _BF16, rounds=True),
+        }
+    )
