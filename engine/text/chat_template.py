@@ -121,11 +121,11 @@ class ChatTemplate:
         first = next((index for index, each in enumerate(messages) if each.get("role") not in _INSTRUCTING), None)
         beginning, rest = messages[:first], messages[len(messages) if first is None else first :]
         shown: list[Mapping[str, Any]] = []
+        texts: dict[int, list[str]] = {}
+        """Of those of `shown` that are of several messages: there may be thousands, joined at the end."""
         for message in beginning:
             role = message["role"] if self._shows(message["role"], late=False) else "system"
-            if shown and not self._shows(role, late=True) and (joined := _joined(shown[-1], message)) is not None:
-                shown[-1] = joined
-            else:
+            if not (shown and not self._shows(role, late=True) and _joins(shown, message, texts)):
                 shown.append({**message, "role": role})
         joins = False
         for message in rest:
@@ -135,12 +135,11 @@ class ChatTemplate:
                 message = {**message, "role": next((role for role in roles if self._shows(role, late=True)), "user")}
                 became_users = message["role"] == "user"
             joins = (joins or became_users) and bool(shown) and shown[-1]["role"] == message["role"] == "user"
-            joined = _joined(shown[-1], message) if joins else None
-            if joined is None:
+            if not (joins and _joins(shown, message, texts)):
                 shown.append(message)
-            else:
-                shown[-1] = joined
             joins = joins or became_users
+        for index, each in texts.items():
+            shown[index] = {**shown[index], "content": "\n\n".join(each)}
         return shown
 
     def _shows(self, role: str, *, late: bool) -> bool:
@@ -171,12 +170,13 @@ _INSTRUCTING = ("system", "developer")
 _PROBE = "kaon-probe"
 
 
-def _joined(message: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Two messages of text as one; None for others."""
-    texts = message.get("content"), other.get("content")
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    return {**message, "content": "\n\n".join(map(str, texts))}
+def _joins(shown: Sequence[Mapping[str, Any]], message: Mapping[str, Any], texts: dict[int, list[str]]) -> bool:
+    """Add the text of a message to those of the last one shown; False where one of them is more than text."""
+    last, other = shown[-1].get("content"), message.get("content")
+    if not isinstance(last, str) or not isinstance(other, str):
+        return False
+    texts.setdefault(len(shown) - 1, [last]).append(other)
+    return True
 
 
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
