@@ -21,28 +21,33 @@ struct units {
     const bf16 *at[UNITS];
 };
 
+#define AT_ONCE 4   /* lines */
+#define TOGETHER 16 /* units */
+
 /* The keys and values of a later step that are still to be prefetched. Computation issues a few prefetches at a time:
- * all at once would fill the processor's load buffers and stall it. */
+ * all at once would fill the processor's load buffers and stall it. They take a line of each of several units in turn,
+ * so that the processor's own prefetcher, which goes ahead within each page that it sees read in order, reads all these
+ * pages at once. */
 struct fetches {
-    const char *at[2 * UNITS];
-    int unit, units;
-    int64_t done, bytes;  /* of a unit */
-    struct fetches *then; /* of the step after that one, or NULL */
+    const char *at[2 * UNITS]; /* a multiple of AT_ONCE, where the last may be there several times */
+    int first, unit, units;    /* of those taken in turn; of the next line; of all */
+    int64_t done, bytes;       /* of each of those taken in turn, and of a unit */
+    struct fetches *then;      /* of the step after that one, or NULL */
 };
 
-#define AT_ONCE 4 /* lines */
-
-/* Prefetch so many lines more, a multiple of AT_ONCE, as a unit is of them. */
+/* Prefetch so many lines more, a multiple of AT_ONCE. */
 static inline void fetch_lines(struct fetches *ahead, int lines) {
     while (lines > 0 && ahead) {
-        if (ahead->unit == ahead->units) {
+        if (ahead->first == ahead->units) {
             ahead = ahead->then;
             continue;
         }
-        const char *at = ahead->at[ahead->unit] + ahead->done;
-        for (int line = 0; line < AT_ONCE; line++) __builtin_prefetch(at + line * LINE, 0, 2);
-        ahead->done += AT_ONCE * LINE, lines -= AT_ONCE;
-        if (ahead->done == ahead->bytes) ahead->done = 0, ahead->unit++;
+        for (int i = 0; i < AT_ONCE; i++) __builtin_prefetch(ahead->at[ahead->unit + i] + ahead->done, 0, 2);
+        int past = ahead->first + TOGETHER < ahead->units ? ahead->first + TOGETHER : ahead->units;
+        ahead->unit += AT_ONCE, lines -= AT_ONCE;
+        if (ahead->unit < past) continue;
+        ahead->unit = ahead->first, ahead->done += LINE;
+        if (ahead->done == ahead->bytes) ahead->done = 0, ahead->first = ahead->unit = past;
     }
 }
 

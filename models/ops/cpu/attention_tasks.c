@@ -104,6 +104,7 @@ static struct fetches to_fetch(const struct units *keys, const struct units *val
         if (keys->at[unit]) made.at[made.units++] = (const char *)keys->at[unit];
     for (int unit = 0; unit < UNITS; unit++)
         if (values->at[unit]) made.at[made.units++] = (const char *)values->at[unit];
+    for (; made.units % AT_ONCE; made.units++) made.at[made.units] = made.at[made.units - 1];
     return made;
 }
 
@@ -133,5 +134,5 @@ void look_further(struct ahead *ahead, const struct task *after) {
 void go_on(struct ahead *ahead) {
     ahead->soon.then = NULL;
     fetch_lines(&ahead->soon, 2 * UNITS * UNIT * MAX_HEAD_DIM);
-    ahead->soon = ahead->later, ahead->later.units = ahead->later.unit = 0;
+    ahead->soon = ahead->later, ahead->later = (struct fetches){.units = 0};
 }
