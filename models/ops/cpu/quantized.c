@@ -5,7 +5,7 @@
 
 #define STAGED_VALUES (1 << 20) /* of rows that are multiplied by a panel while it is near: 16 rows always fit */
 #define MOST_HELD 16            /* panels of gates that wait for theirs of the other half, where rows are few */
-#define AHEAD 8192              /* bytes between what is read of a weight and what is fetched */
+#define AHEAD (PAGES_IN_TURN + 8192) /* bytes between what is read of a weight and what is fetched */
 
 /* A thread's scratch. */
 struct quantized_bench {

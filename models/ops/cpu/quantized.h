@@ -44,9 +44,27 @@ struct quantized_rows {
 /* The part of a weight that is prefetched while the part before it is multiplied. */
 struct lines {
     const char *at;
-    int lines; /* with each step */
-    int is_near;
+    int lines;   /* with each block */
+    int in_turn; /* whether by few rows, which wait for memory: then a line of each of eight pages in turn */
 };
+
+#define PAGES_IN_TURN (8 * 4096) /* bytes */
+
+/* The line that is fetched when that one's turn has come: of the 32 KiB around it, a line of each page, then the next. */
+static inline const char *in_turn(const char *line) {
+    uintptr_t at = (uintptr_t)line, number = at / LINE % (PAGES_IN_TURN / LINE);
+    return (const char *)((at & -(uintptr_t)PAGES_IN_TURN) + number % 8 * 4096 + number / 8 * LINE);
+}
+
+/* Part `part` of `of` equal parts of the lines that are to be fetched with a block. */
+static inline void fetch(struct lines *ahead, int part, int of) {
+    int from = ahead->lines * part / of, past = ahead->lines * (part + 1) / of;
+    if (ahead->in_turn)
+        for (int line = from; line < past; line++) __builtin_prefetch(in_turn(ahead->at + line * LINE), 0, 2);
+    else
+        for (int line = from; line < past; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 2);
+    if (part + 1 == of) ahead->at += ahead->lines * LINE;
+}
 
 /* Some blocks of a panel. */
 struct quantized_panel {

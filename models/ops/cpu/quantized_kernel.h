@@ -81,8 +81,8 @@ TARGET INLINE void NAME(add_outputs)(const int8_t *x, const float *scales, const
     for (int64_t block = 0; block < panel->count; block++, at += panel->stride, scales += LANES) {
         const bf16 *weight_scales = (const bf16 *)at + first * WIDTH;
         const char *tiles = at + scales_of_block(bits) * sizeof(bf16) + PLACE(first, bits);
-        if (ahead) fetch(ahead);
         for (int step = 0; step < STEPS; step++, x += BYTES_OF_TILE, totals += LANES) {
+            if (ahead) fetch(ahead, step, STEPS);
             for (int r = 0; r < rows && (bits == 4 || step == 0); r++) {
                 int32_t from = bits == 4 ? MIDDLE * totals[r] : OFFSET * (totals[r] + totals[LANES + r]);
                 for (int v = 0; v < AT_ONCE; v++) i[r][v] = (NAME(ints)){0} - from;

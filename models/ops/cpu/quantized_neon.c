@@ -6,15 +6,6 @@
 #if HAS_NEON
 #include <arm_neon.h>
 
-/* Some lines of what is multiplied next. */
-static inline void fetch(struct lines *ahead) {
-    if (ahead->is_near)
-        for (int line = 0; line < ahead->lines; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 3);
-    else
-        for (int line = 0; line < ahead->lines; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 2);
-    ahead->at += ahead->lines * LINE;
-}
-
 #define ROWS 4    /* at a time, in registers */
 #define AT_ONCE 2 /* vectors of outputs */
 

@@ -6,15 +6,6 @@
 #if HAS_X86
 #include <immintrin.h>
 
-/* Some lines of what is multiplied next. */
-static inline void fetch(struct lines *ahead) {
-    if (ahead->is_near)
-        for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T0);
-    else
-        for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T1);
-    ahead->at += ahead->lines * LINE;
-}
-
 #define ROWS 4    /* at a time, in registers */
 #define AT_ONCE 2 /* vectors of outputs */
 
@@ -142,8 +133,8 @@ AMX INLINE void multiply_blocks(const int8_t *x0, const int8_t *x1, const struct
     const int8_t *values = panel->values + first * panel->values_stride;
     int part = 0, all = (int)blocks * STEPS;
     for (int64_t block = 0; block < blocks; block++, values += panel->values_stride) {
-        fetch(ahead);
         for (int step = 0; step < STEPS; step++) {
+            fetch(ahead, step, STEPS);
             if (bits == 4 || step == 0) zero_tiles();
             add_tiles(x0, x1, values + step * 2 * BYTES_OF_TILE);
             x0 += BYTES_OF_TILE;
