@@ -157,7 +157,7 @@ class LayerCaches:
                 for part in range(2):
                     pools[shape[-2:]].add(spec.name, part, shape)
             elif isinstance(spec, VectorCacheSpec):
-                shape = self._block_size, spec.dim
+                shape = spec.vectors_per_block(self._block_size), spec.dim
                 pools[shape].add(spec.name, 0, shape)
         return pools
 

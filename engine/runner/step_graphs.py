@@ -22,6 +22,7 @@ from engine.speculative.drafts import max_verified_rows
 from models.attention.backend import AttentionBackend
 from models.layers.base import CausalLM
 from models.layers.block_sparse import BlockSparseAttention
+from models.layers.compressed import CompressedAttention
 from models.lora.adapters import capture_obstacle
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -133,8 +134,9 @@ def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, mode
     """Why decodes run eagerly, in words, or "" where that needs no explanation; None: they are captured."""
     if not device.has_graphs or config.compilation_config.enforce_eager:
         return ""
-    if any(isinstance(module, BlockSparseAttention) for module in cast(nn.Module, model).modules()):
-        return "torch computes block-sparse attention, from lengths that it reads on the host"
+    by_torch = BlockSparseAttention | CompressedAttention
+    if any(isinstance(module, by_torch) for module in cast(nn.Module, model).modules()):
+        return "torch computes block-sparse and compressed attention, from lengths that it reads on the host"
     if parallel.token_exchange is not None and config.compilation_config.capture != "start":
         return "replicas that exchange tokens capture graphs together, at the start; set capture to start"
     if parallel.token_exchange is None and parallel.experts is not None and parallel.experts.exchange is not None:

@@ -96,6 +96,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "DeepseekV2ForCausalLM": "models.architectures.deepseek_v2",
         "DeepseekV32ForCausalLM": "models.architectures.deepseek_v2",
         "DeepseekV3ForCausalLM": "models.architectures.deepseek_v2",
+        "DeepseekV4ForCausalLM": "models.architectures.deepseek_v4",
         "Gemma3ForCausalLM": "models.architectures.gemma3",
         "Gemma3nForCausalLM": "models.architectures.gemma3n",
         "Gemma4ForCausalLM": "models.architectures.gemma4",

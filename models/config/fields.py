@@ -128,7 +128,12 @@ class Fields:
 
 
 def body_name(prefix: str, name: str) -> str:
-    """The name of a tensor or module by its name in checkpoints whose body has another prefix than `model.`."""
+    """The name of a tensor or module by its name in checkpoints whose body has another prefix than `model.`.
+
+    Where the body has none, a name without a dot is not a module's.
+    """
+    if not prefix and "." not in name:
+        return name
     return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 

@@ -21,10 +21,16 @@ class KVCacheSpec(NamedTuple):
 
 
 class VectorCacheSpec(NamedTuple):
-    """One paged vector per token, the same on every rank: a compressed latent, or an indexer's key."""
+    """Paged vectors of tokens, the same on every rank: a compressed latent, an indexer's key, or a window's entry."""
 
     name: str
     dim: int
+    tokens_per_vector: int = 1
+    """One vector for each so many tokens, in the block that holds the last of them."""
+
+    def vectors_per_block(self, block_size: int) -> int:
+        """The most vectors that end in a block of so many tokens."""
+        return -(-block_size // self.tokens_per_vector)
 
 
 class StateCacheSpec(NamedTuple):

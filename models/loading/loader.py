@@ -506,7 +506,8 @@ def expert_names(wanted: Mapping[str, Target], stack: str) -> ExpertNames:
 
 
 def _fill(target: Target, tensor: torch.Tensor, name: str, file: Path) -> None:
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+    is_number = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    if is_number != target.parameter.is_floating_point():
         raise CheckpointError(
             f"{name} in {file} is {tensor.dtype}, but config.json names no quantisation of it; use a checkpoint whose "
             "quantization_config says how its weights are stored"

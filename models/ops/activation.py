@@ -91,6 +91,15 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
 
 
+def clipped_swiglu(gate_up: torch.Tensor, *, limit: float) -> torch.Tensor:
+    """`silu(gate) * up` of a row's halves, clamped to `limit` first (DeepSeek-V4).
+
+    # [tokens, 2 * features] -> [tokens, features]
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
 _GATED = {SILU: swiglu, GELU_TANH: geglu_tanh, GELU: geglu, RELU: reglu, RELU_SQUARED: squared_reglu}
 _OPERATORS: dict[GatedActivation, int] = {gated: number for number, gated in _GATED.items()}
 

@@ -133,7 +133,7 @@ field."""
 METHODS: Registry[Method] = Registry(
     "quantization method",
     dict.fromkeys(
-        ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "quark", "awq", "gptq", "modelopt"),
+        ("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "quark", "awq", "gptq", "modelopt"),
         "models.quantization.methods",
     ),
 )

@@ -248,7 +248,7 @@ class MXFP4(StorageLayout):
 
     def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         """# weight [O, I / 2] uint8, weight_scale [O, I / 32] uint8"""
-        codes, scale = parts["weight"], _exponents(parts["weight_scale"])
+        codes, scale = _bytes(parts["weight"]), _exponents(parts["weight_scale"])
         self._require_dtype(module, "weight", codes, torch.uint8)
         self._require_dtype(module, "weight_scale", scale, torch.uint8)
         if codes.ndim != 2 or codes.shape[1] % 16:
@@ -265,7 +265,7 @@ class MXFP4(StorageLayout):
         return True
 
     def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
-        pairs, scale = parts["weight"], _exponents(parts["weight_scale"])
+        pairs, scale = _bytes(parts["weight"]), _exponents(parts["weight_scale"])
         if pairs.ndim != 2 or scale.shape != (len(pairs), pairs.shape[1] // 16) or pairs.shape[1] % MXFP4_GROUP:
             return None
         return _mxfp4_codes(pairs, scale, dense)
@@ -363,6 +363,11 @@ class MXFP4Experts(StorageLayout):
 
 def _exponents(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+
+
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V4 stores pairs of codes as signed bytes."""
+    return codes.view(torch.uint8) if codes.dtype == torch.int8 else codes
 
 
 def _mxfp4_codes(pairs: torch.Tensor, exponents: torch.Tensor, dense: Callable[[], torch.Tensor]) -> Codes:

@@ -84,21 +84,26 @@ def scheme_error(section: Fields, text: str) -> CheckpointError:
 
 
 @METHODS.register("fp8")
+@METHODS.register("mxfp8")
 def parse_fp8(section: Fields, method: str) -> QuantizationConfig:
     """DeepSeek's and transformers' FP8: a scale per block of `weight_block_size`, else per tensor or per channel.
 
-    The shape of a scale shows which of the last two it is.
+    The shape of a scale shows which of the last two it is. MiniMax calls it `mxfp8` where scales are powers of two for
+    32 inputs each. DeepSeek-V4's routed experts are in FP4 (`expert_dtype`), with a power of two for 32 inputs.
     """
     if section.string("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise section.invalid("fmt", '"e4m3"')
-    if section.string("expert_dtype", "fp8") != "fp8":
-        raise section.invalid("expert_dtype", '"fp8"')
+    experts = section.string("expert_dtype", "fp8")
+    if experts not in ("fp8", "fp4"):
+        raise section.invalid("expert_dtype", '"fp8" or "fp4"')
     if not section.has("weight_block_size"):
         layer = LayerQuantConfig("scaled", "fp8", Granularity.TENSOR, 8)
     else:
         layer = LayerQuantConfig("scaled", "fp8", Granularity.BLOCK, 8, block_shape=pair(section, "weight_block_size"))
     exclude = section.strings("modules_to_not_convert") + section.strings("ignored_layers")
-    return QuantizationConfig(method, layer, exclude_layers=exclude)
+    fp4 = LayerQuantConfig("mxfp4", "mxfp4", Granularity.GROUP, 4, group_size=MXFP4_GROUP)
+    own = (("*.experts.*", fp4),) if experts == "fp4" else ()
+    return QuantizationConfig(method, layer, own, exclude_layers=exclude)
 
 
 @METHODS.register("fbgemm_fp8")

@@ -89,6 +89,9 @@ class TaggedReasoning(FedParser):
 REASONING_DIALECTS.register("seed_oss")(
     ReasoningDialect("<seed:think>", "</seed:think>", detect=lambda signs: "<seed:think>" in signs.template)
 )
+REASONING_DIALECTS.register("minimax_m3")(
+    ReasoningDialect("<mm:think>", "</mm:think>", detect=lambda signs: "<mm:think>" in signs.template)
+)
 REASONING_DIALECTS.register("gemma4")(
     ReasoningDialect(
         "<|channel>thought",

@@ -110,7 +110,10 @@ TOOL_DIALECTS: Registry[ToolDialect] = Registry(
 REASONING_DIALECTS: Registry[ReasoningDialect] = Registry(
     "reasoning dialect",
     dict.fromkeys(
-        ("seed_oss", "gemma4", "cohere_command", "hunyuan_a13b", "ernie45", "mistral", "think", "deepseek_r1"),
+        (
+            *("seed_oss", "minimax_m3", "gemma4", "cohere_command", "hunyuan_a13b", "ernie45", "mistral", "think"),
+            "deepseek_r1",
+        ),
         "server.parsing.reasoning",
     ),
 )

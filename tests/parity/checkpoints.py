@@ -81,6 +81,10 @@ def make_checkpoint(
             if name in saved and not name.endswith(("_decay", ".slope_rate"))
         ]
         for name, parameter in [*model.named_parameters(), *buffers]:
+            if not parameter.is_floating_point():
+                # DeepSeek-V4's table of the experts of each token.
+                parameter.copy_(torch.randint(0, fields["n_routed_experts"], parameter.shape, generator=generator))
+                continue
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name.lower():
                 parameter.copy_(family.norm_mean + 0.2 * noise)

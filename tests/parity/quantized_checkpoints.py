@@ -352,3 +352,38 @@ def quark_config(dtype: str, qscheme: str, **weight: Any) -> dict[str, Any]:
         "exclude": ["lm_head", "*.gate"],
         "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
     }
+
+
+def mxfp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """A power of two for 32 inputs, stored as its exponent."""
+    return _fp8_by_powers(weight, (1, 32), "weight_scale_inv", torch.uint8)
+
+
+def deepseek_v4_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """A power of two for a block of 128 by 128."""
+    return _fp8_by_powers(weight, (128, 128), "scale", torch.float8_e8m0fnu)
+
+
+def deepseek_v4_fp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """A routed expert's: pairs of codes in signed bytes."""
+    parts, meant = mxfp4(weight)
+    scale = parts["weight_scale"].view(torch.float8_e8m0fnu)
+    return {"weight": parts["weight"].view(torch.int8), "scale": scale}, meant
+
+
+def _fp8_by_powers(
+    weight: torch.Tensor, block: tuple[int, int], name: str, dtype: torch.dtype
+) -> tuple[Tensors, torch.Tensor]:
+    rows, columns = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
+    exponents, stored = torch.empty(rows, columns, dtype=torch.uint8), torch.empty_like(weight)
+    meant = torch.empty_like(weight)
+    for row in range(rows):
+        for column in range(columns):
+            at = tuple(
+                slice(index * size, (index + 1) * size) for index, size in zip((row, column), block, strict=True)
+            )
+            power = torch.ceil(torch.log2(weight[at].abs().max() / 448))
+            exponents[row, column] = int(power) + 127
+            stored[at] = (weight[at] / 2**power).to(torch.float8_e4m3fn).float()
+            meant[at] = stored[at] * 2**power
+    return {"weight": stored.to(torch.float8_e4m3fn), name: exponents.view(dtype)}, meant

@@ -22,6 +22,7 @@ from tests.parity.variants import all_variants
 FORMATS: dict[str, tuple[q.Quantize, dict[str, Any]]] = {
     "fp8 a scale a tensor": (q.fp8_tensor, q.FP8_CONFIG),
     "fp8 blocks": (q.fp8_block, q.FP8_BLOCK_CONFIG),
+    "mxfp8": (q.mxfp8, {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}),
     "fbgemm": (q.fp8_channel, {"quant_method": "fbgemm_fp8"}),
     "compressed-tensors fp8 tensor": (
         q.fp8_tensor,

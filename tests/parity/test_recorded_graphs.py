@@ -38,6 +38,7 @@ from tests.parity.variants import (
     attention_families,
     attention_only,
     block_sparse,
+    compressed,
     deepseek,
     gemma3,
     gemma3n,
@@ -96,7 +97,7 @@ ARCHITECTURES = [
 ]
 
 
-EAGER = [block_sparse.VARIANTS[0]]
+EAGER = [block_sparse.VARIANTS[0], compressed.VARIANTS[0]]
 """Of architectures of which torch computes a part from lengths on the host, which no graph captures."""
 
 

@@ -31,7 +31,19 @@ from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, lfm2, mamba2, moe, qwen3_5, qwen3_next
+from tests.parity.variants import (
+    Variant,
+    block_sparse,
+    compressed,
+    deepseek,
+    gemma3,
+    gpt_oss,
+    lfm2,
+    mamba2,
+    moe,
+    qwen3_5,
+    qwen3_next,
+)
 
 __all__ = ["checkpoint", "triton_kernels"]
 
@@ -103,6 +115,8 @@ ARCHITECTURES = [
     pytest.param(qwen3_5.VARIANTS[0], id="qwen3_5"),
     pytest.param(mamba2.VARIANTS[2], id="bamba"),
     pytest.param(lfm2.VARIANTS[0], id="lfm2"),
+    pytest.param(block_sparse.VARIANTS[0], id="minimax_m3", marks=pytest.mark.slow),
+    pytest.param(compressed.VARIANTS[1], id="deepseek_v4"),
 ]
 RECURRENT = qwen3_next.VARIANTS[0]
 _SIZES_OF_OPERATORS = {"head_dim": 32, "moe_intermediate_size": 48, "vocab_size": 160}

@@ -52,7 +52,7 @@ def divides(size: int, variant: Variant) -> bool:
     """Whether so many ranks can share the heads out, those of recurrent layers too."""
     fields = {"num_attention_heads": 4, **variant.family.defaults, **variant.overrides}
     heads = ("num_attention_heads", "linear_num_key_heads", "mamba_n_heads", "mamba_num_heads", "num_heads")
-    heads = (*heads, "linear_num_heads", "linear_num_value_heads", "n_mamba_heads")
+    heads = (*heads, "linear_num_heads", "linear_num_value_heads", "n_mamba_heads", "o_groups")
     groups = [
         fields[name]
         for name in ("mamba_n_groups", "n_groups", "mamba_ngroups", "num_key_value_heads")

@@ -44,6 +44,7 @@ ONLY_OURS = {
     "Mamba2ForCausalLM": "layers of linear_attention",
     "MiniMaxForCausalLM": "layers of linear_attention",
     "MiniMaxM3VLForCausalLM": "layers of minimax_m3_sparse",
+    "DeepseekV4ForCausalLM": "layers of",
     "Zamba2ForCausalLM": "layers of hybrid and linear_attention",
     "Llama4ForCausalLM": "layers of chunked_attention",
 }

@@ -23,7 +23,10 @@ class Variant(NamedTuple):
 
 
 PARTLY_TORCH = frozenset(
-    {"DeepseekV32ForCausalLM", "Gemma3nForCausalLM", "GlmMoeDsaForCausalLM", "MiniMaxM3VLForCausalLM"}
+    {
+        *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "GlmMoeDsaForCausalLM"),
+        "MiniMaxM3VLForCausalLM",
+    }
 )
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
 

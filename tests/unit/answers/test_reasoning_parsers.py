@@ -41,6 +41,7 @@ def parser(dialect: str, tail: str = "", tools: str = "none", use: ToolUse = NO_
         ("deepseek_r1", "<｜Assistant｜></think>", "Yes.", "", "Yes."),  # noqa: RUF001
         ("mistral", "", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
         ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes.", "Hm.", "Yes."),
+        ("minimax_m3", "", "<mm:think>Hm.</mm:think>Yes.", "Hm.", "Yes."),
         ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
         ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Yes.", "", "Yes."),
         (

@@ -1,0 +1,289 @@
+"""Compressed attention (DeepSeek-V4, 2026): a window of tokens, and entries that each stand for several tokens.
+
+Keys are values too, one vector a token for all heads. A layer caches, each by its own name: that vector; of each token
+what entries are made of, since a window may end in a later step; the entries; and the same two of an indexer, which
+selects entries, in layers with one. Torch computes it, from the rows' lengths on the host.
+"""
+
+import torch
+from torch import nn
+
+from models.attention.context import ForwardContext, between_graphs, get_forward_context
+from models.layers.base import VectorCacheSpec
+from models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from models.layers.moe import grouped_linear
+from models.layers.norm import RMSNorm
+from models.layers.parameter import WeightPart, empty_parameter, fill_rows, load_whole, require_shape
+from models.layers.rotary import RotaryEmbedding
+from models.ops.compression import (
+    Index,
+    StepRows,
+    attend,
+    compress,
+    entries_of_row,
+    queries_at_once,
+    rotate_last_pairs,
+    store_entries,
+)
+from models.ops.cpu import runtime
+from models.ops.paged_attention import store_vectors
+from models.ops.types import Rotation, VectorCache
+from models.parallel.tensor_parallel import TensorParallel
+
+
+class Compressor(nn.Module):
+    """Makes an entry of each window of `rate` tokens. Whole on every rank."""
+
+    def __init__(
+        self,
+        layer_name: str,
+        hidden_size: int,
+        dim: int,
+        rate: int,
+        rotary: RotaryEmbedding,
+        eps: float,
+        *,
+        overlaps: bool,
+    ) -> None:
+        """`layer_name` is the key of the entries' cache in the forward context. `overlaps`: see `compress`."""
+        super().__init__()
+        self.rate, self.overlaps = rate, overlaps
+        series = 2 * dim if overlaps else dim
+        self.entries_spec = VectorCacheSpec(layer_name, dim, tokens_per_vector=rate)
+        self.tokens_spec = VectorCacheSpec(f"{layer_name}.tokens", 2 * series)
+        self.kv_proj = ColumnParallelLinear(hidden_size, series)
+        self.gate_proj = ColumnParallelLinear(hidden_size, series)
+        self.position_bias = empty_parameter(rate, series, weight_loader=load_whole, dtype=torch.float32)
+        self.kv_norm = RMSNorm(dim, eps)
+        # A list, so that the rope that all layers share is a part of the model once.
+        self._rotary = [rotary]
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What entries are made of. # [tokens, hidden_size] -> [tokens, 2 * series]"""
+        return torch.cat((self.kv_proj(hidden), self.gate_proj(hidden)), -1)
+
+    def update(self, tokens: torch.Tensor, rows: StepRows, context: ForwardContext) -> None:
+        """Cache what `project` returned of the step's tokens, and the entries of the windows that they complete."""
+        pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
+        store_vectors(tokens, pages, rows.slots)
+        windows = rows.windows(self.rate)
+        if len(windows.rows) == 0:
+            return
+        made = compress(pages, windows, rows, self.position_bias, overlaps=self.overlaps)
+        # One rounding, of what the norm returns, as in the model's other norms.
+        made = self.kv_norm(made.to(tokens.dtype))
+        cos, sin = self._rotary[0](windows.numbers * self.rate)
+        made = rotate_last_pairs(made[:, None], cos, sin)[:, 0]
+        store_entries(made, entries, windows, rows, self.rate, pages.shape[1])
+
+    def entries(self, row: int, length: int, rows: StepRows, context: ForwardContext) -> torch.Tensor:
+        """A row's entries that are complete with its first `length` tokens. # -> [entries, dim] float32"""
+        block_size = _pages(context, self.tokens_spec).shape[1]
+        pages = _pages(context, self.entries_spec)
+        return entries_of_row(pages, rows.tables[row], length // self.rate, self.rate, block_size)
+
+
+class EntryScorer(nn.Module):
+    """The weights of the indexer's heads."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.weights_proj = ColumnParallelLinear(hidden_size, num_heads)
+
+
+class EntryIndexer(Compressor):
+    """Scores entries by a few small heads, against keys that are compressed as the entries are."""
+
+    def __init__(
+        self,
+        layer_name: str,
+        hidden_size: int,
+        dim: int,
+        rate: int,
+        rotary: RotaryEmbedding,
+        eps: float,
+        *,
+        q_lora_rank: int,
+        num_heads: int,
+        top_k: int,
+    ) -> None:
+        """`top_k` entries are selected."""
+        super().__init__(layer_name, hidden_size, dim, rate, rotary, eps, overlaps=True)
+        self.num_heads, self.head_dim, self.top_k = num_heads, dim, top_k
+        self.q_b_proj = ColumnParallelLinear(q_lora_rank, num_heads * dim)
+        self.scorer = EntryScorer(hidden_size, num_heads)
+
+    def queries(
+        self, hidden: torch.Tensor, q_latent: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """# [tokens, hidden_size], [tokens, q_lora_rank] -> [tokens, heads, dim], [tokens, heads] float32"""
+        q = self.q_b_proj(q_latent).view(len(hidden), self.num_heads, self.head_dim)
+        weights: torch.Tensor = self.scorer.weights_proj(hidden).float()
+        return rotate_last_pairs(q, *rotation), weights * (self.num_heads * self.head_dim) ** -0.5
+
+
+class GroupedLinear(nn.Module):
+    """A product of each group of heads with a weight of its own. A rank has some of the groups."""
+
+    def __init__(self, in_features: int, out_features: int, num_groups: int, parallel: TensorParallel) -> None:
+        """Features are those of one group."""
+        super().__init__()
+        self.num_groups, self.local = num_groups, parallel.share(num_groups, "o_groups")
+        self.first = parallel.rank * self.local
+        # On a GPU no product of a stack reads a weight in another form.
+        self.weight = empty_parameter(
+            self.local, out_features, in_features, weight_loader=self._load, is_product=runtime.active()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """# [tokens, the rank's groups * in_features] -> [tokens, the rank's groups * out_features]"""
+        tokens, groups = len(x), self.local
+        rows = x.view(tokens, groups, -1).transpose(0, 1).reshape(tokens * groups, -1)
+        counts = torch.full((groups,), tokens, dtype=torch.int64, device=x.device)
+        products = grouped_linear(rows, self.weight, None, counts)
+        return products.view(groups, tokens, -1).transpose(0, 1).reshape(tokens, -1)
+
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
+        _, out_features, in_features = parameter.shape
+        require_shape(loaded, (self.num_groups * out_features, in_features))
+        for index in range(self.local):
+            first = (self.first + index) * out_features
+            fill_rows(parameter, 0, loaded[first : first + out_features], index)
+
+
+class CompressedAttention(nn.Module):
+    """Attention to a window and to entries, with its projections. Heads are sharded over the ranks."""
+
+    def __init__(
+        self,
+        layer_name: str,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        q_lora_rank: int,
+        window: int,
+        output_groups: int,
+        output_rank: int,
+        eps: float,
+        compressor: Compressor | None,
+        indexer: EntryIndexer | None,
+        parallel: TensorParallel,
+    ) -> None:
+        """`layer_name` is the key of the keys' cache. Without a compressor the layer attends to its window alone."""
+        super().__init__()
+        self.num_heads, self.head_dim, self.window = parallel.share(num_heads, "num_attention_heads"), head_dim, window
+        self.total_heads, self.first_head = num_heads, parallel.rank * self.num_heads
+        self.eps, self.scale = eps, head_dim**-0.5
+        self.cache_spec = VectorCacheSpec(layer_name, head_dim)
+        self.q_a_proj = ColumnParallelLinear(hidden_size, q_lora_rank)
+        self.q_a_norm = RMSNorm(q_lora_rank, eps)
+        self.q_b_proj = ColumnParallelLinear(q_lora_rank, num_heads * head_dim, parallel=parallel)
+        self.kv_proj = ColumnParallelLinear(hidden_size, head_dim)
+        self.kv_norm = RMSNorm(head_dim, eps)
+        self.sinks = empty_parameter(self.num_heads, weight_loader=self._load_sinks, dtype=torch.float32)
+        self.o_a_proj = GroupedLinear(num_heads * head_dim // output_groups, output_rank, output_groups, parallel)
+        self.o_b_proj = RowParallelLinear(output_groups * output_rank, hidden_size, parallel=parallel)
+        self.compressor = compressor
+        if compressor is not None and indexer is not None:
+            compressor.indexer = indexer
+        self._indexer = [] if indexer is None else [indexer]
+
+    @property
+    def cache_specs(self) -> list[VectorCacheSpec]:
+        """All that the layer caches."""
+        makers = [each for each in (self.compressor, *self._indexer) if each is not None]
+        return [self.cache_spec, *(spec for each in makers for spec in (each.tokens_spec, each.entries_spec))]
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        num_tokens = len(hidden)
+        q_latent = self.q_a_norm(self.q_a_proj(hidden))
+        q = self.q_b_proj(q_latent).view(num_tokens, self.num_heads, self.head_dim).float()
+        q = (q * torch.rsqrt(q.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
+        kv = rotate_last_pairs(self.kv_norm(self.kv_proj(hidden))[:, None], *rotation)[:, 0]
+        parts = [rotate_last_pairs(q, *rotation), kv]
+        if self.compressor is not None:
+            parts.append(self.compressor.project(hidden))
+        for indexer in self._indexer:
+            parts += (indexer.project(hidden), *indexer.queries(hidden, q_latent, rotation))
+        attended = between_graphs(self._attend_rows, *parts)
+        attended = rotate_last_pairs(attended, *rotation, back=True)
+        return self.o_b_proj(self.o_a_proj(attended.view(num_tokens, -1)))  # type: ignore[no-any-return]
+
+    def _attend_rows(self, q: torch.Tensor, kv: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """# [tokens, heads, head_dim], [tokens, head_dim] -> [tokens, heads, head_dim]
+
+        `others`: what the compressor projects, then what the indexer projects, its queries and their weights.
+        """
+        context = get_forward_context()
+        metadata = context.attn_metadata
+        rows = StepRows(
+            metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist(), metadata.block_tables, metadata.slot_mapping
+        )
+        pages = _pages(context, self.cache_spec)
+        store_vectors(kv, pages, rows.slots)
+        # Rows may share blocks that this step fills: all are written before any is read.
+        makers = [each for each in (self.compressor, *self._indexer) if each is not None]
+        for maker, tokens in zip(makers, others, strict=False):
+            maker.update(tokens, rows, context)
+        indexed = others[2:]
+        out = torch.empty_like(q)
+        for row, length in enumerate(rows.lengths):
+            start, stop = rows.starts[row : row + 2]
+            first = length - (stop - start)
+            at_once = queries_at_once(q, self.window + stop - start + length)
+            for begin in range(start, stop, at_once):
+                some = slice(begin, min(begin + at_once, stop))
+                seen = first + some.stop - start
+                out[some] = self._attend_some(q[some], row, seen, rows, context, [each[some] for each in indexed])
+        return out
+
+    def _attend_some(
+        self,
+        q: torch.Tensor,
+        row: int,
+        seen: int,
+        rows: StepRows,
+        context: ForwardContext,
+        indexed: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Consecutive queries of a row, the last of them at position `seen - 1`. # [n, heads, head_dim]"""
+        pages = _pages(context, self.cache_spec)
+        first = seen - len(q)
+        begin = max(0, first - self.window + 1)
+        positions = torch.arange(begin, seen, device=q.device)
+        keys = pages[rows.tables[row][positions // pages.shape[1]].long(), positions % pages.shape[1]].float()
+        entries, index, rate = keys[:0], None, 1
+        if self.compressor is not None:
+            entries, rate = self.compressor.entries(row, seen, rows, context), self.compressor.rate
+        for indexer in self._indexer:
+            q_index, weights = indexed
+            index = Index(q_index, weights, indexer.entries(row, seen, rows, context), indexer.top_k)
+        return attend(
+            q,
+            keys,
+            entries,
+            first,
+            window=self.window,
+            rate=rate,
+            scale=self.scale,
+            sinks=self.sinks,
+            index=index,
+        )
+
+    def _load_sinks(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
+        require_shape(loaded, (self.total_heads,))
+        parameter.data.copy_(loaded[self.first_head : self.first_head + self.num_heads])
+
+
+def _pages(context: ForwardContext, spec: VectorCacheSpec) -> torch.Tensor:
+    """A cache of the layer. # [num_blocks, vectors, dim]"""
+    cache = context.kv_cache_data[spec.name]
+    assert isinstance(cache, VectorCache)
+    if cache.vectors.dtype.itemsize == 1:
+        raise ValueError(
+            "kv_cache_dtype is fp8, but entries of compressed attention are made of cached gates, for which 8 bits "
+            "are too few; use kv_cache_dtype auto"
+        )
+    return cache.vectors

@@ -1,0 +1,194 @@
+"""Compressed attention (DeepSeek-V4, 2026) over paged vectors, in plain torch.
+
+    tokens' series [T, ...] --paged--> windows of `rate` tokens --softmax by channel--> one entry a window, paged
+    queries --> the keys of the last tokens, and entries: all that are complete, or the best by an indexer
+
+An entry belongs to the block of the cache that has its window's last token, and is complete with that token. So a
+block holds all entries that end in it, and a prefix of blocks can be shared as it is.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from models.ops.cpu import runtime
+from models.ops.torch_ops import top_k_lower_first
+
+MAX_SCORES = 1 << 23
+"""The most scores by head in memory at a time: 32 MiB. One query over a long context may take more."""
+_MAX_WINDOW_ELEMENTS = 1 << 23
+"""The most elements of windows that are gathered at a time: 32 MiB."""
+
+
+class Windows(NamedTuple):
+    """The windows that a step completes."""
+
+    rows: torch.Tensor  # [N] int64
+    numbers: torch.Tensor  # [N] int64, counted from the beginning of the sequence
+    tokens: torch.Tensor  # [N] int64, the last token of each, among those of the step
+
+
+class StepRows(NamedTuple):
+    """The rows of a step, which are consecutive tokens of one sequence each."""
+
+    starts: list[int]
+    """Where each row's tokens begin among the T of the step, and T."""
+    lengths: list[int]
+    """Tokens of each sequence, those of the step included."""
+    tables: torch.Tensor  # [B, max_blocks] int32
+    slots: torch.Tensor  # [T] int64
+
+    def windows(self, rate: int) -> Windows:
+        """The windows of `rate` tokens that end in the step, at a token that is stored."""
+        rows, numbers, tokens = [], [], []
+        for row, length in enumerate(self.lengths):
+            first = length - (self.starts[row + 1] - self.starts[row])
+            own = np.arange(first // rate, length // rate)
+            rows.append(np.full_like(own, row))
+            numbers.append(own)
+            tokens.append(self.starts[row] - first + (own + 1) * rate - 1)
+        found = torch.from_numpy(np.stack([np.concatenate(each) for each in (rows, numbers, tokens)]))
+        found = found.to(self.slots.device)
+        return Windows(*found[:, self.slots[found[2]] >= 0])
+
+
+def vectors_at(pages: torch.Tensor, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Vectors of tokens, each in its block. # [num_blocks, block, dim], 2 x [...] -> [..., dim] float32"""
+    return pages[blocks.long(), positions % pages.shape[1]].float()
+
+
+def entries_of_row(pages: torch.Tensor, table: torch.Tensor, count: int, rate: int, block_size: int) -> torch.Tensor:
+    """A row's first `count` entries, by its block table. # [num_blocks, entries, dim] -> [count, dim] float32"""
+    numbers = torch.arange(count, device=pages.device)
+    block, offset = _place(numbers, rate, block_size)
+    return pages[table[block].long(), offset].float()
+
+
+def store_entries(
+    entries: torch.Tensor, pages: torch.Tensor, windows: Windows, rows: StepRows, rate: int, block_size: int
+) -> None:
+    """Write the entries of the step's windows. # [N, dim], [num_blocks, entries, dim]"""
+    block, offset = _place(windows.numbers, rate, block_size)
+    pages[rows.tables[windows.rows, block].long(), offset] = entries.to(pages.dtype)
+
+
+def _place(numbers: torch.Tensor, rate: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index in the block table, and the offset there, of entries by number. # [N] int64 -> 2 x [N]"""
+    block = ((numbers + 1) * rate - 1) // block_size
+    return block, numbers - block * block_size // rate
+
+
+def compress(
+    pages: torch.Tensor, windows: Windows, rows: StepRows, bias: torch.Tensor, *, overlaps: bool
+) -> torch.Tensor:
+    """The entries of windows, without their norm and rotation. # -> [N, dim] float32
+
+    `pages` [num_blocks, block, 2 * series]: each token's values, then its gates. `bias` [rate, series]: of the gates
+    by a token's offset in its window. An entry is the mean of the window's values by the softmax of the gates of its
+    tokens, channel by channel. `overlaps`: there are two series of `dim`; an entry also takes the window before, which
+    has the first series where the window itself has the second.
+    """
+    rate, series = bias.shape
+    dim = series // 2 if overlaps else series
+    span = 2 * rate if overlaps else rate
+    offsets = torch.arange(span, device=pages.device)
+    block_size = pages.shape[1]
+    out = torch.empty(len(windows.rows), dim, device=pages.device)
+    step = max(1, _MAX_WINDOW_ELEMENTS // (span * 2 * series))
+    for first in range(0, len(out), step):
+        some = slice(first, first + step)
+        positions = (windows.numbers[some, None] + 1) * rate - span + offsets
+        # Before the first window there are no tokens; their gates are set to minus infinity below.
+        seen = positions.clamp(min=0)
+        tokens = vectors_at(pages, rows.tables[windows.rows[some, None], seen // block_size], seen)
+        values, gates = tokens[..., :series], tokens[..., series:]
+        if overlaps:
+            values = torch.cat((values[:, :rate, :dim], values[:, rate:, dim:]), 1)
+            gates = torch.cat((gates[:, :rate, :dim] + bias[:, :dim], gates[:, rate:, dim:] + bias[:, dim:]), 1)
+            gates = gates.masked_fill(positions[..., None] < 0, -torch.inf)
+        else:
+            gates = gates + bias
+        out[some] = (gates.softmax(1) * values).sum(1)
+    return out
+
+
+class Index(NamedTuple):
+    """What selects entries of one row."""
+
+    q: torch.Tensor  # [n, heads, dim]
+    weights: torch.Tensor  # [n, heads] float32
+    keys: torch.Tensor  # [entries, dim] float32
+    top_k: int
+
+    def scores(self) -> torch.Tensor:
+        """# -> [n, entries] float32"""
+        by_head = (self.q.float() @ self.keys.T).relu_()
+        return (self.weights[:, None] @ by_head)[:, 0]
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    entries: torch.Tensor,
+    first: int,
+    *,
+    window: int,
+    rate: int,
+    scale: float,
+    sinks: torch.Tensor,
+    index: Index | None,
+) -> torch.Tensor:
+    """Consecutive queries of one row to the last tokens' keys and to entries, which are values too.
+
+    # q [n, H, D] at positions `first` to `first + n - 1`, sinks [H] float32 -> [n, H, D]
+
+    `keys` [k, D] float32: of the tokens up to the last query. `entries` [e, D] float32: those complete with it.
+    `index` selects among them; None: all.
+    """
+    n, positions = len(q), torch.arange(first, first + len(q), device=q.device)
+    hidden: torch.Tensor | None = None
+    if n == 1:
+        if index is not None and len(entries) > index.top_k:
+            entries = entries[top_k_lower_first(index.scores(), index.top_k)[1][0].sort().values]
+        keys = keys[-window:]
+    else:
+        at = torch.arange(first + n - len(keys), first + n, device=q.device)
+        hidden = (at > positions[:, None]) | (at <= positions[:, None] - window)
+        if len(entries):
+            incomplete = torch.arange(len(entries), device=q.device) >= (positions[:, None] + 1) // rate
+            if index is not None and len(entries) > index.top_k:
+                best, chosen = top_k_lower_first(index.scores().masked_fill_(incomplete, -torch.inf), index.top_k)
+                incomplete = torch.ones_like(incomplete).scatter_(1, chosen, best == -torch.inf)
+            hidden = torch.cat((hidden, incomplete), 1)
+    attended = torch.cat((keys, entries))
+    scores = q.float() @ attended.T * scale
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None], -torch.inf)
+    scores = torch.cat((scores, sinks[:, None].expand(n, -1, 1)), -1)
+    return (scores.softmax(-1)[..., :-1] @ attended).to(q.dtype)
+
+
+def queries_at_once(q: torch.Tensor, length: int) -> int:
+    """How many queries of a row attend together to up to `length` keys. # [T, H, D]
+
+    On a CPU with operators each attends by itself: products of torch round by the sizes of a batch.
+    """
+    if runtime.active() and q.device.type == "cpu":
+        return 1
+    return max(1, MAX_SCORES // (q.shape[1] * max(length, 1)))
+
+
+def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """Rotate adjacent pairs of a head's last dimensions; `back`: by the negative angles. # [..., heads, dim]
+
+    `cos` and `sin` [..., 1, rotary_dim] as of `RotaryEmbedding`, whose second half has the angles of all pairs.
+    """
+    rotary_dim = cos.shape[-1]
+    cos, sin = cos[..., rotary_dim // 2 :], sin[..., rotary_dim // 2 :]
+    if back:
+        sin = -sin
+    last = x[..., -rotary_dim:].float()
+    a, b = last[..., 0::2], last[..., 1::2]
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    return torch.cat((x[..., :-rotary_dim], turned.to(x.dtype)), -1)
