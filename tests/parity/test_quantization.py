@@ -1,5 +1,6 @@
 """Checkpoints of each quantised format compute what the dense weights that they mean compute."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,41 @@ def test_gpt_oss_as_published_computes_what_its_dense_weights_compute(tmp_path: 
     if scattered:
         q.scatter(pair.quantised)
     assert_same_model(pair)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_deepseek_v4_as_published_computes_what_its_dense_weights_compute(tmp_path: Path, inside: bool) -> None:
+    """Routed experts in FP4, products of the attention in FP8; V4.1 names the first in the section."""
+    config = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    pair = q.write_pair(
+        tmp_path,
+        q.deepseek_v4_fp8,
+        {**config, "expert_dtype": "fp4"} if inside else config,
+        module=lambda name: re.search(r"\.(attn|indexer)\.w[qko]|\.experts\.\d+\.w[123]$", name) is not None,
+        by_leaf=dict.fromkeys(("w1", "w2", "w3"), q.deepseek_v4_fp4),
+        family=first_family("DeepseekV4ForCausalLM"),
+        intermediate_size=96,
+    )
+    for path in pair:
+        q.change(path, _as_published)
+    if not inside:
+        edit_json(pair.quantised / "config.json", expert_dtype="fp4")
+    assert_same_model(pair)
+
+
+def _as_published(tensors: q.Tensors) -> None:
+    """The names of published DeepSeek-V4, whose body has no prefix."""
+    names = {
+        "model.embed_tokens.": "embed.",
+        "model.hc_head.hc_": "hc_head_",
+        "model.": "",
+        ".attn.norm.": ".attn.kv_norm.",
+    }
+    for name in list(tensors):
+        new = name
+        for old, own in names.items():
+            new = new.replace(old, own)
+        tensors[new] = tensors.pop(name)
 
 
 @pytest.mark.parametrize(
