@@ -227,6 +227,14 @@ class Sequence:
         return self.prompt_logprobs is not None
 
     @property
+    def ends_with_stop_sequence(self) -> bool:
+        """Whether the completion, without the prompt, ends with one of `stop_token_sequences`."""
+        tokens, generated = self.token_ids, len(self.token_ids) - self.num_prompt_tokens
+        if generated < self.sampling_params.min_tokens:
+            return False
+        return any(0 < len(stop) <= generated and tokens[-len(stop) :] == stop for stop in self.stop_token_sequences)
+
+    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 

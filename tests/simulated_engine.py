@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ class SimulatedEngine:
         self.steps: list[tuple[ScheduledBatch, float]] = []
         """Each step and its duration, with what was interposed in it."""
         self.interposed: list[ScheduledBatch] = []
+        self.num_pauses = 0
         self._arrivals: list[tuple[float, int, Sequence]] = []
         self._numbers = itertools.count()
 
@@ -65,15 +67,14 @@ class SimulatedEngine:
                 return False
             self.now = max(self.now, self._arrivals[0][0])
         self._take_in()
-        scheduled = self.scheduler.interpose() or self.scheduler.schedule()
-        assert scheduled is not None
+        self._interpose(None)
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            assert self.scheduler.is_finished()
+            return True
         batch, seqs = scheduled
         start, duration = self.now, self._seconds(StepWork.of(batch))
-        num_parts = self.scheduler.num_parts(batch)
-        for _ in range(num_parts - 1):
-            self.now += duration / num_parts
-            self._interpose(batch)
-        self.now += duration / num_parts
+        self._pause(batch, duration)
         self.steps.append((batch, self.now - start))
         whole = [seq.id for seq in seqs.values() if seq.num_computed_tokens == seq.num_tokens]
         self.scheduler.postprocess(list(seqs.values()), ScheduledBatchOutput(dict.fromkeys(whole, (7,))))
@@ -86,19 +87,32 @@ class SimulatedEngine:
         while self._arrivals and self._arrivals[0][0] <= self.now:
             self.scheduler.add(heapq.heappop(self._arrivals)[2])
 
-    def _interpose(self, paused: ScheduledBatch) -> None:
-        """Take in what has arrived, and run the step that is interposed in a paused one, if there is one."""
-        self._take_in()
-        scheduled = self.scheduler.interpose(paused)
-        if scheduled is None:
-            return
-        batch, seqs = scheduled
-        self.now += self._seconds(StepWork.of(batch))
-        self.interposed.append(batch)
-        self.scheduler.begin_step(batch)
-        self.scheduler.read_step(ScheduledBatchOutput(dict.fromkeys(seqs, (7,))))
-        for seq_id in seqs:
-            self.token_times[seq_id].append(self.now)
+    def _pause(self, batch: ScheduledBatch, left: float) -> None:
+        """Let the time pass that a step takes, which is paused when a sequence arrives that is to be interposed."""
+        unseen = deque[Sequence]()
+        while self.scheduler.may_pause(batch) and self._arrivals and self._arrivals[0][0] < self.now + left:
+            at, _, seq = heapq.heappop(self._arrivals)
+            unseen.append(seq)
+            passed = max(0.0, at - self.now)
+            self.now, left = self.now + passed, left - passed
+            if self.scheduler.would_interpose(seq.owner):
+                self.num_pauses += 1
+                self.scheduler.extend(unseen)
+                unseen.clear()
+                self._interpose(batch)
+        self.now += left
+        self.scheduler.extend(unseen)
+
+    def _interpose(self, paused: ScheduledBatch | None) -> None:
+        """Run the steps that are interposed in a paused one, or before the next."""
+        while (scheduled := self.scheduler.interpose(paused)) is not None:
+            batch, seqs = scheduled
+            seconds = self._seconds(StepWork.of(batch))
+            self.now += seconds
+            self.interposed.append(batch)
+            self.scheduler.read_interposed(batch, ScheduledBatchOutput(dict.fromkeys(seqs, (7,))), seconds)
+            for seq_id in seqs:
+                self.token_times[seq_id].append(self.now)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Run steps until everything has ended, or `until` holds after one."""

@@ -156,17 +156,22 @@ class EngineCore:
             self._send_rest()
             self._take_in([self._wait_idle()])
 
-    def _take_in_during_step(self) -> bool:
-        """Take in the sequences that have arrived, and say whether any has; other messages wait for the step's end."""
-        has_taken = False
+    def interrupt_for(self, seq: Sequence) -> None:
+        """Pause the running step if a sequence that was put on the input queue is to be interposed.
+
+        Called in another thread than the busy loop's.
+        """
+        if self.scheduler.would_interpose(seq.owner):
+            self.runner.interrupt()
+
+    def _take_in_during_step(self) -> None:
+        """Take in the sequences that have arrived; other messages wait for the step's end."""
         while not self.input_queue.empty():
             message = self.input_queue.get_nowait()
             if isinstance(message, Sequence) and not message.adapter:
                 self._take_in_sequence(message)
-                has_taken = True
             else:
                 self._deferred.append(message)
-        return has_taken
 
     def _arrived(self) -> Iterator[Incoming]:
         while self._deferred:

@@ -165,7 +165,8 @@ def _load_and_serve(config: Config, launch: Launch, sockets: CoreSockets, ranks:
     # A full garbage collection would visit all of torch's objects, delay a step, and find nothing.
     gc.freeze()
     phases.end("warm-up")
-    sockets.serve_grammars(Matchers(loaded.load_tokenizer, loaded.info.vocab_size, loaded.info.eos_token_ids))
+    matchers = Matchers(loaded.load_tokenizer, loaded.info.vocab_size, loaded.info.eos_token_ids)
+    sockets.serve(matchers, core.interrupt_for)
     sockets.output_queue.put(Ready(loaded.info, phases.seconds))
     try:
         core.busy_loop()

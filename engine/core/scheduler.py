@@ -112,11 +112,12 @@ class Scheduler:
         self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.max_drafts
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
         seconds: float | None = getattr(config, "max_step_seconds", None)
-        self._max_interposed_tokens = 0 if self.delay_factor > 0 else max_interposed_tokens
+        if self.delay_factor > 0:
+            max_interposed_tokens = 0
         self.step_budget: StepBudget | None = None
         """Bounds steps by time; None: they are bounded by tokens alone."""
         if default_step_seconds if seconds is None else seconds:
-            self.step_budget = StepBudget(seconds, default_step_seconds, mixed=self.mixed)
+            self.step_budget = StepBudget(seconds, default_step_seconds, max_interposed_tokens, mixed=self.mixed)
 
         # A sequence's last token needs no KV: nothing follows it.
         capacity = len(self.block_manager.blocks) * self.block_manager.block_size + 1
@@ -296,26 +297,26 @@ class Scheduler:
                 return self.schedule_only(seqs)
         return scheduled
 
-    def num_parts(self, batch: ScheduledBatch) -> int:
-        """The number of parts of a scheduled step, between which `interpose` is called; 1: the step is not divided."""
-        if self.step_budget is None or not self._max_interposed_tokens:
-            return 1
-        return self.step_budget.num_parts(batch)
+    def may_pause(self, batch: ScheduledBatch) -> bool:
+        """Whether a scheduled step may be paused, for `interpose`."""
+        return self.step_budget is not None and self.step_budget.may_pause(batch)
+
+    def would_interpose(self, owner: str) -> bool:
+        """Whether a short prompt of this owner would be interposed. Called in any thread."""
+        return self.step_budget is not None and self.step_budget.may_interpose(self._shares.recent(owner))
 
     def interpose(self, paused: ScheduledBatch | None = None) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """A step to compute while the last scheduled step is paused, or before the next step; None: there is none.
 
         It has short prompts of an owner that was served little lately, which are computed whole, so that they do not
-        wait for a long step of others. `begin_step` and `read_step` of it follow before `paused` goes on.
+        wait for a long step of others. `read_interposed` follows before `paused` goes on.
         """
         if not self.waiting or self.step_budget is None or not self.step_budget.may_interpose(0.0):
             return None
-        found = self._shares.lightest(each for each in self.waiting.latest_owners if each not in self._held_back)
-        if found is None or not self.step_budget.may_interpose(found[1]):
+        owner = self._shares.lightest(each for each in self.waiting.latest_owners if each not in self._held_back)
+        if owner is None or not self.would_interpose(owner):
             return None
-        owner = found[0]
-        step = StepBuilder(min(self._max_interposed_tokens, self.limits.num_tokens), 0)
-        self.step_budget.give_interposed_time(step)
+        step = self.step_budget.interposed_step(self.limits.num_tokens)
         while owner in self.waiting.owners and self._interposes(step, self.waiting.first_of(owner), paused):
             seq = self.waiting.take(owner)
             start = self.block_manager.count_cached_tokens(seq)
@@ -324,9 +325,7 @@ class Scheduler:
         if not step.seqs:
             return None
         step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
-        scheduled = step.batch()
-        self.step_budget.note_interposed(scheduled[0])
-        return scheduled
+        return step.batch()
 
     def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
         """Whether a waiting sequence is added to a step that is interposed in `paused`."""
@@ -647,6 +646,15 @@ class Scheduler:
             self.retract([seq for seq in started if not invalid.isdisjoint(seq.block_table)])
         return outputs
 
+    def read_interposed(
+        self, batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, seconds: float
+    ) -> list[RequestOutput]:
+        """As `begin_step` and `read_step`, of an interposed step that took so long."""
+        assert self.step_budget is not None, "steps are interposed where they are bounded by time"
+        self.step_budget.note_interposed(batch, seconds)
+        self.begin_step(batch)
+        return self.read_step(fwd_output)
+
     def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn how long a step took that was read."""
         self.drafts.note_duration(batch, seconds)
@@ -811,7 +819,7 @@ class Scheduler:
         if not seq.token_limit:
             # A caller has put it into `waiting` or `running` itself, and not by `add`.
             self._set_ends(seq)
-        if seq.stop_token_sequences and _ends_with_stop_sequence(seq):
+        if seq.stop_token_sequences and seq.ends_with_stop_sequence:
             return "stop_sequence"
         if not seq.ignore_eos and token_id == self.eos_token_id:
             return "eos"
@@ -924,11 +932,3 @@ class Scheduler:
     def total_accepted_tokens(self) -> int:
         """Those of them that were accepted."""
         return self.drafts.num_accepted
-
-
-def _ends_with_stop_sequence(seq: Sequence) -> bool:
-    """Whether the completion, without the prompt, ends with one of the sequence's `stop_token_sequences`."""
-    generated = len(seq.token_ids) - seq.num_prompt_tokens
-    if generated < seq.sampling_params.min_tokens:
-        return False
-    return any(0 < len(stop) <= generated and seq.token_ids[-len(stop) :] == stop for stop in seq.stop_token_sequences)

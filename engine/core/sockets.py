@@ -109,6 +109,7 @@ class CoreSockets:
         self.input_queue: InputQueue = SimpleQueue()
         self._block_size = block_size
         self._grammars: GrammarQueue | None = None
+        self._on_sequence: Callable[[Sequence], object] | None = None
         self._context = zmq.Context()
         self._call: FrontEndConnection | None = None
         self._writer: MessageWriter | None = None
@@ -139,9 +140,13 @@ class CoreSockets:
         if self._call is not None:
             self._call.watch(on_lost)
 
-    def serve_grammars(self, matchers: Matchers) -> None:
-        """From now on, accept requests with a grammar. Call it before the first request can arrive."""
-        self._grammars = GrammarQueue(matchers, self.input_queue.put, self._refuse_sequence)
+    def serve(self, matchers: Matchers, on_sequence: Callable[[Sequence], object]) -> None:
+        """From now on, accept requests with a grammar, and call `on_sequence` in another thread after each sequence.
+
+        Call it before the first request can arrive.
+        """
+        self._on_sequence = on_sequence
+        self._grammars = GrammarQueue(matchers, self._queue, self._refuse_sequence)
 
     def process_input_sockets(self) -> None:
         """Decode arriving messages into the input queue, until the context ends."""
@@ -181,7 +186,7 @@ class CoreSockets:
             sent_time = message.sent_time if self._call is None else None
             seq = Sequence.from_request(message, self._block_size, sent_time=sent_time)
             if seq.sampling_params.grammar is None:
-                self.input_queue.put(seq)
+                self._queue(seq)
             elif self._grammars is None:
                 self._refuse_sequence(seq, "this engine takes no grammars", False)
             else:
@@ -198,6 +203,11 @@ class CoreSockets:
             logging.getLogger().setLevel(message.level.upper())
             return
         self.input_queue.put(message)
+
+    def _queue(self, seq: Sequence) -> None:
+        self.input_queue.put(seq)
+        if self._on_sequence is not None:
+            self._on_sequence(seq)
 
     def _refuse_sequence(self, seq: Sequence, error: str, bad_request: bool) -> None:
         """Answer a sequence that cannot be queued."""

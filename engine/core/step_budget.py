@@ -9,8 +9,8 @@
 The bound is `max_step_seconds`. That cost is small in small models, so that where owners share the device their steps
 take some milliseconds, and near a tenth of the bound in large ones.
 
-A longer step of several owners is computed in parts, between which a short prompt of an owner that was served little
-may be computed as a step of its own. The sum of such interposed steps' costs before their first token is bounded.
+A longer step of several owners is paused when a short prompt arrives of an owner that was served little, which is then
+computed as a step of its own. The sum of what such interposed steps cost beyond their tokens is bounded.
 """
 
 import logging
@@ -44,17 +44,19 @@ _CHUNK_MULTIPLE = 16
 _LEAST_CHUNK = 64
 """A step that computes prompts takes no smaller part of another one."""
 
-_PART_SECONDS, _PART_COSTS = 0.008, 2.5
-"""The least time of each part of a step, in seconds and in units of what a step costs before its first token: a pause
-costs half a millisecond when the computing threads have to be woken again."""
-_INTERPOSED_SHARE, _MOST_INTERPOSED = 0.01, 4.0
-"""The share of all time that the fixed costs of interposed steps may take, and the largest number of these costs that
-the allowance saves up."""
-_MOST_SERVICE, _MOST_NEEDED = 0.25, 3.0
+_PAUSED_SECONDS, _PAUSED_COSTS = 0.008, 2.5
+"""The least time of a step that is paused, in seconds and in units of what a step costs before its first token: a
+pause costs up to half a millisecond, because the computing threads have to be woken again."""
+_INTERPOSED_SHARE, _MOST_INTERPOSED = 0.01, 6.0
+"""The share of all time that interposed steps may take beyond what their tokens would add to other steps, and how many
+times what a step costs before its first token the allowance saves up."""
+_MOST_SERVICE, _MOST_LEFT = 0.75, 5.0
 """A step is interposed for an owner with at most this recent service, where 1 is the mean of all owners. For an owner
-with exactly that much, the allowance must hold this number of fixed costs; fewer for owners that were served less."""
-_INTERPOSED_BOUND = 0.5
-"""The most time of the steps interposed in one step, in units of the bound: streams wait longer by that time."""
+with exactly that much, the allowance must hold so many fixed costs beyond that of the step, which are left to owners
+that were served less; for these fewer, in proportion."""
+_INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
+"""The most time of the steps interposed in one step, in units of the bound, or of the second number of seconds where
+small models have shorter steps, up to `max_step_seconds`: streams wait longer by that time."""
 _FAILED_SECONDS = 10.0
 """After an interposed step raised, none is interposed for this time: other steps compute its sequences first."""
 
@@ -104,13 +106,17 @@ class StepLimits:
 class StepBudget:
     """What fits a step, by the durations of earlier ones.
 
-    `max_step_seconds` is the configured bound; None: `default_seconds`, which grows with a step's fixed cost. `mixed`:
-    whether decodes go before prompts. `begin_step` comes first in each step.
+    `max_step_seconds` is the configured bound; None: `default_seconds`, which grows with a step's fixed cost.
+    `max_interposed_tokens`: of an interposed step; 0: none is. `mixed`: whether decodes go before prompts.
+    `begin_step` comes first in each step.
     """
 
-    def __init__(self, max_step_seconds: float | None, default_seconds: float, *, mixed: bool) -> None:
+    def __init__(
+        self, max_step_seconds: float | None, default_seconds: float, max_interposed_tokens: int = 0, *, mixed: bool
+    ) -> None:
         self._max_seconds = default_seconds if max_step_seconds is None else max_step_seconds
         self._grows = max_step_seconds is None
+        self._max_interposed_tokens = max_interposed_tokens
         self._mixed = mixed
         self._model = StepTimeModel(self._max_seconds)
         self._is_alone = True
@@ -123,7 +129,7 @@ class StepBudget:
         self._interposed_left = 0.0
         """Seconds that may be interposed in the step that is scheduled now."""
         self._allowance = 0.0
-        """Seconds that the fixed cost of interposed steps may take now."""
+        """Seconds that interposed steps may take now beyond what their tokens would add to other steps."""
         self._allowed_until = math.inf
         """When the allowance was last increased."""
 
@@ -145,32 +151,37 @@ class StepBudget:
         gained = _INTERPOSED_SHARE * max(0.0, now - self._allowed_until)
         self._allowance = min(self._allowance + gained, _MOST_INTERPOSED * self._fixed)
         self._allowed_until = now
-        self._interposed_left = _INTERPOSED_BOUND * self._bound
+        self._interposed_left = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
 
-    def num_parts(self, batch: ScheduledBatch) -> int:
-        """The number of parts of a step; 1: no step is interposed in it."""
-        if self._is_alone:
-            return 1
-        seconds = max(_PART_SECONDS, _PART_COSTS * self._fixed)
-        return max(1, round(self._model.seconds(StepWork.of(batch)) / seconds))
+    def may_pause(self, batch: ScheduledBatch) -> bool:
+        """Whether a step is long enough that others are interposed in it."""
+        if self._is_alone or not self._max_interposed_tokens:
+            return False
+        return self._model.seconds(StepWork.of(batch)) >= max(_PAUSED_SECONDS, _PAUSED_COSTS * self._fixed)
 
     def may_interpose(self, service: float) -> bool:
         """Whether one more step may be interposed, for an owner of this recent service, where 1 is the mean of all.
 
-        The more an owner was served, the more of the allowance it leaves to others.
+        The more an owner was served, the more of the allowance it leaves to others. Called in any thread.
         """
-        if self._is_alone or service > _MOST_SERVICE or self._interposed_left < self._fixed:
+        if self._is_alone or not self._max_interposed_tokens:
             return False
-        return self._allowance >= self._fixed * max(1.0, _MOST_NEEDED * service / _MOST_SERVICE)
+        if service > _MOST_SERVICE or self._interposed_left < self._fixed:
+            return False
+        return self._allowance >= self._fixed * (1.0 + _MOST_LEFT * service / _MOST_SERVICE)
 
-    def give_interposed_time(self, step: StepBuilder) -> None:
-        """Set how long the prompts of an interposed step may take."""
+    def interposed_step(self, num_tokens: int) -> StepBuilder:
+        """A step to interpose, of at most so many tokens, with the time that its prompts may take."""
+        step = StepBuilder(min(self._max_interposed_tokens, num_tokens), 0)
         step.seconds = self._interposed_left - self._fixed
+        return step
 
-    def note_interposed(self, batch: ScheduledBatch) -> None:
-        """Count an interposed step."""
-        self._allowance -= self._fixed
-        self._interposed_left -= self._model.seconds(StepWork.of(batch))
+    def note_interposed(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Count an interposed step, which took so long."""
+        added = self._model.seconds(StepWork.of(batch)) - self._model.seconds(StepWork())
+        # Other processes delay steps of any kind, and are no cost of this one.
+        self._allowance -= min(max(0.0, seconds - added), self._fixed)
+        self._interposed_left -= seconds
 
     def note_failed_interposed(self) -> None:
         """Interpose no step for a while, because an interposed step raised."""

@@ -54,13 +54,14 @@ class ModelRunnerInterface(Protocol):
     def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
         """Compute a step."""
 
-    def forward_in_parts(
-        self, batch: ScheduledBatch, num_parts: int, on_pause: Callable[[], object], /
-    ) -> ScheduledBatchOutput:
-        """As `forward`, with a call of `on_pause` between two parts."""
+    def forward_with_pauses(self, batch: ScheduledBatch, on_pause: Callable[[], object], /) -> ScheduledBatchOutput:
+        """As `forward`, with a pause for `on_pause` after each `interrupt`."""
+
+    def interrupt(self) -> None:
+        """Pause the step that runs `forward_with_pauses`, or the next that does. Called in any thread."""
 
     def forward_interposed(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
-        """As `forward`, while `forward_in_parts` is paused."""
+        """As `forward`, while `forward_with_pauses` is paused or between two steps."""
 
     def launch(self, batch: ScheduledBatch, /) -> LaunchedStep:
         """Begin a step. A row's last token may be one that an unread step samples."""
@@ -107,7 +108,7 @@ class StepPipeline:
     """At most `depth` submitted steps, which the device computes in order.
 
     `record` always has the ids of the sequences in the steps that run. With a depth of 1, `on_pause` takes in the
-    sequences that arrived during a step that is paused, and returns whether there were any.
+    sequences that arrived during a step that is paused.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class StepPipeline:
         runner: ModelRunnerInterface,
         record: FlightRecord,
         depth: int = 1,
-        on_pause: Callable[[], bool] | None = None,
+        on_pause: Callable[[], object] | None = None,
     ) -> None:
         self._scheduler, self._runner, self._record = scheduler, runner, record
         self._depth = depth
@@ -127,8 +128,6 @@ class StepPipeline:
         """Ids of the sequences of the step that this thread computes, and of one interposed in it."""
         self._interposed_seconds = 0.0
         """The time that the steps interposed in the current step have taken."""
-        self._may_interpose = False
-        """Whether a sequence waits that the scheduler has not been asked about during the current step."""
         self._recorded: list[int] = []
 
     def __bool__(self) -> bool:
@@ -137,9 +136,10 @@ class StepPipeline:
 
     def advance(self, on_read: OnRead) -> FailedStep | None:
         """Schedule and submit a step; with none to schedule, read one. The step that raised, if one did."""
-        # Otherwise prompts that arrived since the last pause would be computed in a long step of other owners.
-        scheduled = None if self._on_pause is None else self._scheduler.interpose()
-        scheduled = scheduled or self._scheduler.schedule()
+        if self._on_pause is not None:
+            # Otherwise prompts that arrived since the last pause would be computed in a long step of other owners.
+            self._interpose(None, on_read)
+        scheduled = self._scheduler.schedule()
         if scheduled is not None:
             return self.submit(*scheduled, on_read)
         return self._read(on_read) if self._flights else None
@@ -183,37 +183,35 @@ class StepPipeline:
 
     def _forward(self, batch: ScheduledBatch, on_read: OnRead) -> ScheduledBatchOutput:
         """Compute a step and the steps interposed in it."""
-        self._interposed_seconds, self._may_interpose = 0.0, False
-        num_parts = 1 if self._on_pause is None else self._scheduler.num_parts(batch)
-        if num_parts == 1:
+        self._interposed_seconds = 0.0
+        on_pause = self._on_pause
+        if on_pause is None or not self._scheduler.may_pause(batch):
             return self._runner.forward(batch)
-        return self._runner.forward_in_parts(batch, num_parts, lambda: self._interpose(batch, on_read))
 
-    def _interpose(self, paused: ScheduledBatch, on_read: OnRead) -> None:
-        """Take in messages that have arrived, and compute and read the step that the scheduler interposes, if any."""
-        assert self._on_pause is not None
-        if not self._on_pause() and not self._may_interpose:
-            return
-        scheduled = self._scheduler.interpose(paused)
-        self._may_interpose = scheduled is not None
-        if scheduled is None:
-            return
-        batch, seqs = scheduled
-        self._computing.append(batch.req_ids)
-        self._update_record()
-        start = time.perf_counter()
-        try:
-            output = self._runner.forward_interposed(batch)
-        except BaseException:  # a panic of native code is no `Exception`
-            logger.exception("a step of %d sequences failed that was interposed; they are computed again", len(seqs))
-            self._scheduler.retract_interposed(seqs.values())
-        else:
-            self._scheduler.begin_step(batch)
-            outputs = self._scheduler.read_step(output)
-            on_read(outputs, batch.kind, time.perf_counter() - start)
-        self._interposed_seconds += time.perf_counter() - start
-        self._computing.pop()
-        self._update_record()
+        def interpose() -> None:
+            on_pause()
+            self._interpose(batch, on_read)
+
+        return self._runner.forward_with_pauses(batch, interpose)
+
+    def _interpose(self, paused: ScheduledBatch | None, on_read: OnRead) -> None:
+        """Compute and read the steps that the scheduler interposes in a step, or before the next one."""
+        while (scheduled := self._scheduler.interpose(paused)) is not None:
+            batch, seqs = scheduled
+            self._computing.append(batch.req_ids)
+            self._update_record()
+            start = time.perf_counter()
+            try:
+                output = self._runner.forward_interposed(batch)
+            except BaseException:  # a panic of native code is no `Exception`
+                logger.exception("an interposed step of %d sequences failed; they are computed again", len(seqs))
+                self._scheduler.retract_interposed(seqs.values())
+            else:
+                seconds = time.perf_counter() - start
+                on_read(self._scheduler.read_interposed(batch, output, seconds), batch.kind, seconds)
+            self._interposed_seconds += time.perf_counter() - start
+            self._computing.pop()
+            self._update_record()
 
     def _read(self, on_read: OnRead, following: LaunchedStep | None = None) -> FailedStep | None:
         """Read the oldest step, and have the one after it sample."""

@@ -88,14 +88,17 @@ class FairShares:
             self._before, self._recent = self._recent, {}
             self._period_ends = now + _RECENT_SECONDS
 
-    def lightest(self, owners: Iterable[str]) -> tuple[str, float] | None:
-        """The owner among these with least recent service, and that service, where 1 is the mean of all owners."""
+    def lightest(self, owners: Iterable[str]) -> str | None:
+        """The owner among these with least recent service."""
         recent, before = self._recent, self._before
-        found = min(((recent.get(each, 0.0) + before.get(each, 0.0), each) for each in owners), default=None)
-        if found is None:
-            return None
-        mean = (sum(recent.values()) + sum(before.values())) / max(1, len(recent.keys() | before.keys()))
-        return found[1], found[0] / mean if mean else 0.0
+        return min(owners, key=lambda owner: recent.get(owner, 0.0) + before.get(owner, 0.0), default=None)
+
+    def recent(self, owner: str) -> float:
+        """Recent service of an owner, where 1 is the mean of all owners. Called in any thread."""
+        recent, before = self._recent, self._before
+        # Nothing here runs Python code between two entries, so that another thread cannot add one meanwhile.
+        total, number = sum(recent.values()) + sum(before.values()), len(recent.keys() | before.keys())
+        return (recent.get(owner, 0.0) + before.get(owner, 0.0)) * number / total if total else 0.0
 
     @property
     def is_crowded(self) -> bool:

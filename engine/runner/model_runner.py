@@ -234,9 +234,8 @@ class ModelRunner:
         if interval and is_serving and loaded.generates and not loaded.compilation_level:
             self.sentinel = Sentinel(self.model, self.backend, self.parallel, self.device_batch, interval)
         self._is_dummy_run = False
-        self._num_parts = 1
         self._on_pause: Callable[[], object] | None = None
-        """Called between two parts of the running step; None: the step has one part."""
+        """Called when the running step is interrupted; None: it is not."""
         self._num_blocks = num_blocks
         self.program: Program | None = None
         """The model's pass as one call; None where it runs operator by operator."""
@@ -404,27 +403,32 @@ class ModelRunner:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""
-        return self.forward_in_parts(batch, 1, None)
+        return self.forward_with_pauses(batch, None)
 
-    def forward_in_parts(
-        self, batch: ScheduledBatch, num_parts: int, on_pause: Callable[[], object] | None
+    def forward_with_pauses(
+        self, batch: ScheduledBatch, on_pause: Callable[[], object] | None
     ) -> ScheduledBatchOutput:
-        """As `forward`, in `num_parts` parts of the recorded pass, with a call of `on_pause` between two parts."""
+        """As `forward`; after each `interrupt`, the recorded pass pauses between two operators for `on_pause`."""
         # Before a step, the outputs of the last one have been sent.
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
-        self._num_parts, self._on_pause = num_parts, on_pause
+        self._on_pause = on_pause
         try:
             with oom_in_step(), self._leaving_what_is_unchecked():
                 output = self._compute(batch)
         finally:
-            self._num_parts, self._on_pause = 1, None
+            self._on_pause = None
         self._last_step_seconds = time.perf_counter() - start
         self._count_step()
         return output
 
+    def interrupt(self) -> None:
+        """Pause the step that runs `forward_with_pauses`, or the next that does. Called in any thread."""
+        assert self.loaded.operators is not None, "steps that pause are run by the operators"
+        self.loaded.operators.interrupt()
+
     def forward_interposed(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        """As `forward`, while a step with other rows is paused, of at most `max_interposed_tokens`."""
+        """As `forward`, while a step with other rows is paused or before it, of at most `max_interposed_tokens`."""
         self._record_interposed()
         program, on_pause = self.program, self._on_pause
         self.program, self._on_pause = self._interposed_program, None
@@ -893,7 +897,7 @@ class ModelRunner:
             hidden = self.program.run(step.input_ids, step.positions, operands)
         else:
             tokens = step.input_ids, step.positions
-            hidden = self.program.run_in_parts(*tokens, operands, self._num_parts, self._on_pause)
+            hidden = self.program.run_with_pauses(*tokens, operands, self._on_pause)
         if self._stream_layers:
             streams = zip(self._stream_layers, self.program.others(num_tokens), strict=True)
             get_forward_context().streams.update(streams)

@@ -13,7 +13,7 @@
 #include "operators.h"
 
 int kaon_start(int threads, int isa);
-void kaon_run(const struct operation *operations, int64_t count, const struct step *step);
+int64_t kaon_run(const struct operation *operations, int64_t count, const struct step *step, int may_pause);
 
 enum { RUNS, START, RUN };
 #define ARENA ((size_t)1 << 30)
@@ -36,7 +36,7 @@ static int run(char *arena) {
         if (!read_all(&kind, sizeof kind) || !read_all(&offset, sizeof offset)) return 0;
         operations[i] = (struct operation){kind, arena + offset};
     }
-    kaon_run(operations, count, &step);
+    kaon_run(operations, count, &step, 0);
     answer(arena, bytes);
     free(operations);
     return 1;

@@ -1,12 +1,22 @@
-/* Thousands of programs of three small operators while the number of threads changes, so many for each number:
- * test_cpu_sanitized.py runs it in a build that a data race ends. */
+/* Thousands of programs of three small operators while the number of threads changes, so many for each number, and
+ * another thread interrupts every second program: test_cpu_sanitized.py runs it in a build that a data race ends. */
 
+#include <pthread.h>
 #include <stdlib.h>
 
 #include "operators.h"
 
 int kaon_start(int threads, int isa);
-void kaon_run(const struct operation *operations, int64_t count, const struct step *step);
+int64_t kaon_run(const struct operation *operations, int64_t count, const struct step *step, int may_pause);
+
+void kaon_interrupt(void);
+
+static atomic_int has_ended;
+
+static void *interrupt(void *unused) {
+    while (!atomic_load(&has_ended)) kaon_interrupt();
+    return unused;
+}
 
 enum { TOKENS = 9, SIZE = 32, WIDTH = 300, PIECES = 4, MOST = 3 };
 
@@ -25,6 +35,8 @@ int main(int argc, char **argv) {
                                   .best = best, .found = found, .ended = ended, .ids = ids};
     const struct operation program[] = {{RMS_NORM, &first}, {LINEAR, &second}, {LARGEST, &third}};
     const struct step step = {.num_tokens = TOKENS};
+    pthread_t other;
+    if (pthread_create(&other, NULL, interrupt, NULL)) return 1;
     for (int round = 0; round < 12; round++) {
         static const int threads[] = {2, 4, 1, 3};
         int isa = round % ISAS;
@@ -32,8 +44,16 @@ int main(int argc, char **argv) {
         if (kaon_start(threads[round % 4], isa)) return 1;
         for (int i = 0; i < programs; i++) {
             for (int token = 0; token < TOKENS; token++) atomic_init(&ended[token], 0);
-            kaon_run(program, 3, &step);
+            for (int64_t done = 0; done < 3;) {
+                int64_t ran = kaon_run(program + done, 3 - done, &step, i % 2);
+                if (ran < 1 || (ran < 3 - done && i % 2 == 0)) return 2;
+                done += ran;
+            }
+            for (int token = 0; token < TOKENS; token++)
+                if (atomic_load(&ended[token]) != PIECES) return 3;
         }
     }
+    atomic_store(&has_ended, 1);
+    pthread_join(other, NULL);
     return 0;
 }

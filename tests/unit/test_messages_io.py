@@ -5,6 +5,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,21 @@ def test_each_frame_of_a_message_is_taken_in_order(wire: SimpleNamespace) -> Non
     assert (first.adapter, second.id, second.adapter) == (0, 8, 2)
     assert wire.take() == AbortRequests([8])
     assert wire.take() == Shutdown()
+
+
+def test_the_core_is_notified_of_each_sequence_once_it_is_queued(wire: SimpleNamespace) -> None:
+    seen = SimpleQueue[int]()
+    matchers = SimpleNamespace(
+        load=lambda: None, cached=lambda grammar: None, matcher=lambda grammar: SimpleNamespace()
+    )
+    wire.core.serve(matchers, lambda seq: seen.put(seq.id))
+    wire.send(encode(AbortRequests([3])), encode(AddRequest(7, [1], SamplingParams())))
+    assert (wire.take(), wire.take().id) == (AbortRequests([3]), 7)
+    assert seen.get(timeout=WAIT_SECONDS) == 7
+    wire.send(encode(AddRequest(8, [1], SamplingParams(grammar="start: A"))))
+    assert wire.take().id == 8
+    assert seen.get(timeout=WAIT_SECONDS) == 8
+    assert seen.empty(), "an abort is none"
 
 
 @pytest.mark.parametrize(

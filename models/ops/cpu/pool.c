@@ -1,7 +1,10 @@
 /* The threads, and running a program on them: operators in order, each shared out, none begun before the last is done.
  *
  * The caller is thread 0. A thread that waits spins for a moment and then sleeps, so that an idle engine costs
- * nothing and a busy one does not keep the API process from its core. */
+ * nothing and a busy one does not keep the API process from its core.
+ *
+ * Another thread of the process may interrupt a program: it then ends between two operators. The thread that arrives
+ * last at a barrier decides that for all, by how far it moves the phase. */
 
 #define _GNU_SOURCE
 #include <linux/futex.h>
@@ -25,6 +28,7 @@ struct program {
     const struct operation *operations;
     int64_t count;
     const struct step *step;
+    int may_pause; /* whether an interruption ends it */
 };
 
 #define LAST -1 /* count of the program at which threads end */
@@ -37,10 +41,11 @@ static struct {
     char *scratch[MAX_THREADS];
     struct program program;
     ALIGNED atomic_uint started; /* programs so far */
-    ALIGNED atomic_uint phase;   /* barriers so far */
+    ALIGNED atomic_uint phase;   /* barriers so far, and interruptions */
     ALIGNED atomic_int arrived;  /* threads at the current barrier */
     ALIGNED atomic_int sleeping; /* threads that may have to be woken */
     ALIGNED atomic_long next;    /* task of the current operator */
+    ALIGNED atomic_int is_interrupted;
 } pool;
 
 static void wait_for_change(atomic_uint *word, unsigned seen, int spins) {
@@ -53,32 +58,43 @@ static void wait_for_change(atomic_uint *word, unsigned seen, int spins) {
     atomic_fetch_sub(&pool.sleeping, 1);
 }
 
-static void change(atomic_uint *word) {
-    atomic_fetch_add(word, 1);
+static void change(atomic_uint *word, unsigned by) {
+    atomic_fetch_add(word, by);
     if (atomic_load(&pool.sleeping)) syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
 }
 
-static void barrier(void) {
-    unsigned seen = atomic_load_explicit(&pool.phase, memory_order_relaxed);
-    if (atomic_fetch_add(&pool.arrived, 1) + 1 == pool.threads) {
-        atomic_store_explicit(&pool.arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
-        change(&pool.phase);
-    } else {
-        wait_for_change(&pool.phase, seen, SPINS_AT_BARRIER);
-    }
+/* Called by one thread while no other runs an operator: whether the program ends before its next one. */
+static int begin_operator(const struct program *program) {
+    atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
+    if (!program->may_pause || !atomic_load_explicit(&pool.is_interrupted, memory_order_relaxed)) return 0;
+    atomic_store(&pool.is_interrupted, 0);
+    return 1;
 }
 
-static void run_part(int thread) {
+/* Whether the program ends here. A thread that leaves late sees the same phase: the next barrier waits for it. */
+static int barrier(const struct program *program) {
+    unsigned seen = atomic_load_explicit(&pool.phase, memory_order_relaxed);
+    if (atomic_fetch_add(&pool.arrived, 1) + 1 < pool.threads) {
+        wait_for_change(&pool.phase, seen, SPINS_AT_BARRIER);
+        return atomic_load_explicit(&pool.phase, memory_order_acquire) - seen == 2;
+    }
+    atomic_store_explicit(&pool.arrived, 0, memory_order_relaxed);
+    int ends = begin_operator(program);
+    change(&pool.phase, 1 + ends);
+    return ends;
+}
+
+static int64_t run_part(int thread) {
     struct worker worker = {thread, pool.threads, pool.isa, &pool.next, pool.scratch[thread]};
     const struct program program = pool.program;
-    for (int64_t i = 0; i < program.count; i++) {
-        const struct operation *operation = &program.operations[i];
+    int64_t done = 0;
+    for (int ends = 0; done < program.count && !ends; done++) {
+        const struct operation *operation = &program.operations[done];
         operators[operation->kind](operation->arguments, program.step, &worker);
-        if (pool.threads > 1) barrier();
-        else atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
+        ends = pool.threads > 1 ? barrier(&program) : begin_operator(&program);
     }
     release_tiles(worker.isa); /* The next caller may have changed the pool's. */
+    return done;
 }
 
 /* In huge pages, so that what a thread keeps in its second cache spreads over all of it. */
@@ -119,7 +135,7 @@ static void *work(void *argument) {
 
 static void end_threads(void) {
     pool.program.count = LAST;
-    if (pool.threads > 1) change(&pool.started);
+    if (pool.threads > 1) change(&pool.started, 1);
     for (int thread = 0; thread < pool.threads; thread++) {
         if (thread) pthread_join(pool.others[thread], NULL);
         free(pool.scratch[thread]);
@@ -175,10 +191,14 @@ EXPORTED int kaon_pin(const int64_t *cpus) {
     return 0;
 }
 
-/* Run a program on a step. One caller at a time. */
-EXPORTED void kaon_run(const struct operation *operations, int64_t count, const struct step *step) {
-    if (count == 0) return;
-    pool.program = (struct program){operations, count, step};
-    if (pool.threads > 1) change(&pool.started);
-    run_part(0);
+/* Run a program on a step; the number of operators that ran. With `may_pause` an interruption ends it before its last.
+ * One caller at a time. */
+EXPORTED int64_t kaon_run(const struct operation *operations, int64_t count, const struct step *step, int may_pause) {
+    if (count == 0) return 0;
+    pool.program = (struct program){operations, count, step, may_pause};
+    if (pool.threads > 1) change(&pool.started, 1);
+    return run_part(0);
 }
+
+/* Called in any thread: interrupt the program that runs, or the next one, that may pause. */
+EXPORTED void kaon_interrupt(void) { atomic_store(&pool.is_interrupted, 1); }

@@ -62,22 +62,14 @@ class Program:
         self._library.run(self._operations, step)
         return self.output[: step.num_tokens]
 
-    def run_in_parts(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        step: Step,
-        num_parts: int,
-        on_pause: Callable[[], object],
+    def run_with_pauses(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step, on_pause: Callable[[], object]
     ) -> torch.Tensor:
-        """As `run`, with a call of `on_pause` between two parts, which may run other programs."""
+        """As `run`; whenever the library is interrupted, `on_pause` is called, which may run other programs."""
         self.give(input_ids, positions, step)
-        count = len(self._operations)
-        ends = sorted({count * (part + 1) // num_parts for part in range(num_parts)} - {0})
-        for first, end in zip([0, *ends], ends, strict=False):
-            self._library.run(self._operations, step, first, end)
-            if end < count:
-                on_pause()
+        done, count = 0, len(self._operations)
+        while (done := done + self._library.run(self._operations, step, done, may_pause=True)) < count:
+            on_pause()
         return self.output[: step.num_tokens]
 
     def give(

@@ -108,8 +108,8 @@ class Library:
         present = sources_hash(path.parent)
         if built_of and present and built_of != present:
             raise OSError(f"the sources in {path.parent} have changed since they were built; install Kaon again")
-        self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        self._library.kaon_run.restype = None
+        self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
+        self._library.kaon_run.restype = ctypes.c_int64
         self.available = tuple(isa for isa in range(len(INSTRUCTION_SETS)) if self._library.kaon_runs(isa))
         """The instruction sets that this processor runs."""
         self.isa = self.available[-1]
@@ -145,11 +145,18 @@ class Library:
         """Pin each thread except the caller's to one of `cpus`; whether the system did."""
         return not self._library.kaon_pin((ctypes.c_int64 * len(cpus))(*cpus))
 
-    def run(self, operations: Operations, step: Step, first: int = 0, end: int | None = None) -> None:
-        """Each operator `[first, end)` on all threads, in order; `end` None: to the last. One caller at a time."""
-        count = (len(operations) if end is None else end) - first
+    def run(self, operations: Operations, step: Step, first: int = 0, *, may_pause: bool = False) -> int:
+        """Each operator from `first` on all threads, in order; how many ran. One caller at a time.
+
+        All of them do, unless it `may_pause` and `interrupt` is called, or was since the last pause.
+        """
         start = ctypes.byref(operations.array, first * ctypes.sizeof(_Operation))
-        self._library.kaon_run(start, count, ctypes.byref(step))
+        count: int = self._library.kaon_run(start, len(operations) - first, ctypes.byref(step), may_pause)
+        return count
+
+    def interrupt(self) -> None:
+        """Pause the run that may, or the next one, between two operators. Called in any thread."""
+        self._library.kaon_interrupt()
 
 
 def sources_hash(directory: Path) -> str:
