@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from benchmarks.checkpoints import Checkpoint, words, write
+from benchmarks.checkpoints import Checkpoint, write
 from tests.chaos.faults import ChaosServer
+from tests.chaos.heavy_loads import prompt
 from tests.chaos.workload import client
 
 # Its figures need a machine to itself; unit and end-to-end tests hold the same in `make test`.
@@ -57,12 +58,6 @@ class Streamed(NamedTuple):
     @property
     def longest_gap(self) -> float:
         return max((later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)), default=0.0)
-
-
-def prompt(num_tokens: int, salt: int) -> str:
-    """A prompt of so many tokens that begins like no other."""
-    vocabulary = words()
-    return "".join(f" {vocabulary[(salt * 7919 + index * (salt % 13 + 1)) % 1024]}" for index in range(num_tokens))
 
 
 def body(prompts: str | list[str], max_tokens: int, **fields: Any) -> dict[str, Any]:

@@ -1,0 +1,205 @@
+"""Ten heavy owners, each with another kind of load, in a process of their own; and a light owner's share among them.
+
+`python -m tests.chaos.heavy_loads URL MODEL KEYS...` sends for ever, the N-th key the N-th kind of load from four
+clients, each as fast as it is answered. It runs at the lowest priority: clients are not to take the server's processor
+time.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from benchmarks.checkpoints import words
+from tests.chaos.faults import ChaosServer
+from tests.e2e.kaon_server import PLAIN_HTTP, START_SECONDS
+
+CLIENTS_PER_KEY = 4
+REFUSED_SECONDS = 0.05
+"""Between a 429 and the next request."""
+
+
+def prompt(num_tokens: int, salt: int) -> str:
+    """A prompt of words, each of them one token of the random checkpoints, that begins like no other."""
+    vocabulary = words()
+    return "".join(f" {vocabulary[(salt * 7919 + index * (salt % 13 + 1)) % 1024]}" for index in range(num_tokens))
+
+
+class _Client:
+    """Sends the requests of one key."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str, seed: str) -> None:
+        self._http, self._model = http, model
+        self._random = random.Random(seed)
+
+    def _body(self, num_tokens: int, max_tokens: int, **fields: Any) -> dict[str, Any]:
+        text = prompt(num_tokens, self._random.randrange(10**6))
+        body = {"model": self._model, "prompt": text, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+        return body | fields
+
+    async def _ask(self, body: dict[str, Any]) -> int:
+        return (await self._http.post("/v1/completions", json=body)).status_code
+
+    async def long_prompts(self) -> int:
+        return await self._ask(self._body(800, 2))
+
+    async def choices(self) -> int:
+        return await self._ask(self._body(20, 50, n=8, temperature=1))
+
+    async def answers(self) -> int:
+        return await self._ask(self._body(100, 100))
+
+    async def long_answers(self) -> int:
+        return await self._ask(self._body(200, 300))
+
+    async def cancelled_answers(self) -> int:
+        async with self._http.stream("POST", "/v1/completions", json=self._body(40, 1000, stream=True)) as answer:
+            await asyncio.sleep(2)
+        return answer.status_code
+
+    async def schemas(self) -> int:
+        number = self._random.randrange(10**6)
+        schema = {"type": "object", "properties": {f"p{number}_{each}": {"type": "integer"} for each in range(300)}}
+        return await self._ask(self._body(60, 30, ignore_eos=False, structured_outputs={"json": schema}))
+
+    async def background_responses(self) -> int:
+        text = prompt(60, self._random.randrange(10**6))
+        body = {"model": self._model, "input": text, "max_output_tokens": 500, "ignore_eos": True, "stream": True}
+        async with self._http.stream("POST", "/v1/responses", json=body | {"background": True}) as answer:
+            await asyncio.sleep(2)
+        return answer.status_code
+
+    async def slow_readers(self) -> int:
+        body = self._body(60, 400, stream=True, logprobs=5)
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            chunks = answer.aiter_raw(64)
+            for _ in range(20):
+                with contextlib.suppress(StopAsyncIteration):
+                    await anext(chunks)
+                await asyncio.sleep(0.2)
+        return answer.status_code
+
+    async def short_requests(self) -> int:
+        return await self._ask(self._body(60, 10))
+
+    async def connections(self) -> int:
+        """Connections that are closed after a part of a head."""
+        url = self._http.base_url
+        for _ in range(30):
+            _, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n")
+            writer.close()
+        await asyncio.sleep(0.05)
+        return 200
+
+    def loads(self) -> list[Callable[[], Awaitable[int]]]:
+        return [
+            self.long_prompts,
+            self.choices,
+            self.answers,
+            self.long_answers,
+            self.cancelled_answers,
+            self.schemas,
+            self.background_responses,
+            self.slow_readers,
+            self.short_requests,
+            self.connections,
+        ]
+
+
+async def _send(url: str, model: str, keys: Sequence[str]) -> None:
+    async def send(number: int, client: int) -> None:
+        headers = {"Authorization": f"Bearer {keys[number]}"}
+        options: dict[str, Any] = {"timeout": START_SECONDS, "verify": PLAIN_HTTP, "headers": headers}
+        async with httpx.AsyncClient(base_url=url, **options) as http:
+            loads = _Client(http, model, f"{number} {client}").loads()
+            load = loads[number % len(loads)]
+            while True:
+                try:
+                    status = await load()
+                except (httpx.HTTPError, OSError):
+                    status = 429
+                if status == 429:
+                    await asyncio.sleep(REFUSED_SECONDS)
+
+    await asyncio.gather(*(send(number, client) for number in range(len(keys)) for client in range(CLIENTS_PER_KEY)))
+
+
+@contextlib.contextmanager
+def sent_to(server: ChaosServer, model: str, keys: Sequence[str]) -> Iterator[None]:
+    """Ten loads meanwhile."""
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-m", __spec__.name, server.url, model, *keys], cwd=root)
+    try:
+        yield
+        assert process.poll() is None, "the heavy clients ended"
+    finally:
+        process.kill()
+        process.wait()
+
+
+class FairShare(NamedTuple):
+    """What one owner's streams got while others competed, between two looks at the metrics.
+
+    A fair share is max-min fair: an owner's part of all tokens, or its demand where that is less. A stream can use one
+    token of each step that decodes, so that demand is the number of its streams times that of such steps.
+    """
+
+    tokens: float
+    """That the owner's streams got."""
+    all_tokens: float
+    """That all owners got."""
+    steps: float
+    """That decoded."""
+    streams: int
+    owners: int
+    seconds: float
+
+    @property
+    def part(self) -> float:
+        return self.tokens / self.all_tokens
+
+    @property
+    def demand(self) -> float:
+        """As a part of all tokens."""
+        return self.streams * self.steps / self.all_tokens
+
+    @property
+    def of_fair(self) -> float:
+        """What the owner got, in units of its fair share."""
+        return self.part / min(self.demand, 1 / self.owners)
+
+    @classmethod
+    def between(
+        cls, before: dict[str, float], after: dict[str, float], key: str, *, streams: int, owners: int, seconds: float
+    ) -> "FairShare":
+        def grown(*names: str) -> float:
+            return sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+
+        return cls(
+            tokens=grown(f'kaon_key_output_tokens_total{{key="{key}"}}'),
+            all_tokens=grown("kaon_generation_tokens_total"),
+            steps=grown(*(f'kaon_step_duration_seconds_count{{kind="{kind}"}}' for kind in ("decode", "mixed"))),
+            streams=streams,
+            owners=owners,
+            seconds=seconds,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.streams} streams got {self.part:.1%} of the tokens, where an equal part is {1 / self.owners:.1%} "
+            f"and their demand {self.demand:.1%}: {self.of_fair:.2f} of the fair share, "
+            f"{self.tokens / self.seconds:.0f} tokens a second"
+        )
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    asyncio.run(_send(sys.argv[1], sys.argv[2], sys.argv[3:]))
