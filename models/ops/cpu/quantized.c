@@ -5,7 +5,8 @@
 
 #define STAGED_VALUES (1 << 20) /* of rows that are multiplied by a panel while it is near: 16 rows always fit */
 #define MOST_HELD 16            /* panels of gates that wait for theirs of the other half, where rows are few */
-#define AHEAD (PAGES_IN_TURN + 8192) /* bytes between what is read of a weight and what is fetched */
+#define AHEAD 8192              /* bytes between what is read of a weight and what is fetched */
+#define ROWS_IN_TURN 8          /* and from so many rows on, with one group, the pages in turn as well */
 
 /* A thread's scratch. */
 struct quantized_bench {
@@ -137,8 +138,9 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
             unpack_values(&panel, bench->unpacked);
             panel.values = bench->unpacked, panel.values_stride = BYTES_OF_VALUES;
         }
-        const char *later = panel.blocks + (groups == 1 ? AHEAD : panel.count * size);
-        struct lines ahead = {later, (int)parts(size / LINE, groups), groups == 1};
+        int in_turn = groups == 1 && rows >= ROWS_IN_TURN;
+        const char *later = panel.blocks + (groups > 1 ? panel.count * size : AHEAD + in_turn * PAGES_IN_TURN);
+        struct lines ahead = {later, (int)parts(size / LINE, groups), groups == 1, in_turn};
         const struct quantized_rows here = {.values = bench->values + block * STEPS * BYTES_OF_TILE,
                                             .scales = bench->scales + block * LANES,
                                             .totals = bench->totals + block * STEPS * LANES,

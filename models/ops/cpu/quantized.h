@@ -45,7 +45,8 @@ struct quantized_rows {
 struct lines {
     const char *at;
     int lines;   /* with each block */
-    int in_turn; /* whether by few rows, which wait for memory: then a line of each of eight pages in turn */
+    int is_near; /* whether to the first cache */
+    int in_turn; /* whether a line of each of eight pages in turn */
 };
 
 #define PAGES_IN_TURN (8 * 4096) /* bytes */
@@ -61,6 +62,8 @@ static inline void fetch(struct lines *ahead, int part, int of) {
     int from = ahead->lines * part / of, past = ahead->lines * (part + 1) / of;
     if (ahead->in_turn)
         for (int line = from; line < past; line++) __builtin_prefetch(in_turn(ahead->at + line * LINE), 0, 2);
+    else if (ahead->is_near)
+        for (int line = from; line < past; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 3);
     else
         for (int line = from; line < past; line++) __builtin_prefetch(ahead->at + line * LINE, 0, 2);
     if (part + 1 == of) ahead->at += ahead->lines * LINE;
