@@ -37,17 +37,15 @@ VICTIM: dict[str, Any] = {
 class Owners:
     """A server with a key file."""
 
-    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
-        """`checkpoint`: that is served in place of the embedded model."""
-        self.model = MODEL if checkpoint is None else checkpoint.name
+    def __init__(self, folder: Path, *options: str) -> None:
+        """`options`: further ones of the server."""
         content = KeyFile(1, [])
         self.keys = {name: content.create(name) for name in ("light", *HEAVY)}
         content.save(folder / "keys.json")
         self.server = ChaosServer(
             folder / "log",
             *("--api-key-file", str(folder / "keys.json"), "--keyless-paths", KEYLESS),
-            *("--max-stored-response-bytes", str(STORED_BYTES), "--trust-request-chat-template"),
-            *(("--dtype", "float32") if checkpoint is None else (str(checkpoint), "--served-model-name", self.model)),
+            *("--max-stored-response-bytes", str(STORED_BYTES), "--trust-request-chat-template", *options),
         ).ready()
 
     def client(self, name: str) -> httpx.AsyncClient:
@@ -65,7 +63,7 @@ class Owners:
 
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owners]:
-    running = Owners(tmp_path_factory.mktemp("owners"))
+    running = Owners(tmp_path_factory.mktemp("owners"), "--dtype", "float32")
     try:
         yield running
         assert "Traceback" not in running.server.stderr

@@ -11,6 +11,7 @@ from benchmarks.checkpoints import write
 from tests.chaos.heavy_loads import FairShare, prompt, sent_to
 from tests.chaos.test_fairness import SHAPE
 from tests.chaos.test_owners import HEAVY, VICTIM, Owners, Stream, attack, stream
+from tests.e2e.kaon_server import MODEL
 
 # Its figures need a machine to itself; unit and end-to-end tests hold the same in `make test`.
 pytestmark = pytest.mark.slow
@@ -18,8 +19,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[None, SHAPE], ids=["embedded", SHAPE.name])
 def light_and_heavy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owners]:
+    """In the default type, bfloat16, whose steps the compiled operators run."""
     folder = tmp_path_factory.mktemp("light-and-heavy")
-    running = Owners(folder, request.param and write(request.param, folder))
+    options = ("--served-model-name", MODEL)
+    running = Owners(folder, *options, *(() if request.param is None else (str(write(request.param, folder)),)))
     try:
         yield running
         assert "Traceback" not in running.server.stderr
@@ -37,10 +40,10 @@ async def test_a_light_key_is_served_beside_ten_heavy_ones(light_and_heavy: Owne
 
     async def ask(number: int) -> Stream:
         await asyncio.sleep(0.05)
-        return await stream(light, {**VICTIM, "model": owners.model, "prompt": prompt(60, number), "max_tokens": 20})
+        return await stream(light, {**VICTIM, "prompt": prompt(60, number), "max_tokens": 20})
 
     async def share_of_long_streams(competitors: int) -> FairShare:
-        body = {**VICTIM, "model": owners.model, "max_tokens": 3000}
+        body = {**VICTIM, "max_tokens": 3000}
         work = [stream(light, {**body, "prompt": prompt(20, 5000 + number)}) for number in range(STREAMS)]
         async with attack(*(ended(each) for each in work)):
             await asyncio.sleep(2)
@@ -57,7 +60,7 @@ async def test_a_light_key_is_served_beside_ten_heavy_ones(light_and_heavy: Owne
             await ask(number)
         alone = sorted([(await ask(100 + number)).ttft for number in range(60)])
         share_alone = await share_of_long_streams(0)
-        with sent_to(server, owners.model, [owners.keys[name] for name in HEAVY]):
+        with sent_to(server, MODEL, [owners.keys[name] for name in HEAVY]):
             await asyncio.sleep(4)
             loaded: list[Stream] = []
             end = time.monotonic() + SECONDS
