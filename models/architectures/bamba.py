@@ -21,6 +21,7 @@ from models.parallel.tensor_parallel import TensorParallel
     "BambaForCausalLM",
     ConfigFacts(
         defaults={**MAMBA_DEFAULTS, "max_position_embeddings": 262144, "partial_rotary_factor": 0.5},
+        rotates_parts=True,
         complete=with_kv_heads,
         has_mlp_bias=True,
     ),

@@ -78,7 +78,6 @@ class CohereForCausalLM(LlamaForCausalLM):
 _FACTS = ConfigFacts(
     defaults={**_DEFAULTS, "sliding_window": 4096},
     eps_field="layer_norm_eps",
-    head_dim_field="",
     full_attention_every=4,
 )
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
 from models.config.fields import Fields, read_config, read_generation_config
-from models.config.rope import RopeConfig, RopeContext, parse_rope
+from models.config.rope import RopeConfig, RopeContext, parse_rope, rotated_whole
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
 from models.quantization.methods import parse_quantization
 
@@ -98,6 +98,11 @@ class ModelConfig(CheckpointConfig):
     def rope_context(self, served: int) -> RopeContext | None:
         return self.rope.context(served)
 
+    def require_silu(self) -> None:
+        """Raise `CheckpointError` where a convolution before a recurrent state would have another activation."""
+        if self.activation != "silu":
+            raise self.fields.invalid("hidden_act", '"silu", which is the convolution\'s too')
+
     @classmethod
     def from_checkpoint(
         cls, path: Path, architecture: str | None = None, *, is_bidirectional: bool = False
@@ -113,6 +118,8 @@ class ModelConfig(CheckpointConfig):
         config = config.with_names(facts.renamed).with_defaults(facts.defaults)
         if facts.complete is not None:
             config = facts.complete(config)
+        if not facts.rotates_parts:
+            config = rotated_whole(config)
         if facts.rename is not None and config.has("quantization_config"):
             named = with_names(config.values["quantization_config"], facts.rename)
             config = Fields({**config.values, "quantization_config": named}, config.where)

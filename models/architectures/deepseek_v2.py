@@ -47,6 +47,7 @@ _GLM5_FACTS = ConfigFacts(
 _LITE_FACTS = ConfigFacts(
     defaults={"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     head_dim_field="qk_rope_head_dim",
+    rotates_parts=True,
     renamed={"num_local_experts": "n_routed_experts"},
 )
 
@@ -85,6 +86,9 @@ def mla_shape(config: ModelConfig) -> MLAShape:
     """The sizes of the config."""
     fields = config.fields
     nope, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    if config.rope.rotary_dim != rope:
+        where = fields.section("rope_parameters") or fields.section("rope_scaling") or fields
+        raise where.invalid("partial_rotary_factor", "1: a part of qk_rope_head_dim is not rotated alone")
     return MLAShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,

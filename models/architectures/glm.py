@@ -24,7 +24,8 @@ class GlmAttention(LlamaAttention):
 
 
 _FACTS = ConfigFacts(
-    defaults={"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 0.00000015625}
+    defaults={"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 0.00000015625},
+    rotates_parts=True,
 )
 
 

@@ -33,7 +33,8 @@ class Glm4MoeAttention(LlamaAttention):
 
 
 @architecture(
-    "Glm4MoeForCausalLM", ConfigFacts(defaults={"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1})
+    "Glm4MoeForCausalLM",
+    ConfigFacts(defaults={"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1}, rotates_parts=True),
 )
 class Glm4MoeForCausalLM(LlamaForCausalLM):
     """GLM-4.5 with its language-model head."""

@@ -165,8 +165,7 @@ def mamba_mixer(
     `inner`: features of all heads; None: `mamba_expand` times the hidden size.
     """
     fields = config.fields
-    if config.activation != "silu":
-        raise fields.invalid("hidden_act", '"silu", which is the convolution\'s too')
+    config.require_silu()
     heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
     if inner is None:
         inner = fields.integer("mamba_expand") * config.hidden_size

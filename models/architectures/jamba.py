@@ -48,8 +48,7 @@ class JambaForCausalLM(HybridForCausalLM):
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
         fields = config.fields
-        if config.activation != "silu":
-            raise fields.invalid("hidden_act", '"silu", which is the convolution\'s too')
+        config.require_silu()
 
         def decoder_layer(layer: int) -> nn.Module:
             feed_forward = self.feed_forward(config, layer, parallel)

@@ -114,6 +114,7 @@ class KimiLinearForCausalLM(HybridForCausalLM):
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
+        config.require_silu()
         kinds = config.fields.strings("layer_types")
         # Keys have no positions, so no dimension is rotated.
         config = replace(config, rope=replace(config.rope, rope_type="proportional", turning_pairs=0))

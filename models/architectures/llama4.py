@@ -28,12 +28,13 @@ class Llama4Attention(LlamaAttention):
 
     rotates_pairs: ClassVar[bool] = True
     is_chunked: ClassVar[bool] = True
+    # A stretched rope also scales what it rotates, which the norm takes out again.
+    is_rotated_first: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
         fields = config.fields
         has_norm = self.rotates and fields.boolean("use_qk_norm", True)
-        # Rotations keep the root mean square, so that it matters not which comes first.
         self.qk_norm = UnitRMSNorm(config.head_dim, config.rms_norm_eps) if has_norm else None
         self.growth = 0.0
         if not self.rotates and fields.boolean("attn_temperature_tuning", True):

@@ -59,8 +59,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
     def mixer(cls, config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
         """The only part of that layer."""
         fields = config.fields
-        if config.activation != "silu":
-            raise fields.invalid("hidden_act", '"silu"')
+        config.require_silu()
         heads, dim, groups = fields.integer("num_heads"), fields.integer("head_dim"), fields.integer("n_groups")
         if heads * dim != fields.integer("expand") * config.hidden_size:
             raise fields.invalid("num_heads", f"expand times hidden_size, shared by heads of {dim}")
@@ -104,8 +103,7 @@ class MambaForCausalLM(Mamba2ForCausalLM):
     def mixer(cls, config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
         """The only part of that layer."""
         fields = config.fields
-        if config.activation != "silu":
-            raise fields.invalid("hidden_act", '"silu"')
+        config.require_silu()
         shape = MambaShape(
             config.hidden_size,
             config.intermediate_size,

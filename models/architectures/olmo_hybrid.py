@@ -125,8 +125,7 @@ class OlmoHybridForCausalLM(HybridForCausalLM):
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
-        if config.activation != "silu":
-            raise config.fields.invalid("hidden_act", '"silu", which is the convolutions\' too')
+        config.require_silu()
         kinds = config.fields.strings("layer_types")
         if "sliding_attention" in kinds:
             raise config.fields.invalid("layer_types", "a list without sliding_attention")

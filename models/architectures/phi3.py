@@ -6,7 +6,7 @@ from models.architectures.llama import LlamaForCausalLM
 from models.architectures.registry import ConfigFacts, architecture
 
 
-@architecture("Phi3ForCausalLM", ConfigFacts(is_windowed=True))
+@architecture("Phi3ForCausalLM", ConfigFacts(is_windowed=True, rotates_parts=True))
 class Phi3ForCausalLM(LlamaForCausalLM):
     """Phi-3 with its language-model head."""
 

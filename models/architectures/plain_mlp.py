@@ -36,6 +36,7 @@ class LayerNormModel(LlamaForCausalLM):
 
 _NEMOTRON = ConfigFacts(
     defaults={"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    rotates_parts=True,
     activation=_RELU2,
     eps_field="norm_eps",
     has_mlp_bias=True,

@@ -53,6 +53,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 # No layer is dense, and config.json names no size of one.
 _MOE_FACTS = ConfigFacts(
     defaults={**FACTS.defaults, "intermediate_size": 1},
+    rotates_parts=True,
     layer_kinds=FACTS.layer_kinds,
     mtp_prefixes=FACTS.mtp_prefixes,
 )

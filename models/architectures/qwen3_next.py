@@ -154,6 +154,7 @@ class Qwen3NextModel(DecoderBody):
 
 FACTS = ConfigFacts(
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True},
+    rotates_parts=True,
     layer_kinds=frozenset({"linear_attention"}),
     mtp_prefixes=("mtp.",),
 )
@@ -187,6 +188,7 @@ def _is_linear(config: ModelConfig, layer: int) -> bool:
 def _delta_net(
     config: ModelConfig, layer: int, parallel: TensorParallel, *, has_grouped_projections: bool
 ) -> GatedDeltaNet:
+    config.require_silu()
     fields = config.fields
     key_heads, value_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     if value_heads % key_heads:

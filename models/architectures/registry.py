@@ -35,6 +35,8 @@ class ConfigFacts:
     """Its own names of fields that others call by the second name."""
     head_dim_field: str = "head_dim"
     """The field with the number of dimensions of a head that may be rotated; "": a share of `hidden_size`."""
+    rotates_parts: bool = False
+    """Whether `partial_rotary_factor` counts for a rope of the default type."""
     has_ntk_alpha: bool = False
     """Whether `alpha` of a `dynamic` rope stretches its base, whatever the length."""
     eps_field: str = "rms_norm_eps"

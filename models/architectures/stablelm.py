@@ -47,6 +47,7 @@ class StableLmAttention(LlamaAttention):
 
 _FACTS = ConfigFacts(
     defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+    rotates_parts=True,
     bias_field="use_qkv_bias",
     eps_field="layer_norm_eps",
     head_dim_field="",

@@ -177,6 +177,26 @@ def parse_rope(
     )
 
 
+def rotated_whole(config: Fields) -> Fields:
+    """config.json of an architecture of which a rope without a type rotates whole heads, whatever
+    `partial_rotary_factor` says: transformers reads that field for some architectures and ignores it for the others.
+    """
+    values = dict(config.values)
+    if _rope_type(_rope_fields(config)) == "default":
+        values.pop("partial_rotary_factor", None)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(name), dict):
+            values[name] = _without_share(values[name])
+    return Fields(values, config.where)
+
+
+def _without_share(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A rope's parameters, or those of each kind of layer, where the default type has no share of a head."""
+    if parameters.get("rope_type", parameters.get("type", "default")) == "default":
+        parameters = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+    return {name: _without_share(value) if isinstance(value, dict) else value for name, value in parameters.items()}
+
+
 def _rope_fields(config: Fields) -> Fields:
     """The object that holds the rope parameters, under its newer or older name; empty where there is none."""
     fields = config.section("rope_parameters") or config.section("rope_scaling")
