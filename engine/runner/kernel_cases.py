@@ -76,6 +76,7 @@ def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: 
                 query_len=tokens,
                 has_q_scales=q_scales is not None,
                 stores=k is not None,
+                value_dim=None if cache.v_cache.shape[3] == q.shape[2] else cache.v_cache.shape[3],
             )
     top_k = observed.indexed[0].top_k if observed.indexed else None
     for q, kv_b, latents, options, inputs in observed.latents:

@@ -88,7 +88,8 @@ def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
     for case in cases:
         from models.ops.triton.cases.attention import AttentionCase
 
-        if isinstance(case, AttentionCase) and not case.has_sinks and flash_attention.supports(case.options, None):
+        is_even = isinstance(case, AttentionCase) and case.value_dim is None and not case.has_sinks
+        if is_even and flash_attention.supports(case.options, None):
             sizes = case.heads, case.kv_heads, case.head_dim
             flash = FlashCase(*sizes, case.options, case.dtype, case.cache_dtype, case.block_size)
             found.setdefault(flash.key, flash)

@@ -153,8 +153,8 @@ class LayerCaches:
         pools: dict[_Shape, _Pool] = defaultdict(_Pool)
         for spec in self._specs:
             if isinstance(spec, KVCacheSpec):
-                shape = self._backend.kv_cache_shape(1, self._block_size, spec.num_kv_heads, spec.head_dim)[1:]
-                for part in range(2):
+                for part, dim in enumerate((spec.head_dim, spec.value_dim or spec.head_dim)):
+                    shape = self._backend.kv_cache_shape(1, self._block_size, spec.num_kv_heads, dim)[1:]
                     pools[shape[-2:]].add(spec.name, part, shape)
             elif isinstance(spec, VectorCacheSpec):
                 shape = spec.vectors_per_block(self._block_size), spec.dim

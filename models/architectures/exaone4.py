@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import nn
 
 from models.architectures.config import ModelConfig
+from models.architectures.glm4_moe import corrected_experts
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, PostNormDecoderLayer, TwoRopesBody
 from models.architectures.qwen3 import Qwen3Attention
 from models.architectures.registry import ConfigFacts, architecture
@@ -47,3 +48,30 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
             return PostNormDecoderLayer(config, layer, self.attention, self.feed_forward, parallel)
 
         return TwoRopesBody(config, make_layer, parallel)
+
+
+@architecture(
+    "ExaoneMoeForCausalLM",
+    ConfigFacts(
+        defaults={
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "num_shared_experts": 1,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 1,
+        },
+        renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        windowed_layers=_windowed,
+        mtp_prefixes=("mtp.",),
+    ),
+)
+class ExaoneMoeForCausalLM(LlamaForCausalLM):
+    """K-EXAONE, of experts below norms, with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = Exaone4Attention
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """A dense network in the first layers, experts in the others."""
+        return corrected_experts(config, layer, parallel, correction_name="e_score_correction_bias")

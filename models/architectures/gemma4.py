@@ -252,7 +252,11 @@ _FACTS = ConfigFacts(
 )
 
 
+_UNIFIED_FACTS = replace(_FACTS, defaults={**_FACTS.defaults, "hidden_size_per_layer_input": 0})
+
+
 @architecture("Gemma4ForCausalLM", _FACTS)
+@architecture("Gemma4UnifiedForCausalLM", _UNIFIED_FACTS)
 class Gemma4ForCausalLM(LlamaForCausalLM):
     """Gemma 4's text model with its language-model head."""
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import nn
 
 from models.architectures.config import ModelConfig
+from models.architectures.deepseek_v2 import is_sparse
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.moe import FusedMoE, SparseMoE
@@ -15,10 +16,14 @@ from models.ops.types import HeadNorms
 from models.parallel.tensor_parallel import TensorParallel
 
 
-class Glm4MoeAttention(LlamaAttention):
-    """Grouped-query attention with optional norms of queries and keys."""
+class NoOutputBiasAttention(LlamaAttention):
+    """Grouped-query attention whose output projection has no bias."""
 
     has_output_bias: ClassVar[bool] = False
+
+
+class Glm4MoeAttention(NoOutputBiasAttention):
+    """Grouped-query attention with optional norms of queries and keys."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
@@ -34,7 +39,10 @@ class Glm4MoeAttention(LlamaAttention):
 
 @architecture(
     "Glm4MoeForCausalLM",
-    ConfigFacts(defaults={"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1}, rotates_parts=True),
+    ConfigFacts(
+        defaults={"first_k_dense_replace": 1, "n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
+        rotates_parts=True,
+    ),
 )
 class Glm4MoeForCausalLM(LlamaForCausalLM):
     """GLM-4.5 with its language-model head."""
@@ -44,23 +52,52 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
         """A dense network in the first layers, experts in the others."""
-        fields = config.fields
-        if layer < fields.integer("first_k_dense_replace", 1, minimum=0):
-            return LlamaMLP(config, parallel)
-        num_experts = fields.integer("n_routed_experts")
-        num_groups, top_groups = groups_of_experts(fields, num_experts, corrected=True)
-        size = fields.integer("moe_intermediate_size")
-        gate = GroupedRouter(
-            config.hidden_size,
-            num_experts,
-            experts_per_token(fields, num_experts // num_groups * top_groups),
-            renormalize=fields.boolean("norm_topk_prob", True),
-            num_groups=num_groups,
-            top_groups=top_groups,
-            scaling_factor=fields.number("routed_scaling_factor", 1.0),
-        )
-        num_shared = fields.integer("n_shared_experts", 1)
+        return corrected_experts(config, layer, parallel)
+
+
+def corrected_experts(
+    config: ModelConfig, layer: int, parallel: TensorParallel, *, correction_name: str | None = None
+) -> nn.Module:
+    """Routed experts chosen by corrected scores, with or without shared ones; in some layers one dense network.
+
+    `correction_name`: see `GroupedRouter`.
+    """
+    fields = config.fields
+    if not is_sparse(fields, layer):
+        return LlamaMLP(config, parallel)
+    num_experts = fields.integer("n_routed_experts")
+    num_groups, top_groups = groups_of_experts(fields, num_experts, corrected=True)
+    size = fields.integer("moe_intermediate_size")
+    gate = GroupedRouter(
+        config.hidden_size,
+        num_experts,
+        experts_per_token(fields, num_experts // num_groups * top_groups),
+        renormalize=fields.boolean("norm_topk_prob", True),
+        correction_name=correction_name,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scaling_factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    num_shared, shared = fields.integer("n_shared_experts", 1, minimum=0), None
+    if num_shared:
         shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared, reduces=False)
-        activation = gated_activation(config.activation)
-        experts = FusedMoE(config.hidden_size, size, num_experts, activation=activation, parallel=parallel)
-        return SparseMoE(gate, experts, shared)
+    activation = gated_activation(config.activation)
+    experts = FusedMoE(config.hidden_size, size, num_experts, activation=activation, parallel=parallel)
+    return SparseMoE(gate, experts, shared)
+
+
+_SOLAR = {
+    "first_k_dense_replace": 0,
+    "intermediate_size": 1,  # No layer is dense, and config.json names no size of one.
+    "n_group": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "topk_group": 1,
+}
+
+
+@architecture("SolarOpenForCausalLM", ConfigFacts(defaults=_SOLAR))
+class SolarOpenForCausalLM(Glm4MoeForCausalLM):
+    """Solar Open with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = NoOutputBiasAttention

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
+from models.architectures.glm4_moe import corrected_experts
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.qwen3 import Qwen3Attention
 from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.moe import FusedMoE
@@ -90,3 +92,42 @@ def _of_layer(fields: Fields, name: str, layer: int) -> int:
     if layer >= len(values):
         raise fields.invalid(name, "a number, or one for each layer")
     return values[layer]
+
+
+_HY3 = ConfigFacts(
+    defaults={
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "n_group": 1,
+        "num_shared_experts": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 11158840.0,
+        "router_scaling_factor": 2.826,
+        "topk_group": 1,
+    },
+    renamed={
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "router_scaling_factor": "routed_scaling_factor",
+    },
+    has_mlp_bias=True,
+    # As published -> as transformers saves it.
+    names={
+        "mlp.router.gate.": "mlp.gate.",
+        "mlp.expert_bias": "mlp.e_score_correction_bias",
+        ".shared_mlp.": ".shared_experts.",
+    },
+)
+
+
+@architecture("HYV3ForCausalLM", _HY3)
+class HYV3ForCausalLM(LlamaForCausalLM):
+    """Hunyuan 3 with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = Qwen3Attention
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """A dense network in the first layers, routed and shared experts in the others."""
+        return corrected_experts(config, layer, parallel, correction_name="e_score_correction_bias")

@@ -53,7 +53,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.value_dim = config.head_dim, self.size_of_values(config)
         self.qkv_proj = QKVParallelLinear(
             self.num_inputs * config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -62,10 +62,11 @@ class LlamaAttention(nn.Module):
             bias=config.attention_bias,
             parallel=parallel,
             paired_dims=config.rope.rotary_dim if self.rotates_pairs else 0,
+            value_dim=self.value_dim,
         )
         self.rotates = self.is_rotated(config, layer)
         self.o_proj = RowParallelLinear(
-            config.num_attention_heads * config.head_dim,
+            config.num_attention_heads * self.value_dim,
             config.hidden_size,
             bias=self.output_bias(config),
             parallel=parallel,
@@ -82,6 +83,7 @@ class LlamaAttention(nn.Module):
                 f"model.layers.{layer}.self_attn",
                 num_kv_heads=self.num_kv_heads,
                 head_dim=config.head_dim,
+                value_dim=self.value_dim,
                 scale=scale,
                 sliding_window=window,
                 soft_cap=self.score_cap(config),
@@ -92,8 +94,18 @@ class LlamaAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
         num_tokens = len(hidden)
-        qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        qkv = self.qkv_proj(hidden)
+        if self.value_dim == self.head_dim:
+            qkv = qkv.view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        else:
+            dims = (
+                (self.num_heads, self.head_dim),
+                (self.num_kv_heads, self.head_dim),
+                (self.num_kv_heads, self.value_dim),
+            )
+            parts = zip(qkv.split([heads * dim for heads, dim in dims], dim=1), dims, strict=True)
+            q, k, v = (part.view(num_tokens, *of_heads) for part, of_heads in parts)
         q, k = self.prepared(q, k)
         attended = self.attn(
             q,
@@ -110,6 +122,11 @@ class LlamaAttention(nn.Module):
     def output_bias(cls, config: ModelConfig) -> bool:
         """Whether the output projection has a bias."""
         return config.attention_bias and cls.has_output_bias
+
+    @staticmethod
+    def size_of_values(config: ModelConfig) -> int:
+        """Elements of a head's value."""
+        return config.head_dim
 
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
@@ -405,13 +422,16 @@ class LlamaModel(DecoderBody):
         norm: MakeNorm = RMSNorm,
         embed_scale: float = 1.0,
         residual_scale: float = 1.0,
+        local_rope: RopeConfig | None = None,
     ) -> None:
-        """`embed_scale`: of embeddings. `residual_scale`: see `LlamaDecoderLayer`."""
+        """`embed_scale`: of embeddings. `residual_scale`: see `LlamaDecoderLayer`. `local_rope`: of windows."""
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, scale=embed_scale, parallel=parallel
         )
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.local_rotary_emb = None if local_rope is None else RotaryEmbedding(local_rope, config.max_model_len)
+        self.are_local = [window is not None for window in config.sliding_windows]
         self.residual_scale = residual_scale
         self.layers = nn.ModuleList(
             decoder_layer(config, layer, attention, feed_forward, parallel, norm=norm, residual_scale=residual_scale)
@@ -423,13 +443,15 @@ class LlamaModel(DecoderBody):
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
-        cos, sin = self.rotary_emb(positions)
+        everywhere = nearby = self.rotary_emb(positions)
+        if self.local_rotary_emb is not None:
+            nearby = self.local_rotary_emb(positions)
         context = get_forward_context()
         for number, layer in enumerate(self.layers):
             if number in context.stream_layers:
                 norm = cast(LlamaDecoderLayer, layer).input_layernorm
                 context.streams[number] = _stream(norm, hidden, residual, self.residual_scale)
-            hidden, residual = layer(hidden, residual, cos, sin)
+            hidden, residual = layer(hidden, residual, *(nearby if self.are_local[number] else everywhere))
         assert residual is not None, "a model has at least one layer"
         return self.norm.add_norm(hidden, residual, self.residual_scale)[0]
 
@@ -445,6 +467,7 @@ def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None, 
 
 @architecture("LlamaForCausalLM", ConfigFacts(has_mlp_bias=True))
 @architecture("MistralForCausalLM", ConfigFacts(is_windowed=True))
+@architecture("MinistralForCausalLM", ConfigFacts(is_windowed=True))
 class LlamaForCausalLM(nn.Module):
     """Llama with its language-model head."""
 

@@ -158,6 +158,13 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "Glm4MoeLiteForCausalLM": "models.architectures.deepseek_v2",
         "MiniMaxForCausalLM": "models.architectures.minimax",
         "Zamba2ForCausalLM": "models.architectures.zamba2",
+        "MiMoV2FlashForCausalLM": "models.architectures.mimo_v2",
+        "MinistralForCausalLM": "models.architectures.llama",
+        "CwmForCausalLM": "models.architectures.cwm",
+        "SolarOpenForCausalLM": "models.architectures.glm4_moe",
+        "ExaoneMoeForCausalLM": "models.architectures.exaone4",
+        "HYV3ForCausalLM": "models.architectures.hunyuan",
+        "Gemma4UnifiedForCausalLM": "models.architectures.gemma4",
     },
 )
 
@@ -167,6 +174,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
         "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
         "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+        "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
         "KimiK25ForConditionalGeneration": {
             "kimi_k2": "DeepseekV3ForCausalLM",
             "deepseek_v3": "DeepseekV3ForCausalLM",

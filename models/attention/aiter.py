@@ -29,6 +29,9 @@ class AiterAttentionBackend(TritonAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         decodes, query_len = metadata.num_decodes * metadata.query_len, metadata.query_len
+        if out.shape != q.shape:  # The library has one size of keys and values.
+            super()._attend(q, out, cache, metadata, options, sinks)
+            return
         block = cache.k_cache.shape[2]
         is_unified = aiter.takes("attention") and q.dtype in _TYPES and takes_unified(options, sinks)
         spans = flash_spans(q, cache, metadata, options, sinks)

@@ -83,7 +83,7 @@ class AttentionBackend(ABC):
         return False
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's K, and of its V: one head's vectors in a block are contiguous by default."""
+        """Shape of one layer's K or V, of vectors of `head_dim`: a head's in a block are contiguous by default."""
         return num_blocks, num_kv_heads, block_size, head_dim
 
     @abstractmethod
@@ -119,7 +119,7 @@ class AttentionBackend(ABC):
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]
+        """Write K and V to the cache, then attend. # q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, V] -> [T, Hq, V]
 
         Without `k` and `v`, an earlier layer of the step has written them, normalised and rotated, to this cache.
         Queries and keys are normalised and rotated first where `inputs` has norms and a rotation; queries may be

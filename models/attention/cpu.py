@@ -81,17 +81,22 @@ class AttentionMath:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """# q [..., rows, D], k and v [..., length, D], sinks [...] as a row of scores"""
+        """# q [..., rows, D], k [..., length, D], v [..., length, V], sinks [...] as a row of scores"""
         scale, soft_cap = self._options.scale, self._options.soft_cap
         if soft_cap is not None:
             return _capped(q, k, v, mask, sinks, scale, soft_cap)
         if sinks is None:
             return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
+        dim, value_dim = k.shape[-1], v.shape[-1]
+        if value_dim != dim:  # This kernel takes one size.
+            width = max(dim, value_dim)
+            q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         # A sink takes probability: the share that remains is 1 / (1 + exp(sink - logsumexp)).
-        return (out * torch.sigmoid(logsumexp - sinks.float())[..., None]).to(q.dtype)  # type: ignore[no-any-return]
+        shared = out * torch.sigmoid(logsumexp - sinks.float())[..., None]
+        return shared[..., :value_dim].to(q.dtype)  # type: ignore[no-any-return]
 
 
 def _capped(
@@ -430,7 +435,7 @@ class CPUAttentionBackend(AttentionBackend):
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        """See `AttentionBackend`. # q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, V] -> [T, Hq, V]"""
         assert isinstance(metadata, CPUAttentionMetaData)
         options, sinks, norms, rotation, q_scales = inputs
         is_first = options.is_rotated_first
@@ -450,7 +455,7 @@ class CPUAttentionBackend(AttentionBackend):
             k, v = paged.write(k, v, plan)
         grouped = q.view(len(q), num_kv_heads, -1, head_dim)  # [T, Hkv, group, D]
         attention = AttentionMath(options, None if sinks is None else sinks.view(num_kv_heads, -1))
-        out = torch.empty_like(grouped)
+        out = grouped.new_empty(*grouped.shape[:-1], cache.v_cache.shape[-1])  # [T, Hkv, group, V]
         decodes = metadata.num_decodes
         for bucket in plan.buckets:
             _decode(grouped[:decodes], out[:decodes], paged, bucket, attention)
@@ -461,7 +466,7 @@ class CPUAttentionBackend(AttentionBackend):
                 assert k is not None
                 assert v is not None
                 _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], attention)
-        return out.view(q.shape)
+        return out.view(*q.shape[:-1], -1)
 
     def latent_attention(
         self,
@@ -501,7 +506,7 @@ def _decode(
     bucket: DecodeBucket,
     attention: AttentionMath,
 ) -> None:
-    """One token a row. # q and out [decodes, Hkv, group, D]"""
+    """One token a row. # q and out [decodes, Hkv, group, D or V]"""
     queries = q if bucket.rows is None else q[bucket.rows]
     for pages in bucket.pages:
         k, v = paged.gather(pages.rows, bucket.batch, bucket.length)
@@ -513,10 +518,9 @@ def _decode(
 
 
 def _prefill(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: AttentionMath) -> None:
-    """A prefill without cached context. # q and out [n, Hkv, group, D], k and v [n, Hkv, D]"""
+    """A prefill without cached context. # q and out [n, Hkv, group, D or V], k and v [n, Hkv, D or V]"""
     queries = q.permute(1, 2, 0, 3)
-    keys = k.transpose(0, 1)[:, None].expand_as(queries)
-    values = v.transpose(0, 1)[:, None].expand_as(queries)
+    keys, values = (x.transpose(0, 1)[:, None].expand(-1, q.shape[2], -1, -1) for x in (k, v))
     out.copy_(attention.grouped_heads(queries, keys, values, None, slice(None)).permute(2, 0, 1, 3))
 
 
@@ -530,7 +534,7 @@ def _chunked_prefill(
 ) -> None:
     """A prefill after cached context, in chunks of queries that share one end of their context.
 
-    # q and out [n, Hkv, group, D]
+    # q and out [n, Hkv, group, D or V]
     """
     assert mask is not None, "the plan has a mask for spans with context"
     chunk, longest = mask.shape

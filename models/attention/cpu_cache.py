@@ -3,7 +3,8 @@
 Conversion first, then memory that reads reuse, then keys and values by head (`PagedKV`), then vectors by token.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -40,12 +41,12 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
-    def matrices(self, count: int, rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """`count` matrices, valid until the next call for their dtype. # count x [rows, columns]"""
-        size = count * rows * columns
-        if dtype not in self._buffers or self._buffers[dtype].numel() < size:
-            self._buffers[dtype] = torch.empty(size, dtype=dtype)
-        return self._buffers[dtype][:size].view(count, rows, columns).unbind()
+    def matrices(self, rows: int, columns: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Matrices of so many columns, valid until the next call for their dtype. # each [rows, columns]"""
+        sizes = [rows * each for each in columns]
+        if dtype not in self._buffers or self._buffers[dtype].numel() < sum(sizes):
+            self._buffers[dtype] = torch.empty(sum(sizes), dtype=dtype)
+        return [part.view(rows, -1) for part in self._buffers[dtype][: sum(sizes)].split(sizes)]
 
 
 class PagedKV:
@@ -58,7 +59,7 @@ class PagedKV:
         self._scratch = scratch
 
     def write(self, k: torch.Tensor, v: torch.Tensor, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's K and V to their slots; returns what will be read back of them. # 2 x [T, Hkv, D]
+        """Write the step's K and V to their slots; returns what will be read back of them. # [T, Hkv, D or V] each
 
         A prefill attends to the returned values: its result must not depend on whether it is computed in chunks.
         """
@@ -77,24 +78,26 @@ class PagedKV:
         return k, v
 
     def gather(self, rows: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy pages of K and of V, each head's vectors contiguous. # [batch, heads, length, D] each
+        """Copy pages of K and of V, each head's vectors contiguous. # [batch, heads, length, D or V] each
 
-        Valid until the next call.
+        `rows`: pages of K. Valid until the next call.
         """
         cache, options = self._cache, self._options
-        block_size, head_dim = cache.k_cache.shape[2:]
-        page = block_size * head_dim
-        k, v = self._scratch.matrices(2, len(rows), page, cache.k_cache.dtype)
-        torch.index_select(_from_first_page(cache.k_cache), 0, rows, out=k)
-        torch.index_select(_from_first_page(cache.v_cache), 0, rows, out=v)
-        if k.dtype != self._dtype:
-            k_out, v_out = self._scratch.matrices(2, len(rows), page, self._dtype)
-            k, v = (
-                from_cache(k, self._dtype, options.k_scale, k_out),
-                from_cache(v, self._dtype, options.v_scale, v_out),
-            )
-        shape = batch, -1, length, head_dim
-        return k.view(shape), v.view(shape)
+        sides = ((cache.k_cache, options.k_scale), (cache.v_cache, options.v_scale))
+        pages = [math.prod(side.shape[2:]) for side, _ in sides]
+        stored = self._scratch.matrices(rows.shape[-1], pages, cache.k_cache.dtype)
+        of_block, of_values = (pages_of_block(side) for side, _ in sides)
+        if of_values != of_block:  # Values of another size than keys have a pool of their own.
+            rows = torch.stack((rows, rows // of_block * of_values + rows % of_block))
+        for (side, _), of_side, out in zip(sides, rows.expand(2, -1), stored, strict=True):
+            torch.index_select(_from_first_page(side), 0, of_side, out=out)
+        if cache.k_cache.dtype != self._dtype:
+            outs = self._scratch.matrices(rows.shape[-1], pages, self._dtype)
+            stored = [
+                from_cache(x, self._dtype, scale, out) for x, (_, scale), out in zip(stored, sides, outs, strict=True)
+            ]
+        k, v = (x.view(batch, -1, length, side.shape[3]) for x, (side, _) in zip(stored, sides, strict=True))
+        return k, v
 
 
 def pages_of_block(cache: torch.Tensor) -> int:
@@ -124,7 +127,7 @@ def gather_vectors(cache: VectorCache, blocks: torch.Tensor, scratch: Scratch) -
     again
     """
     num_blocks, block_size, dim = cache.vectors.shape
-    (gathered,) = scratch.matrices(1, len(blocks), block_size * dim, cache.vectors.dtype)
+    (gathered,) = scratch.matrices(len(blocks), (block_size * dim,), cache.vectors.dtype)
     torch.index_select(cache.vectors.view(num_blocks, -1), 0, blocks, out=gathered)
     return gathered.view(-1, dim)
 

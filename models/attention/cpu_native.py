@@ -54,9 +54,9 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        """See `AttentionBackend`. # q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, V] -> [T, Hq, V]"""
         assert isinstance(metadata, NativeMetaData)
-        if not attention_ops.attends(q, cache.k_cache):
+        if not attention_ops.attends(q, cache.k_cache, cache.v_cache):
             return super().forward(q, k, v, cache, metadata, inputs)
         options, sinks, norms, rotation, q_scales = inputs
         q = _with_adjacent_heads(q)

@@ -59,7 +59,7 @@ class ObservingBackend(GPUAttentionBackend):
         """See `AttentionBackend`."""
         del v, metadata
         self.attended.append(Attended(q, k, cache, inputs))
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        return q.new_zeros(*q.shape[:2], cache.v_cache.shape[3])
 
     def latent_attention(
         self,

@@ -23,7 +23,7 @@ class TorchAttentionBackend(GPUAttentionBackend):
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        """See `AttentionBackend`. # q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, V] -> [T, Hq, V]"""
         options, sinks, norms, rotation, q_scales = inputs
         q = paged_attention.store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation, q_scales)
         starts, lengths, tables = metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables

@@ -50,14 +50,14 @@ class TritonAttentionBackend(GPUAttentionBackend):
         metadata: AttentionMetaData,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        """See `AttentionBackend`. # q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, V] -> [T, Hq, V]"""
         assert isinstance(metadata, TritonMetaData)
         options, sinks, norms, rotation, q_scales = inputs
         q = _with_dense_heads(q)
         k, v = (None if x is None else _with_dense_heads(x) for x in (k, v))
         cache, options = as_hardware_reads(cache, options, q.device)
         q = store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation, q_scales)
-        out = q.new_empty(*q.shape)
+        out = q.new_empty(*q.shape[:2], cache.v_cache.shape[3])
         self._attend(q, out, cache, metadata, options, sinks)
         if self.observer is not None:
             self.observer(q, out, cache, options, sinks, False)
@@ -72,7 +72,7 @@ class TritonAttentionBackend(GPUAttentionBackend):
         options: AttentionOptions,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Attend to the stored keys and values. # [T, Hq, D] each"""
+        """Attend to the stored keys and values. # q [T, Hq, D], out [T, Hq, V]"""
         spans = flash_spans(q, cache, metadata, options, sinks)
         if spans is None:
             paged_attention(q, out, cache, plan_of(q, cache, metadata), options, sinks)

@@ -22,6 +22,7 @@ class Attention(nn.Module):
         *,
         num_kv_heads: int,
         head_dim: int,
+        value_dim: int | None = None,
         scale: float | None = None,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
@@ -31,13 +32,14 @@ class Attention(nn.Module):
     ) -> None:
         """`layer_name` is the key of the layer's cache in the forward context. Heads are this rank's.
 
-        `scale` of the scores is `head_dim ** -0.5` by default. With `sliding_window`, a query sees that many tokens,
-        its own included; with `is_chunked`, those of its own chunk of so many positions. With `soft_cap`, scores are
-        `soft_cap * tanh(score / soft_cap)`. With `is_rotated_first`, norms follow the rotation. `cache_of`: the layer
-        whose keys and values this one reads, and which has its form; it then has none of its own.
+        `value_dim`: elements of a value, by default as many as of a key. `scale` of the scores is `head_dim ** -0.5`
+        by default. With `sliding_window`, a query sees that many tokens, its own included; with `is_chunked`, those of
+        its own chunk of so many positions. With `soft_cap`, scores are `soft_cap * tanh(score / soft_cap)`. With
+        `is_rotated_first`, norms follow the rotation. `cache_of`: the layer whose keys and values this one reads, and
+        which has its form; it then has none of its own.
         """
         super().__init__()
-        self.cache_spec = KVCacheSpec(layer_name, num_kv_heads, head_dim, sliding_window)
+        self.cache_spec = KVCacheSpec(layer_name, num_kv_heads, head_dim, sliding_window, value_dim)
         self.layer_name = layer_name if cache_of is None else cache_of
         self.has_cache = cache_of is None
         scale = head_dim**-0.5 if scale is None else scale
@@ -62,7 +64,8 @@ class Attention(nn.Module):
 
         Queries may be changed in place.
 
-        # [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim], [heads] -> [tokens, heads, head_dim]
+        # [tokens, heads, head_dim], [tokens, kv_heads, head_dim], [tokens, kv_heads, value_dim], [heads]
+        # -> [tokens, heads, value_dim]
         """
 
         def attend(

@@ -18,6 +18,8 @@ class KVCacheSpec(NamedTuple):
     head_dim: int
     sliding_window: int | None = None
     """The number of tokens that a query sees, its own included; None: all before it."""
+    value_dim: int | None = None
+    """Elements of a value; None: `head_dim`."""
 
 
 class VectorCacheSpec(NamedTuple):

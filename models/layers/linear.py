@@ -257,10 +257,11 @@ class QKVParallelLinear(PackedLinear):
         parallel: TensorParallel = SINGLE_RANK,
         paired_dims: int = 0,
         kinds: str = "qkv",
+        value_dim: int | None = None,
     ) -> None:
         """`paired_dims`: the leading dimensions of a head that the checkpoint rotates as adjacent pairs; the layer has
         queries and keys in the order of `models.ops.torch_ops.rotate`. `kinds`: which of the three projections there
-        are.
+        are. `value_dim`: elements of a head's value, by default `head_dim`.
         """
         local_heads = parallel.share(num_heads, "num_attention_heads")
         if num_kv_heads >= parallel.size:
@@ -274,9 +275,13 @@ class QKVParallelLinear(PackedLinear):
         else:
             local_kv_heads = 1
             first_kv_head = parallel.rank * num_kv_heads // parallel.size
-        query = (num_heads * head_dim, parallel.rank * local_heads * head_dim, local_heads * head_dim)
-        key = (num_kv_heads * head_dim, first_kv_head * head_dim, local_kv_heads * head_dim)
-        parts = _one_after_another({kind: query if kind == "q" else key for kind in kinds})
+        heads = {
+            "q": (num_heads, parallel.rank * local_heads, local_heads, head_dim),
+            "k": (num_kv_heads, first_kv_head, local_kv_heads, head_dim),
+            "v": (num_kv_heads, first_kv_head, local_kv_heads, head_dim if value_dim is None else value_dim),
+        }
+        sizes = {kind: (whole * dim, first * dim, local * dim) for kind, (whole, first, local, dim) in heads.items()}
+        parts = _one_after_another({kind: sizes[kind] for kind in kinds})
         if paired_dims:
             parts |= {kind: parts[kind]._replace(pairs=(head_dim, paired_dims)) for kind in kinds if kind in "qk"}
         super().__init__(in_features, parts, bias=bias)

@@ -59,7 +59,13 @@ def form_of(q: torch.Tensor, num_kv_heads: int, options: AttentionOptions) -> Ha
 
 def takes(q: torch.Tensor, cache: KVCacheTensor, options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
     """Whether flash attention was started for a layer. # q [T, Hq, D]"""
-    return bool(_started) and supports(options, sinks) and form_of(q, cache.k_cache.shape[1], options) in _started
+    is_even = cache.k_cache.shape[3] == cache.v_cache.shape[3]
+    return (
+        bool(_started)
+        and is_even
+        and supports(options, sinks)
+        and form_of(q, cache.k_cache.shape[1], options) in _started
+    )
 
 
 def supports(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:

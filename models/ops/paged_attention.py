@@ -61,11 +61,11 @@ def attend(
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each row's last tokens to all of it, causally. # q [T, Hq, D] -> [T, Hq, D]
+    """Each row's last tokens to all of it, causally. # q [T, Hq, D] -> [T, Hq, V]
 
     `query_starts` [B + 1]: where each row's tokens begin among the T. `seq_lens` [B], `block_tables` [B, max_blocks].
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = q.new_empty(*q.shape[:2], cache.v_cache.shape[3])
     starts = query_starts.tolist()
     block_size = cache.k_cache.shape[2]
     for row, length in enumerate(seq_lens.tolist()):
@@ -100,7 +100,7 @@ def attend_row(
 ) -> torch.Tensor:
     """One row's last tokens to its keys and values from `first_seen` on.
 
-    # q [n, Hq, D], k and v [Hkv, length, D] float32 -> [n, Hq, D]
+    # q [n, Hq, D], k [Hkv, length, D] and v [Hkv, length, V] float32 -> [n, Hq, V]
     """
     num_queries, num_heads, _ = q.shape
     num_kv_heads, length, _ = k.shape

@@ -172,11 +172,12 @@ def _experts(draw: random.Random, seed: int) -> None:
 
 def _attention(draw: random.Random, seed: int) -> None:
     kv_heads, dim = draw.choice((1, 2)), draw.choice((32, 40, 64, 72, 80, 96, 112, 256))
+    value_dim = draw.choice((dim, dim, 32, 40, 96, 256))
     heads, block_size = kv_heads * draw.choice((1, 2, 5, 17)), draw.choice((16, 32))
     lengths = [draw.choice((1, 16, 63, 90)), draw.randint(1, 140)]
     q, k, v = (
-        [bf16(n, count, dim, seed=seed + n + part) for n in lengths]
-        for part, count in enumerate((heads, kv_heads, kv_heads))
+        [bf16(n, count, size, seed=seed + n + part) for n in lengths]
+        for part, (count, size) in enumerate(((heads, dim), (kv_heads, dim), (kv_heads, value_dim)))
     )
     options = AttentionOptions(dim**-0.5, draw.choice((None, 1, 20, 64)), draw.choice((None, 3.0)))
     sinks = draw.choice((None, torch.linspace(-1, 3, heads)))

@@ -84,6 +84,13 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "NemotronHForCausalLM": {"head_dim": 32, "moe_intermediate_size": 64},
     "Qwen3_5MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 48},
+    "MiMoV2FlashForCausalLM": {"head_dim": 96, "v_head_dim": 64, "moe_intermediate_size": 32},
+    "MinistralForCausalLM": {"head_dim": 32},
+    "CwmForCausalLM": {"head_dim": 32},
+    "SolarOpenForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
+    "ExaoneMoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
+    "HYV3ForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
+    "Gemma4UnifiedForCausalLM": {"head_dim": 32, "global_head_dim": 64},
     "Zamba2ForCausalLM": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "n_mamba_heads": 8},
 }
 # One token of these goes to another expert, nearly as good a choice, than in float32, and those after it attend to it.

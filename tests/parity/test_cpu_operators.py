@@ -414,13 +414,17 @@ def test_a_library_whose_sources_have_changed_since_is_refused(tmp_path: Path) -
 class Cache:
     """Sequences over shuffled blocks, and what each holds."""
 
-    def __init__(self, kv_heads: int, dim: int, block_size: int, max_len: int, sequences: int) -> None:
+    def __init__(
+        self, kv_heads: int, dim: int, block_size: int, max_len: int, sequences: int, value_dim: int | None = None
+    ) -> None:
         self.per_sequence = -(-max_len // block_size)
         blocks = torch.randperm(self.per_sequence * sequences, generator=torch.Generator().manual_seed(3))
         self.tables = blocks.view(sequences, -1).to(torch.int32)
-        shape = len(blocks), kv_heads, block_size, dim
+        shape = len(blocks), kv_heads, block_size
         # What earlier owners left is not finite.
-        self.k, self.v = (torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(2))
+        self.k, self.v = (
+            torch.full((*shape, each), torch.nan, dtype=torch.bfloat16) for each in (dim, value_dim or dim)
+        )
         self.block_size = block_size
 
     def step(self, spans: list[tuple[int, int, int]]) -> tuple[structures.Step, tuple[torch.Tensor, ...]]:
@@ -462,8 +466,9 @@ def run_steps(
     `gives_back`: other sequences store NaN in the blocks before a window as soon as a step does not see them.
     """
     kv_heads, dim = k[0].shape[1:]
-    cache = Cache(kv_heads, dim, block_size, max(map(len, q)), len(q))
-    out = [torch.empty_like(each) for each in q]
+    value_dim = v[0].shape[2]
+    cache = Cache(kv_heads, dim, block_size, max(map(len, q)), len(q), value_dim)
+    out = [each.new_empty(*each.shape[:2], value_dim) for each in q]
     for spans in steps:
         if gives_back:
             assert options.sliding_window is not None
@@ -568,6 +573,19 @@ class TestAttention:
         found = run_steps(q, k, v, CHUNKED, options, block_size, gives_back=True)
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
+
+    @pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 32), (32, 96), (128, 256)])
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_values_have_a_size_of_their_own(self, dim: int, value_dim: int, window: int | None) -> None:
+        q = [bf16(n, 6, dim, seed=n) for n in LENGTHS]
+        k, v = [bf16(n, 2, dim, seed=n + 1) for n in LENGTHS], [bf16(n, 2, value_dim, seed=n + 2) for n in LENGTHS]
+        options, sinks = AttentionOptions(dim**-0.5, window), torch.linspace(-2, 9, 6)
+        whole = run_steps(q, k, v, WHOLE, options, 16, sinks)
+        for found, *qkv in zip(whole, q, k, v, strict=True):
+            expected = reference(*qkv, options, sinks)
+            assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
+        for found, in_chunks in zip(whole, run_steps(q, k, v, CHUNKED, options, 16, sinks), strict=True):
+            assert torch.equal(found, in_chunks)
 
     def test_a_long_context_equals_the_reference(self) -> None:
         """Longer than what one pass of the softmax takes."""

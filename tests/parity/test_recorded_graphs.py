@@ -35,6 +35,7 @@ from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
 from tests.parity.variants import (
     DERIVED,
     Variant,
+    attention_2026,
     attention_families,
     attention_only,
     block_sparse,
@@ -85,6 +86,7 @@ ARCHITECTURES = [
             qwen3_5.VARIANTS,
             gemma3n.VARIANTS,
             gemma4.VARIANTS,
+            attention_2026.VARIANTS,
             attention_only.VARIANTS,
             attention_families.VARIANTS,
             mamba2.VARIANTS,

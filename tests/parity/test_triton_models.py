@@ -17,7 +17,7 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Row, prompt
 from tests.parity.tolerance import assert_within, with_bound
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import gemma3, gpt_oss
+from tests.parity.variants import attention_2026, gemma3, gpt_oss
 
 __all__ = ["triton_kernels"]
 
@@ -25,16 +25,19 @@ pytestmark = requires_interpreter
 
 GPT_OSS = gpt_oss.VARIANTS[0]
 GEMMA = gemma3.VARIANTS[0]
+MIMO = attention_2026.VARIANTS[0]
 
 
-@pytest.fixture(params=["llama", "qwen3", "gemma3", "gpt_oss"])
+@pytest.fixture(params=["llama", "qwen3", "gemma3", "gpt_oss", "mimo"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Plain, with norms of heads, with windows, with windows and sinks."""
+    """Plain, with norms of heads, with windows, with windows and sinks, with values smaller than keys as well."""
     match request.param:
         case "gemma3":
             return make_checkpoint(tmp_path, GEMMA.family, **GEMMA.overrides)
         case "gpt_oss":
             return make_checkpoint(tmp_path, GPT_OSS.family, **GPT_OSS.overrides)
+        case "mimo":
+            return make_checkpoint(tmp_path, MIMO.family, **MIMO.overrides)
         case name:
             return make_checkpoint(tmp_path, name)
 

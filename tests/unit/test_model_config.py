@@ -134,7 +134,10 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"eos_token_id": -1}, "is -1; it must be a token id"),
         ({"eos_token_id": 2**31}, "is 2147483648; it must be a token id"),
         ({"rope_theta": 10**400}, "it must be a number above 0 and at most 1e+18"),
-        ({"partial_rotary_factor": 1e308, "rope_scaling": _LINEAR}, "is 1e+308; it must be a number above 0 and at most 1e+18"),
+        (
+            {"partial_rotary_factor": 1e308, "rope_scaling": _LINEAR},
+            "is 1e+308; it must be a number above 0 and at most 1e+18",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e308}}, "is 1e+308; it must be a number above 0"),
         ({"layer_types": 3}, "layer_types of"),
         ({"head_dim": 15}, "rotates 15 dimensions of a head"),

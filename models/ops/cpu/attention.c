@@ -42,7 +42,7 @@ void merge(struct seen *into, const struct seen *from, int64_t count, int64_t di
 /* A sink takes probability and adds no value. */
 CLONES static void divide_sums(const struct attention *op, const struct seen *seen, int64_t column, int64_t head,
                                bf16 *to) {
-    const float *sums = seen->sums + column * value_size(op->dim);
+    const float *sums = seen->sums + column * value_size(op->value_dim);
     float share = 1, total = seen->total[column];
     if (op->sinks) {
         float most = seen->most[column], sink = op->sinks[head] * LOG2_E, base = sink > most ? sink : most;
@@ -50,8 +50,8 @@ CLONES static void divide_sums(const struct attention *op, const struct seen *se
         total = total * share + exp2_of(all(sink - base))[0];
     }
     float part = share / total;
-    for (int64_t i = 0; i < op->dim; i += LANES)
-        store_bf16(to + min64(i, op->dim - LANES), load(sums + i) * part);
+    for (int64_t i = 0; i < op->value_dim; i += LANES)
+        store_bf16(to + min64(i, op->value_dim - LANES), load(sums + i) * part);
 }
 
 void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to) {
@@ -118,10 +118,10 @@ static void stage_queries(const struct task *task, const struct attention_produc
 static void take_step(const struct task *task, const struct attention_products *products, int64_t first_key,
                       const struct units *keys, const struct units *values, struct fetches *ahead,
                       struct room *room) {
-    int64_t dim = task->op->dim;
+    int64_t dim = task->op->dim, value_dim = task->op->value_dim;
     /* The few columns of a decode take values from the cache itself. */
     int is_gathered = products->needs_tiles || task->tiles > 1;
-    struct values from = is_gathered ? values_of_tiles(room->values, values, dim) : values_in_place(values, dim);
+    struct values from = is_gathered ? values_of_tiles(room->values, values, value_dim) : values_in_place(values, value_dim);
     for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
         int tiles = (int)min64(PAIR, task->tiles - tile);
         const struct columns *columns = &task->columns[tile];
@@ -131,8 +131,8 @@ static void take_step(const struct task *task, const struct attention_products *
         for (int i = 0; i < tiles; i++)
             products->weigh(task->op, &columns[i], first_key, spans, room->scores[i], &task->split[tile + i],
                             (char *)room->weights + i * KEYS * LANES * products->bytes, ahead);
-        if (tile == 0 && is_gathered) gather(values, dim, room->values, ahead);
-        products->add(&from, spans, room->weights, columns, tiles, dim, &task->split[tile], ahead);
+        if (tile == 0 && is_gathered) gather(values, value_dim, room->values, ahead);
+        products->add(&from, spans, room->weights, columns, tiles, value_dim, &task->split[tile], ahead);
     }
 }
 
@@ -163,8 +163,8 @@ static void meet_keys(const struct task *task, const struct attention_products *
         go_on(ahead);
         if ((first_key + KEYS) % SPLIT) continue;
         for (int64_t tile = 0; tile < task->tiles; tile++) {
-            merge(&task->all[tile], &task->split[tile], task->columns[tile].count, task->op->dim);
-            begin(&task->split[tile], task->op->dim);
+            merge(&task->all[tile], &task->split[tile], task->columns[tile].count, task->op->value_dim);
+            begin(&task->split[tile], task->op->value_dim);
         }
     }
 }
@@ -173,10 +173,10 @@ static void meet_keys(const struct task *task, const struct attention_products *
 static void finish(const struct task *task) {
     const struct attention *op = task->op;
     for (int64_t tile = 0; tile < task->tiles; tile++) {
-        if (task->past % SPLIT) merge(&task->all[tile], &task->split[tile], task->columns[tile].count, op->dim);
+        if (task->past % SPLIT) merge(&task->all[tile], &task->split[tile], task->columns[tile].count, op->value_dim);
         for (int64_t lane = 0; lane < task->columns[tile].count; lane++) {
             int64_t column = task->first_column + tile * LANES + lane, head = head_of(task, column);
-            bf16 *out = op->out + query_of(task, column) * op->out_stride + head * op->dim;
+            bf16 *out = op->out + query_of(task, column) * op->out_stride + head * op->value_dim;
             write_out(op, &task->all[tile], lane, head, out);
         }
     }
@@ -184,8 +184,8 @@ static void finish(const struct task *task) {
 
 static void begin_tiles(const struct task *task) {
     for (int64_t tile = 0; tile < task->tiles; tile++) {
-        begin(&task->all[tile], task->op->dim);
-        begin(&task->split[tile], task->op->dim);
+        begin(&task->all[tile], task->op->value_dim);
+        begin(&task->split[tile], task->op->value_dim);
     }
 }
 
@@ -212,7 +212,7 @@ static void attend_together(struct task *task, const struct step *step, struct w
     int64_t row = task->row, rows = task->rows, shared = task->shared;
     struct ahead ahead = {.task = NULL};
     struct room *room = (struct room *)worker->scratch;
-    int64_t dim = task->op->dim;
+    int64_t dim = task->op->value_dim;
     task->query_len = rows, task->first_column = 0, task->tiles = parts(rows * task->group, LANES);
     place_columns(task, products, shared, room, 0);
     task->past = shared;

@@ -64,7 +64,8 @@ def rope_store(
 ) -> None:
     """Normalise, rotate and scale queries, in place, and keys; write keys and values to the cache, if there are any.
 
-    # q [T, heads, dim], k and v [T, kv_heads, dim], caches [blocks, kv_heads, block_size, dim], q_scales [T, 1] f32
+    # q [T, heads, dim], k [T, kv_heads, dim], v [T, kv_heads, value_dim], caches [blocks, kv_heads, block_size, dim]
+    # and [blocks, kv_heads, block_size, value_dim], q_scales [T, 1] f32
     """
     assert (k is None) == (v is None)
     cos, sin = (None, None) if rotation is None else rotation
@@ -78,6 +79,7 @@ def rope_store(
         q.shape[1],
         0 if k is None else k.shape[1],
         q.shape[2],
+        v_cache.shape[3],
         None if norms is None else norms.q.weight.data_ptr(),
         None if norms is None else norms.k.weight.data_ptr(),
         0.0 if norms is None else norms.q.offset,
@@ -91,6 +93,7 @@ def rope_store(
         v_cache.data_ptr(),
         k_cache.shape[2],
         k_cache.stride(0),
+        v_cache.stride(0),
     )
     weights = () if norms is None else (norms.q.weight, norms.k.weight)
     current().run(arguments, step, (q, k, v, *weights, cos, sin, q_scales, k_cache, v_cache))
@@ -104,10 +107,14 @@ def attention(
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to what `rope_store` wrote, this step's tokens included. # [T, heads, dim], sinks [heads] f32 -> q's"""
+    """Attend to what `rope_store` wrote, this step's tokens included.
+
+    # [T, heads, dim], sinks [heads] f32 -> [T, heads, value_dim]
+    """
     runtime = current()
     num_tokens, heads, dim = q.shape
-    out = runtime.rows(num_tokens, heads * dim)
+    value_dim = v_cache.shape[3]
+    out = runtime.rows(num_tokens, heads * value_dim)
     arguments = structures.Attention(
         q.data_ptr(),
         q.stride(0),
@@ -118,8 +125,10 @@ def attention(
         heads,
         k_cache.shape[1],
         dim,
+        value_dim,
         k_cache.shape[2],
         k_cache.stride(0),
+        v_cache.stride(0),
         options.scale,
         options.sliding_window or 0,
         options.is_chunked,
@@ -127,14 +136,14 @@ def attention(
         pointer(sinks),
     )
     runtime.run(arguments, step, (q, k_cache, v_cache, sinks, out))
-    return out.view(num_tokens, heads, dim)
+    return out.view(num_tokens, heads, value_dim)
 
 
-def attends(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
+def attends(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether `rope_store` and `attention` compute heads and caches such as these."""
-    block_size, dim = k_cache.shape[2:]
-    is_sized = dim % 8 == 0 and DEPTH <= dim <= structures.MAX_HEAD_DIM
-    return runs(q, k_cache) and is_sized and block_size % 16 == 0
+    dims = k_cache.shape[3], v_cache.shape[3]
+    are_sized = all(dim % 8 == 0 and DEPTH <= dim <= structures.MAX_HEAD_DIM for dim in dims)
+    return runs(q, k_cache) and are_sized and k_cache.shape[2] % 16 == 0
 
 
 def make_step(

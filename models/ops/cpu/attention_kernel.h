@@ -110,7 +110,7 @@ TARGET static void NAME(weigh)(const struct attention *op, const struct columns 
         NAME(store)(seen->most + lane, most);
         NAME(store)(seen->total + lane, total);
         for (int64_t column = lane; column < min64(columns->count, lane + WIDTH); column++) {
-            int64_t size = value_size(op->dim);
+            int64_t size = value_size(op->value_dim);
             float *sums = seen->sums + column * size;
             for (int64_t i = 0; fade[column - lane] != 1 && i < size; i += WIDTH)
                 NAME(store)(sums + i, NAME(load)(sums + i) * fade[column - lane]);

@@ -275,7 +275,7 @@ AVX512_BF16 static void fade_sums(const struct attention *op, const float *by, u
     for (; fades; fades &= fades - 1) {
         int column = __builtin_ctz(fades);
         __m512 factor = _mm512_set1_ps(by[column]);
-        int64_t size = value_size(op->dim);
+        int64_t size = value_size(op->value_dim);
         float *sums = all_sums + column * size;
         for (int64_t i = 0; i < size; i += LANES)
             _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), factor));

@@ -91,15 +91,14 @@ void locate(const struct task *task, int64_t first_key, struct units *keys, stru
         keys->at[unit] = values->at[unit] = NULL;
         if (key >= task->past || key + UNIT <= task->least) continue;
         int64_t block = task->blocks[key / op->block_size], row = task->kv_head * op->block_size + key % op->block_size;
-        int64_t at = block * op->block_stride + row * op->dim;
-        keys->at[unit] = op->k_cache + at;
-        values->at[unit] = op->v_cache + at;
+        keys->at[unit] = op->k_cache + block * op->block_stride + row * op->dim;
+        values->at[unit] = op->v_cache + block * op->value_stride + row * op->value_dim;
     }
 }
 
-/* Units of keys and of values, one after the other. */
-static struct fetches to_fetch(const struct units *keys, const struct units *values, int64_t dim) {
-    struct fetches made = {.bytes = UNIT * dim * (int64_t)sizeof(bf16)};
+/* Units of keys and of values, one after the other; of each what the smaller of them has. */
+static struct fetches to_fetch(const struct attention *op, const struct units *keys, const struct units *values) {
+    struct fetches made = {.bytes = UNIT * min64(op->dim, op->value_dim) * (int64_t)sizeof(bf16)};
     for (int unit = 0; unit < UNITS; unit++)
         if (keys->at[unit]) made.at[made.units++] = (const char *)keys->at[unit];
     for (int unit = 0; unit < UNITS; unit++)
@@ -118,7 +117,7 @@ static struct fetches look_on(struct ahead *ahead, const struct task *after) {
     struct units keys, values;
     locate(ahead->task, ahead->first_key, &keys, &values);
     ahead->first_key += KEYS;
-    return to_fetch(&keys, &values, ahead->task->op->dim);
+    return to_fetch(ahead->task->op, &keys, &values);
 }
 
 void begin_task(struct ahead *ahead, const struct task *task, int64_t first_key) {

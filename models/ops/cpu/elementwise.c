@@ -232,8 +232,8 @@ CLONES static void store_pair(const bf16 *first, const bf16 *second, int64_t dim
 /* A token's values, and the next one's where that is of the same pair. The other half of a pair may be another
  * thread's to write: a single token's values go one by one. */
 static void store_values(const struct rope_store *op, int64_t slot, int64_t token, int with_next) {
-    int64_t dim = op->dim, offset = slot % op->block_size;
-    bf16 *to = op->v_cache + slot / op->block_size * op->block_stride + offset / 2 * dim * 2 + offset % 2;
+    int64_t dim = op->value_dim, offset = slot % op->block_size;
+    bf16 *to = op->v_cache + slot / op->block_size * op->value_stride + offset / 2 * dim * 2 + offset % 2;
     const bf16 *v = op->v + token * op->v_stride;
     for (int64_t head = 0; head < op->kv_heads; head++, v += dim, to += op->block_size * dim) {
         if (with_next) store_pair(v, v + op->v_stride, dim, to);
@@ -274,14 +274,14 @@ static void clear_rest(const struct rope_store *op, const struct step *step, int
     if (query_len == 0 || offset > query_len - 1) return; /* cleared by the step that began the block */
     int64_t block = step->slots[step->query_starts[row + 1] - 1] / op->block_size;
     for (int64_t head = 0; head < op->kv_heads; head++) {
-        bf16 *values = op->v_cache + block * op->block_stride + head * op->block_size * op->dim;
+        bf16 *values = op->v_cache + block * op->value_stride + head * op->block_size * op->value_dim;
         int64_t from = offset + 1;
         if (from % 2) {
-            bf16 *other = values + from / 2 * op->dim * 2 + 1;
-            for (int64_t i = 0; i < op->dim; i++) other[2 * i] = 0;
+            bf16 *other = values + from / 2 * op->value_dim * 2 + 1;
+            for (int64_t i = 0; i < op->value_dim; i++) other[2 * i] = 0;
             from++;
         }
-        memset(values + from * op->dim, 0, (op->block_size - from) * op->dim * sizeof(bf16));
+        memset(values + from * op->value_dim, 0, (op->block_size - from) * op->value_dim * sizeof(bf16));
     }
 }
 

@@ -181,7 +181,7 @@ static int64_t tiles_of_task(const struct latent_attention *op, const struct ste
 void latent_attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct latent_attention *op = arguments;
     struct latent_task task = {.op = op};
-    task.as = (struct attention){.heads = op->heads, .kv_heads = 1, .dim = op->rank, .scale = op->scale};
+    task.as = (struct attention){.heads = op->heads, .kv_heads = 1, .value_dim = op->rank, .scale = op->scale};
     int64_t row = 0, before = 0, of_row = 0, tiles = 0, at_once = tiles_of_task(op, step, worker->threads);
     prepare_tiles(worker->isa);
     for (int64_t number; number = take_task(worker), row < step->num_rows;) {

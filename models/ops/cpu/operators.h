@@ -116,7 +116,7 @@ struct rope_store {
     const bf16 *k; /* [tokens, kv_heads, dim] */
     const bf16 *v;
     int64_t q_stride, k_stride, v_stride;
-    int64_t heads, kv_heads, dim;
+    int64_t heads, kv_heads, dim, value_dim; /* elements of a query or key, and of a value */
     const bf16 *q_norm, *k_norm; /* [dim], or NULL */
     double offset, eps;          /* of the norms */
     const float *cos, *sin;      /* as of rope_table */
@@ -124,16 +124,16 @@ struct rope_store {
     int64_t is_rotated_first;    /* whether the norms' weights multiply what is rotated */
     const float *q_scales;       /* [tokens] factors of the queries, or NULL */
     bf16 *k_cache, *v_cache;     /* see attention.c */
-    int64_t block_size, block_stride;
+    int64_t block_size, block_stride, value_stride; /* to the next block of keys, and of values */
 };
 
 struct attention {
     const bf16 *q; /* [tokens, heads, dim] */
     int64_t q_stride;
-    bf16 *out; /* the same shape */
+    bf16 *out; /* [tokens, heads, value_dim] */
     int64_t out_stride;
     const bf16 *k_cache, *v_cache;
-    int64_t heads, kv_heads, dim, block_size, block_stride;
+    int64_t heads, kv_heads, dim, value_dim, block_size, block_stride, value_stride; /* as of rope_store */
     double scale;
     int64_t window;  /* keys that a query sees, its own included; 0: all */
     int64_t is_chunked; /* whether it sees those of its own chunk of `window` positions */

@@ -94,8 +94,9 @@ class RopeStore(Arguments):
 
     kind = 5
     _fields_: ClassVar = _declared(
-        "*q *k *v q_stride k_stride v_stride heads kv_heads dim *q_norm *k_norm offset:double eps:double *cos *sin "
-        "rotary_dim is_rotated_first *q_scales *k_cache *v_cache block_size block_stride"
+        "*q *k *v q_stride k_stride v_stride heads kv_heads dim value_dim *q_norm *k_norm offset:double "
+        "eps:double *cos *sin rotary_dim is_rotated_first *q_scales *k_cache *v_cache block_size block_stride "
+        "value_stride"
     )
 
 
@@ -104,8 +105,8 @@ class Attention(Arguments):
 
     kind = 6
     _fields_: ClassVar = _declared(
-        "*q q_stride *out out_stride *k_cache *v_cache heads kv_heads dim block_size block_stride scale:double "
-        "window is_chunked soft_cap:double *sinks"
+        "*q q_stride *out out_stride *k_cache *v_cache heads kv_heads dim value_dim block_size block_stride "
+        "value_stride scale:double window is_chunked soft_cap:double *sinks"
     )
 
 

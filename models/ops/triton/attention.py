@@ -4,8 +4,8 @@ In order: one tile of attention, which both kernels share; `attention_prefill`; 
 keys of a row into pieces; `attention_merge`, which combines the pieces; and their composition, `paged_attention`.
 
 A tile is online softmax (Milakov and Gimelshein, 2018) in powers of two, accumulated in registers (FlashAttention-2,
-Dao, 2023): `peak` [M] is the row maximum so far, `total` [M] the sum of weights relative to it, `acc` [M, D] the
-weighted sum of values.
+Dao, 2023): `peak` [M] is the row maximum so far, `total` [M] the sum of weights relative to it, `acc` [M, V] the
+weighted sum of values, which may have another size than keys.
 """
 
 import math
@@ -75,7 +75,7 @@ def load_dims(
 def attend_tile(
     q,  # [M, D_TILE]; where DEPTH is less, pointers to the queries, [M, 1]
     is_query,  # [M]
-    acc,  # [M, D_TILE] float32
+    acc,  # [M, V_TILE] float32
     peak,  # [M] float32
     total,  # [M] float32
     k_cache_ptr,
@@ -87,6 +87,7 @@ def attend_tile(
     positions,  # [M], of the queries
     kv_head,
     block_stride,
+    v_block_stride,
     scale,  # of the products to base 2, the keys' own included; with a soft cap twice that over the cap, see `scales`
     soft_cap,  # to base 2
     window,
@@ -98,6 +99,8 @@ def attend_tile(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_TILE: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DEPTH: tl.constexpr,  # dimensions of queries and keys that are multiplied at a time
 ):
@@ -110,6 +113,9 @@ def attend_tile(
     loaded = tl.maximum(keys, first_seen) if HAS_WINDOW else keys
     loaded = tl.minimum(loaded, end - 1) if IS_MASKED else loaded
     offsets = page_offsets(table_ptr, loaded, block_stride, kv_head, BLOCK_SIZE, HEAD_DIM)
+    v_offsets = offsets
+    if V_DIM != HEAD_DIM:
+        v_offsets = page_offsets(table_ptr, loaded, v_block_stride, kv_head, BLOCK_SIZE, V_DIM)
     dtype: tl.constexpr = q.dtype.element_ty if DEPTH < D_TILE else q.dtype
     if DEPTH < D_TILE:
         scores = tl.zeros([acc.shape[0], BLOCK_N], tl.float32)
@@ -118,10 +124,10 @@ def attend_tile(
             part = tl.load(q + dims[None, :], mask=is_query[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
             k = load_dims(k_cache_ptr, offsets, first, HEAD_DIM, D_TILE, DEPTH)
             scores = tl.dot(part, tl.trans(k.to(dtype)), scores, input_precision="ieee")
-        v = load_dims(v_cache_ptr, offsets, 0, HEAD_DIM, D_TILE, D_TILE)
+        v = load_dims(v_cache_ptr, v_offsets, 0, V_DIM, V_TILE, V_TILE)
     else:
         # Values first: on AMD keys pass through LDS behind a barrier, and a load after that begins too late.
-        v = load_dims(v_cache_ptr, offsets, 0, HEAD_DIM, D_TILE, D_TILE)
+        v = load_dims(v_cache_ptr, v_offsets, 0, V_DIM, V_TILE, V_TILE)
         k = load_dims(k_cache_ptr, offsets, 0, HEAD_DIM, D_TILE, D_TILE)
         scores = tl.dot(q, tl.trans(k.to(dtype)), input_precision="ieee")
     scores = scores * scale  # [M, N]
@@ -153,9 +159,9 @@ def attend_tile(
 @jit(do_not_specialize=["table_stride"])  # It differs from step to step.
 def attention_prefill_kernel(
     q_ptr,  # [T, Hq, D]
-    out_ptr,  # [T, Hq, D], contiguous
+    out_ptr,  # [T, Hq, V], contiguous
     k_cache_ptr,  # [num_blocks, Hkv, BLOCK_SIZE, D]
-    v_cache_ptr,
+    v_cache_ptr,  # [num_blocks, Hkv, BLOCK_SIZE, V]
     tiles_ptr,  # [tiles, 2] int32: row, and the first of its tokens
     query_starts_ptr,  # [B + 1] int32
     seq_lens_ptr,  # [B] int32
@@ -164,6 +170,7 @@ def attention_prefill_kernel(
     q_stride,
     q_head_stride,
     block_stride,
+    v_block_stride,
     table_stride,
     scale,
     soft_cap,
@@ -179,6 +186,8 @@ def attention_prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_TILE: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DEPTH: tl.constexpr = WHOLE,  # as in attend_tile
@@ -202,12 +211,14 @@ def attention_prefill_kernel(
     is_query = (members < TOKENS * GROUP) & (tokens < num_queries)
     positions = tl.where(is_query, context + tokens, -1)
     dims = tl.arange(0, D_TILE)
-    is_value = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    is_element = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    v_dims = tl.arange(0, V_TILE)
+    is_value = is_query[:, None] & (v_dims < V_DIM)[None, :]
     places = (query_start + tokens).to(tl.int64)
     q_rows = places[:, None] * q_stride + heads[:, None] * q_head_stride
-    q = q_ptr + q_rows if DEPTH < D_TILE else tl.load(q_ptr + (q_rows + dims[None, :]), mask=is_value, other=0.0)
+    q = q_ptr + q_rows if DEPTH < D_TILE else tl.load(q_ptr + (q_rows + dims[None, :]), mask=is_element, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, D_TILE], tl.float32)
+    acc = tl.zeros([BLOCK_M, V_TILE], tl.float32)
     if HAS_SINKS:
         peak = tl.load(sinks_ptr + heads, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -230,18 +241,18 @@ def attention_prefill_kernel(
         for key in range(0, start, BLOCK_N):
             acc, peak, total = attend_tile(
                 q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
-                kv_head, block_stride, scale, soft_cap, window, head_dim, False, False, False, HAS_SOFT_CAP,
-                BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
+                kv_head, block_stride, v_block_stride, scale, soft_cap, window, head_dim, False, False, False,
+                HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM, D_TILE, V_DIM, V_TILE, BLOCK_N, DEPTH,
             )  # fmt: skip
     for key in range(start, end, BLOCK_N):
         acc, peak, total = attend_tile(
             q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
-            kv_head, block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, IS_CHUNKED, HAS_SOFT_CAP,
-            BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
+            kv_head, block_stride, v_block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, IS_CHUNKED,
+            HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM, D_TILE, V_DIM, V_TILE, BLOCK_N, DEPTH,
         )  # fmt: skip
 
     out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-    out_offsets = (places * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    out_offsets = (places * (KV_HEADS * GROUP) + heads)[:, None] * V_DIM + v_dims[None, :]
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=is_value)
 
 
@@ -278,7 +289,7 @@ def attention_prefill(
 ) -> None:
     """Attend from each span's tokens to all before them and themselves, into the same places of `out`.
 
-    q [T, Hq, D]: any strides but the last, 1; `out` [T, Hq, D] contiguous. `tiles` [tiles, 2] int32: rows, and the
+    q [T, Hq, D]: any strides but the last, 1; `out` [T, Hq, V] contiguous. `tiles` [tiles, 2] int32: rows, and the
     first token of each in `tokens_of_tile` of its span; tokens of no tile are left alone. `query_starts` [B + 1],
     `seq_lens` [B], `block_tables` [B, max_blocks]: int32. Caches as in `store`, the step's own K and V in them.
     """
@@ -301,6 +312,7 @@ def attention_prefill(
         q.stride(0),
         q.stride(1),
         cache.k_cache.stride(0),
+        cache.v_cache.stride(0),
         block_tables.stride(0),
         *scales(options),
         options.v_scale,
@@ -315,6 +327,8 @@ def attention_prefill(
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         D_TILE=max(16, next_power_of_2(head_dim)),
+        V_DIM=cache.v_cache.shape[3],
+        V_TILE=max(16, next_power_of_2(cache.v_cache.shape[3])),
         **{**config.blocks, "BLOCK_M": _tile_rows(config, group)},
         **config.options(target),
     )
@@ -330,10 +344,10 @@ def attention_prefill(
 @jit(do_not_specialize=["table_stride", "num_pieces"])  # They differ from step to step.
 def attention_decode_kernel(
     q_ptr,  # [B * QUERY_LEN, Hq, D]
-    partial_ptr,  # [B, pieces, QUERY_LEN * Hq, D] float32
+    partial_ptr,  # [B, pieces, QUERY_LEN * Hq, V] float32
     partial_lse_ptr,  # [B, pieces, QUERY_LEN * Hq] float32, logarithms to base 2
     k_cache_ptr,  # [num_blocks, Hkv, BLOCK_SIZE, D]
-    v_cache_ptr,
+    v_cache_ptr,  # [num_blocks, Hkv, BLOCK_SIZE, V]
     items_ptr,  # [items] int32: row * MAX_PIECES + piece
     num_items_ptr,  # [1] int32
     seq_lens_ptr,  # [B] int32
@@ -341,6 +355,7 @@ def attention_decode_kernel(
     q_stride,
     q_head_stride,
     block_stride,
+    v_block_stride,
     table_stride,
     num_pieces,
     scale,
@@ -356,6 +371,8 @@ def attention_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_TILE: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
@@ -371,7 +388,9 @@ def attention_decode_kernel(
     heads = kv_head * GROUP + members % GROUP
     is_query = tokens < QUERY_LEN
     dims = tl.arange(0, D_TILE)
-    is_value = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    is_element = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    v_dims = tl.arange(0, V_TILE)
+    is_value = is_query[:, None] & (v_dims < V_DIM)[None, :]
     q_rows = tokens[:, None] * q_stride + heads[:, None] * q_head_stride
     q_offsets = q_rows + dims[None, :]
 
@@ -395,16 +414,16 @@ def attention_decode_kernel(
         if DEPTH < D_TILE:
             q = q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_rows
         else:
-            q = tl.load(q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_offsets, mask=is_value, other=0.0)
-        acc = tl.zeros([BLOCK_M, D_TILE], tl.float32)
+            q = tl.load(q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_offsets, mask=is_element, other=0.0)
+        acc = tl.zeros([BLOCK_M, V_TILE], tl.float32)
         peak = tl.full([BLOCK_M], NOTHING_YET, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
         for key in range(start, end, BLOCK_N):
             acc, peak, total = attend_tile(
                 q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, first_seen, end, positions,
-                kv_head, block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, IS_CHUNKED, HAS_SOFT_CAP,
-                BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N, DEPTH,
+                kv_head, block_stride, v_block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, IS_CHUNKED,
+                HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM, D_TILE, V_DIM, V_TILE, BLOCK_N, DEPTH,
             )  # fmt: skip
         is_any = total > 0
         safe = tl.where(is_any, total, 1.0)
@@ -412,7 +431,7 @@ def attention_decode_kernel(
         places = (row * num_pieces + piece).to(tl.int64) * (QUERY_LEN * KV_HEADS * GROUP)
         places += tokens * (KV_HEADS * GROUP) + heads
         tl.store(partial_lse_ptr + places, lse, mask=is_query)
-        tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc / safe[:, None], mask=is_value)
+        tl.store(partial_ptr + places[:, None] * V_DIM + v_dims[None, :], acc / safe[:, None], mask=is_value)
 
 
 def attention_decode(
@@ -431,7 +450,7 @@ def attention_decode(
 ) -> None:
     """Attend from the last `query_len` tokens of each row, piece by piece.
 
-    q [B * query_len, Hq, D]: any strides but the last, 1. `partial` [B, pieces, query_len * Hq, D] and `partial_lse`
+    q [B * query_len, Hq, D]: any strides but the last, 1. `partial` [B, pieces, query_len * Hq, V] and `partial_lse`
     [B, pieces, query_len * Hq], float32, get the pieces' results and the logarithms, to base 2, of their weights.
     `items` and `num_items` [1], int32: what `pieces.list_pieces` gives; `items` may be longer. `seq_lens` [B] and
     `block_tables` [B, max_blocks], int32. Caches as in `store`, the step's own K and V in them. As many programs run
@@ -458,6 +477,7 @@ def attention_decode(
         block_tables,
         *q.stride()[:2],
         cache.k_cache.stride(0),
+        cache.v_cache.stride(0),
         block_tables.stride(0),
         partial.shape[1],
         *scales(options),
@@ -472,6 +492,8 @@ def attention_decode(
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         D_TILE=max(16, next_power_of_2(head_dim)),
+        V_DIM=cache.v_cache.shape[3],
+        V_TILE=max(16, next_power_of_2(cache.v_cache.shape[3])),
         BLOCK_M=rows,
         TILES=tiles,
         **launch.keywords,
@@ -584,7 +606,10 @@ def paged_attention(
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attention of a step's tokens to the keys and values that are stored. # q and out [T, Hq, D], sinks [Hq]"""
+    """Attention of a step's tokens to the keys and values that are stored.
+
+    # q [T, Hq, D], out [T, Hq, V], sinks [Hq]
+    """
     decodes, tokens = plan.num_decodes * plan.query_len, q.shape[0]
     if 0 < decodes < tokens:
         attend_decodes(q[:decodes], out[:decodes], cache, plan, options, sinks)
@@ -602,7 +627,7 @@ def attend_spans(
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """The spans of a step, whose decodes are left alone. # [T, Hq, D] each, of all tokens"""
+    """The spans of a step, whose decodes are left alone. # q [T, Hq, D], out [T, Hq, V], of all tokens"""
     assert plan.tiles is not None
     tables = plan.block_tables
     attention_prefill(q, out, cache, plan.tiles, plan.query_starts, plan.seq_lens, tables, options, sinks)
@@ -616,10 +641,10 @@ def attend_decodes(
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """The decodes of a step. # [num_decodes * query_len, Hq, D] each"""
-    _, heads, head_dim = q.shape
+    """The decodes of a step. # q [num_decodes * query_len, Hq, D], out [num_decodes * query_len, Hq, V]"""
+    _, heads, value_dim = out.shape
     rows, members = plan.num_decodes, plan.query_len * heads
-    partial = q.new_empty(rows, plan.max_pieces, members, head_dim, dtype=torch.float32)
+    partial = q.new_empty(rows, plan.max_pieces, members, value_dim, dtype=torch.float32)
     weights = q.new_empty(rows, plan.max_pieces, members, dtype=torch.float32)
     attention_decode(
         q,

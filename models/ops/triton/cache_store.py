@@ -172,6 +172,7 @@ def store_kernel(
     v_stride,
     v_head_stride,
     block_stride,
+    v_block_stride,
     eps,
     norm_offset,
     k_scale,
@@ -180,6 +181,7 @@ def store_kernel(
     Q_HEADS: tl.constexpr,  # 0 where queries stay as they are
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,  # HEAD_DIM where nothing rotates
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -189,6 +191,8 @@ def store_kernel(
     IS_FP8: tl.constexpr,
     HALF_TILE: tl.constexpr,
     REST_TILE: tl.constexpr,
+    V_HALF: tl.constexpr,  # values are moved as two halves too, of this size; what is left is their rest
+    V_HALF_TILE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """A program takes BLOCK_H heads of one token: of its queries, its keys or its values."""
@@ -223,10 +227,11 @@ def store_kernel(
         )  # fmt: skip
     else:
         heads = (part - Q_TILES - KV_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
+        v_page = (slot // BLOCK_SIZE) * v_block_stride + (slot % BLOCK_SIZE) * V_DIM
         _move_heads(
-            v_ptr + token * v_stride, v_cache_ptr + page + heads[:, None] * (BLOCK_SIZE * HEAD_DIM),
+            v_ptr + token * v_stride, v_cache_ptr + v_page + heads[:, None] * (BLOCK_SIZE * V_DIM),
             heads * v_head_stride, heads < KV_HEADS, k_weight_ptr, eps, norm_offset, cos_ptr, sin_ptr, v_scale, limit,
-            1.0, False, False, False, False, IS_FP8, HEAD_DIM, HALF, HALF_TILE, REST_TILE,
+            1.0, False, False, False, False, IS_FP8, V_DIM, V_HALF, V_HALF_TILE, REST_TILE,
         )  # fmt: skip
 
 
@@ -245,12 +250,14 @@ def store(
 
     Without k and v nothing is written. `q_scales` [T, 1] float32: factors of the queries, applied last.
 
-    q [T, Hq, D], k and v [T, Hkv, D]: any strides but the last, 1. `slots` [T] int64: block * block_size + offset; a
-    token of slot -1 is kept nowhere. Caches [num_blocks, Hkv, block_size, D], pages contiguous, of the model's type
-    or FP8, divided by the options' scales. `norms`: weights [D], then `rotation`: 2 x [T, 1, rotary_dim] float32.
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, V]: any strides but the last, 1. `slots` [T] int64: block * block_size +
+    offset; a token of slot -1 is kept nowhere. Caches [num_blocks, Hkv, block_size, D or V], pages contiguous, of the
+    model's type or FP8, divided by the options' scales. `norms`: weights [D], then `rotation`: 2 x [T, 1, rotary_dim]
+    float32.
     The queries are new where something is done to them, else the same.
     """
     num_tokens, q_heads, head_dim = q.shape
+    value_dim = cache.v_cache.shape[3]
     kv_heads, block_size = 0 if k is None else k.shape[1], cache.k_cache.shape[2]
     is_changed = norms is not None or rotation is not None or q_scales is not None
     q_out = q.new_empty(num_tokens, q_heads, head_dim) if is_changed else q
@@ -280,6 +287,7 @@ def store(
         *k.stride()[:2],
         *v.stride()[:2],
         cache.k_cache.stride(0),
+        cache.v_cache.stride(0),
         0.0 if norms is None else norms.q.eps,
         0.0 if norms is None else norms.q.offset,
         options.k_scale,
@@ -288,6 +296,7 @@ def store(
         Q_HEADS=q_heads if is_changed else 0,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
+        V_DIM=value_dim,
         ROTARY_DIM=rotary_dim,
         BLOCK_SIZE=block_size,
         HAS_NORM=norms is not None,
@@ -295,16 +304,23 @@ def store(
         HAS_ROTATION=rotation is not None,
         HAS_Q_SCALES=q_scales is not None,
         IS_FP8=cache_dtype.itemsize == 1,
-        **store_tiles(head_dim, rotary_dim),
+        **store_tiles(head_dim, rotary_dim, value_dim),
         **{**launch.keywords, "BLOCK_H": block_h},
     )
     return q_out
 
 
 @functools.cache
-def store_tiles(head_dim: int, rotary_dim: int) -> Mapping[str, int]:
+def store_tiles(head_dim: int, rotary_dim: int, value_dim: int) -> Mapping[str, int]:
     rest = max(1, head_dim - rotary_dim)
-    return {"HALF_TILE": next_power_of_2(rotary_dim // 2), "REST_TILE": next_power_of_2(rest)}
+    # Values as large as keys are moved by the same code.
+    half = rotary_dim // 2 if value_dim == head_dim else value_dim // 2
+    return {
+        "HALF_TILE": next_power_of_2(rotary_dim // 2),
+        "REST_TILE": next_power_of_2(rest),
+        "V_HALF": half,
+        "V_HALF_TILE": next_power_of_2(half),
+    }
 
 
 # The store of normalised latents, each followed by its rotated key, and the rotation of the queries; also the store of

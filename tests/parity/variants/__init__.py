@@ -40,6 +40,8 @@ DERIVED = frozenset(
         *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM"),
         *("Lfm3ForCausalLM", "MiniMaxForCausalLM", "FalconMambaForCausalLM", "Glm4MoeLiteForCausalLM"),
         *("OlmoHybridForCausalLM", "JambaForCausalLM", "Gemma3nForCausalLM", "Zamba2ForCausalLM"),
+        *("CwmForCausalLM", "ExaoneMoeForCausalLM", "Gemma4UnifiedForCausalLM", "HYV3ForCausalLM"),
+        *("MinistralForCausalLM", "SolarOpenForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
     }
 )

@@ -50,6 +50,8 @@ class AttentionCase(Case):
     has_q_scales: bool = False
     stores: bool = True
     """Whether the layer has keys and values of its own."""
+    value_dim: int | None = None
+    """Elements of a value; None: `head_dim`."""
 
     @property
     def key(self) -> Hashable:
@@ -60,7 +62,7 @@ class AttentionCase(Case):
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: a step of decodes and spans, short and over several pieces; its store, then its attention."""
         step = _Step(self, problems)
-        before = step.pool.clone()
+        before = step.pools_now()
         q, k, v = step.queries_keys_values()
         rotation, norms = step.rotation, self.norms
         cache, options = as_hardware_reads(step.cache, self.options, problems.device)
@@ -68,11 +70,11 @@ class AttentionCase(Case):
         is_first = options.is_rotated_first
         stored_q = store(q, k, v, cache, step.slots, options, norms, rotation, q_scales)
         if not self.stores:
-            before = step.pool.clone()
+            before = step.pools_now()
             stored_q = store(q, None, None, cache, step.slots, options, norms, rotation, q_scales)
-            is_same = torch.equal(before.view(torch.uint8), step.pool.view(torch.uint8))
+            is_same = all(torch.equal(_bytes(then), _bytes(now)) for then, now in zip(before, step.pools, strict=True))
             yield Finding(f"a cache that {self} only reads", exact_match(is_same))
-            before = step.pool.clone()
+            before = step.pools_now()
         rounded, of = rounding_bound(self.dtype), str(self)
         if norms is not None or rotation is not None or q_scales is not None:
             exact, magnitude = _moved(q, None if norms is None else norms.q, rotation, is_first, q_scales)
@@ -90,7 +92,7 @@ class AttentionCase(Case):
             yield Finding(f"stored {what} of {of}", relative_error(found, exact, bound))
         yield Finding(f"what a store must not change, of {of}", exact_match(step.is_elsewhere_as(before)))
 
-        found = torch.empty_like(stored_q)
+        found = stored_q.new_empty(*stored_q.shape[:2], cache.v_cache.shape[3])
         paged_attention(stored_q, found, cache, step.plan, options, step.sinks)
         exact, magnitude = (
             reference.attend(stored_q.float(), each, *step.rows, options, step.sinks)
@@ -102,7 +104,8 @@ class AttentionCase(Case):
 
     def __str__(self) -> str:
         window = self.options.sliding_window
-        parts = [f"{self.heads} heads to {self.kv_heads} of {self.head_dim}"]
+        values = "" if self.value_dim is None else f" and values of {self.value_dim}"
+        parts = [f"{self.heads} heads to {self.kv_heads} of {self.head_dim}{values}"]
         kind = "chunks" if self.options.is_chunked else "a window"
         parts += [f"{kind} of {window}"] if window is not None else []
         parts += ["a soft cap"] if self.options.soft_cap is not None else []
@@ -133,24 +136,28 @@ class _Step:
         self.slots = _joined(rows.slots, [slice(-count, None) for count in queries], problems.device)
         arrays = np.array(queries), np.array(lengths), rows.tables.numpy()
         self.plan = _plan(*arrays, len(decodes), tile_tokens, problems.device)
-        shape = rows.num_blocks, 4 * form.kv_heads, block, form.head_dim
-        self.pool = problems.pool(*shape, dtype=form.cache_dtype)
+        # Of the same size, keys and values are pages of one pool.
+        self._dims = form.head_dim, form.value_dim or form.head_dim
+        shape = rows.num_blocks, 4 * form.kv_heads, block
+        self.pools = [problems.pool(*shape, dim, dtype=form.cache_dtype) for dim in dict.fromkeys(self._dims)]
         pages = (slice(nth * form.kv_heads, (nth + 1) * form.kv_heads) for nth in (1, 2))
-        self.cache = KVCacheTensor(*(self.pool[:, some] for some in pages))
+        of_keys, of_values = self.pools[0], self.pools[-1]
+        self.cache = KVCacheTensor(*(pool[:, some] for pool, some in zip((of_keys, of_values), pages, strict=True)))
         self.sinks = problems.normal(form.heads, dtype=form.dtype) if form.has_sinks else None
         self._num_tokens = len(self.slots)
         cache, options = as_hardware_reads(self.cache, form.options, problems.device)
         earlier = _joined(rows.slots, [slice(0, -count) for count in queries], problems.device)
-        k, v = (problems.normal(len(earlier), form.kv_heads, form.head_dim, dtype=form.dtype) for _ in range(2))
+        k, v = (problems.normal(len(earlier), form.kv_heads, dim, dtype=form.dtype) for dim in self._dims)
         reference.store(k, k, v, cache, earlier, options)
 
     def queries_keys_values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of one projection of the step's tokens. # [T, Hq, D], 2 x [T, Hkv, D]"""
-        form = self._form
-        heads = form.heads + 2 * form.kv_heads
-        qkv = self._numbers.normal(self._num_tokens, heads * form.head_dim, dtype=form.dtype, scale=1.5)
-        by_head = qkv.view(self._num_tokens, heads, form.head_dim)
-        q, k, v = torch.split(by_head, [form.heads, form.kv_heads, form.kv_heads], dim=1)
+        """Views of one projection of the step's tokens. # [T, Hq, D], [T, Hkv, D], [T, Hkv, V]"""
+        form, (dim, value_dim) = self._form, self._dims
+        heads = ((form.heads, dim), (form.kv_heads, dim), (form.kv_heads, value_dim))
+        sizes = [count * of_head for count, of_head in heads]
+        qkv = self._numbers.normal(self._num_tokens, sum(sizes), dtype=form.dtype, scale=1.5)
+        parts = zip(qkv.split(sizes, dim=1), heads, strict=True)
+        q, k, v = (part.view(self._num_tokens, *of_part) for part, of_part in parts)
         return q, k, v
 
     @property
@@ -171,17 +178,28 @@ class _Step:
         blocks, offsets = self._places
         return pages.view(torch.uint8)[blocks, :, offsets].view(pages.dtype).float()
 
-    def is_elsewhere_as(self, before: torch.Tensor) -> bool:
-        """Whether the pool is unchanged except for the step's keys and values."""
+    def pools_now(self) -> list[torch.Tensor]:
+        """Copies of the pools."""
+        return [pool.clone() for pool in self.pools]
+
+    def is_elsewhere_as(self, before: list[torch.Tensor]) -> bool:
+        """Whether the pools are unchanged except for the step's keys and values."""
         blocks, offsets = self._places
         heads = self._form.kv_heads
-        now, then = self.pool.view(torch.uint8), before.view(torch.uint8)
-        then[blocks, heads : 3 * heads, offsets] = now[blocks, heads : 3 * heads, offsets]
-        return torch.equal(now, then)
+        for pool, earlier in zip(self.pools, before, strict=True):
+            now, then = _bytes(pool), _bytes(earlier)
+            then[blocks, heads : 3 * heads, offsets] = now[blocks, heads : 3 * heads, offsets]
+            if not torch.equal(now, then):
+                return False
+        return True
 
     @property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.slots // self._form.block_size, self.slots % self._form.block_size
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
 
 
 def _joined(slots: list[torch.Tensor], parts: list[slice], device: torch.device) -> torch.Tensor:
@@ -256,9 +274,8 @@ def small_cases(device: torch.device) -> dict[str, Case]:
     def case(dtype: torch.dtype, cache: torch.dtype, **fields: Any) -> AttentionCase:
         options = AttentionOptions(0.25, k_scale=0.5, v_scale=2.0)
         defaults: dict[str, Any] = {"options": options, "has_sinks": False, "norms": None, "rotary_dim": 16}
-        return AttentionCase(
-            heads=3, kv_heads=1, head_dim=16, dtype=dtype, cache_dtype=cache, block_size=16, **(defaults | fields)
-        )
+        defaults |= {"heads": 3, "kv_heads": 1, "head_dim": 16, "block_size": 16}
+        return AttentionCase(dtype=dtype, cache_dtype=cache, **(defaults | fields))
 
     def norms(offset: float) -> HeadNorms:
         problems = Problems(device)
@@ -279,5 +296,9 @@ def small_cases(device: torch.device) -> dict[str, Case]:
         "chunks of the last tokens, in another layer's cache": case(
             _FP16, _FP16, options=chunked, query_len=3, stores=False
         ),
+        "values smaller than keys, windows and sinks": case(
+            _BF16, _BF16, head_dim=24, value_dim=16, options=windowed, has_sinks=True, rotary_dim=8
+        ),
+        "values larger than keys, FP8": case(_BF16, _FP8, value_dim=24, query_len=2),
         "windows, soft caps and sinks, FP8": case(_BF16, _FP8, options=windowed, has_sinks=True, rotary_dim=8),
     }

@@ -1,0 +1,34 @@
+"""Code World Model: Llama 3.1 whose layers, but for one in four, attend in a window."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from models.architectures.llama import LlamaForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
+from models.config.fields import Fields
+
+_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
+    """All but the first of each four layers."""
+    return [fields.has("sliding_window") and layer % 4 != 0 for layer in range(num_layers)]
+
+
+_FACTS = ConfigFacts(
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _ROPE, "sliding_window": 8192},
+    bias_field="",
+    windowed_layers=_windowed,
+)
+
+
+@architecture("CwmForCausalLM", _FACTS)
+class CwmForCausalLM(LlamaForCausalLM):
+    """Code World Model with its language-model head."""
