@@ -88,8 +88,9 @@ def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
     for case in cases:
         from models.ops.triton.cases.attention import AttentionCase
 
-        is_even = isinstance(case, AttentionCase) and case.value_dim is None and not case.has_sinks
-        if is_even and flash_attention.supports(case.options, None):
+        if not isinstance(case, AttentionCase) or case.has_sinks or case.value_dim is not None:
+            continue
+        if flash_attention.supports(case.options, None):
             sizes = case.heads, case.kv_heads, case.head_dim
             flash = FlashCase(*sizes, case.options, case.dtype, case.cache_dtype, case.block_size)
             found.setdefault(flash.key, flash)

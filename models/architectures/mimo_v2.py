@@ -68,12 +68,11 @@ def _complete(fields: Fields) -> Fields:
         if name in fields.values and not fields.has(name):
             values[name] = 1.0
     ropes = fields.section("rope_parameters")
-    for_all = ropes is None or not (ropes.has(_FULL) or ropes.has(_LOCAL))
-    values["rope_parameters"] = {
-        kind: {"rope_theta": theta, "partial_rotary_factor": _SHARE}
-        | ({} if ropes is None or for_all else (ropes.section(kind) or ropes).values)
-        for kind, theta in _THETAS.items()
-    }
+    kinds = {}
+    for kind, theta in _THETAS.items():
+        own = None if ropes is None else ropes.section(kind)
+        kinds[kind] = {"rope_theta": theta, "partial_rotary_factor": _SHARE, **({} if own is None else own.values)}
+    values["rope_parameters"] = kinds
     values.pop("partial_rotary_factor", None)
     return Fields(values, fields.where)
 

@@ -12,7 +12,14 @@ from models.architectures.registry import ConfigFacts, architecture
 from models.layers.attention import Attention
 from models.layers.base import CacheSpec
 from models.layers.gated_delta_net import GatedDeltaNet
-from models.layers.linear import QKVParallelLinear, RowParallelLinear, VocabParallelEmbedding, logits
+from models.layers.linear import (
+    ParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    logits,
+)
+from models.layers.lora import OutputPart, Span
 from models.layers.norm import OffsetRMSNorm
 from models.layers.parameter import empty_parameter, load_whole
 from models.layers.rotary import RotaryEmbedding
@@ -60,16 +67,23 @@ class Qwen3NextAttention(nn.Module):
         return self.o_proj(gate_heads(attended, gate).view(num_tokens, -1))  # type: ignore[no-any-return]
 
 
-class SharedExpertGate(nn.Module):
-    """The gate on the shared expert's output."""
+class SharedExpertGate(ParallelLinear):
+    """The gate on the shared expert's output, whole on every rank."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
+        self.in_features, self.inputs = hidden_size, slice(0, hidden_size)
+        self.parts = {None: OutputPart(1, (Span(0, 1, 0),))}
         self.weight = empty_parameter(1, hidden_size, weight_loader=load_whole, is_product=True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The gate's logits. # [tokens, hidden_size] -> [tokens, 1] float32"""
-        return logits(hidden, self.weight)
+        found = logits(hidden, self.weight)
+        if self.lora is None:
+            return found
+        added = hidden.new_zeros(len(hidden), 1)
+        self.lora.apply(added, hidden)
+        return found + added
 
 
 class Qwen3NextSparseBlock(nn.Module):

@@ -46,7 +46,7 @@ class Scratch:
         sizes = [rows * each for each in columns]
         if dtype not in self._buffers or self._buffers[dtype].numel() < sum(sizes):
             self._buffers[dtype] = torch.empty(sum(sizes), dtype=dtype)
-        return [part.view(rows, -1) for part in self._buffers[dtype][: sum(sizes)].split(sizes)]
+        return [part.view(rows, -1) for part in torch.split(self._buffers[dtype][: sum(sizes)], sizes)]
 
 
 class PagedKV:

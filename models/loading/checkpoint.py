@@ -16,6 +16,7 @@ from models.architectures.encoder_config import EncoderConfig
 from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ARCHITECTURES, ENCODERS, INDEXED_LAYERS, TEXT_PARTS
 from models.config.fields import Fields, read_config, read_generation_config
+from models.config.rope import RopeContext
 from models.errors import CheckpointError, first_line
 from models.quantization.methods import parse_quantization
 
@@ -109,6 +110,17 @@ class TransformersConfig(CheckpointConfig):
 
     runs_by: ClassVar[str] = "transformers' own code over Kaon's paged attention (the general route)"
 
+    rope: RopeContext | None = None
+    """How rotary frequencies depend on a sequence's length; None: not at all."""
+
+    @property
+    def default_max_len(self) -> int:
+        """Without the stretch of a `dynamic` rope, as transformers' `max_position_embeddings`."""
+        return self.rope.original if self.rope is not None and self.rope.grows else self.max_model_len
+
+    def rope_context(self, served: int) -> RopeContext | None:
+        return self.rope if self.rope is not None and served > self.rope.original else None
+
     @classmethod
     def from_checkpoint(cls, path: Path, config: Fields, generation: Fields) -> "TransformersConfig":
         """Read `path`, given its two files. Raises `CheckpointError` for a model that cannot be served."""
@@ -133,6 +145,10 @@ class TransformersConfig(CheckpointConfig):
             raise CheckpointError(
                 f"alibi of {config.where} is true; the general route cannot serve biases on attention scores"
             )
+        rope = _rope_context(text)
+        stretched = 0
+        if rope is not None and rope.grows:
+            stretched = int(rope.original * text.rope_parameters.get("factor", 1.0))
         length = next((name for name in _LENGTHS if getattr(text, name, None) is not None), _LENGTHS[0])
         names = ("vocab_size", "bos_token_id", "eos_token_id", length)
         read = Fields({name: getattr(text, name, None) for name in names}, config.where)
@@ -141,12 +157,28 @@ class TransformersConfig(CheckpointConfig):
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
             # One token of a prompt and one generated.
-            max_model_len=read.integer(length, minimum=2),
+            max_model_len=max(read.integer(length, minimum=2), stretched),
             dtype=_dtype(text, whole, config),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or read.token_ids("eos_token_id"),
             quantization=parse_quantization(config, path),
+            rope=rope,
         )
+
+
+def _rope_context(text: Any) -> RopeContext | None:
+    """What transformers' configuration says of a rope that depends on lengths.
+
+    Ropes by kind of layer are judged when the model is there.
+    """
+    parameters = getattr(text, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return None
+    kind, whole = parameters.get("rope_type"), getattr(text, "max_position_embeddings", None)
+    original = parameters.get("original_max_position_embeddings") if kind == "longrope" else whole
+    if kind not in ("dynamic", "longrope") or not isinstance(original, int):
+        return None
+    return RopeContext(original, kind == "dynamic")
 
 
 def read_checkpoint_config(

@@ -21,6 +21,7 @@ from models.architectures.registry import INDEXED_LAYERS
 from models.attention.backend import select_backend
 from models.attention.context import Context, forward_context
 from models.config.fields import read_config
+from models.config.rope import RopeContext, lengths_of, without_lengths
 from models.errors import CheckpointError, first_line
 from models.layers.base import CacheSpec, KVCacheSpec, VectorCacheSpec
 from models.loading.checkpoint import TransformersConfig, causal_model_class, some, tensors_of_file, weight_files
@@ -107,7 +108,9 @@ class TransformersModel(nn.Module):
         """
         super().__init__()
         self.model = model
-        _fix_rotary_length(model, config.max_model_len)
+        self._carried: torch.Tensor | None = None
+        """Positions of the pass that is computed, with the lengths that they carry; None: of a sequence alone."""
+        _follow_lengths(model, config.rope_context(config.max_model_len), lambda: self._carried)
         self._indexed = _indexed_caches(model, config.architecture)
         structure = _find_structure(model, config.architecture, dtype, self._indexed)
         install(structure.attention)
@@ -119,8 +122,13 @@ class TransformersModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        caches = {} if self._indexed is None else self._indexed.served(positions)
-        output = self._body[0](input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **caches)
+        plain = without_lengths(positions)
+        caches = {} if self._indexed is None else self._indexed.served(plain)
+        self._carried = positions
+        try:
+            output = self._body[0](input_ids=input_ids[None], position_ids=plain[None], use_cache=False, **caches)
+        finally:
+            self._carried = None
         return cast(torch.Tensor, output.last_hidden_state[0])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -228,12 +236,14 @@ def _find_structure(
     return _Structure(attention, bodies[0][0], type(bodies[0][1]))
 
 
-def _fix_rotary_length(model: nn.Module, max_model_len: int) -> None:
-    """Fix the rotary embeddings that depend on the longest sequence of a step to the longest that is served.
+def _follow_lengths(model: nn.Module, context: RopeContext | None, carried: Callable[[], torch.Tensor | None]) -> None:
+    """Have rotary embeddings that depend on lengths compute each token with the length of its own sequence.
 
-    Otherwise a long sequence would change the keys of others, and cached keys would not fit later queries.
+    transformers takes the longest position of a call for all of it. `context`: how frequencies depend on lengths, or
+    None where sequences are too short for that. `carried` gives the positions of a step with their lengths. Raises
+    `CheckpointError` where kinds of layers differ.
     """
-    for module in model.modules():
+    for module in list(model.modules()):
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
             if changing := sorted(str(name) for name in kind.values() if "dynamic" in str(name) or name == "longrope"):
@@ -241,11 +251,46 @@ def _fix_rotary_length(model: nn.Module, max_model_len: int) -> None:
                     f"rope type {changing[0]} by kind of layer changes with a step's longest sequence, which the "
                     "general route cannot serve"
                 )
-        elif isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-            weight = next(model.parameters())
-            with torch.inference_mode(False), torch.no_grad():
-                module(weight[:1], torch.tensor([[max_model_len - 1]], device=weight.device))
-            module.rope_type = "default"  # type: ignore[assignment]
+        elif context is not None and kind in ("dynamic", "longrope"):
+            module.forward = _by_length(module, module.forward, context, carried)
+
+
+def _by_length(
+    module: Any, compute: Callable[..., Any], context: RopeContext, carried: Callable[[], torch.Tensor | None]
+) -> Callable[..., Any]:
+    """The forward pass of a rotary embedding, one call for each length of a step.
+
+    A call has one more position, the last one of a sequence of that length, whose result is dropped.
+    """
+
+    def forget() -> None:
+        # transformers keeps the frequencies of the longest sequence so far, and may compare with that length.
+        if context.grows:
+            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq, module.original_max_seq_len
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        positions = carried()
+        if positions is None:
+            forget()
+            return compute(x, position_ids, *arguments, **keywords)
+        lengths = lengths_of(positions)
+        if context.grows:
+            lengths = torch.maximum(lengths, position_ids[0] + 1)
+        lengths = lengths.clamp(min=context.original)
+        tables: list[torch.Tensor] = []
+        for length in sorted(set(lengths.tolist())):
+            forget()
+            rows = (lengths == length).nonzero()[:, 0]
+            last = position_ids.new_tensor([[length - 1]])
+            found = compute(x, torch.cat((position_ids[:, rows], last), 1), *arguments, **keywords)
+            parts = found if isinstance(found, tuple) else (found,)
+            if not tables:
+                tables = [part.new_empty(1, len(lengths), *part.shape[2:]) for part in parts]
+            for table, part in zip(tables, parts, strict=True):
+                table[:, rows] = part[:, :-1]
+        return tuple(tables) if isinstance(found, tuple) else tables[0]
+
+    return forward
 
 
 def _has_attention_of_its_own(architecture: str) -> CheckpointError:

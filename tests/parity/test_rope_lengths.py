@@ -77,8 +77,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("checkpoint", [longrope, dynamic])
 @pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("route", ["kaon", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_requests_of_all_lengths_share_steps(
-    tmp_path: Path, checkpoint: Callable[[Path], Path], settings: str
+    tmp_path: Path, checkpoint: Callable[[Path], Path], settings: str, route: str
 ) -> None:
     path = checkpoint(tmp_path)
     shared = prompt(40, seed=1)
@@ -92,7 +93,7 @@ def test_requests_of_all_lengths_share_steps(
         shared,
         shared + prompt(60, seed=7),
     ]
-    runner = runner_for(path, max_model_len=160, **SETTINGS[settings])
+    runner = runner_for(path, max_model_len=160, model_impl=route, **SETTINGS[settings])
     found, hits, num_preempted = completions(runner, prompts)
     assert found == [expected_tokens(path, tokens) for tokens in prompts]
     assert hits[7] >= 80, "prompts of one length share keys"

@@ -1,7 +1,6 @@
 """The general route: models of transformers, by their own code over our paged attention, compute the same."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +9,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from models.architectures.config import ModelConfig
-from models.config.rope import RopeContext
 from models.errors import CheckpointError
 from models.layers.base import KVCacheSpec, VectorCacheSpec
 from models.loading.checkpoint import TransformersConfig, read_checkpoint_config
@@ -20,7 +18,7 @@ from models.loading.transformers_model import TransformersModel
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.foreign_models import APERTUS, GEMMA2, GLM_MOE_DSA, GPT2, REFUSED, SERVED, Foreign
-from tests.parity.paged_model import CPU, PagedModel, Reference, assert_computes, prompt
+from tests.parity.paged_model import CPU, PagedModel, Reference, Row, assert_computes, prompt
 from tests.parity.test_architectures import GREEDY_TOKENS, generate
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import Variant, all_variants
@@ -125,15 +123,15 @@ LONG_ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", LONG_ROPES)
-def test_a_rope_that_depends_on_the_longest_sequence_fits_the_longest_that_is_served(
-    kind: str, tmp_path: Path
-) -> None:
-    path = make_checkpoint(tmp_path, rope_parameters=LONG_ROPES[kind])
-    tokens = prompt(60, seed=2)
-    ours, general = (PagedModel(path, max_model_len=1024, model_impl=route) for route in ("kaon", "transformers"))
-    # Ours has the frequencies of each sequence's length, so it is given that of the longest.
-    ours.rope = cast(RopeContext, SimpleNamespace(length_of=lambda *lengths: 1024))
-    assert_computes(ours, tokens, general.logits(tokens))
+def test_a_rope_that_depends_on_lengths_follows_each_sequence_s_own(kind: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, rope_parameters=LONG_ROPES[kind], max_position_embeddings=128)
+    ours, general = (PagedModel(path, max_model_len=512, model_impl=route) for route in ("kaon", "transformers"))
+    assert ours.rope == general.rope
+    prompts = [prompt(60, seed=2), prompt(200, seed=3), prompt(128, seed=4), prompt(300, seed=5)]
+    rows = [Row(list(tokens), slot=slot) for slot, tokens in enumerate(prompts)]
+    together = general.step([(row, len(row.tokens)) for row in rows])
+    for tokens, found in zip(prompts, together, strict=True):
+        assert_computes(ours, tokens, found)
 
 
 def test_indexed_attention_keeps_a_latent_and_an_index_key_a_token(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ class _Step:
         heads = ((form.heads, dim), (form.kv_heads, dim), (form.kv_heads, value_dim))
         sizes = [count * of_head for count, of_head in heads]
         qkv = self._numbers.normal(self._num_tokens, sum(sizes), dtype=form.dtype, scale=1.5)
-        parts = zip(qkv.split(sizes, dim=1), heads, strict=True)
+        parts = zip(torch.split(qkv, sizes, dim=1), heads, strict=True)
         q, k, v = (part.view(self._num_tokens, *of_part) for part, of_part in parts)
         return q, k, v
 
