@@ -136,7 +136,16 @@ def _factors(fields: Fields, part: str) -> tuple[float, float]:
 
 def _complete(fields: Fields) -> Fields:
     """The kinds of layers, by their names here."""
+    if not fields.boolean("postnorm", True):
+        raise fields.invalid("postnorm", "true: residuals are of the normed inputs")
+    if fields.integer("shared_intermediate_size", 0, minimum=0):
+        raise fields.invalid("shared_intermediate_size", "0: shared experts are not implemented")
     kinds = fields.strings("layer_types")
+    if not kinds and fields.has("attn_type_list"):
+        attends = fields.integers("attn_type_list")
+        if len(attends) != fields.integer("num_hidden_layers") or not set(attends) <= {0, 1}:
+            raise fields.invalid("attn_type_list", "a list of 0 (lightning attention) or 1, one per layer")
+        kinds = tuple("full_attention" if each else "linear_attention" for each in attends)
     if not kinds:
         layers = range(fields.integer("num_hidden_layers"))
         kinds = tuple("linear_attention" if layer % 2 else "full_attention" for layer in layers)
@@ -156,6 +165,15 @@ def _unread(fields: Fields) -> tuple[str, ...]:
     "MiniMaxForCausalLM",
     ConfigFacts(
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        renamed={
+            f"layernorm_{old}_{factor}": f"{new}_{factor}_factor"
+            for old, new in (
+                ("full_attention", "full_attn"),
+                ("linear_attention", "linear_attn"),
+                ("mlp", "mlp"),
+            )
+            for factor in ("alpha", "beta")
+        },
         complete=_complete,
         layer_kinds=frozenset({"linear_attention"}),
         unread=_unread,

@@ -13,6 +13,15 @@ _LARGEST_NUMBER = 1e18
 """Above any checkpoint's numbers, and low enough that computing with them cannot overflow."""
 
 
+OTHER_CLASS_NAMES = {
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
+    "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
+}
+"""By names that published files have in `architectures`, for code of their own: transformers' name of the class."""
+
+
 class Fields:
     """A JSON object and its origin. A field that is null counts as missing, as in transformers."""
 
@@ -151,7 +160,11 @@ def read_config(path: Path) -> Fields:
     config_path = path / "config.json"
     if not config_path.is_file():
         raise CheckpointError(f"{path} has no config.json; name the directory of a Hugging Face checkpoint")
-    return Fields.from_file(config_path)
+    config = Fields.from_file(config_path)
+    names = config.values.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and names[0] in OTHER_CLASS_NAMES:
+        return Fields({**config.values, "architectures": [OTHER_CLASS_NAMES[names[0]]]}, config.where)
+    return config
 
 
 def read_generation_config(path: Path) -> Fields:

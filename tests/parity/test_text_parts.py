@@ -1,7 +1,8 @@
-"""Checkpoints that also read images: their text part computes what the same text model alone computes."""
+"""Checkpoints of text and images, or under other names: they compute what the same text model computes."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from models.architectures.config import ModelConfig
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
 from models.errors import CheckpointError
-from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import PagedModel, prompt
-from tests.parity.variants import all_variants
+from tests.parity.checkpoints import edit_json, make_checkpoint
+from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
+from tests.parity.variants import all_variants, recurrent
 
 _OLD, _NEW = "language_model.", "model.language_model."
 _TEXT_FIELDS_OF_THE_WHOLE = ("architectures", "dtype", "eos_token_id", "tie_word_embeddings")
@@ -79,3 +80,29 @@ def test_a_text_part_without_a_model_here_is_refused(tmp_path: Path) -> None:
 
 def test_every_text_part_has_a_model_here() -> None:
     assert {text for kinds in TEXT_PARTS.values() for text in kinds.values()} <= set(ARCHITECTURES)
+
+
+def test_minimax_runs_under_the_names_that_it_was_published_with(tmp_path: Path) -> None:
+    """MiniMax-Text-01 and M1 name their classes, kinds of layers and factors otherwise than transformers."""
+    variant = next(each for each in recurrent.VARIANTS if each.architecture == "MiniMaxForCausalLM")
+    path = make_checkpoint(tmp_path, variant.family, **{**variant.overrides, "mlp_alpha_factor": 2.5})
+    reference, tokens = Reference(path), prompt(40)
+    expected = reference.logits(tokens)
+    config = json.loads((path / "config.json").read_text())
+    names = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    changes: dict[str, Any] = {
+        f"layernorm_{new}_{factor}": config.pop(f"{old}_{factor}_factor", 1)
+        for old, new in names.items()
+        for factor in ("alpha", "beta")
+    }
+    changes["attn_type_list"] = [int(kind == "full_attention") for kind in config.pop("layer_types")]
+    changes |= {"architectures": ["MiniMaxText01ForCausalLM"], "postnorm": True, "shared_intermediate_size": 0}
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    assert_same_distribution(PagedModel(path).logits(tokens), expected, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["IQuestCoderForCausalLM", "InternLM3ForCausalLM"])
+def test_llama_runs_under_other_names(tmp_path: Path, name: str) -> None:
+    path = make_checkpoint(tmp_path)
+    edit_json(path / "config.json", architectures=[name])
+    assert ModelConfig.from_checkpoint(path).architecture == "LlamaForCausalLM"

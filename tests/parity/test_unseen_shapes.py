@@ -1,0 +1,128 @@
+"""Random legal configurations of every architecture: what no variant has, computed as transformers computes it.
+
+What transformers itself cannot build or run is no case. What Kaon refuses by a sentence is none either.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.errors import CheckpointError
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import PagedModel, Reference, Row, distribution, prompt
+from tests.parity.tolerance import assert_within
+from tests.parity.variants import Variant, all_variants
+
+SEEDS, ATTEMPTS = 4, 12
+QUICK = ("CohereForCausalLM", "Llama4ForCausalLM", "LlamaForCausalLM", "MiMoV2FlashForCausalLM", "Qwen3MoeForCausalLM")
+"""Tried once each in the short form."""
+_HEADS = (
+    (64, 4, 2, 16),
+    (48, 3, 1, 20),
+    (80, 5, 5, 12),
+    (56, 7, 7, 8),
+    (72, 6, 2, 40),
+    (96, 6, 3, 16),
+    (40, 5, 1, 24),
+)
+"""Hidden size, query heads, KV heads, and elements of a head."""
+_ORIGINAL = {"rope_theta": 1e4, "original_max_position_embeddings": 24}
+_ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default", "rope_theta": 100.0},
+    {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
+    {"rope_type": "yarn", "factor": 3.0, **_ORIGINAL},
+    {"rope_type": "yarn", "factor": 3.0, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.1, **_ORIGINAL},
+    {"rope_type": "yarn", "factor": 3.0, "mscale": 0.7, "mscale_all_dim": 0.9, **_ORIGINAL},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_ORIGINAL},
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+)
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "vocab_size": (309, 321, 515),
+    "tie_word_embeddings": (False, True),
+    "attention_bias": (False, True),
+    "mlp_bias": (False, True),
+    "qkv_bias": (False, True),
+    "use_qk_norm": (False, True),
+    "norm_topk_prob": (False, True),
+    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu"),
+    "sliding_window": (3, 17, 33),
+    "num_hidden_layers": (1, 3),
+    "moe_intermediate_size": (20, 44),
+    "rms_norm_eps": (1e-3, 1e-6),
+    "layer_norm_eps": (1e-3, 1e-6),
+    "num_experts_per_tok": (1, 2),
+    "routed_scaling_factor": (1.0, 2.3),
+    "rope_parameters": _ROPES,
+}
+_BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
+_VARIANTS = all_variants()
+
+
+def draw(variant: Variant, seed: int) -> dict[str, Any]:
+    """The overrides of a variant with some of its configuration's fields set to other values."""
+    chance = random.Random(f"{variant.architecture} {seed}")
+    given = {**variant.family.defaults, **variant.overrides}
+    config = variant.family.config_class(**given).to_dict()
+    found = dict(variant.overrides)
+    for name, values in _CHOICES.items():
+        # Ropes by kind of layer stay.
+        is_flat = name != "rope_parameters" or not any(
+            isinstance(each, dict) for each in config.get(name, {}).values()
+        )
+        if name in config and is_flat and chance.random() < 0.4:
+            found[name] = chance.choice(values)
+    if chance.random() < 0.5:
+        size, heads, kv_heads, head_dim = chance.choice(_HEADS)
+        has_latents = config.get("kv_lora_rank") is not None
+        shape = {
+            "hidden_size": size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads if has_latents else kv_heads,
+        }
+        found |= shape if has_latents or "head_dim" not in config else {**shape, "head_dim": head_dim}
+    for name in _BY_LAYER:
+        if name in given and isinstance(given[name], list):
+            count = found.get("num_hidden_layers", given.get("num_hidden_layers", len(given[name])))
+            found[name] = (given[name] * count)[:count]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "seed"),
+    [
+        pytest.param(name, seed, marks=() if name in QUICK and seed == 0 else pytest.mark.slow)
+        for name in sorted({each.architecture for each in _VARIANTS})
+        for seed in range(SEEDS)
+    ],
+)
+def test_shapes_that_no_variant_has_are_computed_as_transformers_does(
+    architecture: str, seed: int, tmp_path: Path
+) -> None:
+    own = [each for each in _VARIANTS if each.architecture == architecture]
+    variant, tokens = own[seed % len(own)], prompt(75, seed=seed)
+    for attempt in range(ATTEMPTS):
+        directory = tmp_path / str(attempt)
+        try:
+            make_checkpoint(directory, variant.family, **draw(variant, ATTEMPTS * seed + attempt))
+            expected, bound = distribution(Reference(directory), tokens)
+        except Exception:  # noqa: BLE001, transformers' code may raise anything for what it cannot be
+            continue
+        try:
+            model = PagedModel(directory, model_impl="kaon")
+            break
+        except CheckpointError:
+            continue
+    else:
+        pytest.fail(f"none of {ATTEMPTS} configurations can be computed by both")
+    row = Row(tokens)
+    parts = [model.step([(row, count)])[0] for count in (13, 30)]
+    while row.computed < len(tokens):
+        parts += model.step([(row, 1)], num_decodes=1)
+    model.release(row)
+    # The bound is made of the weights' sums; those over the tokens of a state are longer.
+    for found in (model.logits(tokens), torch.cat(parts)):
+        assert_within(found.log_softmax(-1), expected, 2 * bound)
