@@ -312,6 +312,7 @@ def _compress_rope(config: ModelConfig) -> RopeConfig:
 _FACTS = ConfigFacts(
     defaults=_DEFAULTS,
     complete=_complete,
+    rotates_parts=True,
     layer_kinds=frozenset({_SPARSE, _HEAVY}),
     body_prefix="",
     names=_NAMES,

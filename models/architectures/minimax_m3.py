@@ -164,6 +164,7 @@ def _activation(config: ModelConfig) -> GatedActivation:
 _FACTS = ConfigFacts(
     defaults=_DEFAULTS,
     complete=_complete,
+    rotates_parts=True,
     layer_kinds=frozenset({_SPARSE}),
     names={
         ".block_sparse_moe.": ".mlp.",

@@ -16,7 +16,8 @@ def _prefill_compilation(variant: str, target: Target, head_dim: int, group: int
     cache_type = target.fp8_pointer if more.get("fp8") else own
     pointers = {"q_ptr": own, "out_ptr": own, "k_cache_ptr": cache_type, "v_cache_ptr": cache_type}
     tables = dict.fromkeys(("tiles_ptr", "query_starts_ptr", "seq_lens_ptr", "tables_ptr"), "*i32")
-    strides = ("q_stride", "q_head_stride", "block_stride")
+    strides = ("q_stride", "q_head_stride", "block_stride", "v_block_stride")
+    value_dim = int(str(more.get("values", head_dim)))
     return Compilation(
         kernel=attention_prefill_kernel,
         variant=variant,
@@ -39,6 +40,8 @@ def _prefill_compilation(variant: str, target: Target, head_dim: int, group: int
             "BLOCK_SIZE": 16,
             "HEAD_DIM": head_dim,
             "D_TILE": next_power_of_2(head_dim),
+            "V_DIM": value_dim,
+            "V_TILE": next_power_of_2(value_dim),
         },
         divisible=frozenset(strides),
         large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
@@ -58,6 +61,7 @@ _ATTENTION_PREFILL_COMPILATIONS = tuple(
         _prefill_compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
         _prefill_compilation("bf16 d128 chunks", target, 128, 5, window=True, chunked=True),
         _prefill_compilation("bf16 d512", target, 512, 8),
+        _prefill_compilation("bf16 d192, values of 128", target, 192, 8, values=128, window=True, sinks=True),
         _prefill_compilation("fp16 d128", target, 128, 4, dtype="fp16"),
         _prefill_compilation("fp32 d128", target, 128, 4, dtype="fp32"),
         *((_prefill_compilation("FP8 cache d128", target, 128, 4, fp8=True),) if target.fp8 else ()),
@@ -68,7 +72,8 @@ _ATTENTION_PREFILL_COMPILATIONS = tuple(
 def _decode_compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
     own = f"*{more.get('dtype', 'bf16')}"
     cache_type = target.fp8_pointer if more.get("fp8") else own
-    strides = ("q_stride", "q_head_stride", "block_stride")
+    strides = ("q_stride", "q_head_stride", "block_stride", "v_block_stride")
+    value_dim = int(str(more.get("values", head_dim)))
     query_len = int(str(more.get("tokens", 1)))
     rows, tiles = decode_tiles(query_len * group, head_dim)
     return Compilation(
@@ -94,6 +99,8 @@ def _decode_compilation(variant: str, target: Target, head_dim: int, group: int,
             "BLOCK_SIZE": 16,
             "HEAD_DIM": head_dim,
             "D_TILE": next_power_of_2(head_dim),
+            "V_DIM": value_dim,
+            "V_TILE": next_power_of_2(value_dim),
             "BLOCK_M": rows,
             "TILES": tiles,
         },
@@ -114,6 +121,7 @@ _ATTENTION_DECODE_COMPILATIONS = tuple(
         _decode_compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
         _decode_compilation("bf16 d128 chunks", target, 128, 5, window=True, chunked=True),
         _decode_compilation("bf16 d512", target, 512, 8),
+        _decode_compilation("bf16 d192, values of 128", target, 192, 8, values=128, window=True),
         _decode_compilation("fp16 d128", target, 128, 4, dtype="fp16"),
         _decode_compilation("fp32 d128", target, 128, 4, dtype="fp32"),
         *((_decode_compilation("FP8 cache d128", target, 128, 4, fp8=True),) if target.fp8 else ()),

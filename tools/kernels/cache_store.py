@@ -4,14 +4,25 @@ from models.ops.triton.cache_store import latent_store_kernel, store_kernel, sto
 from models.ops.triton.configs import TARGETS, Target, config_of
 from tools.kernels.compilation import Compilation
 
-_STRIDES = ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "v_stride", "v_head_stride", "block_stride")
+_STRIDES = (
+    *("q_stride", "q_head_stride", "k_stride", "k_head_stride", "v_stride", "v_head_stride"),
+    *("block_stride", "v_block_stride"),
+)
 
 _SCALARS = ("eps", "norm_offset", "k_scale", "v_scale", "limit")
 
 
 def _compilation(
-    variant: str, target: Target, cache_type: str, head_dim: int, rotary_dim: int, *, is_rotated_first: bool = False
+    variant: str,
+    target: Target,
+    cache_type: str,
+    head_dim: int,
+    rotary_dim: int,
+    *,
+    value_dim: int | None = None,
+    is_rotated_first: bool = False,
 ) -> Compilation:
+    value_dim = value_dim or head_dim
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
     pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache_type)
     pointers |= {"slots_ptr": "*i64", **dict.fromkeys(("cos_ptr", "sin_ptr", "q_scales_ptr"), "*fp32")}
@@ -25,6 +36,7 @@ def _compilation(
             "Q_HEADS": 32,
             "KV_HEADS": 8,
             "HEAD_DIM": head_dim,
+            "V_DIM": value_dim,
             "ROTARY_DIM": rotary_dim,
             "BLOCK_SIZE": 16,
             "HAS_NORM": True,
@@ -32,7 +44,7 @@ def _compilation(
             "HAS_ROTATION": True,
             "HAS_Q_SCALES": is_rotated_first,
             "IS_FP8": "fp8" in cache_type,
-            **store_tiles(head_dim, rotary_dim),
+            **store_tiles(head_dim, rotary_dim, value_dim),
         },
         divisible=frozenset(_STRIDES),
         large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
@@ -49,6 +61,7 @@ _STORE_COMPILATIONS = tuple(
         _compilation("bf16 d80, 32 of it rotated", target, "*bf16", 80, 32),
         _compilation("bf16 d128, norms last, scaled queries", target, "*bf16", 128, 128, is_rotated_first=True),
         _compilation("bf16 d512", target, "*bf16", 512, 512),
+        _compilation("bf16 d192, values of 128", target, "*bf16", 192, 64, value_dim=128),
         *((_compilation("FP8 d128", target, target.fp8_pointer, 128, 128),) if target.fp8 else ()),
     )
 )
