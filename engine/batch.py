@@ -16,6 +16,9 @@ import numpy.typing as npt
 from engine.messages import TokenLogprobs
 from engine.sequence import Sequence, SequenceType
 
+UNREAD_DRAFT = -1
+"""A draft that the device has made and the host has not read."""
+
 
 class AppendedBlocks(NamedTuple):
     """Blocks that a running row gained: `block_ids` go at `start` of the row's block table."""

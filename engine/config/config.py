@@ -657,8 +657,7 @@ class Config(Section):
     Default: 0.75 on CPUs, more where a step has large fixed costs; 0 on GPUs, which bounds steps by tokens alone."""
 
     async_scheduling: Literal["auto", "on", "off"] = "auto"
-    """Whether a step is scheduled and launched before the tokens of the previous one are read; `auto`: on GPUs,
-    unless a model drafts."""
+    """Whether a step is scheduled and launched before the tokens of the previous one are read; `auto`: on GPUs."""
 
     scheduler_delay_factor: Annotated[float, Field(ge=0.0)] = 0.0
     """Delay prefills by this multiple of the last prefill's latency, so that prompts are batched; 0: no delay."""

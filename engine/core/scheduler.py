@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from engine.batch import AppendedBlocks, DecodeRows, ScheduledBatch, ScheduledBatchOutput, StepBuilder
+from engine.batch import UNREAD_DRAFT, AppendedBlocks, DecodeRows, ScheduledBatch, ScheduledBatchOutput, StepBuilder
 from engine.core.step_budget import StepBudget, StepLimits
 from engine.core.waiting_queue import FairShares, Holdings, WaitingQueue
 from engine.messages import RequestOutput, SchedulerStats, terminal_output
@@ -48,6 +48,15 @@ class _SubmittedStep(NamedTuple):
     """Slots of sequences that left since; they are free once the step has been read."""
     time: float
     """When it was scheduled, on the scheduler's clock."""
+    drafts_ahead: bool
+    """Whether the device makes the next drafts of its rows, and knows what it accepts, before it is read."""
+
+    verified: dict[int, list[int]]
+    """The drafts that it verifies, by sequence id, once the step that made them is read."""
+
+    def most_tokens(self, seq: Sequence) -> int:
+        """The most tokens that it samples for one of its sequences."""
+        return 1 + len(self.batch.scheduled_spec_decode_tokens.get(seq.id, ()))
 
     def still_running(self) -> list[Sequence]:
         """The step's sequences that neither ended nor were preempted since."""
@@ -249,6 +258,8 @@ class Scheduler:
 
         Also None where a submitted step must be read first: no sequence is preempted while one is unread.
         """
+        if self._submitted and not self._may_follow(self._submitted[-1]):
+            return None
         now = self._clock()
         if self._blocked is not None and not self._make_room(now):
             return None
@@ -269,7 +280,8 @@ class Scheduler:
         self.prev_prompt = step.num_prefills > 0
         if not step.seqs:
             return None
-        step.num_next_drafts = self.drafts.num_next(step.seqs.values(), step.num_decodes)
+        is_current = not self._submitted or self._are_ahead()
+        step.num_next_drafts = self.drafts.num_next(step.seqs.values(), step.num_decodes, is_current=is_current)
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
@@ -481,11 +493,15 @@ class Scheduler:
             if self._decode_rows is None:
                 return self._schedule_decodes(step)
         if self._submitted:
-            if any(submitted.batch.scheduled_spec_decode_tokens for submitted in self._submitted):
-                return False
+            if not self._are_ahead():
+                if any(submitted.batch.scheduled_spec_decode_tokens for submitted in self._submitted):
+                    return False
             rows, lengths = rows.continuing()
             if not rows.seqs:
                 return True
+            if self._are_ahead() and max(lengths) + self.mtp_k > self.token_limit:
+                # Rows are padded to one length, for which their contexts need room.
+                return False
         if self.step_budget is not None:
             rows, lengths = self.step_budget.take_turns(rows, lengths, 1 + self.mtp_k)
         self.drafts.propose(rows.seqs, step.budget)
@@ -609,16 +625,39 @@ class Scheduler:
 
     # -- reading steps ------------------------------------------------------------------------------------------
 
-    def begin_step(self, batch: ScheduledBatch) -> None:
-        """Note that a step was submitted: sequences get a placeholder for the token that it samples."""
+    def begin_step(self, batch: ScheduledBatch, *, drafts_ahead: bool = False) -> None:
+        """Note that a step was submitted: sequences get placeholders for the tokens that it samples at most.
+
+        `drafts_ahead`: the next step of its rows may be scheduled before it is read, and verifies the drafts that the
+        device makes in the meantime.
+        """
         seqs, num_decodes = batch.sequences, batch.total_seqs_num_decode
         partial = frozenset(seq for seq in seqs[num_decodes:] if seq.num_computed_tokens < seq.num_tokens)
+        verified = batch.scheduled_spec_decode_tokens
+        step = _SubmittedStep(batch, partial, [], self.prev_time, drafts_ahead, dict(verified))
         for seq in seqs:
-            seq.num_placeholder += 1
+            seq.num_placeholder += step.most_tokens(seq) if verified else 1
         for seq in partial:
             seq.num_placeholder -= 1
-        self._submitted.append(_SubmittedStep(batch, partial, [], self.prev_time))
+        if self.use_spec:
+            for seq, count in zip(seqs, batch.num_next_drafts or [0] * len(seqs), strict=True):
+                seq.spec_token_ids = [UNREAD_DRAFT] * count if drafts_ahead else []
+        self._submitted.append(step)
         self.block_manager.begin_step()
+
+    def _may_follow(self, step: _SubmittedStep) -> bool:
+        """Whether a step can be scheduled while this one is not read.
+
+        Where a model drafts when steps are read, none precedes them unread. What it drafts ahead is followed by decodes
+        alone, which are the only steps in which the device knows where rows begin.
+        """
+        if step.drafts_ahead:
+            return not (self._prefilling or (self.waiting and self._has_slot()))
+        return self.drafts.may_follow_unread(step.batch)
+
+    def _are_ahead(self) -> bool:
+        """Whether the step submitted last drafts ahead of the host."""
+        return bool(self._submitted) and self._submitted[-1].drafts_ahead
 
     def read_step(self, fwd_output: ScheduledBatchOutput) -> list[RequestOutput]:
         """Take the tokens of the step that was submitted first; tokens of sequences that left are dropped.
@@ -638,7 +677,12 @@ class Scheduler:
             fwd_output.token_ids.pop(seq.id, None)
         if batch.total_seqs_num_prefill:
             self.last_prompt_latency = self._clock() - step.time
-        _, outputs = self._take_tokens(live, fwd_output, batch.scheduled_spec_decode_tokens)
+        if step.drafts_ahead:
+            made = fwd_output.draft_token_ids or {}
+            for later in self._submitted:
+                for seq_id, drafts in later.verified.items():
+                    later.verified[seq_id] = made.get(seq_id, [])[: len(drafts)] if UNREAD_DRAFT in drafts else drafts
+        _, outputs = self._take_tokens(live, fwd_output, step.verified)
         if invalid:
             started = (
                 seq for later in self._submitted for seq in later.still_running() if seq in later.batch.new_seqs
@@ -676,7 +720,7 @@ class Scheduler:
         self._free_slots += step.deferred_slots
         live = step.still_running()
         for seq in live:
-            seq.num_placeholder -= 1
+            seq.num_placeholder -= step.most_tokens(seq) if step.verified else 1
         for seq in step.partial_prefills.intersection(live):
             seq.num_placeholder += 1
         return step, live
@@ -757,8 +801,10 @@ class Scheduler:
             outputs.append(output)
         if fwd_output.vectors:
             outputs += self._take_vectors(seqs, fwd_output.vectors, now, finished)
-        if self.use_spec and (without_token := self.drafts.take(seqs, fwd_output, verified)):
-            self.retract(without_token)
+        if self.use_spec:
+            computed = {seq_id for step in self._submitted for seq_id in step.batch.req_ids}
+            if without_token := self.drafts.take(seqs, fwd_output, verified, computed):
+                self.retract(without_token)
         if fwd_output.logprobs:
             for output in outputs:
                 rows = fwd_output.logprobs.get(output.request_id)

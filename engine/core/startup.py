@@ -89,7 +89,6 @@ def load_model(
     `links`: with the cores of other replicas, where they compute in lockstep; raises `RendezvousError` where not all
     connect. `share`: what of the host is this replica's.
     """
-    _refuse_unsupported(config)
     path = resolve_checkpoint(config.model)
     ranks = None if start_ranks is None else start_ranks(path)
     from engine.runner.build import load_rank
@@ -175,14 +174,6 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
     return Tokenizer.from_checkpoint(path)
 
 
-def _refuse_unsupported(config: Config) -> None:
-    if config.async_scheduling == "on" and config.drafts_by_model:
-        raise ValueError(
-            "async_scheduling is on, but speculative_method names a model, which drafts when a step is read; "
-            "leave it at auto"
-        )
-
-
 def _check_token_ids(asked: Config, vocab_size: int) -> None:
     """Raise `ValueError` for a token id of the settings beyond the vocabulary.
 
@@ -225,8 +216,7 @@ def _with_async_scheduling(config: Config, device_type: str) -> Config:
     """
     if config.async_scheduling != "auto":
         return config
-    pays = device_type != "cpu" and not config.drafts_by_model
-    return config.model_copy(update={"async_scheduling": "on" if pays else "off"})
+    return config.model_copy(update={"async_scheduling": "off" if device_type == "cpu" else "on"})
 
 
 def _model_info(

@@ -29,6 +29,10 @@ OnRead: TypeAlias = Callable[[list[RequestOutput], str, float], object]
 class LaunchedStep(Protocol):
     """A step that runs."""
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """See `Scheduler.begin_step`."""
+
     def sample(self) -> None:
         """Have the device sample, if it has not yet. The steps before this one have been read."""
 
@@ -86,6 +90,7 @@ class _ComputedStep(NamedTuple):
     """A step that was computed when it was submitted."""
 
     output: ScheduledBatchOutput
+    drafts_ahead: bool = False
 
     def sample(self) -> None:
         """The step has sampled."""
@@ -160,7 +165,7 @@ class StepPipeline:
             self._update_record()
             live = [seq for seq in seqs.values() if not seq.is_finished]
             return failed or FailedStep(live, error, batch.total_tokens_num)
-        self._scheduler.begin_step(batch)
+        self._scheduler.begin_step(batch, drafts_ahead=step.drafts_ahead)
         self._computing = []
         self._flights.append(_Flight(batch, step, launched + self._interposed_seconds))
         if len(self._flights) == 1:

@@ -1,7 +1,9 @@
 """`DeviceBatch`: a step's arrays on the device, assembled from what is kept there by slot and what the step sends.
 
 The last sampled token of each slot is on the device, and with some attention backends its block table is too: a step
-sends the entries that changed. On a GPU all of a step's arrays go in one copy.
+sends the entries that changed. On a GPU all of a step's arrays go in one copy. Where a model drafts, the device also
+keeps each slot's length, its drafts and the index of its recurrent state: `accept` writes them after a step that the
+next one does not wait for, and `assemble` reads them for rows of which the host knows bounds only.
 """
 
 from typing import NamedTuple
@@ -12,8 +14,12 @@ import torch
 
 from engine.runner.device import Device, Downloads, Uploads
 from engine.runner.input_batch import StepInputs, TableChanges
-from models.attention.backend import AttentionBackend, AttentionMetaData
+from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
+from models.attention.gpu import GPUAttentionBackend
 from models.ops.memory import Send
+
+MOST_DRAFTS = 16
+"""Drafts of a sequence at most, as `SpeculativeConfig` bounds them."""
 
 
 class DeviceBlockTables:
@@ -43,6 +49,15 @@ class DeviceBlockTables:
         torch.index_select(self._tables[:, : into.shape[1]], 0, slots, out=into)
 
 
+class Accepted(NamedTuple):
+    """What a step has accepted of its B rows, without padding, on the device."""
+
+    counts: torch.Tensor  # [B] int64, accepted positions of each row; 0 where no token could be sampled
+    lengths: torch.Tensor  # [B] int64, tokens of each sequence, the new ones included
+    last: torch.Tensor  # [B] int64, index among the step's tokens of the one before the last accepted position
+    tokens: torch.Tensor  # [B, 2] int64, each sequence's last tokens
+
+
 class DeviceInputs(NamedTuple):
     """A step on the device: B rows of T tokens, with those that pad a captured graph; S sample a token."""
 
@@ -64,6 +79,9 @@ class AttentionTarget(NamedTuple):
     """None where the backend reads tables on the host."""
     graphs_take_adapters: bool
     """Whether captured graphs read the LoRA adapter of each token."""
+    block_size: int = 0
+    states_per_slot: int = 0
+    """Both are needed for rows of which the host knows bounds only."""
 
 
 class DeviceBatch:
@@ -72,8 +90,14 @@ class DeviceBatch:
     def __init__(self, device: Device, max_num_seqs: int) -> None:
         self.device = device
         self.uploads, self.downloads = Uploads(device), Downloads(device)
-        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device.torch_device)
-        """The token that each slot sampled last, and one more for padding rows. # [max_num_seqs + 1] int64"""
+        # One more slot for padding rows. # [max_num_seqs + 1] each
+        self.last_tokens, self.lengths, self._valid_states = (
+            torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device.torch_device) for _ in range(3)
+        )
+        """The token that each slot sampled last; its number of tokens, and the one of its recurrent states that is
+        valid, after a step that the host may not have read."""
+        self.drafts = torch.zeros(max_num_seqs + 1, MOST_DRAFTS, dtype=torch.int64, device=device.torch_device)
+        """What follows them, as a drafter has it."""
 
     def assemble(
         self, inputs: StepInputs, changes: TableChanges, target: AttentionTarget, graph_size: int
@@ -84,6 +108,8 @@ class DeviceBatch:
         """
         if self.device.is_host and target.tables is None:
             return self._on_host(inputs, target, graph_size)
+        if inputs.bounds is not None:
+            return self._bounded(inputs, changes, target, graph_size)
         upload = self.uploads.begin()
         are_all_pending = len(inputs.pending_rows) == len(inputs.input_ids)
         known = [] if are_all_pending else [inputs.input_ids, inputs.pending_tokens, inputs.slots[inputs.pending_rows]]
@@ -110,6 +136,85 @@ class DeviceBatch:
                 ids.index_copy_(0, pending, self.last_tokens.index_select(0, pending_slots))
         return DeviceInputs(ids, positions, last_tokens, sampled, metadata, graph_size, adapters)
 
+    def _bounded(
+        self, inputs: StepInputs, changes: TableChanges, target: AttentionTarget, graph_size: int
+    ) -> DeviceInputs:
+        """A step whose rows begin where `accept` has left their slots, as far as the host has not read that."""
+        bounds, backend, length = inputs.bounds, target.backend, inputs.query_len
+        assert bounds is not None
+        assert target.tables is not None
+        assert isinstance(backend, GPUAttentionBackend)
+        upload = self.uploads.begin()
+        num_rows, starts = len(inputs.slots), inputs.seq_lens - length
+        shape = num_rows, length
+        last_tokens, sampled, slots, first, counts, unread, ids, valid = upload.add(
+            [
+                inputs.last_tokens,
+                inputs.sampled_slots,
+                inputs.slots,
+                starts,
+                bounds.counts,
+                bounds.is_unread,
+                inputs.input_ids.reshape(shape),
+                np.zeros(0, dtype=np.int64) if inputs.states is None else inputs.states % target.states_per_slot,
+            ]
+        )
+        tables = self._room_for_tables(inputs, target, graph_size)
+        target.tables.send(*changes.entries(), upload.add)
+        metadata = backend.build_bounded(inputs.seq_lens, tables, length, upload.add)
+        adapters = None
+        if graph_size and target.graphs_take_adapters:
+            (adapters,) = upload.add([_adapters(inputs)])
+        upload.go()
+        changes.forget()
+        target.tables.gather(slots, tables)
+        offsets = torch.arange(length, device=self.device.torch_device)
+        first = torch.where(unread, self.lengths[slots] - 1, first)
+        after = torch.cat((self.last_tokens[slots][:, None], self.drafts[slots, : length - 1]), 1)
+        ids = torch.where(unread[:, None], after, ids)
+        positions = first[:, None] + offsets
+        is_padding = offsets >= counts[:, None]
+        metadata.seq_lens = (first + length).int()
+        metadata.slot_mapping = mapped(tables, positions, target.block_size).masked_fill(is_padding, NO_SLOT).flatten()
+        if inputs.states is not None:
+            base = slots * target.states_per_slot
+            valid = torch.where(unread, self._valid_states[slots], valid)
+            metadata.slots = base + valid
+            if length > 1:
+                later = base[:, None] + (valid[:, None] + offsets) % target.states_per_slot
+                metadata.slots_after = later.masked_fill(is_padding, NO_SLOT).flatten()
+                metadata.num_by_token = num_rows
+        return DeviceInputs(ids.flatten(), positions.flatten(), last_tokens, sampled, metadata, graph_size, adapters)
+
+    def accept(
+        self, inputs: StepInputs, step: DeviceInputs, token_ids: torch.Tensor, states_per_slot: int
+    ) -> Accepted:
+        """Compare what a step of decodes has sampled with its drafts, and keep by slot what the next one needs.
+
+        `token_ids`: negative where none could be sampled. # [S] int64
+        """
+        counts = np.bincount(inputs.sampled_rows, minlength=len(inputs.slots))
+        offsets = np.arange(int(counts.max()))
+        at = (np.cumsum(counts) - counts)[:, None] + np.minimum(offsets, counts[:, None] - 1)
+        slots, sampled_at, exists = self.uploads.send([inputs.slots, at, offsets < counts[:, None]])
+        sampled, before = token_ids[sampled_at], step.last_tokens[sampled_at]  # [B, most] each
+        is_good = exists & (sampled >= 0)
+        is_good[:, 1:] &= sampled[:, :-1] == step.input_ids[(before[:, :-1] + 1).clamp(max=len(step.input_ids) - 1)]
+        num_accepted = is_good.long().cumprod(1).sum(1)
+        latest = (num_accepted - 1).clamp(min=0)[:, None]
+        lengths = step.positions[before[:, 0]] + 1 + num_accepted
+        last = before.gather(1, latest)[:, 0]
+        token = sampled.gather(1, latest).clamp(min=0)
+        # The token before a row's first position is one that the step has computed, as those before others are.
+        tokens = torch.cat((step.input_ids[last][:, None], token), 1)
+        self.last_tokens.index_copy_(0, slots, token[:, 0])
+        self.lengths.index_copy_(0, slots, lengths)
+        if states_per_slot:
+            assert step.metadata.slots is not None
+            valid = step.metadata.slots[: len(slots)] - slots * states_per_slot
+            self._valid_states.index_copy_(0, slots, (valid + latest[:, 0]) % states_per_slot)
+        return Accepted(num_accepted, lengths, last, tokens)
+
     def _on_host(self, inputs: StepInputs, target: AttentionTarget, graph_size: int) -> DeviceInputs:
         """Nothing is copied: the device reads the host's arrays, before the next step is made."""
         if len(inputs.pending_rows):
@@ -133,6 +238,11 @@ class DeviceBatch:
                 return captured[:, : inputs.num_blocks]
         shape = len(inputs.slots), inputs.num_blocks
         return torch.empty(shape, dtype=torch.int32, device=self.device.torch_device)
+
+
+def mapped(tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Where positions of rows have their keys and values. # [B, blocks] int32, [B, n] int64 -> [B, n] int64"""
+    return tables.gather(1, positions // block_size).long() * block_size + positions % block_size
 
 
 def _adapters(inputs: StepInputs) -> npt.NDArray[np.int64]:

@@ -90,18 +90,27 @@ class DraftGraphRunner(GraphRunner):
             send=upload.add,
         )
         upload.go()
-        num_entries = len(rows)
-        given = [ids if tokens is None else tokens, positions]
-        torch._foreach_copy_([each[:num_entries] for each in self._tokens], given)
-        if missing:
-            for each in self._tokens:
-                each[num_entries : size * length].zero_()
+        states = None if states is None else states[index]
+        output = self.replay(metadata, ids if tokens is None else tokens, positions, states)
+        return output[: len(rows)].view(num_rows, length, -1)[:, -1]
+
+    def replay(
+        self, metadata: AttentionMetaData, ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The drafter's output for all entries of some rows. # [T], [T], [T, features] -> [T, hidden_size]
+
+        The next replay overwrites what is returned.
+        """
+        num_entries, size = len(ids), self.size_of(len(ids) // self.query_len)
+        torch._foreach_copy_([each[:num_entries] for each in self._tokens], [ids, positions])
+        for each in self._tokens:
+            each[num_entries : size * self.query_len].zero_()
         if states is not None:
-            torch.index_select(states, 0, index, out=self._states[:num_entries])
+            self._states[: len(states)].copy_(states)
         self._backend.prepare_for_replay(metadata, size)
         self._captured[size].replay()
         assert self._hidden is not None
-        return self._hidden[:num_entries].view(num_rows, length, -1)[:, -1]
+        return self._hidden[:num_entries]
 
     def _log_captured(self) -> None:
         sizes = self.captured_sizes
@@ -145,10 +154,12 @@ class DraftGraphs:
 
     def runner_for(self, ends: _Ints, length: int, *, is_first: bool) -> DraftGraphRunner | None:
         """The graphs for a pass over at most `length` entries of each row, up to `ends`; None: run eagerly. # [B]"""
+        return None if int(ends.min()) < length else self.of_rows(len(ends), length, is_first=is_first)
+
+    def of_rows(self, num_rows: int, length: int, *, is_first: bool) -> DraftGraphRunner | None:
+        """The graphs for a pass over `length` entries of each row; None: run eagerly."""
         runner = self._first.get(length) if is_first else self._following
-        if runner is None or not runner.size_of(len(ends)) or int(ends.min()) < length:
-            return None
-        return runner
+        return runner if runner is not None and runner.size_of(num_rows) else None
 
     def draft(
         self,

@@ -14,45 +14,37 @@ again, as many entries are computed, and those before are left out. That costs a
 
 import ctypes
 import dataclasses
-import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.runner.device import Device, Download, Downloads, Uploads
-from engine.runner.draft_graphs import DraftGraphRunner, DraftGraphs
-from engine.runner.graphs import GraphMemory, GraphShape
-from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs
+from engine.runner.device import Download, Downloads, Uploads
+from engine.runner.device_batch import DeviceBatch, DeviceInputs, mapped
+from engine.runner.draft_passes import DraftPasses
+from engine.runner.draft_passes import Ints as _Ints
+from engine.runner.input_batch import DraftSpan, InputBatch, StepInputs, StepRows
 from engine.runner.loaded_model import LoadedModel
-from engine.sampling.parameters import Proposals
+from engine.sampling.parameters import Later, Proposals
 from engine.sampling.sampler import LaunchedTokens, Sampler
+from engine.sampling.verification import NO_TOKEN
 from engine.speculative.adaptive import KEPT_STEPS
-from engine.speculative.drafts import max_sampled_tokens
-from models.attention.backend import AttentionBackend, AttentionMetaData
-from models.attention.context import Context, forward_context
+from models.attention.backend import NO_SLOT, AttentionMetaData
+from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.layers.base import DraftLM
 from models.ops.counter_rng import DRAFT, SAMPLE
-from models.ops.cpu.collectives import SharedMemoryCollectives
-from models.ops.cpu.draft_chain import ChainHeads, DraftChain, Verified
-from models.ops.cpu.program import NotRecordable, Program, record
-from models.ops.cpu.runtime import Library
-from models.ops.cpu.sampling import GreedyHead, SampledHead
-from models.ops.cpu.structures import Sampling, Step
-from models.ops.memory import mapped_zeros, upload
-from models.ops.types import LayerCache
-
-_log = logging.getLogger(__name__)
-
-_Ints: TypeAlias = npt.NDArray[np.int64]
+from models.ops.cpu.draft_chain import Verified
+from models.ops.cpu.structures import Step
 
 _MAX_WAITING = KEPT_STEPS
 """Entries of a row that drafts nothing which are computed when it drafts again."""
 _SKIPPED = -1
 """Marks a slot, in place of its number of entries: the entries before its next step are left out."""
+_AHEAD = -2
+"""Marks a slot whose entries are computed up to what an unread step has accepted."""
 _NO_SLOTS: _Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -79,212 +71,23 @@ class _Choice(NamedTuple):
     """The distribution from which each row that samples at random was sampled. # [D, V] float32"""
 
 
+class DraftsAhead(NamedTuple):
+    """Drafts of B rows that the device has made after a step that was not read."""
+
+    token_ids: torch.Tensor
+    """Negative, or outside of the vocabulary, from where a row has none. # [B, most] int64, on rank 0"""
+    choices: list[_Choice]
+    """The same with the distributions that rejection sampling needs."""
+    on_host: _Ints = _NO_SLOTS
+    """`token_ids` in one row, once they are read."""
+
+
 class _Pass(NamedTuple):
     """Entries `[begins, ends)` of some slots. # each [rows]"""
 
     slots: _Ints
     begins: _Ints
     ends: _Ints
-
-
-class DraftPasses:
-    """A drafter's forward passes over its caches: recorded where the CPU's operators run, else by torch."""
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        model: DraftLM,
-        caches: dict[str, LayerCache],
-        operators: Library | None,
-        target: tuple[Program, GreedyHead] | None = None,
-        sampling: Sampling | None = None,
-    ) -> None:
-        """`caches` as `drafter_caches` gives them. `operators` record the passes; None: torch runs them.
-
-        `target`: the recorded pass and the head of the target, if it has both. `sampling`: the sampling parameters of
-        all slots, if the operators may sample drafts.
-        """
-        self._loaded, self._model, self._caches = loaded, model, caches
-        self.max_tokens = loaded.config.max_num_batched_tokens + loaded.config.max_num_seqs
-        """Entries of a pass at most: a step's tokens, and those that it samples."""
-        self.backend = loaded.backend
-        self.graphs: DraftGraphs | None = None
-        """Graphs that replay passes over rows of few entries."""
-        self._first: Program | None = None
-        self._next: Program | None = None
-        self.head: GreedyHead | None = None
-        """Chooses argmax tokens without logits in between."""
-        self.chain: DraftChain | None = None
-        """Makes several drafts of each row in one call."""
-        self._num_logits_bytes = 0
-        if operators is not None:
-            self._record(operators, target, sampling)
-
-    @property
-    def are_recorded(self) -> bool:
-        """Whether a pass is one call of the operators."""
-        return self._first is not None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that recorded passes commit for the largest step."""
-        programs = {id(each): each for each in (self._first, self._next) if each is not None}
-        return sum(each.num_bytes for each in programs.values()) + self._num_logits_bytes
-
-    def prepare(self, span: DraftSpan, counts: _Ints, ends: _Ints) -> AttentionMetaData:
-        """A pass over the last `counts` entries up to `ends` of each row."""
-        num_rows = len(counts)
-        return self.backend.build_metadata(
-            query_lens=counts,
-            seq_lens=ends,
-            block_tables=span.block_tables,
-            slot_mapping=span.slot_mapping,
-            num_decodes=num_rows if len(span.token_ids) == num_rows else 0,
-        )
-
-    def run(
-        self,
-        metadata: AttentionMetaData,
-        span: DraftSpan,
-        states: torch.Tensor | None,
-        tokens: torch.Tensor | None = None,
-        *,
-        is_first: bool,
-    ) -> torch.Tensor:
-        """Run a prepared pass. # states [T, features] -> [T, hidden_size]
-
-        The result is valid until the next pass. `states` are the target's in a first pass, and else the drafter's.
-        `tokens`: the entries' tokens on the device, where the host has not read them. # [T] int64
-        """
-        loaded = self._loaded
-        program = self._first if is_first else self._next
-        token_ids, positions = torch.from_numpy(span.token_ids), torch.from_numpy(span.positions)
-        if program is not None and metadata.step is not None:
-            output = program.run(token_ids, positions, metadata.step, states)
-        else:
-            if not loaded.seam.is_host:
-                token_ids, positions = upload([span.token_ids, span.positions], loaded.device)
-            token_ids = token_ids if tokens is None else tokens
-            if states is None:
-                states = torch.empty(0, device=loaded.device)
-            num_rows = len(metadata.seq_lens)
-            is_prefill = len(token_ids) > num_rows
-            context = Context(positions, is_prefill=is_prefill, batch_size=num_rows, is_draft=True)
-            with forward_context(metadata, context, kv_cache_data=self._caches):
-                output = self._model(token_ids, positions, self._model.combine(states) if is_first else states)
-        if isinstance(loaded.parallel.collectives, SharedMemoryCollectives):
-            loaded.parallel.collectives.check()
-        return output
-
-    def make_graphs(
-        self,
-        device: Device,
-        backend: AttentionBackend,
-        sizes: Mapping[int, Sequence[int]],
-        shape: GraphShape,
-        memory: GraphMemory,
-        *,
-        largest_first: bool,
-    ) -> list[DraftGraphRunner]:
-        """Make the graphs that passes replay from here on. Returns the runners, which the caller has to capture.
-
-        `sizes`: numbers of rows by the number of entries of a row. `backend`: used by the graphs and by eager passes.
-        """
-        model, loaded = self._model, self._loaded
-
-        def runner(features: int, length: int, *, combines: bool) -> DraftGraphRunner:
-            of_length = dataclasses.replace(shape, query_len=length)
-            return DraftGraphRunner(
-                device,
-                backend,
-                model,
-                self._caches,
-                features,
-                loaded.dtype,
-                sizes[length],
-                of_length,
-                loaded.parallel,
-                memory,
-                combines=combines,
-                largest_first=largest_first,
-            )
-
-        features = len(model.hidden_layers) * loaded.hidden_size
-        first = [runner(features, length, combines=True) for length in sorted(sizes)]
-        following = first[0]
-        if type(model).combine is not DraftLM.combine:
-            following = runner(model.hidden_size, 1, combines=False)
-        self.backend, self.graphs = backend, DraftGraphs(device, first, following)
-        return self.graphs.runners
-
-    def _record(
-        self, operators: Library, target: tuple[Program, GreedyHead] | None, sampling: Sampling | None
-    ) -> None:
-        """Record the passes, where the drafter's code only calls operators."""
-        loaded, model = self._loaded, self._model
-        none = np.zeros(0, dtype=np.int64)
-        metadata = loaded.backend.build_metadata(
-            query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
-        )
-        if metadata.step is None:
-            return
-
-        def recorded(columns: int, *, is_first: bool) -> Program:
-            def forward(
-                input_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor | None = None
-            ) -> torch.Tensor:
-                context = Context(positions=positions, is_prefill=False, batch_size=0, is_draft=True)
-                if states is None:
-                    states = torch.empty(0)
-                with forward_context(metadata, context, kv_cache_data=self._caches):
-                    output: torch.Tensor = model(input_ids, positions, model.combine(states) if is_first else states)
-                    return output
-
-            return record(operators, forward, self.max_tokens, columns)
-
-        try:
-            self._first = self._next = recorded(len(model.hidden_layers) * loaded.hidden_size, is_first=True)
-            if type(model).combine is not DraftLM.combine:
-                self._next = recorded(model.hidden_size, is_first=False)
-        except NotRecordable as reason:
-            self._first = self._next = None
-            _log.info("Drafts are computed operator by operator: %s", reason)
-        if loaded.parallel.size == 1:
-            max_rows = loaded.config.max_num_seqs
-            self.head = GreedyHead.of(operators, model.compute_logits, model.hidden_size, max_rows)
-        if self._first is not None and self._next is not None and self.head is not None:
-            if model.hidden_layers != (-1,) or loaded.exchange is not None:
-                target = None
-            greedy = ChainHeads(self.head, None if target is None else target[1])
-            self.chain = DraftChain(
-                operators,
-                self._first,
-                self._next,
-                greedy,
-                self._sampled_heads(greedy, sampling),
-                block_size=loaded.config.kv_cache_block_size,
-                max_len=loaded.max_model_len,
-                target=None if target is None else target[0],
-            )
-
-    def _sampled_heads(
-        self, greedy: ChainHeads[GreedyHead], sampling: Sampling | None
-    ) -> ChainHeads[SampledHead] | None:
-        """Heads that sample from the logits of the same products, which they compute in turn into the same memory."""
-        config = self._loaded.config
-        if config.drafts_by_rejection:
-            return None
-        most_rows = max_sampled_tokens(config.max_num_seqs)
-        num_logits = most_rows * max(head.vocab_size for head in greedy if head is not None)
-        self._num_logits_bytes = num_logits * torch.float32.itemsize
-        if sampling is None:
-            return None
-        logits = torch.frombuffer(mapped_zeros(self._num_logits_bytes), dtype=torch.float32)
-        target = greedy.target
-        return ChainHeads(
-            SampledHead(greedy.drafter, logits, sampling),
-            SampledHead(target, logits, sampling) if target is not None else None,
-        )
 
 
 def _rows_of(states: torch.Tensor, rows: _Ints) -> torch.Tensor:
@@ -340,6 +143,9 @@ class ModelDrafter:
         self._uploads, self._downloads = Uploads(loaded.seam), Downloads(loaded.seam)
         self._input_batch, self._sampler = input_batch, sampler
         self._vocab_size = loaded.model_config.vocab_size
+        rope = loaded.model_config.rope_context(loaded.max_model_len)
+        self._has_plain_positions = rope is None
+        """Whether a sequence's length never changes its rotary frequencies."""
         self.reads_hidden = bool(model.hidden_layers)
         """Whether `draft` needs the target's hidden states."""
         self.hidden_layers = model.hidden_layers
@@ -462,6 +268,130 @@ class ModelDrafter:
             is_sampled=not is_greedy,
         )
 
+    # Ahead of the host
+
+    def goes_ahead(self, batch: StepRows) -> bool:
+        """Whether the drafts after a step, which is about to be launched, can be made before its tokens are read.
+
+        They cannot after prompts, where entries have waited, and where a draft's sampling depends on those before it;
+        but what follows such a step before it is read goes on ahead.
+        """
+        wanted, slots = batch.num_next_drafts, batch.slots
+        if not self._has_plain_positions or not isinstance(self._passes.backend, GPUAttentionBackend):
+            return False
+        if self._has_skipped or self._idle_steps:
+            return False
+        if batch.total_seqs_num_decode < len(slots):
+            return False
+        done = self._num_done[slots]
+        if (done == _AHEAD).any():
+            return any(wanted) or self._input_batch.are_positions_unread(batch)
+        ends = np.array(batch.context_lens, dtype=np.int64)
+        if not any(wanted):
+            return False
+        if self._input_batch.need_drafts(slots, ends + max(wanted)):
+            return False
+        return bool((done >= ends - np.array(batch.num_scheduled_tokens, dtype=np.int64)).all())
+
+    def draft_ahead(
+        self,
+        inputs: StepInputs,
+        step: DeviceInputs,
+        device_batch: DeviceBatch,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor | None,
+        wanted: list[int],
+        *,
+        is_greedy: bool,
+    ) -> DraftsAhead:
+        """Accept what a step has sampled and draft after it, all on the device; `take_ahead` follows once it is read.
+
+        `token_ids`: on the devices of all ranks, negative where none could be sampled. # [S]
+        `inputs`: on rank 0, resolved. `hidden`, `wanted` and `is_greedy` as in `draft`.
+        """
+        slots, most, backend = inputs.slots, max(wanted, default=0), self._passes.backend
+        assert isinstance(backend, GPUAttentionBackend)
+        accepted = device_batch.accept(inputs, step, token_ids, self._input_batch.states_per_slot)
+        self._num_done[slots] = _AHEAD
+        longest, tables = inputs.seq_lens + (1 + most), step.metadata.block_tables[: len(slots)]
+        upload = self._uploads.begin()
+        on_device, capacity = upload.add([slots, self._input_batch.capacity(slots)])
+        following = backend.build_bounded(longest, tables, 1, upload.add)
+        latest = None if self.reads_hidden else backend.build_bounded(longest, tables, 2, upload.add)
+        upload.go()
+
+        def run(
+            metadata: TritonMetaData,
+            ids: torch.Tensor,
+            positions: torch.Tensor,
+            states: torch.Tensor | None,
+            *,
+            is_first: bool,
+        ) -> torch.Tensor:
+            """A pass over consecutive positions of each row; those without a block are not stored. # 2 x [B, n]"""
+            size = self._input_batch.block_size
+            at = positions.clamp(max=min(self._input_batch.max_model_len, tables.shape[1] * size) - 1)
+            metadata.seq_lens = (at[:, -1] + 1).int()
+            metadata.slot_mapping = mapped(tables, at, size).masked_fill(positions >= capacity[:, None], NO_SLOT)
+            metadata.slot_mapping = metadata.slot_mapping.flatten()
+            output = self._passes.run_on_device(metadata, ids.flatten(), at.flatten(), states, is_first=is_first)
+            return output.view(*ids.shape, -1)[:, -1]
+
+        if latest is None:
+            # Entries of the step's own positions, with the tokens after them; rejected ones are overwritten later.
+            ids = step.input_ids.index_copy(0, step.last_tokens, token_ids.clamp(min=0))
+            output = self._passes.run_on_device(step.metadata, ids, step.positions, hidden, is_first=True)
+            state = output[accepted.last]
+        else:
+            # If the last draft was accepted, it has no entry yet.
+            at = accepted.lengths[:, None] + torch.arange(-2, 0, device=tables.device)
+            state = run(latest, accepted.tokens, at, None, is_first=True)
+        rows, choices = np.arange(len(slots)), list[_Choice]()
+        firsts = inputs.sampled_positions[np.searchsorted(inputs.sampled_rows, rows)] + 1
+        later = Later(accepted.counts - 1, int(np.bincount(inputs.sampled_rows).max()))
+        for depth in range(most):
+            choices.append(self._choose(state, rows, slots, firsts + depth, later, is_greedy=is_greedy))
+            tokens = self._share_on_device(choices[-1])
+            device_batch.drafts[on_device, depth] = tokens
+            if depth + 1 < most:
+                at = accepted.lengths[:, None] + (depth - self._is_ahead)
+                state = run(following, tokens[:, None], at, state if self.reads_hidden else None, is_first=False)
+        if self._loaded.parallel.rank:
+            return DraftsAhead(tables, [])
+        found = [each.launched.candidates for each in choices if each.launched is not None]
+        columns = [each.tokens.masked_fill(~each.peaks.isfinite(), NO_TOKEN) for each in found]
+        return DraftsAhead(torch.stack(columns, 1) if columns else accepted.tokens[:, :0], choices)
+
+    def settle(self, inputs: StepInputs, wanted: list[int]) -> None:
+        """Note the entries that `draft_ahead` has computed: the step's tokens are stored."""
+        slots = inputs.slots
+        ends = self._input_batch.num_read(slots) - self._is_ahead
+        self._num_done[slots] = done = np.minimum(ends, self._input_batch.capacity(slots))
+        guessed = np.zeros_like(done)
+        if not self.reads_hidden:
+            computed = np.minimum(wanted or 0, max(wanted, default=1) - 1)
+            guessed = np.clip(computed, 0, self._input_batch.capacity(slots) - done)
+        self._num_guessed[slots] = guessed
+
+    def take_ahead(self, inputs: StepInputs, made: DraftsAhead, wanted: list[int]) -> list[list[int]]:
+        """The drafts of each row that `draft_ahead` made, which are read; the step's tokens are stored. # [B]"""
+        self.settle(inputs, wanted)
+        slots, ends = inputs.slots, self._input_batch.num_read(inputs.slots)
+        token_ids = made.on_host.reshape(len(slots), max(wanted, default=0))
+        wanted = wanted or [0] * len(slots)
+        drafts = token_ids.clip(0, self._vocab_size - 1)
+        at = ends[:, None] + np.arange(drafts.shape[1])
+        exists = at <= self._input_batch.max_model_len
+        self._input_batch.write_drafts(np.broadcast_to(slots[:, None], at.shape)[exists], at[exists], drafts[exists])
+        for slot in slots.tolist():
+            self._sampled.pop(slot, None)
+        is_valid = (drafts == token_ids).cumprod(1)
+        for depth, choice in enumerate(made.choices):
+            if choice.probabilities is not None:
+                is_next = (is_valid[:, depth] * (np.array(wanted) > depth)).tolist()
+                self._keep_proposals(choice._replace(positions=ends + depth), drafts[:, depth], is_next)
+        return [row[:count] for row, count in zip(drafts.tolist(), wanted, strict=True)]
+
     def _can_choose(self, inputs: StepInputs, *, is_greedy: bool) -> bool:
         """Whether the operators support the sampling parameters of a step's rows."""
         chain = self._passes.chain
@@ -512,9 +442,12 @@ class ModelDrafter:
 
         The rest as in `draft`. # hidden [T, features]
         """
-        if inputs.has_drafts or self._sampled:
+        if inputs.has_drafts:
             return False
         slots = inputs.slots
+        if self._sampled:
+            for slot in slots.tolist():
+                self._sampled.pop(slot, None)
         self._begin(slots, inputs.seq_lens - inputs.query_lens, starting)
         if not self.reads_hidden:
             return True
@@ -761,10 +694,20 @@ class ModelDrafter:
             num_valid = np.array([len(drafts[row]) for row in first_rows.tolist()])
             self._num_guessed[first_slots] = np.minimum(wanted - 1, num_valid)
 
-    def _choose(self, state: torch.Tensor, rows: _Ints, slots: _Ints, positions: _Ints, *, is_greedy: bool) -> _Choice:
+    def _choose(
+        self,
+        state: torch.Tensor,
+        rows: _Ints,
+        slots: _Ints,
+        positions: _Ints,
+        later: Later | None = None,
+        *,
+        is_greedy: bool,
+    ) -> _Choice:
         """Choose a token for each row, with the noise with which the target will sample; the result is on the device.
 
-        With rejection sampling the noise is the drafter's own. # [rows, hidden_size], 3 x [rows]
+        With rejection sampling the noise is the drafter's own. `later`: how much later than `positions` the tokens go.
+        # [rows, hidden_size], 3 x [rows]
         """
         parallel, head = self._loaded.parallel, self._passes.head
         if parallel.size == 1 and is_greedy and head is not None and len(state) <= head.max_rows:
@@ -773,7 +716,9 @@ class ModelDrafter:
         if parallel.rank:
             return _Choice(rows, slots, positions, None)
         stream = DRAFT if self._by_rejection else SAMPLE
-        sampling = self._input_batch.draft_sampling(slots, positions, stream=stream)
+        known = later is None
+        sampling = self._input_batch.draft_sampling(slots, positions, stream=stream, are_tokens_known=known)
+        sampling = dataclasses.replace(sampling, later=later)
         send = None if self._loaded.seam.is_host else self._uploads.send
         if not self._by_rejection:
             return _Choice(rows, slots, positions, self._sampler.launch(logits, sampling, send))

@@ -21,7 +21,7 @@ import torch
 from engine.batch import StepOutOfMemory
 from engine.runner.device import Device, DeviceMemory, Graph, oom_in_step
 from engine.runner.device_batch import DeviceInputs
-from engine.runner.input_batch import StepInputs
+from engine.runner.input_batch import RowBounds, StepInputs
 from engine.runner.memory_sizing import gib
 from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaData
 from models.attention.context import Context, ForwardContext, LoRARows, forward_context, get_forward_context
@@ -30,7 +30,7 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _MARGIN = 256 << 20
 """Bytes kept free besides the largest step's: for fragmentation, and for libraries that allocate late."""
-_Integer = TypeVar("_Integer", bound=np.integer[Any])
+_Integer = TypeVar("_Integer", bound=np.integer[Any] | np.bool_)
 _log = logging.getLogger(__name__)
 
 _STEPS_BETWEEN = 32
@@ -242,6 +242,9 @@ class GraphRunner:
             tables = np.full((size, inputs.num_blocks), spare, dtype=np.int32)
             tables[:num_rows] = inputs.block_tables
         pending_rows, pending_tokens = inputs.pending_rows, inputs.pending_tokens
+        bounds = inputs.bounds
+        if bounds is not None:
+            bounds = RowBounds(_extended(bounds.counts, missing, 0), _extended(bounds.is_unread, missing, 0))
         if len(pending_rows) == len(inputs.input_ids):
             # The padding slot has a last token as well: all are gathered in one operation.
             pending_rows = pending_tokens = np.arange(size)
@@ -264,6 +267,7 @@ class GraphRunner:
             pending_rows=pending_rows,
             pending_tokens=pending_tokens,
             adapters=None if inputs.adapters is None else _extended(inputs.adapters, missing, 0),
+            bounds=bounds,
         )
 
     def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:

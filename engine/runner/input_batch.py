@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import AppendedBlocks, PromptSpan
+from engine.batch import UNREAD_DRAFT, AppendedBlocks, PromptSpan
 from engine.messages import PoolingParams
 from engine.sampling.parameters import SamplingColumns, SamplingRows
 from engine.sampling.verification import accepted_positions
@@ -101,6 +101,9 @@ class StepInputs:
     """Whether a row verifies drafts."""
     pooled: Rows[PooledSpan] = ()
     """The rows whose prompts are pooled; no token is sampled for them."""
+    bounds: "RowBounds | None" = None
+    """Of a step with rows whose first position only the device knows; `positions`, `seq_lens` and `input_ids` are then
+    upper bounds until `InputBatch.resolve`, and `slot_mapping`, `states` and `states_after` are made on the device."""
 
     @property
     def carried_positions(self) -> npt.NDArray[np.int64]:
@@ -111,6 +114,15 @@ class StepInputs:
     def sampled_positions(self) -> npt.NDArray[np.int64]:
         """Where each sampled token goes in its sequence. # [S]"""
         return self.positions[self.last_tokens] + 1
+
+
+class RowBounds(NamedTuple):
+    """Decodes of `query_len` tokens, the last of which pad the rows that verify fewer drafts. # each [B]"""
+
+    counts: npt.NDArray[np.int64]
+    """Tokens of each row without padding; 0 for a row that pads a graph."""
+    is_unread: npt.NDArray[np.bool_]
+    """Whether the row begins where the unread step before has left its slot."""
 
 
 class DraftSpan(NamedTuple):
@@ -173,9 +185,11 @@ class InputBatch:
         vocab_size: int,
         seed: int,
         device_has_tables: bool = False,
+        num_ahead: int = 0,
         states_per_slot: int = 0,
     ) -> None:
-        """`device_has_tables`: steps have no block tables; `table_changes` has what the device's copy lacks.
+        """`device_has_tables`: steps have no block tables; `table_changes` has what the device's copy lacks. Their
+        `num_blocks` reach `num_ahead` positions beyond a step, for a drafter that runs after it.
 
         `states_per_slot`: states of a sequence that each recurrent layer keeps: one, and one for each draft that a
         step verifies, so that the one after the accepted drafts can be chosen; 0 where layers keep no states.
@@ -183,6 +197,7 @@ class InputBatch:
         self.block_size = block_size
         self._states_per_slot = states_per_slot
         self._device_has_tables = device_has_tables
+        self._num_ahead = num_ahead if device_has_tables else 0
         try:
             # One more: a token is sampled after a prompt that fills the context as well, and then dropped.
             self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -193,9 +208,12 @@ class InputBatch:
                 f"{max_model_len} ({error}); lower one of the two"
             ) from error
         self.table_changes = TableChanges(self._block_table)
-        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
-        """Tokens of each slot that the host knows: the last one may have been sampled and not read yet."""
+        """Tokens of each slot that the host knows."""
+        self._num_unread = np.zeros(max_num_seqs, dtype=np.int64)
+        """Tokens of each slot that launched steps have sampled and the host has not read, at most."""
+        self._has_unread = False
+        """Whether a step was ever launched before the one before it was read."""
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._valid_state = np.zeros(max_num_seqs, dtype=np.int64)
         """Of each slot's states, the one after all tokens that were computed and accepted."""
@@ -230,6 +248,9 @@ class InputBatch:
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
         scheduled = query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
         num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
+        num_read, num_unread = self._num_read[slots], self._num_unread[slots]
+        if self._num_ahead and self.are_positions_unread(batch):
+            return self._bounded_inputs(slots, seq_lens, scheduled, drafts)
         # Prompt spans refer to tokens of the step by index, so rows cannot grow.
         is_movable = not batch.prompt_spans
         if drafts and uniform_rows and is_movable:
@@ -245,8 +266,8 @@ class InputBatch:
             token_slots = np.repeat(slots, query_lens)
             positions = np.arange(num_tokens_in_step) + np.repeat(seq_lens - ends, query_lens)
         blocks, offsets = np.divmod(positions, self.block_size)
-        num_blocks = -(-int(seq_lens.max()) // self.block_size)
-        num_tokens = self._num_tokens[slots]
+        num_blocks = self._num_table_blocks(seq_lens)
+        num_tokens = num_read + num_unread
         sampled = np.flatnonzero(seq_lens >= num_tokens)
         pooled: list[PooledSpan] = []
         if self._pooling:
@@ -270,7 +291,6 @@ class InputBatch:
             states_after = self._states_after(slots, states, scheduled, query_lens, batch.total_seqs_num_decode)
         sampled_slots, sampled_positions = slots[sampled], positions[last_tokens] + 1
         # Of a row's tokens, drafts aside, the host may only lack the last.
-        num_read = self._num_read[slots]
         unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
         needs_pending_token = len(unread) > 0 and self._sampling.need_last_token(slots[unread], seq_lens[unread])
         return StepInputs(
@@ -300,6 +320,78 @@ class InputBatch:
             has_drafts=bool(drafts),
             pooled=pooled,
         )
+
+    def are_positions_unread(self, batch: StepRows) -> bool:
+        """Whether the device alone knows where a row of a step begins, or what it verifies."""
+        return bool((self._num_unread[batch.slots] > 1).any()) or UNREAD_DRAFT in batch.draft_tokens
+
+    def _bounded_inputs(
+        self,
+        slots: npt.NDArray[np.int64],
+        seq_lens: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        drafts: list[int],
+    ) -> StepInputs:
+        """A step of decodes with rows of which the device alone knows where they begin, and what they verify.
+
+        `seq_lens`: at most, with drafts. `counts`: tokens of each row. `drafts`: `UNREAD_DRAFT` for unknown ones.
+        """
+        length, num_rows = int(counts.max()), len(slots)
+        is_unread = self._num_unread[slots] > 0
+        starts, offsets = seq_lens - counts, np.arange(length)
+        positions = starts[:, None] + offsets
+        if not is_unread.all() and drafts:
+            is_draft = (offsets > 0) & (offsets < counts[:, None])
+            known = np.zeros(positions.shape, dtype=np.int64)
+            known[is_draft] = drafts
+            is_draft &= ~is_unread[:, None]
+            self._tokens[np.repeat(slots, length).reshape(positions.shape)[is_draft], positions[is_draft]] = known[
+                is_draft
+            ]
+        rows = np.repeat(np.arange(num_rows), counts)
+        firsts = np.cumsum(counts) - counts
+        placeholder = np.zeros(positions.size, dtype=np.int64)
+        has_states = self._states_per_slot > 0
+        seq_lens = starts + length
+        return StepInputs(
+            input_ids=self._tokens[slots[:, None], positions].astype(np.int64).ravel(),
+            positions=positions.ravel(),
+            slot_mapping=placeholder,
+            query_lens=np.full(num_rows, length),
+            seq_lens=seq_lens,
+            block_tables=None,
+            num_blocks=self._num_table_blocks(seq_lens),
+            num_decodes=num_rows,
+            slots=slots,
+            states=slots * self._states_per_slot + self._valid_state[slots] if has_states else None,
+            states_after=placeholder if has_states and length > 1 else None,
+            num_by_token=num_rows if has_states and length > 1 else 0,
+            sampled_rows=rows,
+            sampled_slots=slots[rows],
+            last_tokens=rows * length + np.arange(len(rows)) - firsts[rows],
+            pending_rows=np.flatnonzero(is_unread),
+            pending_tokens=np.flatnonzero(is_unread) * length,
+            sampling=None,
+            adapters=self._adapters_of(slots),
+            query_len=length,
+            has_drafts=bool(drafts),
+            bounds=RowBounds(counts, is_unread),
+        )
+
+    def resolve(self, inputs: StepInputs) -> StepInputs:
+        """`inputs` with exact positions, tokens and sampling parameters: all earlier steps have been read."""
+        if inputs.bounds is not None:
+            starts = self._num_read[inputs.slots] - 1
+            positions = starts[:, None] + np.arange(inputs.query_len)
+            ids = self._tokens[inputs.slots[:, None], positions].astype(np.int64)
+            inputs = dataclasses.replace(
+                inputs, input_ids=ids.ravel(), positions=positions.ravel(), seq_lens=starts + inputs.query_len
+            )
+        return dataclasses.replace(inputs, sampling=self.sampling_rows(inputs))
+
+    def _num_table_blocks(self, seq_lens: npt.NDArray[np.int64]) -> int:
+        """Columns of the block tables of a step with rows of these lengths. # [B]"""
+        return min(-(-(int(seq_lens.max()) + self._num_ahead) // self.block_size), self.max_blocks)
 
     def _states_after(
         self,
@@ -336,7 +428,7 @@ class InputBatch:
             params = self._pooling.get(slot)
             if params is not None:
                 length, count, end = int(seq_lens[row]), int(query_lens[row]), int(ends[row])
-                is_last = bool(length >= self._num_tokens[slot])
+                is_last = bool(length >= self._num_read[slot] + self._num_unread[slot])
                 spans.append(PooledSpan(row, slot, end - count, end, length - count, is_last, params))
                 if is_last:
                     # Further steps need not look for it. Should this one fail, the sequence is written again.
@@ -366,31 +458,38 @@ class InputBatch:
         """The sampling parameters and tokens of all slots, as the CPU's operators read them."""
         return self._sampling.operands(self._tokens)
 
-    def reserve_token(self, inputs: StepInputs) -> None:
-        """Count the token that each sequence samples in a launched step; `store_tokens` brings its value."""
-        self._num_tokens[inputs.sampled_slots] += 1
+    def reserve_tokens(self, inputs: StepInputs) -> None:
+        """Count the tokens that each sequence samples in a launched step, at most; `store_tokens` brings them."""
+        self._has_unread = True
+        np.add.at(self._num_unread, inputs.sampled_slots, 1)
 
-    def store_tokens(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """Store the tokens that a step sampled; `accepted_positions`, or None where it verified no drafts. # [S]"""
+    def store_tokens(
+        self,
+        inputs: StepInputs,
+        token_ids: npt.NDArray[np.int64],
+        accepted: npt.NDArray[np.int64] | None = None,
+    ) -> npt.NDArray[np.int64] | None:
+        """Store the tokens that a step sampled; `accepted_positions`, or None where it verified no drafts. # [S]
+
+        `accepted`: those positions, where another rank found them.
+        """
         slots, positions = inputs.sampled_slots, inputs.sampled_positions
-        accepted = None
         if inputs.has_drafts:
-            accepted = accepted_positions(inputs.sampled_rows, inputs.last_tokens, inputs.input_ids, token_ids)
+            if accepted is None:
+                accepted = accepted_positions(inputs.sampled_rows, inputs.last_tokens, inputs.input_ids, token_ids)
             slots, positions, token_ids = slots[accepted], positions[accepted], token_ids[accepted]
         self._tokens[slots, positions] = token_ids
         # Where a slot comes several times, NumPy keeps the last value, which is its last position.
         self._num_read[slots] = positions + 1
-        if inputs.has_drafts:
-            # No step was launched after this one, and of some rows no position may be accepted.
-            if inputs.states_after is not None:
-                num_accepted = np.bincount(inputs.sampled_rows[accepted], minlength=len(inputs.slots))
-                further = np.maximum(num_accepted - 1, 0)
-                valid = self._valid_state[inputs.slots] + further
-                self._valid_state[inputs.slots] = valid % self._states_per_slot
-            slots = inputs.sampled_slots
-            self._num_tokens[slots] = self._num_read[slots]
-        else:
-            self._num_tokens[slots] = np.maximum(self._num_tokens[slots], positions + 1)
+        if inputs.has_drafts and inputs.states_after is not None:
+            num_accepted = np.bincount(inputs.sampled_rows[accepted], minlength=len(inputs.slots))
+            further = np.maximum(num_accepted - 1, 0)
+            valid = self._valid_state[inputs.slots] + further
+            self._valid_state[inputs.slots] = valid % self._states_per_slot
+        if self._has_unread:
+            # Of some rows no position may be accepted.
+            np.subtract.at(self._num_unread, inputs.sampled_slots, 1)
+            np.maximum(self._num_unread, 0, out=self._num_unread)
         return accepted
 
     # What a drafter needs of the rows, after a step's tokens were stored.
@@ -399,6 +498,11 @@ class InputBatch:
     def max_model_len(self) -> int:
         """Tokens of the longest sequence."""
         return self._tokens.shape[1] - 1
+
+    @property
+    def states_per_slot(self) -> int:
+        """Recurrent states of a slot; 0 where layers keep none."""
+        return self._states_per_slot
 
     def num_read(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of these slots that the host knows. # [B] -> [B]"""
@@ -473,31 +577,37 @@ class InputBatch:
         self._tokens[slots, positions] = token_ids
 
     def draft_sampling(
-        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], *, stream: int
+        self,
+        slots: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        *,
+        stream: int,
+        are_tokens_known: bool = True,
     ) -> SamplingRows:
         """How to sample a draft at these positions, as the target will. # 2 x [B]
 
-        `stream` is that of the noise: `SAMPLE` for the target's own.
+        `stream` is that of the noise: `SAMPLE` for the target's own. `are_tokens_known`: False where tokens before the
+        positions are not read yet: what depends on them is left out.
         """
-        rows = self._sampling.rows(slots, positions, self._tokens)
+        rows = self._sampling.rows(slots, positions, self._tokens, are_tokens_known=are_tokens_known)
         random = None if rows.random is None else rows.random.of_stream(stream)
         return dataclasses.replace(rows, random=random, num_logprobs=None)
 
     def _write(self, seq: Sequence) -> None:
         slot = seq.slot
         self._tokens[slot, : len(seq.token_ids)] = seq.token_ids
-        self._num_tokens[slot] = self._num_read[slot] = len(seq.token_ids)
+        self._num_read[slot], self._num_unread[slot] = len(seq.token_ids), 0
         self._valid_state[slot] = 0
         self._block_table[slot, : len(seq.block_table)] = seq.block_table
         self._num_blocks[slot] = len(seq.block_table)
         if self._device_has_tables:
             self.table_changes.note(slot, 0, len(seq.block_table))
         if seq.adapter and self._adapters is None:
-            self._adapters = np.zeros(len(self._num_tokens), dtype=np.int32)
+            self._adapters = np.zeros(len(self._num_read), dtype=np.int32)
         if self._adapters is not None:
             self._adapters[slot] = seq.adapter
         if seq.rope_length and self._rope_lengths is None:
-            self._rope_lengths = np.zeros(len(self._num_tokens), dtype=np.int64)
+            self._rope_lengths = np.zeros(len(self._num_read), dtype=np.int64)
         if self._rope_lengths is not None:
             self._rope_lengths[slot] = seq.rope_length
         if seq.pooling is not None:

@@ -13,32 +13,34 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from engine.batch import DraftWork, PromptSpan, ScheduledBatch, ScheduledBatchOutput, StepOutOfMemory
 from engine.distributed.rank_steps import RankStepError, RankSteps, StepMessage, rank_batch
 from engine.messages import PoolingParams, TokenLogprobs
-from engine.runner.device import DeviceMemory, Download, oom_in_step
+from engine.runner.device import DeviceMemory, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
-from engine.runner.drafting import DraftPasses, ModelDrafter
+from engine.runner.draft_passes import DraftPasses
+from engine.runner.drafting import DraftsAhead, ModelDrafter
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kernel_checks import leave_to_torch
 from engine.runner.kv_cache import PageCommitter
+from engine.runner.launched_step import LaunchedStep, StepResult
 from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
 from engine.runner.pooling import PooledVectors, PromptPooler, finish_vectors
 from engine.runner.sentinel import Sentinel, sentinel_interval
 from engine.runner.step_graphs import DecodeGraphs, make_graphs, why_no_graphs
-from engine.runner.step_output import mark_unusable, output_of
+from engine.runner.step_output import accepted_tokens, mark_unusable, output_of
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
 from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler, argmax_of_shard, argmax_over_ranks
+from engine.sampling.verification import NO_TOKEN
 from engine.speculative.drafts import max_sampled_tokens
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
@@ -69,111 +71,6 @@ _MOST_INTERPOSED_TOKENS = 512
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
-class StepResult(NamedTuple):
-    """What a step computed, on the device."""
-
-    logits: torch.Tensor | LaunchedTokens  # [S, V] float32
-    """Logits of the rows that sample a token; or the tokens, where each row takes the argmax and the model's head
-    computes it without logits."""
-    prompt_logprobs: dict[int, list[TokenLogprobs]] | None
-    pooled: PooledVectors | None
-    """Vectors of pooled prompts, on rank 0."""
-    drafted_from: torch.Tensor | None = None  # [T, features]
-    """The hidden states that the drafter reads."""
-    verified: Verified | None = None
-    """The step with the drafts that follow it, where one call computed both."""
-
-
-class LaunchedStep:
-    """A step on the device whose tokens are read later, as asynchronous scheduling needs it.
-
-    Sampled tokens stay on the device by slot; a row whose last token has not been read yet takes it from there.
-    """
-
-    def __init__(
-        self,
-        runner: "ModelRunner",
-        batch: ScheduledBatch,
-        inputs: StepInputs,
-        slots: torch.Tensor,
-        result: StepResult,
-    ) -> None:
-        """`slots`: those that sample, on the device."""
-        self._runner, self._batch, self._inputs, self._slots = runner, batch, inputs, slots
-        self._logits: torch.Tensor | LaunchedTokens | None = result.logits
-        self._prompt_logprobs = result.prompt_logprobs
-        self._drafted_from = result.drafted_from
-        self._pooled = result.pooled
-        self._vectors = None if result.pooled is None else runner.device_batch.downloads.begin(_words(result.pooled))
-        self._tokens: LaunchedTokens | None = None
-        self._downloads: list[Download] = []
-        self._number = runner.ranks.number if runner.ranks is not None else 0
-
-    def sample(self) -> None:
-        """Launch the sampler, if it was not yet: the steps before have been read."""
-        if self._tokens is None:
-            try:
-                self.launch_sampler(self._runner.input_batch.sampling_rows(self._inputs))
-            except BaseException as error:
-                self._abandon(error)
-                raise
-
-    def launch_sampler(self, rows: SamplingRows) -> None:
-        """Have the device sample, keep the tokens for the next step, and copy them to the host."""
-        device_batch = self._runner.device_batch
-        assert self._logits is not None
-        with torch.inference_mode(), oom_in_step():
-            self._tokens = tokens = self._runner.launch_sampler(self._logits, self._inputs, rows)
-            self._runner.keep_tokens(self._inputs, self._slots, tokens.token_ids)
-            words = (tokens.candidates.words, tokens.logprobs)
-            self._downloads = [device_batch.downloads.begin(each) for each in words if each is not None]
-        # They may be most of the memory that a step takes.
-        self._logits = None
-
-    def result(self) -> ScheduledBatchOutput:
-        """Wait for the step's tokens. Raises what the step raised."""
-        assert self._tokens is not None
-        try:
-            sampled = self._tokens.read(*(download.wait() for download in self._downloads))
-        except BaseException:
-            self._discard()
-            raise
-        for download in self._downloads:
-            self._runner.device_batch.downloads.give_back(download)
-        with torch.inference_mode():
-            output = self._runner.finish(self._batch, self._inputs, sampled, self._drafted_from)
-        output.prompt_logprobs = self._prompt_logprobs
-        if self._pooled is not None and self._vectors is not None:
-            shape = self._pooled.values.shape
-            values = self._vectors.wait().view(torch.float32)[: shape.numel()].view(shape).clone()
-            self._runner.device_batch.downloads.give_back(self._vectors)
-            self._runner.add_vectors(output, self._batch, self._pooled, values)
-        return output
-
-    def wait(self) -> None:
-        """Wait until the device has come to the end of what is enqueued. Raises what it failed with."""
-        if self._tokens is None:
-            # The other ranks wait for its tokens.
-            self._abandon(RuntimeError("an earlier step failed"))
-        else:
-            self._discard()
-        self._runner.device_batch.device.record().synchronize()
-
-    def _abandon(self, error: BaseException) -> None:
-        if self._runner.ranks is not None:
-            self._runner.ranks.abandon(self._number, error)
-
-    def _discard(self) -> None:
-        if self._runner.ranks is not None:
-            self._runner.ranks.discard(self._number)
-
-
-def _words(pooled: PooledVectors) -> torch.Tensor:
-    """The vectors as the 64-bit words that `Downloads` copies, with one more number where theirs is odd."""
-    flat = pooled.values.flatten()
-    return F.pad(flat, (0, len(flat) % 2)).view(torch.int64)
-
-
 class ModelRunner:
     """The model, its KV cache, and the rows of the running sequences on one device."""
 
@@ -193,8 +90,8 @@ class ModelRunner:
         """Whether the next step of all of them is a decode that a graph may replay, which they do together."""
         self.ranks: RankSteps | None = None
         """On rank 0, sends each step to the other ranks, once they have started."""
-        self._followed: dict[int, StepInputs] = {}
-        """On other ranks, steps by number whose tokens rank 0 has not sent yet."""
+        self._followed: dict[int, tuple[StepInputs, list[int] | None]] = {}
+        """On other ranks, steps by number whose tokens rank 0 has not sent yet, and see `_store_followed`."""
         self._chooses_by_shard = False
         """Whether the ranks choose among their argmax tokens in the running step."""
         self._last_step_seconds = 0.0
@@ -221,9 +118,12 @@ class ModelRunner:
             vocab_size=self.model_config.vocab_size,
             seed=config.seed,
             device_has_tables=self.backend.reads_tables_on_device,
+            num_ahead=config.num_drafts + 2 if loaded.drafter is not None else 0,
             states_per_slot=self.caches.states_per_slot if self.caches.have_states else 0,
         )
         self.device_batch = DeviceBatch(loaded.seam, config.max_num_seqs)
+        self._drafts_ahead = False
+        """Whether the ranks draft after the running step before it is read."""
         self.tables: DeviceBlockTables | None = None
         """Block tables on the device, where the attention backend reads them there."""
         if self.backend.reads_tables_on_device:
@@ -447,11 +347,11 @@ class ModelRunner:
         start = time.perf_counter()
         with oom_in_step(), self._all_leave_a_failure(), self._leaving_what_is_unchecked():
             with torch.inference_mode():
-                inputs, on_device = self.prepare_model(batch, is_deferred=True)
+                inputs, on_device = self.prepare_model(batch, is_launched=True)
                 result = self.run_model(inputs, on_device, batch.prompt_spans)
-            self.input_batch.reserve_token(inputs)
-            step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, result)
-            if inputs.sampling is not None:
+            self.input_batch.reserve_tokens(inputs)
+            step = LaunchedStep(self, batch, inputs, on_device, result, drafts_ahead=self._drafts_ahead)
+            if inputs.sampling is not None and not step.drafts_ahead:
                 step.launch_sampler(inputs.sampling)
         self._last_step_seconds = time.perf_counter() - start
         if self.sentinel is not None and not self.device_batch.device.is_host:
@@ -562,30 +462,96 @@ class ModelRunner:
         for number, tokens in message.sampled:
             # Steps before it that failed are never sent.
             self._followed = {each: inputs for each, inputs in self._followed.items() if each >= number}
-            inputs = self._followed.pop(number, None)
-            if inputs is not None:
-                self.input_batch.store_tokens(inputs, np.array(tokens, dtype=np.int64))
+            followed = self._followed.pop(number, None)
+            if followed is not None:
+                self._store_followed(*followed, np.array(tokens, dtype=np.int64))
         batch = rank_batch(message, self.config.kv_cache_block_size)
         self._chooses_by_shard = message.is_greedy
         self.tokens_across_dp, self.may_replay = message.tokens_across_dp, message.may_replay
+        self._drafts_ahead = message.drafts_ahead
         with torch.inference_mode(), self._leaving_what_is_unchecked():
             inputs, on_device = self.prepare_model(batch)
             result = self.run_model(inputs, on_device, batch.prompt_spans)
-            if self.drafter is not None:
+            if self.drafter is not None and not message.is_deferred:
                 self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
                 return
-            self._followed[message.number] = inputs
-            if message.is_deferred:
-                self.input_batch.reserve_token(inputs)
-                self.keep_tokens(inputs, on_device.sampled_slots)
+            self._followed[message.number] = inputs, message.num_next_drafts if message.drafts_ahead else None
+            if not message.is_deferred:
+                return
+            self.input_batch.reserve_tokens(inputs)
+            if message.drafts_ahead:
+                self.draft_ahead(batch, inputs, on_device, None, result.drafted_from)
+            else:
+                self.keep_tokens(batch, inputs, on_device.sampled_slots, None, result.drafted_from)
 
-    def keep_tokens(self, inputs: StepInputs, slots: torch.Tensor, token_ids: torch.Tensor | None = None) -> None:
+    def _store_followed(self, inputs: StepInputs, drafted: list[int] | None, token_ids: npt.NDArray[np.int64]) -> None:
+        """Store what rank 0 has sampled in an earlier step; `NO_TOKEN` at positions that it has not accepted.
+
+        `drafted`: the drafts made of each row on the device; None: none.
+        """
+        if inputs.bounds is not None:
+            inputs = self.input_batch.resolve(inputs)
+        self.input_batch.store_tokens(inputs, token_ids, np.flatnonzero(token_ids != NO_TOKEN))
+        if self.drafter is not None and drafted is not None:
+            self.drafter.settle(inputs, drafted)
+
+    def draft_ahead(
+        self,
+        batch: StepRows,
+        inputs: StepInputs,
+        on_device: DeviceInputs,
+        sampled: LaunchedTokens | None,
+        drafted_from: torch.Tensor | None,
+    ) -> DraftsAhead:
+        """Accept what a step has sampled, and draft after it, on all ranks' devices. `sampled`: on rank 0."""
+        assert self.drafter is not None
+        if sampled is None:
+            token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64, device=self.device)
+        else:
+            found = sampled.candidates
+            token_ids = found.tokens.masked_fill(~found.peaks.isfinite(), NO_TOKEN)
+            if sampled.refused:
+                [refused] = self.device_batch.uploads.send([np.array(list(sampled.refused), dtype=np.int64)])
+                token_ids.index_fill_(0, refused, NO_TOKEN)
+        if self.parallel.size > 1:
+            token_ids = self.parallel.broadcast(token_ids)
+        return self.drafter.draft_ahead(
+            inputs,
+            on_device,
+            self.device_batch,
+            token_ids,
+            drafted_from,
+            batch.num_next_drafts,
+            is_greedy=self._is_greedy(inputs),
+        )
+
+    def _drafts_when_read(self, batch: StepRows) -> bool:
+        """Whether drafts are made after a launched step, or could be, once its tokens are read."""
+        if self.drafter is None or self._drafts_ahead:
+            return False
+        return bool(batch.draft_tokens) or any(batch.num_next_drafts)
+
+    def _is_greedy(self, inputs: StepInputs) -> bool:
+        return self.input_batch.are_greedy(inputs.slots) if self.parallel.size == 1 else self._chooses_by_shard
+
+    def keep_tokens(
+        self,
+        batch: StepRows,
+        inputs: StepInputs,
+        slots: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        drafted_from: torch.Tensor | None,
+    ) -> None:
         """Have every rank keep what rank 0 sampled by slot on its device, where the next step reads it.
 
         # [S], [S] int64; `token_ids`: on rank 0
 
-        A step that verifies drafts is read before the next is launched, which finds its tokens on the host.
+        A step after which drafts are made when it is read comes before the next one, which finds them on the host.
         """
+        if self._drafts_when_read(batch):
+            return
+        if self.drafter is not None:
+            _keep_states(self.drafter, batch, inputs, drafted_from)
         if inputs.has_drafts or not len(slots):
             return
         last_tokens = self.device_batch.last_tokens
@@ -657,10 +623,10 @@ class ModelRunner:
 
     # The three phases of a step
 
-    def prepare_model(self, batch: StepRows, *, is_deferred: bool = False) -> tuple[StepInputs, DeviceInputs]:
+    def prepare_model(self, batch: StepRows, *, is_launched: bool = False) -> tuple[StepInputs, DeviceInputs]:
         """Bring the rows up to date, and build the step's arrays, here and on the device.
 
-        Rank 0 sends the step to the others as soon as the rows are known. `is_deferred`: the next step may be launched
+        Rank 0 sends the step to the others as soon as the rows are known. `is_launched`: the next step may be launched
         before this one's tokens are read.
         """
         self.input_batch.apply(batch)
@@ -668,14 +634,18 @@ class ModelRunner:
         if self.sentinel is not None and not is_dummy:
             for operator in sorted(self.sentinel.take_found()):
                 self.leave_to_torch(operator)
+        if isinstance(batch, ScheduledBatch):
+            self._drafts_ahead = is_launched and self.drafter is not None and self.drafter.goes_ahead(batch)
         if self.ranks is not None and isinstance(batch, ScheduledBatch):
             self._chooses_by_shard = self.input_batch.are_greedy(batch.slots)
+            is_deferred = is_launched and not self._drafts_when_read(batch)
             self.ranks.begin(
                 batch,
                 is_greedy=self._chooses_by_shard,
                 tokens_across_dp=self.tokens_across_dp,
                 may_replay=self.may_replay,
                 is_deferred=is_deferred,
+                drafts_ahead=self._drafts_ahead,
             )
         if self.graphs is not None and not self.parallel.is_alone and not is_dummy:
             # All ranks count each step that rank 0 sends, whatever becomes of it, and so capture at the same time.
@@ -691,7 +661,13 @@ class ModelRunner:
         elif self.graphs is not None and not batch.prompt_spans and is_captured:
             size = self.graphs.size_for(inputs)
         padded = inputs if self.graphs is None else self.graphs.pad(inputs, size)
-        target = AttentionTarget(self.backend, self.tables, bool(self.config.lora))
+        target = AttentionTarget(
+            self.backend,
+            self.tables,
+            bool(self.config.lora),
+            self.config.kv_cache_block_size,
+            self.input_batch.states_per_slot,
+        )
         return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, target, size)
 
     def run_model(self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]) -> StepResult:
@@ -711,7 +687,11 @@ class ModelRunner:
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
         layers = self._stream_layers
         with forward_context(on_device.metadata, context, dp_metadata, lora=lora, stream_layers=layers) as step:
-            if self.sentinel is None or (self._is_dummy_run and not self.sentinel.is_rehearsing):
+            if (
+                self.sentinel is None
+                or inputs.bounds is not None
+                or (self._is_dummy_run and not self.sentinel.is_rehearsing)
+            ):
                 hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
             else:
                 with self.sentinel.observing(inputs, on_device.graph_size):
@@ -763,17 +743,25 @@ class ModelRunner:
         sampled: SampledTokens,
         drafted_from: torch.Tensor | None = None,
         verified: Verified | None = None,
+        ahead: DraftsAhead | None = None,
+        *,
+        is_launched: bool = False,
     ) -> ScheduledBatchOutput:
         """Keep a step's tokens for the next one, draft what may follow them, and report both by sequence.
 
         `drafted_from`: the hidden states that a drafter reads. # [T, features]
-        `verified`: what the drafter has made of the step already.
+        `verified`, `ahead`: what the drafter has made of the step already.
         """
         sampled = mark_unusable(sampled, inputs)
         drafts: list[list[int]] = []
         start = time.perf_counter()
-        if self.drafter is None:
+        drafts_now = self.drafter is not None and ahead is None
+        if drafts_now and is_launched:
+            drafts_now = bool(inputs.has_drafts) or any(batch.num_next_drafts)
+        if self.drafter is None or not drafts_now:
             accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
+            if self.drafter is not None and ahead is not None:
+                drafts = self.drafter.take_ahead(inputs, ahead, batch.num_next_drafts)
         elif verified is not None:
             start -= verified.seconds
             accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
@@ -781,12 +769,13 @@ class ModelRunner:
         else:
             accepted, drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
         if self.ranks is not None:
-            # Where a model drafts, the other ranks have the tokens already.
-            self.ranks.end(sampled.token_ids.tolist() if self.drafter is None else [])
+            # Where a model has drafted just now, the other ranks have the tokens already.
+            self.ranks.end([] if drafts_now else accepted_tokens(sampled.token_ids, accepted))
         seconds = time.perf_counter() - start
         output = output_of(batch, inputs, sampled, accepted, self.dtype)
         if any(drafts):
             output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
+        if any(drafts) and ahead is None:
             assert self.drafter is not None
             depth = 0 if self.drafter.has_caught_up else max(map(len, drafts))
             output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), depth)
@@ -825,19 +814,15 @@ class ModelRunner:
             token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
         token_ids = drafter.share(token_ids)
         accepted = self.input_batch.store_tokens(inputs, token_ids)
-        starting = np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64) if batch.new_seqs else _NO_TOKENS
-        if not batch.num_next_drafts:
-            drafter.skip(inputs, starting)
-            return accepted, []
-        if not any(batch.num_next_drafts) and drafter.wait(inputs, drafted_from, starting):
+        if _keep_states(drafter, batch, inputs, drafted_from):
             return accepted, []
         drafts = drafter.draft(
             inputs,
             drafted_from,
             np.array(batch.num_next_drafts, dtype=np.int64),
             batch.total_seqs_num_decode,
-            starting,
-            is_greedy=self.input_batch.are_greedy(inputs.slots) if self.parallel.size == 1 else self._chooses_by_shard,
+            _starting(batch),
+            is_greedy=self._is_greedy(inputs),
         )
         return accepted, drafts
 
@@ -950,6 +935,21 @@ class ModelRunner:
     @property
     def _lm_head(self) -> ParallelLMHead:
         return cast(LlamaForCausalLM, self.model).lm_head
+
+
+def _starting(batch: StepRows) -> npt.NDArray[np.int64]:
+    """Slots of the sequences that start in a step."""
+    return np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64) if batch.new_seqs else _NO_TOKENS
+
+
+def _keep_states(
+    drafter: ModelDrafter, batch: StepRows, inputs: StepInputs, drafted_from: torch.Tensor | None
+) -> bool:
+    """Keep what a drafter needs of a step after which it drafts nothing; False where it drafts, or has verified."""
+    if not batch.num_next_drafts:
+        drafter.skip(inputs, _starting(batch))
+        return True
+    return not any(batch.num_next_drafts) and drafter.wait(inputs, drafted_from, _starting(batch))
 
 
 def record_pass(

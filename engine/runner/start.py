@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.runner.drafting import DraftPasses
+from engine.runner.draft_passes import DraftPasses
 from engine.runner.kernel_checks import check_kernels, refuse_unchecked, watch_kernels
 from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.memory_sizing import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size

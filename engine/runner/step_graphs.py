@@ -13,7 +13,7 @@ from engine.config.config import Config
 from engine.runner.device import Device
 from engine.runner.device_batch import DeviceInputs
 from engine.runner.draft_graphs import DraftGraphRunner
-from engine.runner.drafting import DraftPasses
+from engine.runner.draft_passes import DraftPasses
 from engine.runner.graphs import GraphMemory, GraphRunner, GraphShape, Observing, not_observed
 from engine.runner.input_batch import StepInputs, UniformRows
 from engine.runner.kv_cache import LayerCaches

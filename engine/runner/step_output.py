@@ -23,6 +23,15 @@ def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:
     return SampledTokens(token_ids, sampled.logprobs, broken, refused)
 
 
+def accepted_tokens(token_ids: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64] | None) -> list[int]:
+    """The sampled tokens, `NO_TOKEN` at positions that were not accepted. # [S]"""
+    if accepted is not None:
+        token_ids, found = np.full_like(token_ids, NO_TOKEN), token_ids
+        token_ids[accepted] = found[accepted]
+    tokens: list[int] = token_ids.tolist()
+    return tokens
+
+
 def output_of(
     batch: ScheduledBatch,
     inputs: StepInputs,

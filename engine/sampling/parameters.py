@@ -5,7 +5,7 @@ The input batch writes a slot when its sequence starts, and asks for the rows of
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,14 @@ class Proposals:
     probabilities: torch.Tensor  # [D, V] float32, that the draft was sampled from
 
 
+class Later(NamedTuple):
+    """By how much the positions of rows are later than the host knows."""
+
+    by: torch.Tensor  # [N] int64, on the device; negative for rows whose tokens are not used
+    most: int
+    """No row's is as much."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """What the sampler must do with the rows of a step. A field is None, or empty, where no row needs it."""
@@ -105,6 +113,8 @@ class SamplingRows:
     """Random rows with a filter that the draw does not implement itself."""
     proposals: Proposals | None = None
     """Drafts that rejection sampling accepts or replaces."""
+    later: Later | None = None
+    """Of rows whose noise belongs to later positions; None: the host knows all positions."""
 
     @property
     def is_greedy(self) -> bool:
@@ -255,13 +265,18 @@ class SamplingColumns:
         slots: npt.NDArray[np.int64],
         num_tokens: npt.NDArray[np.int64],
         tokens: npt.NDArray[np.int32],
+        *,
+        are_tokens_known: bool = True,
     ) -> SamplingRows:
         """What the sampler needs to choose the next token of each slot in `slots`. # [num_rows]
 
         `num_tokens` are the lengths of their sequences (the position that is sampled), `tokens` the table of all
         slots' tokens. # [num_rows], [max_num_seqs, max_model_len]
+        `are_tokens_known`: False: what depends on tokens, and not on positions alone, is left out.
         """
         flags = self._needs[slots]
+        if not are_tokens_known:
+            flags &= ~np.uint16(_OF_TOKENS | _BUDGET)
         needs = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if needs == 0:
             return SamplingRows()

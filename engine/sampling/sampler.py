@@ -122,7 +122,9 @@ class Sampler:
         arrays: list[Sequence[npt.NDArray[Any]]] = [
             [np.array(list(asked), dtype=np.int64)],
             [np.array([each.row for each in masked], dtype=np.int64), mask_words],
-            [] if rows.random is None else ops.draw_arrays(rows.random, vocab_size),
+            []
+            if rows.random is None
+            else ops.draw_arrays(rows.random, vocab_size, 1 if rows.later is None else rows.later.most),
             *((change.rows, change.token_ids, change.values) for _, change in rows.adjustments),
             *((each.rows, each.temperature, each.values) for each in rows.filters),
         ]
@@ -138,7 +140,10 @@ class Sampler:
         for each, (at, temperature, values) in zip(rows.filters, others[len(rows.adjustments) :], strict=True):
             mask_excluded(logits, candidates.peaks, each.keep, at, temperature, values)
         if rows.random is not None:
-            ops.draw(logits, candidates, rows.random, draw_arrays)
+            drawn: tuple[RandomRows, Sequence[torch.Tensor]] = rows.random, draw_arrays
+            if rows.later is not None:
+                drawn = ops.draw_later(*drawn, rows.later)
+            ops.draw(logits, candidates, *drawn)
             if rows.proposals is not None:
                 ops.verify(logits, candidates, rows.random, rows.proposals)
         logprobs = None

@@ -1,16 +1,16 @@
 """The sampler's operations as torch's: `TorchOps` on any device, and `CPUOps`, which uses the CPU's operators too."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.parameters import FREQUENCY, PRESENCE, REPETITION, Proposals, RandomRows
+from engine.sampling.parameters import FREQUENCY, PRESENCE, REPETITION, Later, Proposals, RandomRows
 from engine.sampling.top_k import argmax, index_of_rank, sorted_descending, stable_topk
-from models.ops.counter_rng import ACCEPT, approximate_noise, gumbel_noise, uniform
+from models.ops.counter_rng import ACCEPT, approximate_noise, gumbel_noise, row_keys, uniform
 from models.ops.cpu import sampling as cpu_sampling
 from models.ops.memory import upload
 
@@ -82,8 +82,11 @@ class TorchOps:
         found.peaks.copy_(logits.gather(-1, found.tokens[:, None])[:, 0])
         return found
 
-    def draw_arrays(self, random: RandomRows, vocab_size: int) -> Sequence[npt.NDArray[Any]]:
-        """What `draw` needs on the device: here, six arrays a part of the rows."""
+    def draw_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
+        """What `draw` needs on the device: here, six arrays a part of the rows.
+
+        `most`: as in `Later`, whose noise `draw_later` selects from that of all positions.
+        """
         return [
             array
             for part in self._parts(random, vocab_size)
@@ -93,9 +96,22 @@ class TorchOps:
                 part.top_k,
                 part.top_p,
                 part.min_p,
-                part.row_keys.view(np.int64),
+                part.row_keys.view(np.int64)
+                if most == 1
+                else np.stack([row_keys(part.key, part.position + by).view(np.int64) for by in range(most)]),
             )
         ]
+
+    def draw_later(
+        self, random: RandomRows, arrays: Sequence[torch.Tensor], later: Later
+    ) -> tuple[RandomRows, Sequence[torch.Tensor]]:
+        """What `draw` takes for rows at later positions, of `draw_arrays`."""
+        chosen = list(arrays)
+        if later.most > 1:
+            for index in range(5, len(arrays), 6):
+                by = later.by.clamp(min=0)[arrays[index - 5]]
+                chosen[index] = arrays[index].gather(0, by[None])[0]
+        return random, chosen
 
     def draw(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
@@ -252,9 +268,15 @@ class CPUOps(TorchOps):
                 row.fill(-np.inf)
                 row[allowed] = values
 
-    def draw_arrays(self, random: RandomRows, vocab_size: int) -> Sequence[npt.NDArray[Any]]:
+    def draw_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
         """See `TorchOps`: none, as `random` is where it is needed."""
         return []
+
+    def draw_later(
+        self, random: RandomRows, arrays: Sequence[torch.Tensor], later: Later
+    ) -> tuple[RandomRows, Sequence[torch.Tensor]]:
+        """See `TorchOps`."""
+        return replace(random, position=random.position + later.by.numpy().clip(0)[random.rows]), arrays
 
     def draw(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from engine.sampling.parameters import BIAS, FREQUENCY, PRESENCE, REPETITION, RandomRows
+from engine.sampling.parameters import BIAS, FREQUENCY, PRESENCE, REPETITION, Later, RandomRows
 from engine.sampling.torch_ops import Candidates, LogprobColumns, TorchOps
 from models.ops.triton import logits as kernels
 from models.ops.triton import sampling as draw_kernels
@@ -39,9 +39,17 @@ class TritonOps(TorchOps):
         found = kernels.argmax(logits)
         return Candidates(found.both, found.tokens, found.peaks)
 
-    def draw_arrays(self, random: RandomRows, vocab_size: int) -> Sequence[npt.NDArray[Any]]:
-        """See `TorchOps`: one array."""
+    def draw_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
+        """See `TorchOps`: one array, with positions."""
         return [draw_kernels.pack_columns(**{each.name: getattr(random, each.name) for each in fields(random)})]
+
+    def draw_later(
+        self, random: RandomRows, arrays: Sequence[torch.Tensor], later: Later
+    ) -> tuple[RandomRows, Sequence[torch.Tensor]]:
+        """See `TorchOps`."""
+        columns = arrays[0]
+        columns[draw_kernels.POSITION] += later.by.clamp(min=0)[columns[draw_kernels.ROW]]
+        return random, arrays
 
     def draw(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]

@@ -126,10 +126,11 @@ class Drafts:
             return False
         return not self._drafts_by_model or self.plan.is_idle
 
-    def num_next(self, seqs: Collection[Sequence], num_decodes: int) -> list[int] | None:
+    def num_next(self, seqs: Collection[Sequence], num_decodes: int, *, is_current: bool = True) -> list[int] | None:
         """Drafts that the runner is to make of each row of a step for the next one; None where it makes none.
 
         Empty where no row drafts, and none will for some steps. The first `num_decodes` of the sequences decode.
+        `is_current`: False if a step before it is unread, after which nothing is drafted.
         """
         if not self._drafts_by_model:
             return None
@@ -139,6 +140,8 @@ class Drafts:
             return [0] * len(seqs)
         if self._pause_left or not self.plan.is_keeping:
             return []
+        if not is_current:
+            return [0] * len(seqs)
         if self.plan.is_idle:
             return [0] * num_decodes + [self._next_limit(seq) for seq in islice(seqs, num_decodes, None)]
         # The step that is scheduled brings a token at least.
@@ -188,11 +191,22 @@ class Drafts:
             self._suspended_steps = _SUSPENDED_STEPS
         return had_any
 
+    def may_follow_unread(self, batch: ScheduledBatch) -> bool:
+        """Whether no model drafts once this step is read, nor once the next one is."""
+        if not self._drafts_by_model:
+            return True
+        return self._pause_left > 0 and not (batch.scheduled_spec_decode_tokens or any(batch.num_next_drafts))
+
     def take(
-        self, seqs: Iterable[Sequence], fwd_output: ScheduledBatchOutput, verified: Mapping[int, list[int]]
+        self,
+        seqs: Iterable[Sequence],
+        fwd_output: ScheduledBatchOutput,
+        verified: Mapping[int, list[int]],
+        computed: Collection[int] = (),
     ) -> list[Sequence]:
         """Count what a step accepted of its drafts, `verified` by sequence id, and keep those for the next step.
 
+        `computed`: ids of sequences that steps submitted since compute, whose next drafts follow these.
         Returns the sequences that got no token because of their drafts: KV in their last blocks may be invalid.
         """
         without_token: list[Sequence] = []
@@ -205,12 +219,13 @@ class Drafts:
             self.plan.costs.note_drafting(work)
         if not proposed and not verified:
             for seq in seqs:
-                if seq.spec_token_ids:
+                if seq.spec_token_ids and seq.id not in computed:
                     seq.spec_token_ids = []
             return without_token
         for seq in seqs:
             drafts = verified.get(seq.id)
-            seq.spec_token_ids = proposed.get(seq.id, [])
+            if seq.id not in computed:
+                seq.spec_token_ids = proposed.get(seq.id, [])
             if not drafts or seq.id in failed:
                 continue
             num_new = len(fwd_output.token_ids.get(seq.id, ()))

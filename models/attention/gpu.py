@@ -14,9 +14,20 @@ from models.attention.backend import NO_SLOT, AttentionBackend, AttentionMetaDat
 from models.ops import triton
 from models.ops.flash_attention import Spans, spans_of
 from models.ops.memory import Send, upload
-from models.ops.triton.grids import MAX_PIECES, AttentionPlan, list_pieces, list_tiles, most_pieces, num_pieces
+from models.ops.triton.grids import (
+    MAX_PIECES,
+    AttentionPlan,
+    list_pieces,
+    list_tiles,
+    most_pieces,
+    most_pieces_within,
+    num_pieces,
+)
 
 Lengths = npt.NDArray[np.int64]
+
+MOST_SHORTER = 80
+"""Tokens by which a row's context may be shorter than its bound: two steps, padding, and what a drafter adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +243,31 @@ class GPUAttentionBackend(AttentionBackend):
             items=pieces,
             num_items=num_items,
             lengths=lengths,
+        )
+
+    def build_bounded(
+        self, longest: Lengths, block_tables: torch.Tensor, query_len: int, send: Send
+    ) -> TritonMetaData:
+        """Metadata of decodes of which the host knows the longest contexts that they may have. # [B]
+
+        The caller sets `seq_lens`, `slot_mapping` and the fields of recurrent states, which are on the device. Rows
+        are at most `MOST_SHORTER` tokens shorter than `longest`. `block_tables` [B, num_blocks] are on the device.
+        """
+        items = list_pieces(longest, most_pieces_within(longest, MOST_SHORTER))
+        starts = query_len * np.arange(len(longest) + 1, dtype=np.int32)
+        arrays = [starts, items, np.array([len(items)], dtype=np.int32)]
+        query_starts, pieces, num_items = send(arrays)
+        return TritonMetaData(
+            backend=self,
+            cu_seqlens_q=query_starts,
+            seq_lens=pieces,
+            block_tables=block_tables,
+            slot_mapping=pieces,
+            num_decodes=len(longest),
+            query_len=query_len,
+            items=pieces,
+            num_items=num_items,
+            lengths=None,
         )
 
     def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:

@@ -70,6 +70,10 @@ def attend(
     block_size = cache.k_cache.shape[2]
     for row, length in enumerate(seq_lens.tolist()):
         tokens = slice(starts[row], starts[row + 1])
+        if not length:
+            # A row that pads a graph.
+            out[tokens] = 0.0
+            continue
         # Blocks before the window may be other rows' by now, with numbers that are not finite.
         first = first_seen(length, tokens.stop - tokens.start, options)
         blocks = block_tables[row, first // block_size : -(-length // block_size)].long()

@@ -76,6 +76,8 @@ class ScriptedRunner:
 class ScriptedStep:
     """A step that was over when it was launched."""
 
+    drafts_ahead = False
+
     def __init__(self, output: ScheduledBatchOutput) -> None:
         self._output = output
 

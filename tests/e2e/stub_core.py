@@ -64,6 +64,8 @@ class StubRunner:
 class StubStep:
     """A step that was over when it was launched."""
 
+    drafts_ahead = False
+
     def __init__(self, output: ScheduledBatchOutput) -> None:
         self._output = output
 

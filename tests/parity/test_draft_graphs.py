@@ -15,7 +15,8 @@ from engine.runner import loaded_model
 from engine.runner.device import Device
 from engine.runner.device_batch import DeviceBatch
 from engine.runner.draft_graphs import DraftGraphRunner
-from engine.runner.drafting import DraftPasses, ModelDrafter
+from engine.runner.draft_passes import DraftPasses
+from engine.runner.drafting import ModelDrafter
 from engine.runner.model_runner import ModelRunner
 from models.attention.backend import AttentionBackend
 from models.attention.triton import TritonAttentionBackend

@@ -281,7 +281,7 @@ def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: t
     for slot, seq in enumerate(seqs):
         seq.slot, seq.block_table = slot, [2 * slot, 2 * slot + 1]
         batch._write(seq)
-    batch._num_tokens[[0, 2]] += 1
+    batch._num_unread[[0, 2]] += 1
     lengths = [len(seqs[0]) + 1, len(seqs[1]), len(seqs[2]) + 1]
     inputs = batch.step_inputs(
         ScheduledBatch(

@@ -14,7 +14,7 @@ from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.distributed.rank_steps import decode_step, encode_step
 from engine.runner import model_runner
-from engine.runner.drafting import DraftPasses
+from engine.runner.draft_passes import DraftPasses
 from engine.runner.model_runner import ModelRunner
 from engine.runner.start import proposal_bytes
 from engine.sampling_params import SamplingParams

@@ -16,10 +16,6 @@ from engine.core.startup import PhaseClock, load_model
         ({"bos_token_id": 1536}, "bos_token_id holds token id 1536"),
         ({"stop_token_ids": (5, 1536)}, "stop_token_ids holds token id 1536"),
         ({"device": "cuda"}, "torch finds no GPU"),
-        (
-            {"async_scheduling": "on", "speculative_config": {"speculative_method": "mtp"}},
-            "a model, which drafts when",
-        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_sentence(fields: dict[str, Any], sentence: str) -> None:

@@ -13,12 +13,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.batch import UNREAD_DRAFT, ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
 from kvcache.block import Block
 from kvcache.block_manager import RELEASED
-from tests.property.test_scheduling import POISON, FakeWorker, SchedulingMachine, duration, next_token, vector_of
+from tests.property.test_scheduling import (
+    POISON,
+    VOCAB,
+    FakeWorker,
+    SchedulingMachine,
+    duration,
+    next_token,
+    vector_of,
+)
 
 
 @dataclass
@@ -31,22 +39,42 @@ class Unread:
     generations: dict[int, int]
     """Of the blocks that the step may touch."""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-
-    def drafts(self, seq: Sequence) -> list[int]:
-        """What the step verifies of a sequence."""
-        return self.batch.scheduled_spec_decode_tokens.get(seq.id, [])
+    drafts_ahead: bool
+    unknown: set[int]
+    """Slots of rows that begin where an unread step ends them: `end` is the most that it may be."""
 
 
 class LateWorker(FakeWorker):
     """Takes rows in when a step is launched, and computes it when it is read."""
 
-    def __init__(self, block_size: int, window: int | None) -> None:
+    def __init__(self, block_size: int, window: int | None, mtp_k: int = 0) -> None:
         super().__init__(block_size, 0, window)
+        self.most_drafts = mtp_k
+        """Of a model, in the worker."""
+        self.made: dict[int, list[int]] = {}
+        """The latest drafts of each slot."""
         self.generations: Counter[int] = Counter()
         self.unread: deque[Unread] = deque()
 
-    def launch(self, batch: ScheduledBatch) -> None:
+    def goes_ahead(self, batch: ScheduledBatch) -> bool:
+        """Whether the device drafts after a step before it is read: it does where it must, and else by chance."""
+        if not self.most_drafts or batch.total_seqs_num_prefill:
+            return False
+        slots = {slot for step in self.unread if step.drafts_ahead for _, slot, _, _ in step.rows}
+        if not slots.isdisjoint(batch.slot_list):
+            return True
+        return any(batch.num_next_drafts) and sum(batch.context_lens) % 4 > 0
+
+    def launch(self, batch: ScheduledBatch, *, drafts_ahead: bool = False) -> None:
         """Take a step in."""
+        for step in self.unread:
+            wants = any(step.batch.num_next_drafts) or step.batch.scheduled_spec_decode_tokens
+            assert step.drafts_ahead or not (self.most_drafts and wants), "it drafts once it is read"
+        unknown = {slot for step in self.unread if step.drafts_ahead for _, slot, _, _ in step.rows}
+        unknown &= set(batch.slot_list)
+        for seq_id, drafts in batch.scheduled_spec_decode_tokens.items():
+            slot = batch.slot_list[batch.req_ids.index(seq_id)]
+            assert (UNREAD_DRAFT in drafts) == (slot in unknown)
         in_use = {slot for step in self.unread for _, slot, _, _ in step.rows}
         for seq in batch.new_seqs:
             assert seq.slot not in in_use, "a slot changed hands before its step was read"
@@ -58,9 +86,27 @@ class LateWorker(FakeWorker):
             (seq, seq.slot, end, count)
             for seq, end, count in zip(batch.sequences, batch.context_lens, batch.num_scheduled_tokens, strict=True)
         ]
-        touched = {self.cell(slot, position)[0] for _, slot, end, count in rows for position in self.seen(end, count)}
+        touched = {
+            self.cell(slot, position)[0]
+            for _, slot, end, count in rows
+            for position in self.seen(end, end - len(self.tokens[slot]) if slot in unknown else count)
+        }
         generations = {block_id: self.generations[block_id] for block_id in touched}
-        self.unread.append(Unread(batch, rows, generations, self.read_prompts(batch)))
+        self.unread.append(Unread(batch, rows, generations, self.read_prompts(batch), drafts_ahead, unknown))
+
+    def known_rows(self, step: Unread) -> list[tuple[Sequence, int, int, int, list[int]]]:
+        """The rows of the oldest step, whose ends are known now, with what they verify."""
+        rows = []
+        for seq, slot, end, count in step.rows:
+            drafts = step.batch.scheduled_spec_decode_tokens.get(seq.id, [])
+            if slot in step.unknown:
+                drafts = self.made[slot][: len(drafts)]
+                assert len(drafts) == count - 1
+                known = len(self.tokens[slot]) + len(drafts)
+                assert known <= end
+                end = known
+            rows.append((seq, slot, end, count, drafts))
+        return rows
 
     def seen(self, end: int, count: int) -> range:
         """Positions that a row reads or writes."""
@@ -72,8 +118,9 @@ class LateWorker(FakeWorker):
         for block_id, generation in step.generations.items():
             assert self.generations[block_id] == generation, "a block changed hands before its step was read"
         poisoned = set()
-        for seq, slot, end, count in step.rows:
-            context = [*self.tokens[slot], *step.drafts(seq)][:end]
+        rows = self.known_rows(step)
+        for seq, slot, end, count, drafts in rows:
+            context = [*self.tokens[slot], *drafts][:end]
             assert len(context) == end, (
                 f"sequence {seq.id} computes {end - count} to {end}, but has {len(context)} tokens"
             )
@@ -86,9 +133,10 @@ class LateWorker(FakeWorker):
                 else:
                     self.kv[cell] = content
         errors, sampled, vectors = {}, {}, {}
-        for seq, slot, end, count in step.rows:
+        made: dict[int, list[int]] = {}
+        for index, (seq, slot, end, count, drafts) in enumerate(rows):
             cells = {position: self.cell(slot, position) for position in self.seen(end, count)}
-            known, drafts = self.tokens[slot], step.drafts(seq)
+            known = self.tokens[slot]
             if seq.id in broken or not poisoned.isdisjoint(cells.values()):
                 errors[seq.id] = "not a number"
             elif seq.slot == slot:
@@ -106,9 +154,23 @@ class LateWorker(FakeWorker):
                 known += new
                 if seq.id not in errors:
                     sampled[seq.id] = tuple(new)
+                wanted = step.batch.num_next_drafts[index] if self.most_drafts and step.batch.num_next_drafts else 0
+                self.made[slot] = made[seq.id] = self.guesses(known)[:wanted]
         return ScheduledBatchOutput(
-            sampled, errors=errors or None, prompt_logprobs=step.prompt_logprobs, vectors=vectors or None
+            sampled,
+            made if any(made.values()) else None,
+            errors=errors or None,
+            prompt_logprobs=step.prompt_logprobs,
+            vectors=vectors or None,
         )
+
+    def guesses(self, known: list[int]) -> list[int]:
+        """Drafts of which as many are right as chance has it."""
+        num_right, guessed = hash((*known,)) % (self.most_drafts + 1), list[int]()
+        for index in range(self.most_drafts):
+            right = next_token(known + guessed)
+            guessed.append(right if index < num_right else (right + 1) % VOCAB)
+        return guessed
 
     def fail(self) -> list[Sequence]:
         """The step that was launched first raises, and leaves nothing that it, or those behind it, should have."""
@@ -131,7 +193,7 @@ class DeferredMachine(SchedulingMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.worker = LateWorker(self.block_size, self.window)
+        self.worker = LateWorker(self.block_size, self.window, self.mtp_k if self.by_model else 0)
         pool = self.scheduler.block_manager.pool
         take = pool.take
 
@@ -162,8 +224,9 @@ class DeferredMachine(SchedulingMachine):
             # What it computed until it raised is not there.
             self.scheduler.retract(seqs.values())
             return
-        self.worker.launch(batch)
-        self.scheduler.begin_step(batch)
+        drafts_ahead = self.worker.goes_ahead(batch)
+        self.worker.launch(batch, drafts_ahead=drafts_ahead)
+        self.scheduler.begin_step(batch, drafts_ahead=drafts_ahead)
         if len(self.worker.unread) > 1:
             self.read_step(fault)
 
@@ -207,6 +270,16 @@ VARIANTS: dict[str, dict[str, object]] = {
     "drafts_mixed": {"mtp_k": 3, "looks_up": True, "policy": "mixed", "budget": 9},
     "drafts_in_few_blocks": {"mtp_k": 4, "looks_up": True, "num_blocks": 5},
     "drafts_in_blocks_of_one_token": {"mtp_k": 2, "looks_up": True, "block_size": 1, "num_blocks": 48},
+    "by_model": {"mtp_k": 3, "by_model": True},
+    "by_model_mixed_in_few_blocks": {"mtp_k": 4, "by_model": True, "policy": "mixed", "num_blocks": 6, "budget": 11},
+    "by_model_of_one_token_blocks": {"mtp_k": 2, "by_model": True, "block_size": 1, "num_blocks": 48},
+    "by_model_in_a_window_of_a_short_context": {"mtp_k": 3, "by_model": True, "window": 4, "max_model_len": 23},
+    "by_model_of_bounded_owners": {
+        "mtp_k": 3,
+        "by_model": True,
+        "max_step_seconds": 2.0,
+        "owners": ("light", "heavy"),
+    },
     "drafts_in_a_window": {"mtp_k": 3, "looks_up": True, "window": 4, "policy": "mixed"},
     "owners_in_few_blocks": {"owners": ("light", "heavy"), "num_blocks": 7},
     "bounded_owners": {"max_step_seconds": 2.5, "owners": ("light", "heavy", "third"), "num_blocks": 9},
@@ -234,6 +307,8 @@ SHORT = {
     "drafts_mixed",
     "drafts_in_blocks_of_one_token",
     "drafts_in_a_window",
+    "by_model_mixed_in_few_blocks",
+    "by_model_in_a_window_of_a_short_context",
     "bounded_owners",
     "whole_prompts",
     "window_of_one_token",

@@ -49,6 +49,8 @@ class StubRunner:
 class StubStep:
     """A step of the stub's."""
 
+    drafts_ahead = False
+
     def __init__(self, runner: StubRunner, batch: ScheduledBatch) -> None:
         self._sees_at = runner.sees_at
         self._compute = partial(runner.forward, batch)

@@ -1,11 +1,11 @@
-"""Where the engine may be a step ahead of what it reads: what `auto` comes to, and where `on` is refused."""
+"""Where the engine may be a step ahead of what it reads: what `auto` comes to."""
 
 from typing import Any
 
 import pytest
 
 from engine.config.config import Config
-from engine.core.startup import PhaseClock, _with_async_scheduling, load_model
+from engine.core.startup import _with_async_scheduling
 
 RANKS = {"tensor_parallel_size": 2}
 LOCKSTEP = {"data_parallel_size": 3, "enable_expert_parallel": True}
@@ -28,14 +28,12 @@ def test_auto_is_on_where_it_pays_and_works(parallel: dict[str, Any], device_typ
     assert _with_async_scheduling(config, device_type).async_scheduling == expected
 
 
+def test_auto_is_on_where_a_model_drafts() -> None:
+    config = Config.model_validate({"speculative_config": {"speculative_method": "mtp"}})
+    assert _with_async_scheduling(config, "cuda").async_scheduling == "on"
+
+
 @pytest.mark.parametrize("chosen", ["on", "off"])
 def test_what_was_chosen_stays(chosen: str) -> None:
     config = Config.model_validate({"async_scheduling": chosen})
     assert _with_async_scheduling(config, "cpu").async_scheduling == chosen
-
-
-def test_on_is_refused_where_a_model_drafts() -> None:
-    drafts = {"speculative_method": "mtp"}
-    config = Config.model_validate({"async_scheduling": "on", "speculative_config": drafts})
-    with pytest.raises(ValueError, match=r"^async_scheduling is on, but speculative_method names a model, .*at auto$"):
-        load_model(config, PhaseClock(0.0))

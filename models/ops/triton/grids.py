@@ -49,12 +49,25 @@ def most_pieces(length: int) -> int:
     return min(MAX_PIECES, max(min(SHORT, cdiv(length, LEAST_PIECE)), cdiv(length, PIECE)))
 
 
-def list_pieces(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+def most_pieces_within(longest: npt.NDArray[np.int64], shorter: int) -> npt.NDArray[np.int64]:
+    """Pieces that rows of these lengths, or of up to `shorter` tokens less, have at most. # [B]
+
+    Longer rows have more, except where longer pieces begin.
+    """
+    counts = num_pieces(longest)
+    every = PIECE * MAX_PIECES
+    for last in (SHORT * LEAST_PIECE, SHORT * 2 * LEAST_PIECE, longest // every * every):
+        is_possible = (longest - shorter <= last) & (longest > last)
+        counts = np.maximum(counts, np.where(is_possible, num_pieces(np.minimum(longest, last)), 0))
+    return counts
+
+
+def list_pieces(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int32]:
     """All pieces of some rows, the last of each row first: within a window, only these have work. # [B] -> [items]
 
-    An item is row * MAX_PIECES + piece.
+    An item is row * MAX_PIECES + piece. `counts`: pieces of each row; None: `num_pieces`. # [B]
     """
-    counts = num_pieces(lengths)
+    counts = num_pieces(lengths) if counts is None else counts
     most = int(counts.max()) if len(counts) else 0
     from_last, rows = np.nonzero(np.arange(most)[:, None] < counts)
     lasts = np.arange(len(counts)) * MAX_PIECES + counts - 1

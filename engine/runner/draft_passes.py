@@ -1,0 +1,272 @@
+"""`DraftPasses`: a drafter's forward passes, by the compiled operators, by graphs or by torch."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from engine.runner.device import Device
+from engine.runner.draft_graphs import DraftGraphRunner, DraftGraphs
+from engine.runner.graphs import GraphMemory, GraphShape
+from engine.runner.input_batch import DraftSpan
+from engine.runner.loaded_model import LoadedModel
+from engine.speculative.drafts import max_sampled_tokens
+from models.attention.backend import AttentionBackend, AttentionMetaData
+from models.attention.context import Context, forward_context
+from models.layers.base import DraftLM
+from models.ops.cpu.collectives import SharedMemoryCollectives
+from models.ops.cpu.draft_chain import ChainHeads, DraftChain
+from models.ops.cpu.program import NotRecordable, Program, record
+from models.ops.cpu.runtime import Library
+from models.ops.cpu.sampling import GreedyHead, SampledHead
+from models.ops.cpu.structures import Sampling
+from models.ops.memory import mapped_zeros, upload
+from models.ops.types import LayerCache
+
+_log = logging.getLogger(__name__)
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class DraftPasses:
+    """A drafter's forward passes over its caches: recorded where the CPU's operators run, else by torch."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        model: DraftLM,
+        caches: dict[str, LayerCache],
+        operators: Library | None,
+        target: tuple[Program, GreedyHead] | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        """`caches` as `drafter_caches` gives them. `operators` record the passes; None: torch runs them.
+
+        `target`: the recorded pass and the head of the target, if it has both. `sampling`: the sampling parameters of
+        all slots, if the operators may sample drafts.
+        """
+        self._loaded, self._model, self._caches = loaded, model, caches
+        self.max_tokens = loaded.config.max_num_batched_tokens + loaded.config.max_num_seqs
+        """Entries of a pass at most: a step's tokens, and those that it samples."""
+        self.backend = loaded.backend
+        self.graphs: DraftGraphs | None = None
+        """Graphs that replay passes over rows of few entries."""
+        self._first: Program | None = None
+        self._next: Program | None = None
+        self.head: GreedyHead | None = None
+        """Chooses argmax tokens without logits in between."""
+        self.chain: DraftChain | None = None
+        """Makes several drafts of each row in one call."""
+        self._num_logits_bytes = 0
+        if operators is not None:
+            self._record(operators, target, sampling)
+
+    @property
+    def are_recorded(self) -> bool:
+        """Whether a pass is one call of the operators."""
+        return self._first is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that recorded passes commit for the largest step."""
+        programs = {id(each): each for each in (self._first, self._next) if each is not None}
+        return sum(each.num_bytes for each in programs.values()) + self._num_logits_bytes
+
+    def prepare(self, span: DraftSpan, counts: Ints, ends: Ints) -> AttentionMetaData:
+        """A pass over the last `counts` entries up to `ends` of each row."""
+        num_rows = len(counts)
+        return self.backend.build_metadata(
+            query_lens=counts,
+            seq_lens=ends,
+            block_tables=span.block_tables,
+            slot_mapping=span.slot_mapping,
+            num_decodes=num_rows if len(span.token_ids) == num_rows else 0,
+        )
+
+    def run(
+        self,
+        metadata: AttentionMetaData,
+        span: DraftSpan,
+        states: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+        *,
+        is_first: bool,
+    ) -> torch.Tensor:
+        """Run a prepared pass. # states [T, features] -> [T, hidden_size]
+
+        The result is valid until the next pass. `states` are the target's in a first pass, and else the drafter's.
+        `tokens`: the entries' tokens on the device, where the host has not read them. # [T] int64
+        """
+        loaded = self._loaded
+        program = self._first if is_first else self._next
+        token_ids, positions = torch.from_numpy(span.token_ids), torch.from_numpy(span.positions)
+        if program is not None and metadata.step is not None:
+            output = program.run(token_ids, positions, metadata.step, states)
+        else:
+            if not loaded.seam.is_host:
+                token_ids, positions = upload([span.token_ids, span.positions], loaded.device)
+            token_ids = token_ids if tokens is None else tokens
+            if states is None:
+                states = torch.empty(0, device=loaded.device)
+            output = self._compute(metadata, token_ids, positions, states, is_first=is_first)
+        if isinstance(loaded.parallel.collectives, SharedMemoryCollectives):
+            loaded.parallel.collectives.check()
+        return output
+
+    def run_on_device(
+        self,
+        metadata: AttentionMetaData,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor | None,
+        *,
+        is_first: bool,
+    ) -> torch.Tensor:
+        """Run a pass over decodes whose arrays are on the device, by a graph where there is one. # [T] -> [T, H]
+
+        `states` may end before the entries of rows that pad a graph. The rest as in `run`.
+        """
+        runner = None
+        if self.graphs is not None and metadata.num_decodes == len(metadata.seq_lens):
+            runner = self.graphs.of_rows(metadata.num_decodes, metadata.query_len, is_first=is_first)
+        if runner is not None:
+            return runner.replay(metadata, token_ids, positions, states)
+        if states is None:
+            states = torch.empty(0, device=self._loaded.device)
+        else:
+            states = F.pad(states, (0, 0, 0, len(token_ids) - len(states)))
+        return self._compute(metadata, token_ids, positions, states, is_first=is_first)
+
+    def _compute(
+        self,
+        metadata: AttentionMetaData,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        *,
+        is_first: bool,
+    ) -> torch.Tensor:
+        """Run a pass by torch."""
+        num_rows = len(metadata.seq_lens)
+        is_prefill = len(token_ids) > num_rows * metadata.query_len
+        context = Context(positions, is_prefill=is_prefill, batch_size=num_rows, is_draft=True)
+        with forward_context(metadata, context, kv_cache_data=self._caches):
+            output: torch.Tensor = self._model(
+                token_ids, positions, self._model.combine(states) if is_first else states
+            )
+        return output
+
+    def make_graphs(
+        self,
+        device: Device,
+        backend: AttentionBackend,
+        sizes: Mapping[int, Sequence[int]],
+        shape: GraphShape,
+        memory: GraphMemory,
+        *,
+        largest_first: bool,
+    ) -> list[DraftGraphRunner]:
+        """Make the graphs that passes replay from here on. Returns the runners, which the caller has to capture.
+
+        `sizes`: numbers of rows by the number of entries of a row. `backend`: used by the graphs and by eager passes.
+        """
+        model, loaded = self._model, self._loaded
+
+        def runner(features: int, length: int, *, combines: bool) -> DraftGraphRunner:
+            of_length = dataclasses.replace(shape, query_len=length)
+            return DraftGraphRunner(
+                device,
+                backend,
+                model,
+                self._caches,
+                features,
+                loaded.dtype,
+                sizes[length],
+                of_length,
+                loaded.parallel,
+                memory,
+                combines=combines,
+                largest_first=largest_first,
+            )
+
+        features = len(model.hidden_layers) * loaded.hidden_size
+        first = [runner(features, length, combines=True) for length in sorted(sizes)]
+        following = first[0]
+        if type(model).combine is not DraftLM.combine:
+            following = runner(model.hidden_size, 1, combines=False)
+        self.backend, self.graphs = backend, DraftGraphs(device, first, following)
+        return self.graphs.runners
+
+    def _record(
+        self, operators: Library, target: tuple[Program, GreedyHead] | None, sampling: Sampling | None
+    ) -> None:
+        """Record the passes, where the drafter's code only calls operators."""
+        loaded, model = self._loaded, self._model
+        none = np.zeros(0, dtype=np.int64)
+        metadata = loaded.backend.build_metadata(
+            query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
+        )
+        if metadata.step is None:
+            return
+
+        def recorded(columns: int, *, is_first: bool) -> Program:
+            def forward(
+                input_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor | None = None
+            ) -> torch.Tensor:
+                context = Context(positions=positions, is_prefill=False, batch_size=0, is_draft=True)
+                if states is None:
+                    states = torch.empty(0)
+                with forward_context(metadata, context, kv_cache_data=self._caches):
+                    output: torch.Tensor = model(input_ids, positions, model.combine(states) if is_first else states)
+                    return output
+
+            return record(operators, forward, self.max_tokens, columns)
+
+        try:
+            self._first = self._next = recorded(len(model.hidden_layers) * loaded.hidden_size, is_first=True)
+            if type(model).combine is not DraftLM.combine:
+                self._next = recorded(model.hidden_size, is_first=False)
+        except NotRecordable as reason:
+            self._first = self._next = None
+            _log.info("Drafts are computed operator by operator: %s", reason)
+        if loaded.parallel.size == 1:
+            max_rows = loaded.config.max_num_seqs
+            self.head = GreedyHead.of(operators, model.compute_logits, model.hidden_size, max_rows)
+        if self._first is not None and self._next is not None and self.head is not None:
+            if model.hidden_layers != (-1,) or loaded.exchange is not None:
+                target = None
+            greedy = ChainHeads(self.head, None if target is None else target[1])
+            self.chain = DraftChain(
+                operators,
+                self._first,
+                self._next,
+                greedy,
+                self._sampled_heads(greedy, sampling),
+                block_size=loaded.config.kv_cache_block_size,
+                max_len=loaded.max_model_len,
+                target=None if target is None else target[0],
+            )
+
+    def _sampled_heads(
+        self, greedy: ChainHeads[GreedyHead], sampling: Sampling | None
+    ) -> ChainHeads[SampledHead] | None:
+        """Heads that sample from the logits of the same products, which they compute in turn into the same memory."""
+        config = self._loaded.config
+        if config.drafts_by_rejection:
+            return None
+        most_rows = max_sampled_tokens(config.max_num_seqs)
+        num_logits = most_rows * max(head.vocab_size for head in greedy if head is not None)
+        self._num_logits_bytes = num_logits * torch.float32.itemsize
+        if sampling is None:
+            return None
+        logits = torch.frombuffer(mapped_zeros(self._num_logits_bytes), dtype=torch.float32)
+        target = greedy.target
+        return ChainHeads(
+            SampledHead(greedy.drafter, logits, sampling),
+            SampledHead(target, logits, sampling) if target is not None else None,
+        )
