@@ -493,9 +493,8 @@ class Scheduler:
             if self._decode_rows is None:
                 return self._schedule_decodes(step)
         if self._submitted:
-            if not self._are_ahead():
-                if any(submitted.batch.scheduled_spec_decode_tokens for submitted in self._submitted):
-                    return False
+            if not self._are_ahead() and any(step.batch.scheduled_spec_decode_tokens for step in self._submitted):
+                return False
             rows, lengths = rows.continuing()
             if not rows.seqs:
                 return True
@@ -648,8 +647,8 @@ class Scheduler:
     def _may_follow(self, step: _SubmittedStep) -> bool:
         """Whether a step can be scheduled while this one is not read.
 
-        Where a model drafts when steps are read, none precedes them unread. What it drafts ahead is followed by decodes
-        alone, which are the only steps in which the device knows where rows begin.
+        Where a model drafts when steps are read, none precedes them unread. What it drafts ahead is followed by
+        decodes alone, which are the only steps in which the device knows where rows begin.
         """
         if step.drafts_ahead:
             return not (self._prefilling or (self.waiting and self._has_slot()))
