@@ -493,7 +493,7 @@ class Scheduler:
             if self._decode_rows is None:
                 return self._schedule_decodes(step)
         if self._submitted:
-            if not self._are_ahead() and any(step.batch.scheduled_spec_decode_tokens for step in self._submitted):
+            if not self._are_ahead() and any(each.batch.scheduled_spec_decode_tokens for each in self._submitted):
                 return False
             rows, lengths = rows.continuing()
             if not rows.seqs:
