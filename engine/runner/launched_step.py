@@ -1,6 +1,6 @@
 """`LaunchedStep`: a step on the device that is read later. `StepResult` is what a step's pass has computed."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,6 @@ from engine.runner.pooling import PooledVectors
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens
 from models.ops.cpu.draft_chain import Verified
-
-if TYPE_CHECKING:
-    from engine.runner.model_runner import ModelRunner
 
 
 class StepResult(NamedTuple):
@@ -44,7 +41,7 @@ class LaunchedStep:
 
     def __init__(
         self,
-        runner: "ModelRunner",
+        runner: Any,
         batch: ScheduledBatch,
         inputs: StepInputs,
         on_device: DeviceInputs,
@@ -52,6 +49,7 @@ class LaunchedStep:
         *,
         drafts_ahead: bool,
     ) -> None:
+        """`runner`: the `ModelRunner` that launches it, whose module imports this one."""
         self._runner, self._batch, self._inputs, self._on_device = runner, batch, inputs, on_device
         self.drafts_ahead = drafts_ahead
         """Whether the drafts after it are made before it is read."""
@@ -113,7 +111,7 @@ class LaunchedStep:
         for download in self._downloads:
             runner.device_batch.downloads.give_back(download)
         with torch.inference_mode():
-            output = runner.finish(
+            output: ScheduledBatchOutput = runner.finish(
                 self._batch,
                 self._inputs,
                 sampled,
