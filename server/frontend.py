@@ -431,9 +431,9 @@ class Frontend:
 
 
 class _Stored(msgspec.Struct):
-    """Where a safetensors file has a tensor; its entry `__metadata__` has nothing of the kind."""
+    """Where a safetensors file has a tensor."""
 
-    data_offsets: tuple[int, int] = (0, 0)
+    data_offsets: tuple[int, int]
 
 
 def _check_replacement(present: Path, new: Path) -> int:
@@ -456,7 +456,10 @@ def _check_replacement(present: Path, new: Path) -> int:
                 raise ValueError(f"{file} ends within its header; it is not written to its end")
             header = opened.read(length)
         try:
-            ends = [each.data_offsets[1] for each in msgspec.json.decode(header, type=dict[str, _Stored]).values()]
+            entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            # It holds any strings, of which one may have the name of a tensor's field.
+            entries.pop("__metadata__", None)
+            ends = [msgspec.json.decode(each, type=_Stored).data_offsets[1] for each in entries.values()]
         except ValueError as error:
             raise ValueError(f"the header of {file} cannot be read: {error}") from error
         if 8 + length + max(ends, default=0) != size:

@@ -23,6 +23,7 @@ from models.attention.backend import AttentionBackend
 from models.layers.base import CausalLM
 from models.layers.block_sparse import BlockSparseAttention
 from models.layers.compressed import CompressedAttention
+from models.layers.rotary import RotaryByLength
 from models.lora.adapters import capture_obstacle
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -134,8 +135,13 @@ def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, mode
     """Why decodes run eagerly, in words, or "" where that needs no explanation; None: they are captured."""
     if not device.has_graphs or config.compilation_config.enforce_eager:
         return ""
-    by_torch = BlockSparseAttention | CompressedAttention
-    if any(isinstance(module, by_torch) for module in cast(nn.Module, model).modules()):
+    modules = list(cast(nn.Module, model).modules())
+    if any(isinstance(module, RotaryByLength) for module in modules):
+        return (
+            "transformers computes rotary positions by lengths that it reads on the host; set max_model_len to "
+            "the original context"
+        )
+    if any(isinstance(module, BlockSparseAttention | CompressedAttention) for module in modules):
         return "torch computes block-sparse and compressed attention, from lengths that it reads on the host"
     if parallel.token_exchange is not None and config.compilation_config.capture != "start":
         return "replicas that exchange tokens capture graphs together, at the start; set capture to start"

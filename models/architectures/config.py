@@ -116,6 +116,7 @@ class ModelConfig(CheckpointConfig):
         architecture = architecture or text_architecture or _architecture(config)
         facts = ARCHITECTURES[architecture].facts
         config = config.with_names(facts.renamed).with_defaults(facts.defaults)
+        config = Fields({**facts.absent, **config.values}, config.where)
         if facts.complete is not None:
             config = facts.complete(config)
         if not facts.rotates_parts:

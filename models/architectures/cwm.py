@@ -22,8 +22,16 @@ def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
     return [fields.has("sliding_window") and layer % 4 != 0 for layer in range(num_layers)]
 
 
+def _complete(fields: Fields) -> Fields:
+    """With the default rope, where no section names one."""
+    if fields.values.get("rope_parameters") or fields.values.get("rope_scaling"):
+        return fields
+    return Fields({**fields.values, "rope_parameters": _ROPE}, fields.where)
+
+
 _FACTS = ConfigFacts(
-    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _ROPE, "sliding_window": 8192},
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 8192},
+    complete=_complete,
     bias_field="",
     windowed_layers=_windowed,
 )

@@ -30,7 +30,10 @@ from models.parallel.tensor_parallel import TensorParallel
 _WINDOW, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _KINDS = {0: _WINDOW, 4: _SPARSE, 128: _HEAVY}
 """Kinds of layers by their entry in `compress_ratios` of published checkpoints."""
-_RATES = {_SPARSE: 4, _HEAVY: 128}
+_RATES = {_SPARSE: ("compress_rate_csa", 4), _HEAVY: ("compress_rate_hca", 128)}
+"""Tokens of an entry by kind of layer: the field that has precedence over `compress_rates`, and the default."""
+_SHARE = 64 / 512
+"""The share of a head that is rotated, where no field says it, whatever `head_dim` is."""
 _HASHED, _ROUTED = "hash_moe", "moe"
 _DEFAULTS: dict[str, Any] = {
     "compress_rope_theta": 160000.0,
@@ -95,6 +98,13 @@ def _complete(fields: Fields) -> Fields:
     """The configuration with what follows from other fields, under transformers' names."""
     values, count = dict(fields.values), fields.integer("num_hidden_layers")
     values["intermediate_size"] = fields.integer("moe_intermediate_size")
+    if fields.string("hidden_act", "silu") not in ("silu", "swish"):
+        raise fields.invalid("hidden_act", '"silu", the only one that is implemented')
+    rates = fields.section("compress_rates") or Fields({}, fields.where)
+    values["compress_rates"] = {
+        kind: fields.integer(own) if fields.has(own) else rates.integer(kind, default)
+        for kind, (own, default) in _RATES.items()
+    }
     if not fields.strings("layer_types") and fields.has("compress_ratios"):
         ratios = fields.integers("compress_ratios")[:count]
         if not set(ratios) <= _KINDS.keys():
@@ -106,7 +116,9 @@ def _complete(fields: Fields) -> Fields:
         name = "num_hash_layers" if fields.has("num_hash_layers") else "default_num_hash_layers"
         hashed = min(count, fields.integer(name, 3, minimum=0))
         values["mlp_layer_types"] = [_HASHED] * hashed + [_ROUTED] * (count - hashed)
-    share = fields.integer("qk_rope_head_dim", 64) / fields.integer("head_dim")
+    share = _SHARE
+    if fields.has("qk_rope_head_dim"):
+        share = fields.integer("qk_rope_head_dim") / fields.integer("head_dim")
     values["partial_rotary_factor"] = fields.number("partial_rotary_factor", share)
     # Layers without entries have a rope of their own, which no scaling stretches.
     given = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
@@ -229,11 +241,12 @@ def _attention(
 ) -> CompressedAttention:
     fields, name = config.fields, f"model.layers.{layer}.self_attn"
     kind, size, eps = fields.strings("layer_types")[layer], config.hidden_size, config.rms_norm_eps
-    rates = {**_RATES, **fields.values.get("compress_rates", {})}
+    rates = fields.section("compress_rates")
+    assert rates is not None, "the configuration is complete"
     compressor: Compressor | None = None
     indexer: EntryIndexer | None = None
     if kind != _WINDOW:
-        rate, overlaps = int(rates[kind]), kind == _SPARSE
+        rate, overlaps = rates.integer(kind), kind == _SPARSE
         compressor = Compressor(f"{name}.compressor", size, config.head_dim, rate, rotary, eps, overlaps=overlaps)
     if kind == _SPARSE:
         dim = fields.integer("index_head_dim")
@@ -243,7 +256,7 @@ def _attention(
             f"{name}.compressor.indexer",
             size,
             dim,
-            int(rates[kind]),
+            rates.integer(kind),
             rotary,
             eps,
             q_lora_rank=fields.integer("q_lora_rank"),

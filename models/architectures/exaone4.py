@@ -35,7 +35,10 @@ def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
     return [(layer + 1) % every != 0 for layer in range(num_layers)]
 
 
-@architecture("Exaone4ForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-5}, windowed_layers=_windowed))
+@architecture(
+    "Exaone4ForCausalLM",
+    ConfigFacts(absent={"sliding_window": 4096}, defaults={"rms_norm_eps": 1e-5}, windowed_layers=_windowed),
+)
 class Exaone4ForCausalLM(LlamaForCausalLM):
     """EXAONE 4 with its language-model head."""
 
@@ -53,10 +56,11 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
 @architecture(
     "ExaoneMoeForCausalLM",
     ConfigFacts(
+        absent={"sliding_window": 4096},
         defaults={
             "first_k_dense_replace": 1,
             "n_group": 1,
-            "num_shared_experts": 1,
+            "n_shared_experts": 1,
             "rms_norm_eps": 1e-5,
             "routed_scaling_factor": 2.5,
             "topk_group": 1,

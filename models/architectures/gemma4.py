@@ -252,7 +252,8 @@ _FACTS = ConfigFacts(
 )
 
 
-_UNIFIED_FACTS = replace(_FACTS, defaults={**_FACTS.defaults, "hidden_size_per_layer_input": 0})
+_UNIFIED_DEFAULTS = {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, "sliding_window": 1024}
+_UNIFIED_FACTS = replace(_FACTS, defaults={**_FACTS.defaults, **_UNIFIED_DEFAULTS})
 
 
 @architecture("Gemma4ForCausalLM", _FACTS)

@@ -88,6 +88,7 @@ def corrected_experts(
 
 _SOLAR = {
     "first_k_dense_replace": 0,
+    "head_dim": 128,
     "intermediate_size": 1,  # No layer is dense, and config.json names no size of one.
     "n_group": 1,
     "rms_norm_eps": 1e-5,
@@ -96,7 +97,7 @@ _SOLAR = {
 }
 
 
-@architecture("SolarOpenForCausalLM", ConfigFacts(defaults=_SOLAR))
+@architecture("SolarOpenForCausalLM", ConfigFacts(defaults=_SOLAR, rotates_parts=True))
 class SolarOpenForCausalLM(Glm4MoeForCausalLM):
     """Solar Open with its language-model head."""
 

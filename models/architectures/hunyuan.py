@@ -99,10 +99,10 @@ _HY3 = ConfigFacts(
         "first_k_dense_replace": 1,
         "head_dim": 128,
         "n_group": 1,
-        "num_shared_experts": 1,
+        "n_shared_experts": 1,
         "rms_norm_eps": 1e-5,
         "rope_theta": 11158840.0,
-        "router_scaling_factor": 2.826,
+        "routed_scaling_factor": 2.826,
         "topk_group": 1,
     },
     renamed={

@@ -68,6 +68,8 @@ def _complete(fields: Fields) -> Fields:
         if name in fields.values and not fields.has(name):
             values[name] = 1.0
     ropes = fields.section("rope_parameters")
+    if ropes is not None and not all(ropes.has(kind) for kind in _THETAS):
+        raise fields.invalid("rope_parameters", f"an object with a rope for each of {', '.join(_THETAS)}")
     kinds = {}
     for kind, theta in _THETAS.items():
         own = None if ropes is None else ropes.section(kind)

@@ -24,6 +24,8 @@ from models.parallel.tensor_parallel import TensorParallel
 
 _SPARSE = "minimax_m3_sparse"
 """The name of block-sparse layers in `layer_types`."""
+_VALUELESS = "sparse_disable_index_value"
+"""The field of `sparse_attention_config` that says, for each layer, whether the index has keys alone."""
 _PUBLISHED = {
     "index_n_heads": "sparse_num_index_heads",
     "index_head_dim": "sparse_index_dim",
@@ -76,9 +78,10 @@ def _complete(fields: Fields) -> Fields:
         if sparse.has("sparse_attention_freq") and not fields.has("layer_types"):
             kinds = _kinds(sparse, "sparse_attention_freq", ("full_attention", _SPARSE))
             values["layer_types"] = kinds
-            has_values = sparse.values.get("sparse_disable_index_value", kinds)
-            if not all(without or kind != _SPARSE for without, kind in zip(has_values, kinds, strict=False)):
-                raise sparse.invalid("sparse_disable_index_value", "1 in every sparse layer")
+            lack_values = sparse.integers(_VALUELESS) if sparse.has(_VALUELESS) else (1,) * len(kinds)
+            without = [number == 1 for number in lack_values] + [False] * (len(kinds) - len(lack_values))
+            if not all(each or kind != _SPARSE for each, kind in zip(without, kinds, strict=False)):
+                raise sparse.invalid(_VALUELESS, "a list with a number for each layer, 1 in every sparse one")
     if fields.has("moe_layer_freq") and not fields.has("mlp_layer_types"):
         values["mlp_layer_types"] = _kinds(fields, "moe_layer_freq", ("dense", "sparse"))
     if fields.string("hidden_act", "swigluoai") not in ("swigluoai", "silu"):

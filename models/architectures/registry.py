@@ -29,6 +29,8 @@ class ConfigFacts:
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Values of fields that it may leave out."""
+    absent: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Values of fields that it may leave out, where null has a meaning of its own."""
     complete: "Callable[[Fields], Fields] | None" = None
     """Adds values of fields that follow from others."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

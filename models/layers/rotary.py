@@ -7,12 +7,13 @@ that is equal. The scheduler computes a sequence again when it exceeds the origi
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from models.config.rope import RopeConfig, lengths_of, without_lengths
+from models.config.rope import RopeConfig, RopeContext, lengths_of, without_lengths
 from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import runtime
 
@@ -154,3 +155,45 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     )
     ramp = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
     return torch.where((wavelengths >= shortest) & (wavelengths <= longest), ramp, scaled)
+
+
+class RotaryByLength(nn.Module):
+    """A rotary embedding of transformers, called once for each length of a step, which it reads on the host.
+
+    A call has one more position, the last one of a sequence of that length, whose result is dropped.
+    """
+
+    def __init__(self, rotary: nn.Module, context: RopeContext, carried: Callable[[], torch.Tensor | None]) -> None:
+        """`carried` gives the positions of a step with their lengths, or None for a sequence alone."""
+        super().__init__()
+        self.rotary: Any = rotary
+        self._context, self._carried = context, carried
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """What `rotary` returns, each position with the length of its sequence. # ..., [1, tokens] int64 -> ..."""
+        positions = self._carried()
+        if positions is None:
+            self._forget()
+            return self.rotary(x, position_ids, *arguments, **keywords)
+        lengths = lengths_of(positions)
+        if self._context.grows:
+            lengths = torch.maximum(lengths, position_ids[0] + 1)
+        lengths = lengths.clamp(min=self._context.original)
+        tables: list[torch.Tensor] = []
+        for length in sorted(set(lengths.tolist())):
+            self._forget()
+            rows = (lengths == length).nonzero()[:, 0]
+            last = position_ids.new_tensor([[length - 1]])
+            found = self.rotary(x, torch.cat((position_ids[:, rows], last), 1), *arguments, **keywords)
+            parts = found if isinstance(found, tuple) else (found,)
+            if not tables:
+                tables = [part.new_empty(1, len(lengths), *part.shape[2:]) for part in parts]
+            for table, part in zip(tables, parts, strict=True):
+                table[:, rows] = part[:, :-1]
+        return tuple(tables) if isinstance(found, tuple) else tables[0]
+
+    def _forget(self) -> None:
+        # transformers keeps the frequencies of the longest sequence so far, and may compare with that length.
+        if self._context.grows:
+            rotary = self.rotary
+            rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len

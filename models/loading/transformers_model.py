@@ -21,9 +21,10 @@ from models.architectures.registry import INDEXED_LAYERS
 from models.attention.backend import select_backend
 from models.attention.context import Context, forward_context
 from models.config.fields import read_config
-from models.config.rope import RopeContext, lengths_of, without_lengths
+from models.config.rope import RopeContext, without_lengths
 from models.errors import CheckpointError, first_line
 from models.layers.base import CacheSpec, KVCacheSpec, VectorCacheSpec
+from models.layers.rotary import RotaryByLength
 from models.loading.checkpoint import TransformersConfig, causal_model_class, some, tensors_of_file, weight_files
 from models.loading.transformers_attention import (
     PAGED,
@@ -240,57 +241,26 @@ def _follow_lengths(model: nn.Module, context: RopeContext | None, carried: Call
     """Have rotary embeddings that depend on lengths compute each token with the length of its own sequence.
 
     transformers takes the longest position of a call for all of it. `context`: how frequencies depend on lengths, or
-    None where sequences are too short for that. `carried` gives the positions of a step with their lengths. Raises
-    `CheckpointError` where kinds of layers differ.
+    None where sequences are too short for that: then the frequencies stay those of the start, and no step compares
+    lengths. `carried` gives the positions of a step with their lengths. Raises `CheckpointError` where kinds of
+    layers differ.
     """
-    for module in list(model.modules()):
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, dict):
-            if changing := sorted(str(name) for name in kind.values() if "dynamic" in str(name) or name == "longrope"):
-                raise CheckpointError(
-                    f"rope type {changing[0]} by kind of layer changes with a step's longest sequence, which the "
-                    "general route cannot serve"
-                )
-        elif context is not None and kind in ("dynamic", "longrope"):
-            module.forward = _by_length(module, module.forward, context, carried)
-
-
-def _by_length(
-    module: Any, compute: Callable[..., Any], context: RopeContext, carried: Callable[[], torch.Tensor | None]
-) -> Callable[..., Any]:
-    """The forward pass of a rotary embedding, one call for each length of a step.
-
-    A call has one more position, the last one of a sequence of that length, whose result is dropped.
-    """
-
-    def forget() -> None:
-        # transformers keeps the frequencies of the longest sequence so far, and may compare with that length.
-        if context.grows:
-            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq, module.original_max_seq_len
-
-    def forward(x: torch.Tensor, position_ids: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        positions = carried()
-        if positions is None:
-            forget()
-            return compute(x, position_ids, *arguments, **keywords)
-        lengths = lengths_of(positions)
-        if context.grows:
-            lengths = torch.maximum(lengths, position_ids[0] + 1)
-        lengths = lengths.clamp(min=context.original)
-        tables: list[torch.Tensor] = []
-        for length in sorted(set(lengths.tolist())):
-            forget()
-            rows = (lengths == length).nonzero()[:, 0]
-            last = position_ids.new_tensor([[length - 1]])
-            found = compute(x, torch.cat((position_ids[:, rows], last), 1), *arguments, **keywords)
-            parts = found if isinstance(found, tuple) else (found,)
-            if not tables:
-                tables = [part.new_empty(1, len(lengths), *part.shape[2:]) for part in parts]
-            for table, part in zip(tables, parts, strict=True):
-                table[:, rows] = part[:, :-1]
-        return tuple(tables) if isinstance(found, tuple) else tables[0]
-
-    return forward
+    following: dict[nn.Module, RotaryByLength] = {}
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            kind = getattr(module, "rope_type", None)
+            if isinstance(kind, dict):
+                names = map(str, kind.values())
+                if changing := sorted(each for each in names if "dynamic" in each or each == "longrope"):
+                    raise CheckpointError(
+                        f"rope type {changing[0]} by kind of layer changes with a step's longest sequence, which the "
+                        "general route cannot serve"
+                    )
+            elif kind in ("dynamic", "longrope") and context is None:
+                module.rope_type = "default"  # type: ignore[assignment]
+            elif kind in ("dynamic", "longrope") and context is not None:
+                follower = following.setdefault(module, RotaryByLength(module, context, carried))
+                setattr(parent, name, follower)
 
 
 def _has_attention_of_its_own(architecture: str) -> CheckpointError:

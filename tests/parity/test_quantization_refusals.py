@@ -114,7 +114,7 @@ def test_a_scale_of_a_cache_that_no_layer_has_is_left_over(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (q.FP8_BLOCK_CONFIG | {"expert_dtype": "fp4"}, 'is "fp4"; it must be "fp8"'),
+        (q.FP8_BLOCK_CONFIG | {"expert_dtype": "int4"}, 'is "int4"; it must be "fp8" or "fp4"'),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 'is "bitsandbytes"; it must be one of fp8'),
         ({"load_in_4bit": True}, "quant_method of quantization_config of"),
         (q.FP8_CONFIG | {"fmt": "e5m2"}, "fmt of quantization_config of"),

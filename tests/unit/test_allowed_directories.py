@@ -77,6 +77,16 @@ async def test_a_directory_with_a_file_elsewhere_or_no_file_is_refused(
     ['{"a": 1}', '{"a": {"data_offsets": []}}', '{"a": {"data_offsets": [0, "1"]}}', '{"a": null}', "[]", "{"],
 )
 def test_a_broken_header_of_weights_is_refused_in_words(header: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    _write_header(tmp_path, header)
     with pytest.raises(ValueError, match=r"the header of .*model\.safetensors cannot be read"):
         _check_replacement(tmp_path, tmp_path)
+
+
+def test_metadata_of_weights_may_have_any_names(tmp_path: Path) -> None:
+    header = '{"__metadata__": {"data_offsets": "none"}, "a": {"data_offsets": [0, 0]}}'
+    _write_header(tmp_path, header)
+    assert _check_replacement(tmp_path, tmp_path) == 8 + len(header)
+
+
+def _write_header(folder: Path, header: str) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())

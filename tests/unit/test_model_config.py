@@ -182,6 +182,11 @@ def test_an_unknown_quantisation_is_refused_with_the_supported_ones(tmp_path: Pa
         ("MistralForCausalLM", {"sliding_window": 512}, (512, 512, 512)),
         ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
         ("LlamaForCausalLM", {"sliding_window": 512}, (None, None, None)),
+        ("MinistralForCausalLM", {}, (4096, 4096)),
+        ("MinistralForCausalLM", {"sliding_window": None}, (None, None)),
+        ("ExaoneMoeForCausalLM", {}, (4096, 4096, 4096, None)),
+        ("ExaoneMoeForCausalLM", {"sliding_window": None}, (None, None)),
+        ("Exaone4ForCausalLM", {}, (4096, 4096, 4096, None)),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9, 9)),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9}, (None, None, None)),
         ("GptOssForCausalLM", {"sliding_window": 128}, (128, None, 128)),
@@ -197,6 +202,106 @@ def test_each_layer_has_the_window_that_its_family_s_fields_give_it(
 ) -> None:
     found = parse(tmp_path, architectures=[architecture], num_hidden_layers=len(windows), head_dim=16, **fields)
     assert found.sliding_windows == windows
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_defaults_have_the_names_that_fields_are_read_by(architecture: str) -> None:
+    facts = ARCHITECTURES[architecture].facts
+    assert not facts.defaults.keys() & facts.renamed.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ("llama3", 1e6, 16.0)),
+        ({"rope_scaling": _LINEAR}, ("linear", 1e6, 2.0)),
+        ({"rope_parameters": _LINEAR}, ("linear", 1e6, 2.0)),
+        ({"rope_scaling": {**_LINEAR, "rope_theta": 5e5}}, ("linear", 5e5, 2.0)),
+    ],
+)
+def test_cwm_has_a_rope_of_its_own_only_where_none_is_named(
+    tmp_path: Path, fields: dict[str, Any], expected: tuple[str, float, float]
+) -> None:
+    rope = parse(tmp_path, architectures=["CwmForCausalLM"], **fields).rope
+    assert (rope.rope_type, rope.theta, rope.factor) == expected
+
+
+def test_solar_open_rotates_the_share_of_a_head_that_is_named(tmp_path: Path) -> None:
+    config = parse(tmp_path, architectures=["SolarOpenForCausalLM"], partial_rotary_factor=0.5)
+    assert (config.head_dim, config.rope.rotary_dim) == (128, 64)
+
+
+def test_hunyuan_3_scales_and_shares_experts_unless_told(tmp_path: Path) -> None:
+    fields = parse(tmp_path, architectures=["HYV3ForCausalLM"]).fields
+    assert (fields.number("routed_scaling_factor"), fields.integer("n_shared_experts")) == (2.826, 1)
+    fields = parse(tmp_path, architectures=["HYV3ForCausalLM"], router_scaling_factor=2.0, num_shared_experts=3).fields
+    assert (fields.number("routed_scaling_factor"), fields.integer("n_shared_experts")) == (2.0, 3)
+
+
+def test_gemma_4_unified_has_a_window_and_a_context_of_its_own(tmp_path: Path) -> None:
+    config = parse(tmp_path, architectures=["Gemma4UnifiedForCausalLM"], max_position_embeddings=...)
+    assert (config.sliding_windows, config.max_model_len) == ((1024, None), 262144)
+
+
+def test_ministral_has_no_biases_of_attention(tmp_path: Path) -> None:
+    assert not parse(tmp_path, architectures=["MinistralForCausalLM"], attention_bias=True).attention_bias
+
+
+_V4: dict[str, Any] = {"architectures": ["DeepseekV4ForCausalLM"], "num_attention_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rates", "rotated"),
+    [
+        ({}, (4, 128), 64),
+        ({"head_dim": 256}, (4, 128), 32),
+        ({"head_dim": 256, "qk_rope_head_dim": 64}, (4, 128), 64),
+        ({"compress_rates": {"compressed_sparse_attention": 8, "heavily_compressed_attention": None}}, (8, 128), 64),
+        ({"compress_rates": {"compressed_sparse_attention": 8}, "compress_rate_csa": 2}, (2, 128), 64),
+        ({"compress_rates": None, "compress_rate_hca": 64}, (4, 64), 64),
+    ],
+)
+def test_deepseek_v4_reads_rates_and_rotated_dimensions_under_each_name(
+    tmp_path: Path, fields: dict[str, Any], rates: tuple[int, int], rotated: int
+) -> None:
+    config = parse(tmp_path, **_V4, **fields)
+    found = config.fields.section("compress_rates")
+    assert found is not None
+    names = ("compressed_sparse_attention", "heavily_compressed_attention")
+    assert tuple(found.integer(name) for name in names) == rates
+    assert config.rope.rotary_dim == rotated
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({**_V4, "compress_rates": 4}, "is 4; it must be a JSON object"),
+        ({**_V4, "compress_rates": {"compressed_sparse_attention": 0}}, "is 0; it must be an integer from 1"),
+        ({**_V4, "compress_rate_hca": 0}, "compress_rate_hca of"),
+        ({**_V4, "hidden_act": "gelu"}, 'is "gelu"; it must be "silu"'),
+        (
+            {"architectures": ["MiMoV2FlashForCausalLM"], "rope_parameters": {"rope_theta": 1e4}},
+            "it must be an object with a rope for each of full_attention, sliding_attention",
+        ),
+    ],
+)
+def test_fields_of_one_architecture_are_named_with_their_value(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    assert said in refusal(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("lack_values", "said"),
+    [(1, "a list of integers"), ([0], "1 in every sparse one"), ([0, 0], "1 in every sparse one"), (None, None)],
+)
+def test_the_index_of_minimax_m3_must_have_keys_alone(tmp_path: Path, lack_values: Any, said: str | None) -> None:
+    sparse = {"sparse_attention_freq": [0, 1], "sparse_disable_index_value": lack_values}
+    fields: dict[str, Any] = {"architectures": ["MiniMaxM3VLForCausalLM"], "sparse_attention_config": sparse}
+    if said is None:
+        assert parse(tmp_path, **fields).sliding_windows == (None, None)
+    else:
+        assert said in refusal(tmp_path, **fields)
 
 
 def test_windows_that_cannot_be_are_refused(tmp_path: Path) -> None:
