@@ -29,6 +29,7 @@ from tests.parity.quantized_checkpoints import write_pair
 from tests.parity.recorded_graph import NotCapturable, RecordedGraph, RecordingDevice
 from tests.parity.runners import rebuilt
 from tests.parity.test_quantization import FORMATS
+from tests.parity.test_transformers_route import LONG_ROPES
 from tests.parity.test_triton_quantized_models import write_experts
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
@@ -115,6 +116,20 @@ def test_layers_that_read_lengths_on_the_host_are_not_captured(variant: Variant,
     reason = why_no_graphs(runner.config, RecordingDevice(), runner.parallel, runner.model)
     assert reason is not None
     assert "lengths that it reads on the host" in reason
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+@pytest.mark.parametrize("kind", LONG_ROPES)
+def test_the_general_route_has_graphs_where_its_ropes_read_no_lengths(
+    kind: str, is_followed: bool, tmp_path: Path
+) -> None:
+    path = make_checkpoint(tmp_path, rope_parameters=LONG_ROPES[kind], max_position_embeddings=128)
+    how, length = {"cudagraph_capture_sizes": (SIZE,)}, 256 if is_followed else 128
+    runner = runner_for(path, compilation_config=how, max_model_len=length, model_impl="transformers")
+    reason = why_no_graphs(runner.config, RecordingDevice(), runner.parallel, runner.model)
+    assert (reason is not None) == is_followed
+    if reason is not None:
+        assert "set max_model_len to the original context" in reason
 
 
 @pytest.fixture(autouse=True)
