@@ -430,7 +430,7 @@ class Metrics:
 
     async def _render_when_due(self) -> None:
         await asyncio.sleep(self._next_page_at - time.monotonic())
-        # Whoever asks from now on gets a later one.
+        # A call from now on waits for a later rendering.
         self._page, readers, self._readers = None, self._readers, []
         # The thread's own time: while it waits for a core, others have it.
         began = time.thread_time()

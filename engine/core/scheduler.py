@@ -321,7 +321,7 @@ class Scheduler:
         """A step to compute while the last scheduled step is paused, or before the next step; None: there is none.
 
         It has short prompts of an owner that was served little lately, which are computed whole, so that they do not
-        wait for a long step of others. `read_interposed` follows before `paused` goes on.
+        wait for a long step of others. Call `read_interposed` before `paused` continues.
         """
         if not self.waiting or self.step_budget is None or not self.step_budget.may_interpose(0.0):
             return None
@@ -647,8 +647,8 @@ class Scheduler:
     def _may_follow(self, step: _SubmittedStep) -> bool:
         """Whether a step can be scheduled while this one is not read.
 
-        Where a model drafts when steps are read, none precedes them unread. What it drafts ahead is followed by
-        decodes alone, which are the only steps in which the device knows where rows begin.
+        Where a model drafts once this step is read, the next one waits for that. A step that drafts ahead is followed
+        by decodes alone: only in steps of decodes does the device know where rows begin.
         """
         if step.drafts_ahead:
             return not (self._prefilling or (self.waiting and self._has_slot()))
@@ -692,7 +692,7 @@ class Scheduler:
     def read_interposed(
         self, batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, seconds: float
     ) -> list[RequestOutput]:
-        """As `begin_step` and `read_step`, of an interposed step that took so long."""
+        """As `begin_step` and `read_step`, for an interposed step that took `seconds`."""
         assert self.step_budget is not None, "steps are interposed where they are bounded by time"
         self.step_budget.note_interposed(batch, seconds)
         self.begin_step(batch)

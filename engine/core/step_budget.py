@@ -53,10 +53,10 @@ times what a step costs before its first token the allowance saves up."""
 _MOST_SERVICE, _MOST_LEFT = 0.75, 5.0
 """A step is interposed for an owner with at most this recent service, where 1 is the mean of all owners. For an owner
 with exactly that much, the allowance must hold so many fixed costs beyond that of the step, which are left to owners
-that were served less; for these fewer, in proportion."""
+that were served less; for an owner with less service, proportionally fewer."""
 _INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
-"""The most time of the steps interposed in one step, in units of the bound, or of the second number of seconds where
-small models have shorter steps, up to `max_step_seconds`: streams wait longer by that time."""
+"""The steps interposed in one step take at most the first number times its bound, and streams wait longer by that.
+A bound counts as at least the second number of seconds, for small models, and as at most `max_step_seconds`."""
 _FAILED_SECONDS = 10.0
 """After an interposed step raised, none is interposed for this time: other steps compute its sequences first."""
 
@@ -107,8 +107,8 @@ class StepBudget:
     """What fits a step, by the durations of earlier ones.
 
     `max_step_seconds` is the configured bound; None: `default_seconds`, which grows with a step's fixed cost.
-    `max_interposed_tokens`: of an interposed step; 0: none is. `mixed`: whether decodes go before prompts.
-    `begin_step` comes first in each step.
+    `max_interposed_tokens`: the most tokens of an interposed step; 0: no step is interposed. `mixed`: whether decodes
+    go before prompts. Call `begin_step` first in each step.
     """
 
     def __init__(

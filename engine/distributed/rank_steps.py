@@ -231,7 +231,7 @@ class RankSteps:
     ) -> None:
         """Have the other ranks compute a step too. Ends this process where it cannot be sent to one of them.
 
-        `is_deferred`: this rank will broadcast the step's tokens. `drafts_ahead`: and the drafts after them.
+        `is_deferred`: this rank will broadcast the step's tokens. `drafts_ahead`: it also broadcasts the next drafts.
         """
         self._number += 1
         message = encode_step(

@@ -97,7 +97,7 @@ class DeviceBatch:
         """The token that each slot sampled last; its number of tokens, and the one of its recurrent states that is
         valid, after a step that the host may not have read."""
         self.drafts = torch.zeros(max_num_seqs + 1, MOST_DRAFTS, dtype=torch.int64, device=device.torch_device)
-        """What follows them, as a drafter has it."""
+        """The drafts that follow each slot's last token."""
 
     def assemble(
         self, inputs: StepInputs, changes: TableChanges, target: AttentionTarget, graph_size: int

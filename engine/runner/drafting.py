@@ -274,7 +274,7 @@ class ModelDrafter:
         """Whether the drafts after a step, which is about to be launched, can be made before its tokens are read.
 
         They cannot after prompts, where entries have waited, and where a draft's sampling depends on those before it;
-        but what follows such a step before it is read goes on ahead.
+        but a step launched while a step that was drafted ahead is unread is drafted ahead too.
         """
         wanted, slots = batch.num_next_drafts, batch.slots
         if not self._has_plain_positions or not isinstance(self._passes.backend, GPUAttentionBackend):

@@ -103,7 +103,7 @@ def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
         flash_attention.start(frozenset(found))
         _log.info("Prompts of %d tokens and more attend by %s", flash_attention.LEAST_QUERIES, by)
     elif found:
-        _log.info("Long prompts attend as all others, not by %s: %s", by, reason or "another rank")
+        _log.info("Long prompts use the kernels of other attention, not %s: %s", by, reason or "it failed on a rank")
 
 
 def watch_kernels() -> "CheckedKernels":

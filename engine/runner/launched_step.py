@@ -93,7 +93,7 @@ class LaunchedStep:
                 words = torch.cat((words.flatten(), self._drafts.token_ids.flatten()))
             downloads = runner.device_batch.downloads
             self._downloads = [downloads.begin(each) for each in (words, tokens.logprobs) if each is not None]
-        # They may be most of the memory that a step takes.
+        # The logits may be most of the memory that a step takes.
         self._logits = None
 
     def result(self) -> ScheduledBatchOutput:

@@ -546,7 +546,7 @@ class ModelRunner:
 
         # [S], [S] int64; `token_ids`: on rank 0
 
-        A step after which drafts are made when it is read comes before the next one, which finds them on the host.
+        Stores nothing where drafts are made once the step is read: the next step then finds its tokens on the host.
         """
         if self._drafts_when_read(batch):
             return

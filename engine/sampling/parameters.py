@@ -91,7 +91,7 @@ class Later(NamedTuple):
 
     by: torch.Tensor  # [N] int64, on the device; negative for rows whose tokens are not used
     most: int
-    """No row's is as much."""
+    """Greater than every element of `by`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ _SUSPENDED_STEPS = 1024
 """Steps without drafts, after one that had some ran out of memory."""
 
 _MEASURED_EVERY = 8
-"""Of the steps of a pause one of so many is measured."""
+"""One of this many steps of a pause is measured."""
 
 _MIN_SAMPLED_TOKENS = 64
 """Tokens that a step which verifies drafts may sample, where fewer sequences than that may run."""
@@ -63,8 +63,8 @@ class Drafts:
         self._suspended_steps = 0
         """Steps left for which no drafts are made."""
         self._pause_left, self._pause_length, self._paused_rows = 0, 0, 0
-        """Steps for which nothing is drafted, planned or kept while there are so many rows, and how many they were at
-        first: such a step takes as long as without a drafter."""
+        """Steps left of a pause, its length at first, and the number of rows for which it holds. In a pause nothing is
+        drafted, planned or kept, so that a step takes as long as without a drafter."""
         self._match_lengths: tuple[int, int] | None = None
         """Fewest tokens that must match for a lookup, and most that are compared; None: the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":

@@ -122,7 +122,7 @@ class ChatTemplate:
         beginning, rest = messages[:first], messages[len(messages) if first is None else first :]
         shown: list[Mapping[str, Any]] = []
         texts: dict[int, list[str]] = {}
-        """Of those of `shown` that are of several messages: there may be thousands, joined at the end."""
+        """Texts of the messages of `shown`, by index, that consist of several: maybe thousands, joined at the end."""
         for message in beginning:
             role = message["role"] if self._shows(message["role"], late=False) else "system"
             if not (shown and not self._shows(role, late=True) and _joins(shown, message, texts)):

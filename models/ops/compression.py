@@ -114,7 +114,7 @@ def compress(
 
 
 class Index(NamedTuple):
-    """What selects entries of one row."""
+    """The indexer's queries, weights and keys, by which the queries of one row select entries."""
 
     q: torch.Tensor  # [n, heads, dim]
     weights: torch.Tensor  # [n, heads] float32

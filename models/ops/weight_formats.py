@@ -151,10 +151,10 @@ class MixedStack(NamedTuple):
 
     parts: tuple[torch.Tensor | QuantizedWeight, ...]
     homes: tuple[tuple[int, int], ...]
-    """Of each expert, its part and its index in it."""
+    """The part of each expert, and the expert's index in that part."""
     experts: tuple[torch.Tensor, ...]  # [experts of the part] int64, of each part
     slots: tuple[torch.Tensor, ...]
-    """Of each part [experts + 1] int64: each expert's index in it, and the part's size for others and for none."""
+    """For each part [experts + 1] int64: each expert's index in it; the part's size for other experts and for none."""
 
     @staticmethod
     def of(

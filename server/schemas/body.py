@@ -231,7 +231,7 @@ def _commas(text: bytes) -> int:
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """What of a JSON text is not in strings, in pieces."""
+    """The parts of a JSON text outside of strings, in pieces."""
     start = 0
     is_in_string = False
     while start < len(text):

@@ -647,7 +647,7 @@ class ChatCompletionRequest(SamplingFields):
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         texts = [call.function.arguments for call in calls if isinstance(call, ToolCall)]
         objects = [text.encode(errors="replace") for text in texts if _may_be_object(text)]
-        check_values(objects, subject="what tool_calls of messages have as their arguments")
+        check_values(objects, subject="the JSON in the arguments of messages' tool_calls")
         return self
 
     @model_validator(mode="after")

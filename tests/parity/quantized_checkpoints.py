@@ -43,7 +43,7 @@ def write_pair(
     by_leaf: Mapping[str, Quantize] = MappingProxyType({}),
     **overrides: Any,
 ) -> Pair:
-    """A tiny model, Llama unless told, whose modules that `module` tells are quantised, and its dense twin.
+    """A tiny model, Llama by default, whose modules that `module` selects are quantised, and its dense twin.
 
     `by_leaf`: by the end of a module's name, where modules are quantised in several ways.
     """

@@ -139,7 +139,7 @@ def test_arguments_of_calls_hold_few_lists_and_objects_together() -> None:
         return validate({"model": "m", "messages": messages}, ChatCompletionRequest, allow_unknown=False)
 
     many = json.dumps({"a": [[]] * 1000})
-    with pytest.raises(BadRequest, match=r"their arguments holds more than 65536 lists and objects; send fewer$"):
+    with pytest.raises(BadRequest, match=r"messages' tool_calls holds more than 65536 lists and objects; send fewer$"):
         chat('{"an unpaired quote: ', *[many] * 100)
     assert len(chat(*[many] * 50).messages) == 50
     assert len(chat(*[json.dumps({"a": "[" * 1000})] * 100).messages) == 100

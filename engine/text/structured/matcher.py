@@ -24,7 +24,7 @@ _CACHED_MATCHERS = 256
 _CACHED_BYTES = 16 * 2**20
 """Limits of the cache of compiled grammars: their number, and the bytes of their text."""
 _CACHED_SECONDS, _REUSED_SECONDS = 8.0, 4.0
-"""Further ones: the time that masks took of all of them, and of one. All matchers of a compiled grammar share the
+"""Further limits: seconds that masks took for all grammars, and for one. All matchers of a compiled grammar share the
 states that masks have added to its lexer, up to the parser's limit: those take 0.9 s and 60 to 80 MB, and no matcher
 of that compilation can go on beyond them."""
 
@@ -33,7 +33,7 @@ _MOST_BYTES = 2 * 2**30
 _CHECKED_STEPS = 16
 """Steps with masks from one look at the memory to the next, which takes 0.15 ms."""
 _LEAST_COST, _ENDED_SHARE = 0.25, 0.5
-"""Ended are those whose masks took so many seconds, and so much of what the costliest took."""
+"""Grammars are ended whose masks took at least so many seconds, and this share of the costliest one's time."""
 _TOO_COSTLY = (
     "the grammar of this request cannot be followed any further: the grammars that run need too much memory, and this "
     "is one of the costliest; use a simpler one"
@@ -175,7 +175,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _native_bytes() -> Callable[[], int]:
-    """What returns the bytes that are allocated by malloc; always 0 where the C library does not tell."""
+    """A function that returns the bytes allocated by malloc; always 0 where the C library does not report them."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return lambda: 0

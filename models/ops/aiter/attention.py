@@ -121,7 +121,7 @@ def varlen(
     """Causal attention of rows of any lengths to keys and values that lie row after row: the last query of a row sees
     its last key. As torch's `varlen_attn`. # q [T, Hq, D], k and v [keys, Hkv, D], starts [B + 1] int32 -> [T, Hq, D]
 
-    `window_size`: the keys before a query's own that it sees, -1: all, and 0.
+    `window_size`: how many keys a query sees before its own (-1: all), and after it (0).
     """
     del enable_gqa  # The library finds it by the shapes.
     window = _NO_WINDOW if window_size[0] < 0 else window_size

@@ -29,9 +29,9 @@ struct units {
  * so that the processor's own prefetcher, which goes ahead within each page that it sees read in order, reads all these
  * pages at once. */
 struct fetches {
-    const char *at[2 * UNITS]; /* a multiple of AT_ONCE, where the last may be there several times */
-    int first, unit, units;    /* of those taken in turn; of the next line; of all */
-    int64_t done, bytes;       /* of each of those taken in turn, and of a unit */
+    const char *at[2 * UNITS]; /* padded with the last one to a multiple of AT_ONCE */
+    int first, unit, units;    /* first of the group taken in turn; unit of the next line; number of units */
+    int64_t done, bytes;       /* prefetched of each unit of the group; size of a unit */
     struct fetches *then;      /* of the step after that one, or NULL */
 };
 

@@ -6,7 +6,7 @@
 #define STAGED_VALUES (1 << 20) /* of rows that are multiplied by a panel while it is near: 16 rows always fit */
 #define MOST_HELD 16            /* panels of gates that wait for theirs of the other half, where rows are few */
 #define AHEAD 8192              /* bytes between what is read of a weight and what is fetched */
-#define ROWS_IN_TURN 8          /* and from so many rows on, with one group, the pages in turn as well */
+#define ROWS_IN_TURN 8          /* from so many rows on, with one group, PAGES_IN_TURN further ahead, pages in turn */
 
 /* A thread's scratch. */
 struct quantized_bench {

@@ -51,7 +51,7 @@ struct lines {
 
 #define PAGES_IN_TURN (8 * 4096) /* bytes */
 
-/* The line that is fetched when that one's turn has come: of the 32 KiB around it, a line of each page, then the next. */
+/* The line to prefetch in place of `line`, so that the 32 KiB around it are fetched a line of each page in turn. */
 static inline const char *in_turn(const char *line) {
     uintptr_t at = (uintptr_t)line, number = at / LINE % (PAGES_IN_TURN / LINE);
     return (const char *)((at & -(uintptr_t)PAGES_IN_TURN) + number % 8 * 4096 + number / 8 * LINE);
