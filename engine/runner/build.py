@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from engine.config.config import Config, SpeculativeConfig
+from engine.config.config import Config
 from engine.distributed.host_resources import CorePlan, HostShare, Shard, own_cpus, plan_cores
 from engine.distributed.lockstep import BarrierCounters, LockstepMember
 from engine.distributed.processes import keep_threads_on
@@ -29,7 +29,6 @@ from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.encoder_config import EncoderConfig
 from models.architectures.pooling import PoolingConfig, read_pooling
 from models.attention.backend import require_backend
-from models.demo import CHECKPOINT_DIR
 from models.loading.checkpoint import read_checkpoint_config
 from models.ops import registry as backends
 from models.ops import triton
@@ -44,9 +43,6 @@ from models.parallel.tensor_parallel import Collectives, ExpertParallel, TensorP
 from models.quantization.config import ROUNDINGS
 
 logger = logging.getLogger(__name__)
-
-_EMBEDDED_MODEL_DRAFTS = SpeculativeConfig(speculative_method="eagle", num_speculative_tokens=3)
-"""How the embedded model drafts where no option says how."""
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The system call's number."""
@@ -219,8 +215,6 @@ def load_rank(
     if shard is not None:
         parallel = TensorParallel(shard.rank, shard.size, group, experts)
     operators = start_operators(config, device, dtype)
-    if path == CHECKPOINT_DIR and parallel.is_alone and _may_draft(config, operators, pooling):
-        config = config.model_copy(update={"speculative_config": _EMBEDDED_MODEL_DRAFTS})
     pinned: frozenset[int] = frozenset()
     if plan is not None:
         pinned = pin(plan, operators)
@@ -245,12 +239,6 @@ def load_rank(
     if loaded.layer_caches().have_states and (caution := ptxas.caution(device)) is not None:
         logger.info("%s", caution)
     return LoadedRank(loaded, pinned, group, world)
-
-
-def _may_draft(config: Config, operators: Library | None, pooling: PoolingConfig | None) -> bool:
-    """Whether the embedded model's head makes it faster, and no setting says how it drafts or excludes it."""
-    is_open = config.speculative_config is None and config.async_scheduling != "on" and not config.lora
-    return is_open and operators is not None and pooling is None and config.quantization_config.quantization == "auto"
 
 
 def _place(shard: Shard | None, share: HostShare) -> tuple[int, int]:

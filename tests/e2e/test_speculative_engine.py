@@ -24,19 +24,6 @@ PARAMS = [
 SIZES = {"num_kvcache_blocks": 256, "max_model_len": 512}
 
 
-def test_the_embedded_model_drafts_by_itself_and_gives_the_same_answers() -> None:
-    found: list[list[list[int]]] = []
-    verified: list[int] = []
-    for settings in ({}, {"num_speculative_tokens": 0}):
-        with LLMEngine(**SIZES, **settings) as engine:
-            found.append([output["token_ids"] for output in engine.generate(PROMPTS, PARAMS)])
-            assert engine.stats is not None
-            verified.append(engine.stats.num_drafts)
-    assert found[0] == found[1]
-    assert verified[0] > 20
-    assert not verified[1]
-
-
 @pytest.mark.slow
 def test_drafts_of_two_ranks_go_on_in_another_core() -> None:
     """The model drafts for itself, so that most of what is sampled was drafted."""

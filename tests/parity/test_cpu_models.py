@@ -37,7 +37,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"head_dim": 32},
     "Gemma4ForCausalLM": {"head_dim": 32, "global_head_dim": 64, "moe_intermediate_size": 32},
     "Phi3ForCausalLM": {"head_dim": 32},
-    "CohereForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4},
+    "CohereForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
     "Cohere2ForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4},
     "GraniteForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4},
     "GraniteMoeForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 64},

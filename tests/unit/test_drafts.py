@@ -1,6 +1,5 @@
 """How many drafts a step verifies, and which sequences have any."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +8,9 @@ import pytest
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config, SpeculativeConfig
 from engine.core.scheduler import Scheduler
-from engine.runner import build
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.speculative.drafts import Drafts
-from models.demo import CHECKPOINT_DIR
-from models.ops.cpu.runtime import load_library
 
 CYCLE = [1, 2, 3, 4] * 3
 
@@ -106,32 +102,6 @@ def test_while_drafts_do_not_pay_a_change_of_rows_ends_a_pause_without_plans(mon
     assert num_paused > 0, "the last pause goes on"
     proposed(mine, seqs[:1])
     assert planned[num_plans:] == [1 + num_paused], "the steps of the pause count"
-
-
-@pytest.mark.skipif(load_library() is None, reason="the operators are not built")
-@pytest.mark.parametrize(
-    ("settings", "method"),
-    [
-        ({}, "eagle"),
-        ({"num_speculative_tokens": 0}, "ngram"),
-        ({"num_speculative_tokens": 2}, "ngram"),
-        ({"async_scheduling": "on"}, None),
-        ({"quantization": "int8"}, None),
-        ({"dtype": "float32"}, None),
-        ({"lora": ("name=/adapter",)}, None),
-    ],
-)
-def test_the_embedded_model_drafts_by_its_head_where_nothing_else_is_set(
-    settings: dict[str, Any], method: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load_model(config: Config, *_: Any, **__: Any) -> SimpleNamespace:
-        return SimpleNamespace(config=config, layer_caches=lambda: SimpleNamespace(have_states=False))
-
-    monkeypatch.setattr(build, "load_model", load_model)
-    monkeypatch.setattr(build, "settle", lambda *_, **__: None)
-    monkeypatch.setattr(build, "pin", lambda *_: frozenset())
-    found = build.load_rank(Config.from_fields(device="cpu", **settings), Path(CHECKPOINT_DIR)).loaded.config
-    assert (found.speculative_config and found.speculative_config.speculative_method) == method
 
 
 def scheduler(**fields: Any) -> Scheduler:
