@@ -40,8 +40,9 @@ async def test_a_light_key_is_served_beside_ten_heavy_ones(light_and_heavy: Owne
 
     async def ask(number: int) -> Stream:
         await asyncio.sleep(0.05)
-        # Special tokens, with which answers to such prompts begin, have no text otherwise: no event would have the first.
-        return await stream(light, {**VICTIM, "prompt": prompt(60, number), "max_tokens": 20, "skip_special_tokens": False})
+        # Answers to such prompts begin with special tokens: without their text no event would have the first token.
+        body = {**VICTIM, "prompt": prompt(60, number), "max_tokens": 20, "skip_special_tokens": False}
+        return await stream(light, body)
 
     async def share_of_long_streams(competitors: int) -> FairShare:
         body = {**VICTIM, "max_tokens": 3000}
