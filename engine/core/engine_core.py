@@ -165,10 +165,14 @@ class EngineCore:
             self.runner.interrupt()
 
     def _take_in_during_step(self) -> None:
-        """Take in the sequences that have arrived; other messages wait for the step's end."""
+        """Take in the sequences that have arrived; other messages wait for the step's end.
+
+        Sequences after a release of the cache wait, too: it would release what they have cached.
+        """
         while not self.input_queue.empty():
             message = self.input_queue.get_nowait()
-            if isinstance(message, Sequence) and not message.adapter:
+            is_releasing = any(isinstance(each, ReleaseCache) for each in self._deferred)
+            if isinstance(message, Sequence) and not message.adapter and not is_releasing:
                 self._take_in_sequence(message)
             else:
                 self._deferred.append(message)

@@ -411,6 +411,19 @@ async def test_a_body_in_very_many_tiny_chunks_is_refused() -> None:
 
 
 @run
+async def test_a_large_body_after_the_last_answer_is_read_without_pauses() -> None:
+    async with serving() as edge:
+        client = await edge.connect(b"no HTTP\r\n\r\n")
+        await client.until(b"}")
+        (protocol,) = edge.state.connections
+        assert isinstance(protocol, HttpProtocol)
+        protocol.data_received(b"x" * 2**16)
+        assert protocol._is_reading
+        protocol.data_received(b"x")
+        assert not protocol._is_reading
+
+
+@run
 async def test_what_follows_the_last_answer_is_read_with_pauses() -> None:
     async with serving() as edge:
         client = await edge.connect(b"no HTTP\r\n\r\n")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.batch import ScheduledBatch, ScheduledBatchOutput, StepBuilder
 from engine.config.config import Config
 from engine.core.engine_core import EngineCore
-from engine.messages import AbortRequests, Shutdown, StepOutputs
+from engine.messages import AbortRequests, ReleaseCache, Shutdown, StepOutputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.simulated_engine import SimulatedEngine, device
@@ -177,12 +177,16 @@ class PausingRunner(StubRunner):
         super().__init__()
         self.during: Callable[[ScheduledBatch], None] = lambda batch: None
         self.interposed: list[ScheduledBatch] = []
+        self.interposed_before_release: int | None = None
         self.fails = False
         self.num_pauses = 0
         self._is_interrupted = False
 
     def interrupt(self) -> None:
         self._is_interrupted = True
+
+    def release_cache(self) -> None:
+        self.interposed_before_release = len(self.interposed)
 
     def forward_with_pauses(self, batch: ScheduledBatch, on_pause: Callable[[], object], /) -> ScheduledBatchOutput:
         self.during(batch)
@@ -283,6 +287,15 @@ def test_aborts_that_arrive_during_a_step_wait_for_its_end(bench: PausingBench) 
     assert len(bench.runner.interposed) == 1
     assert ends(messages)[0] == "abort"
     assert order(messages).count(0) == 2, "the step that was paused counts"
+
+
+def test_what_follows_a_release_of_the_cache_waits_for_the_steps_end(bench: PausingBench) -> None:
+    """As when a server is put to sleep and woken during a step."""
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=50))
+    bench.during_step_of(0, AbortRequests([0]), ReleaseCache(), bench.owned(1, "light"))
+    ended = ends([message for message in bench.run_until_done(0, 1) if isinstance(message, StepOutputs)])
+    assert bench.runner.interposed_before_release == 0
+    assert [ended[0], ended[1]] == ["abort", "max_tokens"]
 
 
 def test_a_sequence_that_ends_in_an_interposed_step_leaves_its_slot_and_blocks(bench: PausingBench) -> None:
