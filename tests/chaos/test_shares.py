@@ -34,7 +34,7 @@ SECONDS = 20
 STREAMS = 8
 
 
-async def test_a_light_key_is_served_beside_ten_heavy_ones(light_and_heavy: Owners) -> None:
+async def test_a_light_key_is_served_next_to_ten_heavy_ones(light_and_heavy: Owners) -> None:
     """The heavy keys' loads are those of tests/chaos/heavy_loads.py."""
     owners, server = light_and_heavy, light_and_heavy.server
 
