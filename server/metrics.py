@@ -44,9 +44,10 @@ OwnerCounts: TypeAlias = Sequence[tuple[str, Mapping[str, int], Mapping[str, int
 _MAX_UNOBSERVED = 1024
 
 _PAGE_PARTS = 5
-"""Renderings of all metrics compute for at most 1 / this of the time."""
+"""Renderings of all metrics compute for 1 / this of the time, unless the pause between two would be longer than
+`_MOST_PAGE_SECONDS`."""
 _MOST_PAGE_SECONDS = 0.05
-"""Longest wait for a rendering to begin, so that metrics are answered within a tenth of a second."""
+"""Longest pause between two renderings, so that metrics are answered within a tenth of a second."""
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 """Methods that metrics name; a client may invent others without end."""
@@ -419,8 +420,8 @@ class Metrics:
     async def page(self) -> bytes:
         """The metrics after this call, as `render` writes them.
 
-        All calls that wait share the next rendering, and renderings compute for about a fifth of the time: whoever
-        asks for the metrics as fast as it can does not hold up the event loop.
+        All calls that wait share the next rendering, and renderings compute for a fifth of the time, or for more where
+        one takes over 12 ms: a client that asks for the metrics as fast as it can does not hold up the event loop.
         """
         if self._page is None:
             self._page = asyncio.create_task(self._render_when_due())

@@ -169,13 +169,14 @@ class EngineCore:
 
         Sequences after a release of the cache wait, too: it would release what they have cached.
         """
+        is_releasing = any(isinstance(each, ReleaseCache) for each in self._deferred)
         while not self.input_queue.empty():
             message = self.input_queue.get_nowait()
-            is_releasing = any(isinstance(each, ReleaseCache) for each in self._deferred)
             if isinstance(message, Sequence) and not message.adapter and not is_releasing:
                 self._take_in_sequence(message)
             else:
                 self._deferred.append(message)
+                is_releasing = is_releasing or isinstance(message, ReleaseCache)
 
     def _arrived(self) -> Iterator[Incoming]:
         while self._deferred:

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ import pytest
 import yaml
 from packaging.utils import canonicalize_name
 
-from tests.e2e.kaon_server import free_port
+from tests.e2e.kaon_server import eventually, free_port
 
 pytestmark = [pytest.mark.ops, pytest.mark.timeout(3600)]
 
@@ -243,16 +242,12 @@ class Podman:
         return done.stdout.strip()
 
 
-def wait_until_ready(client: httpx.Client, podman: Podman, container: str) -> None:
-    for _ in range(600):
-        assert podman("inspect", "--format", "{{.State.Running}}", container) == "true", podman("logs", container)
-        try:
-            if client.get("/readyz").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass  # no process listens yet
-        time.sleep(0.2)
-    raise AssertionError(f"not ready after 600 questions: {podman('logs', container)}")
+def is_ready(client: httpx.Client, podman: Podman, container: str) -> bool:
+    assert podman("inspect", "--format", "{{.State.Running}}", container) == "true", podman("logs", container)
+    try:
+        return client.get("/readyz").status_code == 200
+    except httpx.TransportError:  # no process listens yet
+        return False
 
 
 def test_the_manifests_pod_starts_and_ends_without_losing_a_stream(buildah: Buildah, tmp_path: Path) -> None:
@@ -269,7 +264,7 @@ def test_the_manifests_pod_starts_and_ends_without_losing_a_stream(buildah: Buil
     try:
         url, container = f"http://127.0.0.1:{port}", "kaon-pod-0-kaon"
         with httpx.Client(base_url=url, timeout=120, headers={"Authorization": "Bearer a-key"}) as client:
-            wait_until_ready(client, podman, container)
+            eventually(lambda: is_ready(client, podman, container))
             body = {
                 "model": "kaon-demo",
                 "prompt": "Once upon a time",
