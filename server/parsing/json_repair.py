@@ -308,7 +308,12 @@ _DEPTH = 8
 def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """JSON types that argument `key` may have under the tool's `schema`; integers count as numbers."""
     properties = schema.get("properties")
-    return _types(properties.get(key) if isinstance(properties, dict) else None, schema, _DEPTH)
+    return schema_types(properties.get(key) if isinstance(properties, dict) else None, schema)
+
+
+def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """JSON types that a value may have under `schema`, a part of `root`; integers count as numbers."""
+    return _types(schema, root, _DEPTH)
 
 
 def typed_argument(text: str, types: frozenset[str]) -> str | None:

@@ -86,6 +86,7 @@ TOOL_DIALECTS: Registry[ToolDialect] = Registry(
         "glm45": "server.parsing.dialects.glm",
         "deepseek_v3": "server.parsing.dialects.deepseek",
         "deepseek_v31": "server.parsing.dialects.deepseek",
+        "minimax_m3": "server.parsing.dialects.minimax_m3",
         "minimax_m2": "server.parsing.dialects.invoke",
         "deepseek_v32": "server.parsing.dialects.invoke",
         "deepseek_v4": "server.parsing.dialects.invoke",

@@ -181,16 +181,17 @@ class ToolCallParser(FedParser):
                 self._argue(before + mender.unread())
                 return False
 
-    def _stream_typed(self, types: frozenset[str], end: Markers, trim: str = "") -> Waiting[bool]:
+    def _stream_typed(self, types: frozenset[str], end: Markers, trim: str = "", *, lead: str = "") -> Waiting[bool]:
         """Pass bare text up to the marker `end` on as an argument of one of `types`; whether the marker came.
 
-        One `trim` next to either marker is not part of it. Where the text ends first, the value is left open.
+        One `trim` next to either marker is not part of it. Where the text ends first, the value is left open. `lead`:
+        its beginning, where that was read already; empty where it is a string in any case.
         """
         feed = self._feed
         if trim:
             yield from feed.take_marker(trim)
         if types != {"string"}:
-            pieces: list[str] = []
+            pieces = [lead]
             closed = yield from feed.take_until(end, pieces)
             text = "".join(pieces)
             if not closed:

@@ -99,6 +99,24 @@ _INVOKE_NOW = '<invoke name="now">\n</invoke>'
 _MM_BEGIN, _MM_END = "<minimax:tool_call>", "</minimax:tool_call>"
 
 
+_NS = "]<]minimax[>["
+_M3_BEGIN, _M3_END = f"{_NS}<tool_call>", f"{_NS}</tool_call>"
+
+
+def _tag(name: str, value: str) -> str:
+    """An argument, a member or an item as MiniMax-M3 writes it."""
+    return f"{_NS}<{name}>{value}{_NS}</{name}>"
+
+
+def _invoked(name: str, *tags: str) -> str:
+    """A call as MiniMax-M3 writes it."""
+    return f'{_NS}<invoke name="{name}">{"".join(tags)}{_NS}</invoke>'
+
+
+_M3 = _invoked("get_weather", _tag("city", "Paris"), _tag("days", "3"))
+_M3_NOW = _invoked("now")
+
+
 def _dsml(text: str, block: str, prefix: str = "｜DSML｜") -> str:  # noqa: RUF001
     """Calls in DeepSeek's block, from those of MiniMax."""
     for name in ("invoke", "parameter"):
@@ -171,6 +189,8 @@ WHOLE = [
     Written("hy_v3", f"<tool_calls>\n{_HY}\n{_HY_NOW}\n</tool_calls>", _answer("", _CALL, _NOW)),
     Written("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE}\n{_MM_END}", _answer("", _CALL)),
     Written("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE}\n{_INVOKE_NOW}\n{_MM_END}", _answer("", _CALL, _NOW)),
+    Written("minimax_m3", f"{_M3_BEGIN}\n{_M3}\n{_M3_END}", _answer("", _CALL)),
+    Written("minimax_m3", f"{_M3_BEGIN}\n{_M3}\n{_M3_NOW}\n{_M3_END}", _answer("", _CALL, _NOW)),
     *(
         Written(dialect, _dsml(text, block, prefix), answer)
         for dialect, block, prefix in _DSML
@@ -266,6 +286,37 @@ _AROUND += [
     ),
     Written("minimax_m2", f"I look.\n{_MM_BEGIN}\n{_INVOKE}\n{_MM_END}\nDone.", _answer("I look.\nDone.", _CALL)),
     Written("minimax_m2", _INVOKE, _answer("", _CALL)),
+    Written("minimax_m3", f"I look.\n{_M3_BEGIN}\n{_M3}\n{_M3_END}\nDone.", _answer("I look.\nDone.", _CALL)),
+    Written("minimax_m3", _M3.replace(_NS, f"\n{_NS}").replace("Paris\n", "Paris"), _answer("", _CALL)),
+    Written(
+        "minimax_m3",
+        f"{_M3_BEGIN}\n"
+        + _invoked(
+            "get_weather",
+            _tag("city", " two\n<b>lines</b>\n"),
+            _tag("places", _tag("item", "Rome") + _tag("item", "3")),
+            _tag("note", "null"),
+            _tag("exact", "True"),
+        )
+        + f"\n{_M3_END}",
+        _answer(
+            "",
+            (
+                "get_weather",
+                {"city": " two\n<b>lines</b>\n", "places": ["Rome", "3"], "note": None, "exact": True},
+            ),
+        ),
+    ),
+    Written(
+        "minimax_m3",
+        _invoked("find", _tag("of", _tag("a", "1") + _tag("b", _tag("item", _tag("c", "x")) + _tag("item", "2")))),
+        _answer("", ("find", {"of": {"a": 1, "b": [{"c": "x"}, 2]}})),
+    ),
+    Written(
+        "minimax_m3",
+        _invoked("get_weather", _tag("places", ""), _tag("note", " x"), _tag("exact", "")),
+        _answer("", ("get_weather", {"places": [], "note": " x", "exact": ""})),
+    ),
     Written(
         "minimax_m2",
         f'{_MM_BEGIN}<invoke name="get_weather"><parameter name="places">["a", "b<c"]</parameter>'
@@ -400,6 +451,8 @@ _NO_CALLS += [
         ("hy_v3", "<tool_calls> none"),
         ("minimax_m2", "<minimax:tool_call>\nnothing"),
         ("minimax_m2", '<invoke name="a<b">'),
+        ("minimax_m3", f"{_M3_BEGIN}\nnothing"),
+        ("minimax_m3", f'{_NS}<invoke name="a<b">'),
         ("deepseek_v32", "<｜DSML｜function_calls>\n<｜DSML｜invoke name=now>"),  # noqa: RUF001
         ("kimi_k2", f"{_K_BEGIN} nothing"),
         ("kimi_k2", f"{_K_BEGIN}<|tool_call_begin|>functions.:0{_K_ARGUMENTS}{{}}"),
@@ -449,6 +502,14 @@ BROKEN += [
         ("seed_oss", _SEED.replace("</function>\n</seed:tool_call>", "3 days"), "3 days", json.dumps(PARIS)),
         ("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE.replace('</invoke>', '3 days')}", "3 days", json.dumps(PARIS)),
         ("minimax_m2", f'{_MM_BEGIN}\n<invoke name="get_weather">\nParis', "Paris", "{}"),
+        ("minimax_m3", f"{_M3_BEGIN}\n{_M3.removesuffix(f'{_NS}</invoke>')}3 days", "3 days", json.dumps(PARIS)),
+        ("minimax_m3", f'{_M3_BEGIN}\n{_NS}<invoke name="get_weather">Paris', "Paris", "{}"),
+        (
+            "minimax_m3",
+            _M3.replace("</city>", "</ci ty>"),
+            _M3[_M3.index("</city>") - len(_NS) :].replace("city", "ci ty"),
+            '{"city": "Paris"}',
+        ),
         ("kimi_k2", f"{_K_BEGIN}{_KIMI.replace('3}', '3 4}')}", f"4}}{_K_CALL_END}", '{"city": "Paris", "days": 3 }'),
         ("gemma4", _GEMMA.replace("3}<tool_call|>", "3 4}"), " 4}", json.dumps(PARIS)),
         ("gemma4", _GEMMA.replace("days:3}<tool_call|>", "places:[1 2}"), " 2}", '{"city": "Paris", "places": [1]}'),
@@ -515,6 +576,15 @@ CUT_OFF = [
         _answer("", ("get_weather", '{"city": "Pa')),
     ),
     Written("minimax_m2", f"{_MM_BEGIN}\n{_INVOKE}\n</minimax:to", _answer("", _CALL)),
+    Written("minimax_m3", f"{_M3_BEGIN}\n{_M3[: _M3.index('ris')]}", _answer("", ("get_weather", '{"city": "Pa'))),
+    Written("minimax_m3", _M3[: _M3.index("days")], _answer("", ("get_weather", '{"city": "Paris"'))),
+    Written("minimax_m3", _M3[: -len("oke>")], _answer("", ("get_weather", '{"city": "Paris", "days": 3'))),
+    Written("minimax_m3", f"{_M3_BEGIN}\n{_M3}\n{_M3_END[:-3]}", _answer("", _CALL)),
+    Written(
+        "minimax_m3",
+        _invoked("get_weather", f"{_NS}<places>{_tag('item', 'Rome')}")[: -len(f"{_NS}</invoke>")],
+        _answer("", ("get_weather", '{"places": ["Rome"')),
+    ),
     Written("kimi_k2", f"{_K_BEGIN}{_KIMI[: _KIMI.index('ris')]}", _answer("", ("get_weather", '{"city": "Pa'))),
     Written("kimi_k2", f"{_K_BEGIN}{_KIMI}<|tool_calls_sec", _answer("", _CALL)),
     Written("gemma4", _GEMMA[: _GEMMA.index("ris")], _answer("", ("get_weather", '{"city": "Pa'))),

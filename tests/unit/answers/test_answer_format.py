@@ -71,6 +71,12 @@ def made(
             "minimax_m2",
             "think",
         ),
+        (
+            TOOLS + "{%- set ns = ']<]minimax[>[' -%}{{ ns ~ '<tool_call>' }} <mm:think>",
+            (),
+            "minimax_m3",
+            "minimax_m3",
+        ),
         (TOOLS + "{%- set d = '｜DSML｜' -%}<{{ d }}function_calls> <think>", (), "deepseek_v32", "think"),  # noqa: RUF001
         (TOOLS + "<｜DSML｜tool_calls> <think>", (), "deepseek_v4", "think"),  # noqa: RUF001
         (TOOLS + "<｜DSML｜ calls>\n<｜DSML｜ invoke <think>", (), "deepseek_v41", "think"),  # noqa: RUF001

@@ -276,7 +276,7 @@ def test_a_grammar_of_several_parts_keeps_them_behind_reasoning() -> None:
     assert not vocabulary.accepts(behind, "so")
 
 
-@pytest.mark.parametrize("dialect", ["pythonic", "qwen3_coder", "glm45", "gemma4", "minimax_m2"])
+@pytest.mark.parametrize("dialect", ["pythonic", "qwen3_coder", "glm45", "gemma4", "minimax_m2", "minimax_m3"])
 def test_an_argument_that_the_dialect_cannot_name_is_refused(dialect: str) -> None:
     use = ToolUse.of([tool("f", {"type": "object", "properties": {"a <b>": {}}})], "required")
     with pytest.raises(ValueError, match=r"^tools\[0\]\.function\.parameters has the property 'a <b>'"):

@@ -80,6 +80,7 @@ def test_a_finished_calls_arguments_are_a_json_object(written: Written) -> None:
     [
         *("hermes", "llama3_json", "pythonic", "mistral_args", "deepseek_v31", "glm45", "harmony"),
         *("seed_oss", "minimax_m2", "deepseek_v32", "kimi_k2", "gemma4", "cohere_command", "nemotron_json", "lfm2"),
+        "minimax_m3",
     ],
 )
 def test_arguments_are_sent_as_they_come(dialect: str) -> None:
