@@ -488,13 +488,21 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         super().__init__()
         self.model = self.body(config, parallel)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, bias=self.head_bias(config), parallel=parallel
+        )
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """All below the head."""
         return LlamaModel(config, self.attention, self.feed_forward, parallel)
+
+    @staticmethod
+    def head_bias(config: ModelConfig) -> bool:
+        """Whether the logits have a bias."""
+        del config
+        return False
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:

@@ -105,6 +105,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         "Gemma3nForCausalLM": "models.architectures.gemma3n",
         "Gemma4ForCausalLM": "models.architectures.gemma4",
         "Phi3ForCausalLM": "models.architectures.phi3",
+        "PhimoeForCausalLM": "models.architectures.phimoe",
         "LlamaForCausalLM": "models.architectures.llama",
         "MistralForCausalLM": "models.architectures.llama",
         "Qwen2ForCausalLM": "models.architectures.qwen2",

@@ -366,6 +366,12 @@ class ParallelLMHead(VocabParallelEmbedding):
     gives_parts = False
     """Whether each rank returns the logits of its own rows, instead of rank 0 those of all."""
 
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, bias: bool = False, parallel: TensorParallel = SINGLE_RANK
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, parallel=parallel)
+        self.bias = empty_parameter(self.num_rows, weight_loader=self._load_bias) if bias else None
+
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight from here on."""
         self.weight = embedding.weight
@@ -374,10 +380,16 @@ class ParallelLMHead(VocabParallelEmbedding):
         """# [rows, hidden_size] -> [rows, vocab_size] float32; with `gives_parts`, or on rank 1 and later, the rank's
         own
         """
-        own = logits(hidden, self.weight)
+        own = logits(hidden, self.weight, self.bias)
         if self.gives_parts:
             return own[:, : max(0, self.vocab_size - self.first_row)]
         return self.parallel.gather(own)[:, : self.vocab_size]
+
+    def _load_bias(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
+        require_shape(loaded, (self.vocab_size,))
+        part = loaded[self.first_row : self.first_row + self.num_rows]
+        parameter.data[: len(part)].copy_(part)
+        parameter.data[len(part) :].zero_()
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -69,6 +69,25 @@ def grouped_top_k(
     return weights * scaling_factor, ids
 
 
+def sparse_mixer(logits: torch.Tensor, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two best experts, each weighed against those nearly as good that no earlier choice took.
+
+    The weight is a softmax over the experts whose distance from the best one left, as a part of the larger of the two
+    absolute values, is at most twice `jitter` (GRIN, Liu et al., 2024, section 2.2, without its noise).
+
+    # [tokens, experts] -> [tokens, 2] float32, [tokens, 2] int64
+    """
+    scores = left = logits.float()
+    weights, ids = [], []
+    for _ in range(2):
+        best, chosen = top_k_lower_first(left, 1)
+        distance = (best - scores) / torch.maximum(scores.abs(), best)
+        weights.append(left.masked_fill(distance > 2 * jitter, -torch.inf).softmax(-1).gather(-1, chosen))
+        ids.append(chosen)
+        left = left.scatter(-1, chosen, -torch.inf)
+    return torch.cat(weights, -1), torch.cat(ids, -1)
+
+
 def experts_per_token(fields: Fields, eligible: int) -> int:
     """`num_experts_per_tok` of config.json, at most the number of experts that a token may choose from."""
     top_k = fields.integer("num_experts_per_tok")
@@ -229,3 +248,18 @@ class SoftmaxRouter(nn.Module):
 
         del dtype, max_tokens
         yield RouteCase(len(self.weight), self.top_k, sigmoid=False, renormalize=self.renormalize)
+
+
+class SparseMixerRouter(nn.Module):
+    """`gate` of Phi-3.5-MoE, by torch: `sparse_mixer` of the logits."""
+
+    def __init__(self, hidden_size: int, num_experts: int, *, jitter: float) -> None:
+        """`jitter`: see `sparse_mixer`."""
+        super().__init__()
+        self.jitter = jitter
+        # Not rounded: it is small, and its errors choose other experts.
+        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """# [tokens, hidden_size] -> [tokens, 2] float32, [tokens, 2] int64"""
+        return sparse_mixer(logits(hidden, self.weight), self.jitter)

@@ -72,6 +72,7 @@ ARCHITECTURES = [
     pytest.param(gemma3.VARIANTS[0], id="gemma3"),
     pytest.param(gpt_oss.VARIANTS[0], id="gpt_oss"),
     pytest.param(phi3.VARIANTS[0], id="phi3"),
+    pytest.param(phi3.VARIANTS[-1], id="phimoe", marks=SLOW),
     pytest.param(moe.VARIANTS[0], id="qwen3_moe"),
     pytest.param(moe.VARIANTS[-1], id="glm4_moe"),
     pytest.param(deepseek.VARIANTS[1], id="deepseek_v2"),

@@ -25,7 +25,7 @@ class Variant(NamedTuple):
 PARTLY_TORCH = frozenset(
     {
         *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "GlmMoeDsaForCausalLM"),
-        "MiniMaxM3VLForCausalLM",
+        *("MiniMaxM3VLForCausalLM", "PhimoeForCausalLM"),
     }
 )
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
@@ -41,7 +41,7 @@ DERIVED = frozenset(
         *("Lfm3ForCausalLM", "MiniMaxForCausalLM", "FalconMambaForCausalLM", "Glm4MoeLiteForCausalLM"),
         *("OlmoHybridForCausalLM", "JambaForCausalLM", "Gemma3nForCausalLM", "Zamba2ForCausalLM"),
         *("CwmForCausalLM", "ExaoneMoeForCausalLM", "Gemma4UnifiedForCausalLM", "HYV3ForCausalLM"),
-        *("MinistralForCausalLM", "SolarOpenForCausalLM"),
+        *("MinistralForCausalLM", "SolarOpenForCausalLM", "PhimoeForCausalLM"),
         *("Olmo2ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM"),
     }
 )

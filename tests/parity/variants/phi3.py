@@ -1,13 +1,16 @@
-"""Phi-3 and Phi-4."""
+"""Phi-3, Phi-4 and Phi-3.5-MoE."""
 
 from typing import Any
 
-from transformers import Phi3Config, Phi3ForCausalLM
+from transformers import Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from tests.parity.checkpoints import Family
 from tests.parity.variants import Variant
 
 _PHI3 = Family(Phi3Config, Phi3ForCausalLM, {"original_max_position_embeddings": 512})
+_PHIMOE = Family(
+    PhimoeConfig, PhimoeForCausalLM, {"num_local_experts": 4, "intermediate_size": 48, "router_jitter_noise": 0.1}
+)
 _SHORT = [1.0, 1.1, 1.3, 1.7, 2.2, 3.0, 4.1, 5.0]
 _LONG = [1.0, 1.5, 2.5, 4.0, 9.0, 16.0, 30.0, 60.0]
 
@@ -51,5 +54,26 @@ VARIANTS = [
             "original_max_position_embeddings": 2,
             "rope_parameters": _longrope(original_max_position_embeddings=2, attention_factor=1.2),
         },
+    ),
+    Variant("PhimoeForCausalLM", "two of four experts, a bias of the logits", _PHIMOE, {"lm_head_bias": True}),
+    Variant(
+        "PhimoeForCausalLM",
+        "longrope, biases, windowed, a KV head a query head",
+        _PHIMOE,
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 20,
+            "rope_parameters": _longrope(
+                original_max_position_embeddings=512, short_mscale=1.2, long_mscale=1.2, rope_theta=10000.0
+            ),
+        },
+    ),
+    Variant(
+        "PhimoeForCausalLM",
+        "one expert nearly always alone, tied, one KV head",
+        _PHIMOE,
+        {"num_local_experts": 5, "router_jitter_noise": 0.01, "tie_word_embeddings": True, "num_key_value_heads": 1},
     ),
 ]
