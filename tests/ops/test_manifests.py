@@ -1,6 +1,8 @@
 """The Helm chart: every example renders to objects that Kubernetes' schemas, the policy and Kaon itself accept."""
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ pytestmark = pytest.mark.ops
 
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}
 EXAMPLES["defaults"] = {}
-VERSIONS = ("1.28", "1.33")
-"""The oldest that the chart admits, and the first that has image volumes with the feature gate ImageVolume; from 1.35
-on they are there without it."""
+VERSIONS = ("1.28", "1.33", "1.37")
+"""The oldest that the chart admits, the first that has image volumes with the feature gate ImageVolume (from 1.35 on
+they are there without it), and the newest of which there are schemas."""
 
 
 def shape(*required: str, **properties: Any) -> dict[str, Any]:
@@ -185,6 +187,56 @@ def test_the_other_manifests_fit_kubernetes_schemas(path: Path) -> None:
             for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
                 pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
                 kubernetes_validate.validate(pod, VERSIONS[-1], strict=True)
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A definition's schema as JSON Schema that refuses fields which the API server would drop."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    found = dict(schema)
+    if "properties" in schema:
+        found["properties"] = {name: closed(each) for name, each in schema["properties"].items()}
+        found.setdefault("additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields")))
+    for name in ("items", "additionalProperties"):
+        if isinstance(schema.get(name), dict):
+            found[name] = closed(schema[name])
+    if schema.get("nullable"):
+        found["type"] = [schema["type"], "null"]
+    return found
+
+
+def definitions(path: Path) -> dict[str, dict[str, Any]]:
+    """The schemas of CustomResourceDefinitions in a file, in a list, or in a folder's files, by version and kind."""
+    found = {}
+    for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path]:
+        for part in yaml.load_all(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            for each in (part or {}).get("items", [part or {}]):
+                if each.get("kind") == "CustomResourceDefinition":
+                    spec = each["spec"]
+                    for version in spec["versions"]:
+                        key = f"{spec['group']}/{version['name']} {spec['names']['kind']}"
+                        schema = closed(version["schema"]["openAPIV3Schema"])
+                        schema["properties"] |= {"apiVersion": TEXT, "kind": TEXT, "metadata": ANYTHING}
+                        found[key] = schema
+    return found
+
+
+@pytest.mark.skipif("KAON_CRDS" not in os.environ, reason="KAON_CRDS names no CustomResourceDefinitions")
+def test_custom_resources_fit_the_definitions_of_a_cluster() -> None:
+    """`kubectl get crd -o yaml > FILE` writes those of a cluster, and each project publishes its own."""
+    known = definitions(Path(os.environ["KAON_CRDS"]))
+    found = [each for values in EXAMPLES.values() for each in objects(values).values()]
+    found += [each for path in OTHERS for each in yaml.safe_load_all(path.read_text())]
+    custom = [each for each in found if f"{each['apiVersion']} {each['kind']}" in known]
+    assert custom, f"none of the chart's kinds is among {sorted(known)}"
+    for each in custom:
+        # Unchecked: patterns are Go's, of which a few are none of Python's.
+        validator = jsonschema.Draft202012Validator(known[f"{each['apiVersion']} {each['kind']}"])
+        validator.validate(each)
+        with pytest.raises(jsonschema.ValidationError):
+            validator.validate({**each, "spec": {**each["spec"], "fieldThatDoesNotExist": 1}})
+    compared = sorted({f"{each['apiVersion']} {each['kind']}" for each in custom})
+    sys.stdout.write("\n".join(compared))
 
 
 @pytest.mark.parametrize("field", ["replicaz: 1", "replicas: many"])
@@ -417,6 +469,13 @@ def test_a_release_of_which_nothing_is_scraped_raises_an_alert() -> None:
     assert alerts({}, "small")["KaonAbsent"]["expr"] == 'absent(up{namespace="default",job="small-kaon"})'
     # Without a monitor nothing says which job Prometheus would know the pods by.
     assert "KaonAbsent" not in alerts({"monitoring": {"rules": True}})
+
+
+def test_alerts_link_to_where_the_runbooks_are_served() -> None:
+    rules = {"kind": "pod", "rules": True, "keySecret": {"name": "metrics", "key": "key"}}
+    found = alerts({"monitoring": {**rules, "runbooks": "https://docs.example/runbooks.html"}})
+    links = {name: rule["annotations"]["runbook_url"] for name, rule in found.items()}
+    assert links == {name: f"https://docs.example/runbooks.html#{name.lower()}" for name in found}
 
 
 @pytest.mark.parametrize(
