@@ -38,8 +38,8 @@ collect_ignore = ["conformance"]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors, since tests wait for the processes that they start a fifth of their time."""
-    return min(len(os.sched_getaffinity(0)) + 1, 8)
+    """Two more than there are processors: tests wait for the processes that they start a third of their time."""
+    return min(len(os.sched_getaffinity(0)) + 2, 8)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["prefill_first", "mixed"])
+@pytest.fixture(scope="module", params=[pytest.param("prefill_first", marks=pytest.mark.slow), "mixed"])
 def engines(request: pytest.FixtureRequest) -> Iterator[list[LLMEngine]]:
     """One that waits for each step, and one that is ahead."""
     fields: dict[str, Any] = {"num_kvcache_blocks": 96, "dtype": "float32", "scheduling_policy": request.param}
