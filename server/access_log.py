@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 HEADER = "X-Request-Id"
 
 ANTHROPIC_HEADER = "request-id"
-"""The same header in answers to requests of Anthropic's API, besides `HEADER`."""
+"""Header that also carries the request id in answers of Anthropic's API, in addition to `HEADER`."""
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the request that is being handled; None outside of one."""
+"""Id of the current request; None outside of a request."""
 
 CLIENT_GONE = 499
 """Status, in logs only, of a request whose client left before the answer."""
@@ -38,24 +38,25 @@ _EXPECTED_OF_PROBES = (200, 503)
 
 
 def new_request_id() -> str:
-    """An id for a request whose client sent none."""
+    """Return a new id, for a request whose client sent none."""
     return f"req_{uuid.uuid4().hex}"
 
 
 def usable_request_id(given: bytes) -> str | None:
-    """The client's own id, if it may go into a header and a log line: up to 128 visible ASCII characters."""
+    """Return the client's id if headers and logs may contain it (1 to 128 visible ASCII characters), else None."""
     return given.decode("ascii") if 0 < len(given) <= _MAX_ID_LENGTH and _VISIBLE_ASCII.issuperset(given) else None
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the routes see it: without the prefix of a proxy (`root_path`), if the proxy did not remove it."""
+    """Return the path as the routes see it: without a proxy's prefix (`root_path`), if the proxy has not removed
+    it."""
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")
     return path.removeprefix(prefix) if prefix and path.startswith(prefix + "/") else path
 
 
 class RequestFacts:
-    """What the routes learn of a request for its line in the log; in `scope["state"]["facts"]`."""
+    """Facts about a request that routes record for its log line. Stored in `scope["state"]["facts"]`."""
 
     __slots__ = ("cached_tokens", "error", "finish_reason", "model", "output_tokens", "prompt_tokens", "trace", "ttft")
 
@@ -66,17 +67,17 @@ class RequestFacts:
         """Prompt tokens found in the prefix cache."""
         self.output_tokens: int | None = None
         self.ttft: float | None = None
-        """Seconds from the arrival to the first token of any choice."""
+        """Seconds from the arrival of the request to the first token of any choice."""
         self.finish_reason: str | None = None
-        """Of the first choice."""
+        """Finish reason of the first choice."""
         self.error: str | None = None
-        """Message of the error that was answered."""
+        """Message of the error in the answer."""
         self.trace: RequestTrace | None = None
-        """Where traces are exported."""
+        """The trace of the request; None if traces are not exported."""
 
 
 def facts_of(scope: Scope) -> RequestFacts:
-    """The facts of a request; outside the server's own middleware, facts that are not logged."""
+    """Return the facts of a request; without the server's middleware, facts that are never logged."""
     facts: RequestFacts = scope.setdefault("state", {}).setdefault("facts", RequestFacts())
     return facts
 
@@ -86,12 +87,12 @@ class RequestOutcome(NamedTuple):
 
     request_id: str
     status: int | None
-    """None if no answer was begun."""
+    """Status of the answer; None if no answer was begun."""
     complete: bool
     bytes: int
     """Length of the answer's body."""
     seconds: float
-    """From the request's head to the answer's end."""
+    """Seconds from the end of the request's head to the end of the answer."""
 
 
 class Entry(msgspec.Struct, omit_defaults=True):
@@ -101,14 +102,14 @@ class Entry(msgspec.Struct, omit_defaults=True):
     client: str | None
     method: str
     path: str
-    """As it was sent, without the query."""
+    """The path as the client sent it, without the query."""
     status: int
     """`CLIENT_GONE` if the client left before the answer's end."""
     bytes: int
     seconds: float
     request_id: str
     owner: str | None = None
-    """Name of the API key, where the request had one."""
+    """Name of the API key, if the request had a key."""
     user_agent: str | None = None
     model: str | None = None
     prompt_tokens: int | None = None
@@ -118,9 +119,9 @@ class Entry(msgspec.Struct, omit_defaults=True):
     """Seconds from the arrival to the first token."""
     finish_reason: str | None = None
     error: str | None = None
-    """Message of the error that was answered."""
+    """Message of the error in the answer."""
     trace_id: str | None = None
-    """Of OpenTelemetry, in W3C's form, as `span_id`."""
+    """OpenTelemetry's trace id in W3C's form; `span_id` likewise."""
     span_id: str | None = None
 
 
@@ -157,7 +158,7 @@ class AccessLog:
 
 
 def _details(entry: Entry) -> str:
-    """The rest of a text line: `name=value` of what applies to the request."""
+    """Return the end of a text line: `name=value` for each field that applies to the request."""
     named = {
         "model": entry.model,
         "prompt": entry.prompt_tokens,
@@ -200,10 +201,10 @@ def _entry(scope: Scope, outcome: RequestOutcome) -> Entry:
 
 
 def _on_one_line(text: str) -> str:
-    """`text` as one word: a request must not write lines, or fields, of its own."""
+    """Return `text` as one word, so that a request cannot add lines or fields to the log."""
     return _escaped(text).replace(" ", "\\x20")
 
 
 def _escaped(text: str) -> str:
-    """`text` with control characters escaped, and shortened."""
+    """Return `text` shortened, with control characters escaped."""
     return text[:_MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode("ascii").replace('"', "'")

@@ -16,10 +16,10 @@ _Result = TypeVar("_Result")
 
 
 async def allowed_directory(path: str, directories: Sequence[Path], *, param: str, setting: str) -> Path | None:
-    """The directory `path` beneath one of `directories`, links followed; None where there is none.
+    """Resolve `path`, links included, to a directory beneath one of `directories`; None if there is no such directory.
 
-    Raises `PathNotAllowed` for a path elsewhere, without saying whether it exists, and for a directory with a link
-    to a file elsewhere, or with an entry that is no regular file: a pipe would be read for ever.
+    Raises `PathNotAllowed` for a path outside of `directories`, without saying whether it exists, and for a directory
+    that contains a link to a file outside, or an entry that is no regular file: reading a pipe could block for ever.
     """
     # The work runs in a thread, since the file system may be slow, or the directory very large.
     return await asyncio.to_thread(_allowed_directory, path, directories, param, setting)
@@ -51,7 +51,7 @@ def _allowed_directory(path: str, directories: Sequence[Path], param: str, setti
 
 
 def _why_not_allowed(file: Path, directories: Sequence[Path]) -> str | None:
-    """Why a file must not be read; None where it may be."""
+    """Return why a file must not be read; None if it may be."""
     try:
         target = file.resolve(strict=True)
         mode = target.stat().st_mode
@@ -67,15 +67,15 @@ def _is_beneath(path: Path, directories: Sequence[Path]) -> bool:
 
 
 class Adapters:
-    """Names and numbers. A number is never used twice, because cached prefixes are found by it.
+    """Maps names of adapters to numbers. A number is never reused, because it is part of the keys of cached prefixes.
 
-    One adapter is loaded at a time. What `unload` waits for, further calls do not.
+    Adapters are loaded one at a time. While one call of `unload` waits for live requests, further calls do not wait.
     """
 
     def __init__(
         self, config: Config, core: CoreManager, is_taken: Callable[[str], bool] = lambda name: False
     ) -> None:
-        """`is_taken`: whether another model of the server, or an adapter of one, has a name."""
+        """`is_taken(name)` returns whether another model of the server, or an adapter of one, has that name."""
         self._core, self._is_taken = core, is_taken
         self._model_names = config.model_names
         self._directories = [Path(directory).resolve() for directory in config.server_config.lora_directories]
@@ -84,21 +84,21 @@ class Adapters:
         self._names = {number: name for name, number in self._numbers.items()}
         self._next = len(self._numbers) + 1
         self._leaving = 0
-        """Adapters that live requests still use, and that are unloaded after them."""
+        """Number of adapters that are unloaded as soon as the live requests that use them have ended."""
         self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that requests may use."""
+        """Names of the adapters that requests may use."""
         return tuple(self._numbers)
 
     def number_of(self, name: str) -> int:
-        """The number of the adapter of that name; 0 where there is none."""
+        """Return the number of the adapter `name`; 0 if there is none."""
         return self._numbers.get(name, 0)
 
     def model_name(self, number: int) -> str:
-        """The served name of an adapter, or of the model for 0. Raises `ModelNotFound` for one that was unloaded."""
+        """Return the name of an adapter; for 0, the model's. Raises `ModelNotFound` if the adapter was unloaded."""
         if number == 0:
             return self._model_names[0]
         if number not in self._names:
@@ -107,22 +107,24 @@ class Adapters:
 
     @asynccontextmanager
     async def unchanged(self) -> AsyncIterator[None]:
-        """No adapter is loaded or unloaded meanwhile. Raises `NotReady` where one that is unloaded is still in use."""
+        """Prevent loading and unloading within this context. Raises `NotReady` if an adapter is still being
+        unloaded."""
         async with self._loading:
             if self._leaving:
                 raise NotReady("a LoRA adapter is unloaded after its last request; try again in a moment")
             yield
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Load the adapter in the directory `path`. Requests may use it once this returns.
+        """Load the adapter in the directory `path`. Requests may use it when this returns.
 
-        `in_place`: replace one of that name, which its live requests go on to use. Raises an `ApiError`, a sentence;
-        then all is as before. It goes on where the caller is cancelled.
+        `in_place` allows to replace an adapter of that name; live requests continue with the old one. Raises an
+        `ApiError`, and then nothing has changed. Loading continues if the caller is cancelled.
         """
         await self._finish(self._load(name, await self._allowed(path), in_place))
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter: from now on no request may use it. Returns when the last that does has ended."""
+        """Unload an adapter. New requests are refused at once; returns when the last live request with it has
+        ended."""
         number = self._numbers.pop(name, None)
         if number is None:
             raise AdapterNotLoaded(
@@ -152,7 +154,7 @@ class Adapters:
                 self._unload(previous)
 
     def _unload(self, number: int) -> asyncio.Task[None]:
-        """Refuse new requests for an adapter; unloads it after those that are live."""
+        """Refuse new requests for an adapter. The returned task unloads it after its live requests."""
         del self._names[number]
         self._leaving += 1
         return self._start(self._leave(number))
@@ -178,7 +180,7 @@ class Adapters:
                 param="lora_name",
             )
         count = len(self._numbers) + self._leaving
-        # One that is replaced may stay until its live requests have ended.
+        # A replaced adapter may stay until its live requests have ended.
         if count - (name in self._numbers) >= self._most:
             raise BadRequest(
                 f"{count} LoRA adapters are loaded, and this server loads {self._most} at most (max_lora_adapters); "
@@ -198,7 +200,7 @@ class Adapters:
         return resolved
 
     async def _finish(self, work: Coroutine[None, None, None]) -> None:
-        """Wait for `work`, which goes on where the caller is cancelled."""
+        """Wait for `work`, which continues if the caller is cancelled."""
         await asyncio.shield(self._start(work))
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:

@@ -34,10 +34,10 @@ def create_app(
     read_config: Callable[[], Config] | None = None,
     several: ModelList | None = None,
 ) -> FastAPI:
-    """The application. It answers 503 until it is ready; then it calls `on_ready` with the served names.
+    """Create the application. It answers 503 until it is ready, and then calls `on_ready` with the served names.
 
-    The caller owns `core` and ends it. `keys`: default: those that `config` names. `tracing` is closed with the
-    application. `several`: the models of the cores, where there are several; None: `config` is the only one.
+    The caller owns `core` and ends it. `keys` defaults to the keys that `config` names. `tracing` is closed with the
+    application. `several` lists the models of several cores; None means that `config` is the only model.
     """
     cores = core if isinstance(core, Sequence) else [core]
     models = Models(config, ModelList([ModelEntry(config)]) if several is None else several, cores, read_config)
@@ -94,7 +94,7 @@ def create_app(
 
 
 class _Application(FastAPI):
-    """FastAPI with our middleware outside of its error handler, so that answers to failures pass it too."""
+    """FastAPI with our middleware outside of its error handler, so that error answers pass the middleware too."""
 
     def __init__(self, settings: ServerConfig, keys: ApiKeys, tracing: Tracing | None, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -104,7 +104,7 @@ class _Application(FastAPI):
         self._routes_alone: ASGIApp | None = None
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of the server's own, whose owner is set: without keys, and without a line in the log."""
+        """Answer an internal request, whose owner is set already: no check of keys, and no line in the log."""
         if self._routes_alone is None:
             self._routes_alone = super().build_middleware_stack()
         await self._routes_alone({**scope, "app": self}, receive, send)
@@ -141,7 +141,7 @@ class _Application(FastAPI):
         return RequestIdMiddleware(app, log, shared.metrics, self._tracing, probe_paths)
 
     def openapi(self) -> dict[str, Any]:
-        """The API's description, which `/openapi.json` answers with."""
+        """Return the OpenAPI document of `/openapi.json`."""
         if self.openapi_schema is None:
             settings = self._settings
             keyless = settings.keyless_paths if self._keys else None

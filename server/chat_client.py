@@ -17,7 +17,7 @@ import httpx
 from engine.distributed.processes import end_with_parent_even_if_stuck, wait_or_kill
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-"""Defaults of `kaon serve`."""
+"""Default address of `kaon serve`."""
 
 COMMANDS = """\
 /reset  forget the conversation
@@ -28,19 +28,19 @@ COMMANDS = """\
 _SERVER_ONLY = frozenset(
     f"KAON_{name}" for name in ("API_KEY", "API_KEY_FILE", "SSL_CERTFILE", "SSL_KEYFILE", "SSL_CA_CERTS", "ROOT_PATH")
 )
-"""Variables for a server that others reach; the server started here serves only this chat."""
+"""Environment variables for public servers; they are not passed to the server started here, for this chat alone."""
 
 _STOP_SECONDS = 10.0
-"""From SIGTERM to SIGKILL for the server started here."""
+"""Seconds between SIGTERM and SIGKILL for the server started here."""
 
 _DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 
 _CONTROL = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
-"""Characters with which an answer could control the terminal."""
+"""Control characters, which an answer could control the terminal with."""
 
 
 class ChatError(Exception):
-    """The chat cannot go on; the message is one sentence."""
+    """The chat cannot continue; the message is one sentence."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class Refused(ChatError):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Chat until the input ends; the exit code. Raises `ChatError`."""
+    """Chat until the input ends. Returns the exit code. Raises `ChatError`."""
     options = _parse(argv)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Conversation:
-    """The turns so far, and the client of the server that answers the next one."""
+    """The turns so far, and the HTTP client of the server."""
 
     def __init__(self, client: httpx.Client, model: str, system: str | None = None) -> None:
         self.model = model
@@ -86,10 +86,10 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, text: str) -> Generator[tuple[str, bool], None, None]:
-        """Stream the answer to `text`: pieces, each with whether it is reasoning.
+        """Stream the answer to `text` as pairs of a text piece and whether it is reasoning.
 
-        If the generator is closed early, the request ends and the partial answer stays in the conversation. Raises
-        `Refused` if the server refuses the turn and `ChatError` if it fails; the conversation is unchanged then.
+        Closing the generator early ends the request; the partial answer stays in the conversation. Raises `Refused` if
+        the server refuses the turn and `ChatError` if it fails; then the conversation is unchanged.
         """
         turn = {"role": "user", "content": text}
         body = {"model": self.model, "messages": [*self.messages, turn], "stream": True, **self.parameters}
@@ -149,7 +149,7 @@ def _answer_lines(conversation: Conversation, lines: Iterable[str]) -> None:
 
 
 def _write_answer(deltas: Generator[tuple[str, bool], None, None]) -> None:
-    """Write the answer as it arrives. On a terminal, reasoning is shown too, and Ctrl-C ends the answer."""
+    """Write the answer as it is received. On a terminal, reasoning is shown too, and Ctrl-C ends the answer."""
     on_terminal = sys.stdin.isatty()
     try:
         for piece, is_reasoning in deltas:
@@ -175,7 +175,7 @@ def _note(text: str) -> None:
 
 @contextlib.contextmanager
 def _server(options: argparse.Namespace) -> Iterator[str]:
-    """The URL of the server; ends the server afterwards if it was started here."""
+    """Yield the URL of the server. A server that was started here is ended on leaving the context."""
     if options.url is not None:
         yield options.url.rstrip("/").removesuffix("/v1")
     elif options.checkpoint is None and _something_listens():
@@ -254,7 +254,7 @@ def _check(response: httpx.Response) -> None:
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """The texts in a chat completion's chunks, each with whether it is reasoning."""
+    """Yield the text pieces in a chat completion's chunks, each with whether it is reasoning."""
     for line in lines:
         if not line.startswith("data:"):
             continue
@@ -285,7 +285,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def chat_parser() -> argparse.ArgumentParser:
-    """The parser of `kaon chat`'s flags."""
+    """Return the parser of `kaon chat`'s flags."""
     parser = _Parser(
         prog="kaon chat",
         description="Chat in the terminal. Piped input works too: each line is a turn, and only answers are printed.",

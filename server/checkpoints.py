@@ -1,4 +1,4 @@
-"""`kaon pull`, `kaon list` and `kaon rm`: the checkpoints of the hub that this machine holds, without serving one."""
+"""`kaon pull`, `kaon list` and `kaon rm`: download, list and delete checkpoints in the hub's cache of this machine."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ USAGE = {
 
 
 def run(arguments: Sequence[str], command: str) -> int:
-    """Run one of the three commands; the exit code: 0 done, 1 failed, 2 bad usage."""
+    """Run one of the three commands. Returns the exit code: 0 done, 1 failed, 2 bad usage."""
     if arguments and arguments[0] in ("--help", "-h"):
         sys.stdout.write(USAGE[command])
         return 0
@@ -57,7 +57,7 @@ def _remove(ids: Sequence[str]) -> None:
     if missing:
         raise CheckpointError(f"{missing[0]} is not in the cache; kaon list shows what is; nothing was deleted")
     for id in dict.fromkeys(ids):
-        # Of this repository alone: a copy under another name may have the same commits.
+        # Limit the cache's view to this repository: a copy under another name may have the same commits.
         alone = dataclasses.replace(scan_cache_dir(), repos=frozenset([repositories[id]]))
         deletion = alone.delete_revisions(*(revision.commit_hash for revision in repositories[id].revisions))
         deletion.execute()
@@ -65,7 +65,7 @@ def _remove(ids: Sequence[str]) -> None:
 
 
 def _cached() -> list["CachedRepoInfo"]:
-    """The cached model repositories, by name; none where there is no cache."""
+    """Return the cached model repositories, sorted by name; none if there is no cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -77,7 +77,7 @@ def _cached() -> list["CachedRepoInfo"]:
 
 
 def _table(repositories: Sequence["CachedRepoInfo"]) -> str:
-    """A line for each repository. One without weights and configuration cannot be served."""
+    """Format a line per repository. A repository without weights and configuration cannot be served."""
     if not repositories:
         return "the hub's cache holds no checkpoint; kaon pull ID downloads one\n"
     rows = [("ID", "SIZE", "LAST USED", "")]

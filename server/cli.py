@@ -1,4 +1,4 @@
-"""The `kaon` command. Imports what the command at hand needs, and no more."""
+"""The `kaon` command. Imports only the modules that the given subcommand needs."""
 
 import os
 import sys
@@ -28,14 +28,15 @@ _OK, _FAILED, _BAD_USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
+    """Run one command. Returns the exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
     command, *arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     try:
         return _COMMANDS.get(command, _unknown)(arguments, command)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader left (`kaon serve --help | head`); without this the interpreter's last flush would complain.
+        # The reader of the pipe is gone (`kaon serve --help | head`). Otherwise the interpreter's last flush would
+        # fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
 
@@ -46,7 +47,7 @@ def _serve(arguments: list[str], command: str) -> int:
 
     try:
         config = load_config(arguments)
-        # Mistakes in the models file and in variables are usage errors too: a restart would not help.
+        # Mistakes in the models file and in environment variables are usage errors: a restart would not help.
         read_models(config)
         requested_signals(os.environ)
     except (SettingsError, WrongVariable) as error:
@@ -84,7 +85,7 @@ def _run_batch(arguments: list[str], command: str) -> int:
 
 
 def _completion(arguments: list[str], command: str) -> int:
-    """Print a script that a shell evaluates: `eval "$(kaon completion bash)"`."""
+    """Print a completion script for a shell to evaluate: `eval "$(kaon completion bash)"`."""
     import argparse
 
     import shtab

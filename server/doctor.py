@@ -1,6 +1,6 @@
-"""`kaon doctor`: prints what this machine runs models on, and what is wrong with it.
+"""`kaon doctor`: prints the hardware and kernels that this machine runs models with, and any problems found.
 
-A child process loads torch and examines the machine, so that this one survives a broken driver.
+A child process loads torch and examines the machine, so that this process survives a broken driver.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from engine.doctor_report import Facts, Gpu, Report
 from models.child_environment import code_environment
 
 _SECONDS = 900.0
-"""The first kernels of a library may take minutes to compile."""
+"""Time limit of the examination: the first kernels of a library may take minutes to compile."""
 _USAGE = "usage: kaon doctor [--json]\n"
 
 
@@ -39,8 +39,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def examine(command: Sequence[str], seconds: float = _SECONDS) -> Report:
-    """The report that `command` prints, or one of how it failed."""
-    # Files instead of pipes: a pipe that a grandchild keeps open would block this process.
+    """Run `command` and parse the report that it prints; if it fails, return a report of the failure."""
+    # Files instead of pipes: a pipe that a grandchild process holds open would block this process.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         try:
             done = subprocess.run(
@@ -64,7 +64,7 @@ def examine(command: Sequence[str], seconds: float = _SECONDS) -> Report:
 
 
 def _cause(error_lines: Sequence[str]) -> str:
-    """The line with the exception: CUDA's errors continue with advice for the program's authors."""
+    """Return the line with the exception: CUDA's errors continue with advice for developers."""
     raised = [line for line in error_lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     return (raised or error_lines or ["it printed no error"])[-1]
 
@@ -75,7 +75,7 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 
 def lines(report: Report) -> list[str]:
-    """The report as text for people."""
+    """Format the report as lines of text."""
     facts = report.facts
     found = []
     if facts.torch is not None:
@@ -99,7 +99,7 @@ def lines(report: Report) -> list[str]:
 
 
 def _cpu(facts: Facts) -> list[str]:
-    """The path that computes on the CPU, and its share of the machine's limits."""
+    """Describe the CPU operators, and their measured share of the machine's limits."""
     others = ", ".join(path for path in facts.cpu_paths if path != facts.cpu_library)
     found = [f"CPU       {facts.cpu_library or 'no compiled'} operators" + (f"; also runs {others}" if others else "")]
     if facts.cpu_limits is not None:
@@ -117,7 +117,7 @@ def _memory(gpu: Gpu) -> str:
 
 
 def _use(facts: Facts, operator: str) -> str:
-    """Whether and when aiter computes an operator."""
+    """Describe whether, or with which setting, aiter computes an operator."""
     reason = facts.aiter_reasons[operator]
     if reason is not None:
         return f"not used: {reason}"

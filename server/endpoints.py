@@ -1,4 +1,4 @@
-"""`ENDPOINTS`: the registry of endpoint families, and what each endpoint declares of itself.
+"""`ENDPOINTS`: the registry of endpoint families, and the declaration of each endpoint.
 
 A family is one module in `server.routes` and one line here. `server.app` serves what the registry holds;
 `server.openapi`, `tools.api_docs` and the access log read the declarations.
@@ -20,7 +20,7 @@ SCHEMA_REF = "#/components/schemas/{name}"
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
 Answer: TypeAlias = type[msgspec.Struct] | str
-"""What an endpoint answers with: a struct as JSON, or text of a media type."""
+"""The form of an answer: a struct that is sent as JSON, or the media type of a text."""
 
 _EVENT = {
     "title": "Server-sent event",
@@ -31,28 +31,28 @@ _EVENT = {
     },
     "required": ["data"],
 }
-"""What a stream is made of: before OpenAPI 3.2, the schema of `text/event-stream` describes each event."""
+"""Schema of one event of a stream: before OpenAPI 3.2, the schema of `text/event-stream` describes each event."""
 
 
 class Endpoint(NamedTuple):
-    """What one endpoint reads and answers."""
+    """The declaration of one endpoint: its request, answer and access rights."""
 
     path: str
     answer: Answer
     request: type[RequestModel] | None = None
     example: Mapping[str, Any] | None = None
-    """A body that works, but for the name of the model."""
+    """A valid body, except for the name of the model."""
     is_probe: bool = False
     """Whether probes or scrapers request it every few seconds."""
     scope: Scope | None = "inference"
-    """What a key must open to request it; None: any key will do."""
+    """Scope that a key needs to request it; None means that any key suffices."""
 
 
 class EndpointFamily:
     """The endpoints of one module. `get`, `post` and `delete` decorate their handlers."""
 
     def __init__(self, error: type[msgspec.Struct] = ErrorBody) -> None:
-        """`error`: the body of answers that are not a success."""
+        """`error` is the body of error answers."""
         self._error = error
         self.router = APIRouter()
         self.endpoints: list[Endpoint] = []
@@ -67,7 +67,7 @@ class EndpointFamily:
         in_schema: bool = True,
         scope: Scope | None = "inference",
     ) -> Callable[[Handler], Handler]:
-        """An endpoint that answers GET and HEAD. `parameters` describes those of the query, in OpenAPI's form."""
+        """Declare an endpoint for GET and HEAD. `parameters` describes the query parameters in OpenAPI's form."""
         self.endpoints.append(Endpoint(path, answer, is_probe=is_probe, scope=scope))
         keywords = _keywords(answer, self._error)
         if parameters:
@@ -91,7 +91,7 @@ class EndpointFamily:
         parameters: Sequence[Mapping[str, Any]] = (),
         scope: Scope | None = "inference",
     ) -> Callable[[Handler], Handler]:
-        """An endpoint that reads `request` as its body. `streams`: whether it also answers with server-sent events."""
+        """Declare an endpoint with the body `request`. `streams`: whether it may answer with server-sent events."""
         self.endpoints.append(Endpoint(path, answer, request, example, scope=scope))
         keywords = _keywords(answer, self._error)
         if streams:
@@ -103,7 +103,7 @@ class EndpointFamily:
         return self._add("POST", path, keywords)
 
     def delete(self, path: str, answer: Answer) -> Callable[[Handler], Handler]:
-        """An endpoint that answers DELETE."""
+        """Declare an endpoint for DELETE."""
         self.endpoints.append(Endpoint(path, answer))
         return self._add("DELETE", path, _keywords(answer, self._error))
 
@@ -116,16 +116,16 @@ class EndpointFamily:
 
 
 def query_parameter(name: str, description: str, **schema: Any) -> dict[str, Any]:
-    """A parameter of the query for `EndpointFamily.get`, in OpenAPI's form."""
+    """Describe a query parameter in OpenAPI's form, for `EndpointFamily.get`."""
     return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 
 ORDER = query_parameter("order", "Oldest first, or newest first.", type="string", enum=["asc", "desc"], default="desc")
-"""Of lists; `is_newest_first` reads it."""
+"""Query parameter of lists, which `is_newest_first` parses."""
 
 
 def is_newest_first(http: Request) -> bool:
-    """What `order` in the query asks for. Raises `BadRequest`."""
+    """Parse the query parameter `order`. Raises `BadRequest`."""
     order = http.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadRequest(f"order is {order[:60]!r}; it must be 'asc' or 'desc'", param="order")
@@ -133,7 +133,7 @@ def is_newest_first(http: Request) -> bool:
 
 
 def query_integer(http: Request, name: str, default: int, *, low: int, high: int) -> int:
-    """An integer in the query. Raises `BadRequest`."""
+    """Parse an integer of the query. Raises `BadRequest`."""
     text = http.query_params.get(name)
     if text is None:
         return default
@@ -165,12 +165,12 @@ ENDPOINTS: Registry[EndpointFamily] = Registry(
 
 
 def all_endpoints() -> list[Endpoint]:
-    """The endpoints of every family."""
+    """Return the endpoints of every family."""
     return [endpoint for name in ENDPOINTS for endpoint in ENDPOINTS[name].endpoints]
 
 
 def _keywords(answer: Answer, error: type[msgspec.Struct]) -> dict[str, Any]:
-    """What FastAPI's decorators take to describe an endpoint that answers with `answer` or the object `error`."""
+    """Return the arguments of FastAPI's decorators that describe the answer `answer` and the error body `error`."""
     content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(answer)
     return {
         "response_model": None,

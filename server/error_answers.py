@@ -1,6 +1,6 @@
-"""The one handler of failures: each is answered with an error object of `server.errors`.
+"""The exception handler of the application: it answers every failure with an error object of `server.errors`.
 
-The object is OpenAI's, or Anthropic's where the request is of their API. `install` adds the handler to an application.
+The object has OpenAI's form, or Anthropic's if the request uses Anthropic's API. `install` adds the handler.
 """
 
 import logging
@@ -20,7 +20,7 @@ from server.errors import ApiError, BadRequest, ContextLengthExceeded, RouteErro
 _log = logging.getLogger(__name__)
 
 _ANTHROPIC_STATUS = {503: 529}
-"""Anthropic's statuses for ours, where they differ."""
+"""Status in Anthropic's API by our status, where they differ."""
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
@@ -37,10 +37,11 @@ _UNSUPPORTED_PARTS = {
     "realtime": "real-time sessions",
     "conversations": "stored conversations",
 }
-"""First parts of OpenAI's paths that this server does not have, with the subject of each API."""
+"""First segments of OpenAI's paths that this server does not have, with the subject of each API."""
 
 _MIN_PATH_LIKENESS = 0.75
-"""Likeness that a path needs for a hint: enough for a missing /v1, a missing plural or a slash at the end."""
+"""Least similarity of a path to a route for a hint: low enough for a missing /v1, a missing plural s or a slash at the
+end."""
 
 
 def install(app: FastAPI) -> None:
@@ -50,7 +51,7 @@ def install(app: FastAPI) -> None:
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """The response to a request that ended in `error`."""
+    """Return the response to a request that ended with `error`."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     reported = _as_api_error(request, error)
@@ -59,7 +60,7 @@ async def answer(request: Request, error: Exception) -> Response:
 
 
 def as_response(error: ApiError, scope: Scope) -> Response:
-    """The response that reports `error` to the request of `scope`, in the form of its API."""
+    """Return the response that reports `error`, in the form of the API of the request with `scope`."""
     if speaks_anthropic(scope):
         body = error.anthropic_body(scope.get("state", {}).get("request_id"))
         status = _ANTHROPIC_STATUS.get(error.status, error.status)
@@ -68,7 +69,8 @@ def as_response(error: ApiError, scope: Scope) -> Response:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is of Anthropic's API: by its path, or by the header that Anthropic's clients send always."""
+    """Return whether a request uses Anthropic's API: by its path, or by the header that Anthropic's clients always
+    send."""
     path = route_path(scope)
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return True
@@ -76,7 +78,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 def refusal(error: InvalidRequest, message: str | None = None, param: str | None = None) -> BadRequest:
-    """The error of a request that cannot run: `error` itself, or with the endpoint's own message and parameter."""
+    """Convert `error` to the error of an answer, optionally with the endpoint's own message and parameter."""
     kind = ContextLengthExceeded if isinstance(error, DoesNotFit) else BadRequest
     return kind(message or str(error), param=param or error.param)
 
@@ -89,7 +91,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         if error.status_code == 405 and request.headers.get("upgrade", "").lower() == "websocket":
-            # Codex goes over to HTTP at once after a 426, and only after several attempts otherwise.
+            # After a 426, Codex switches to HTTP at once; otherwise only after several attempts.
             return RouteError(
                 426,
                 f"{request.url.path} does not speak WebSocket; send a POST, with stream true for a stream of events",
@@ -103,7 +105,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
 
 
 def _allowed_methods(request: Request) -> str:
-    """All methods that the path takes: the framework names those of one route, and a path may have several."""
+    """Return all methods of the path. The framework lists those of one route, but a path may have several routes."""
     app: FastAPI = request.app
     routes = _routes(app)
     path = next((route.path for route in routes if route.matches(request.scope)[0] is not Match.NONE), None)

@@ -1,4 +1,4 @@
-"""The errors that clients receive. Each has its object in OpenAI's form, and in Anthropic's.
+"""The errors that clients receive, each with an error object in OpenAI's form and one in Anthropic's.
 
 Errors are raised anywhere in `server`, and `server.responses.store` adds its own; `server.error_answers` answers with
 them. Imports no web framework: the process that starts the core loads this module before it loads FastAPI.
@@ -18,12 +18,12 @@ class ErrorDetail(msgspec.Struct):
     message: str
     type: str
     param: str | None = None
-    """The request field at fault, as a path such as `messages[0].content`."""
+    """The request field that caused the error, as a path such as `messages[0].content`."""
     code: str | None = None
 
 
 class ErrorBody(msgspec.Struct):
-    """Body of every answer that is not a success."""
+    """Body of every error answer."""
 
     error: ErrorDetail
 
@@ -34,14 +34,14 @@ class AnthropicErrorDetail(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
-    """Body of every answer that is not a success, in Anthropic's form; also the data of an event `error`."""
+    """Body of every error answer in Anthropic's form; also the data of the event `error`."""
 
     error: AnthropicErrorDetail
     request_id: str | None
 
 
 class ApiError(Exception):
-    """A failure that is reported to the client: a sentence for people, and OpenAI's fields for programs."""
+    """A failure that is reported to the client: a sentence for people, and fields of OpenAI's form for programs."""
 
     status = 500
     type = "server_error"
@@ -53,18 +53,18 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> bytes:
-        """The error object as JSON."""
+        """Return the error object in OpenAI's form as JSON."""
         return msgspec.json.encode(ErrorBody(ErrorDetail(str(self), self.type, self.param, self.code)))
 
     def anthropic_body(self, request_id: str | None) -> bytes:
-        """Anthropic's error object as JSON."""
+        """Return the error object in Anthropic's form as JSON."""
         default = "invalid_request_error" if self.status < 500 else "api_error"
         detail = AnthropicErrorDetail(_ANTHROPIC_TYPES.get(self.status, default), str(self))
         return msgspec.json.encode(AnthropicError(detail, request_id))
 
 
 class BadRequest(ApiError):
-    """The request is at fault: 400."""
+    """The request is invalid: 400."""
 
     status = 400
     type = "invalid_request_error"
@@ -105,28 +105,28 @@ class ModelNotFound(BadRequest):
 
 
 class AdapterNotLoaded(BadRequest):
-    """There is no LoRA adapter of that name, or in that directory."""
+    """No LoRA adapter has that name, or the directory has none."""
 
     status = 404
     code = "adapter_not_found"
 
 
 class PathNotAllowed(BadRequest):
-    """The server reads nothing there at a client's request: 403."""
+    """Clients may not make the server read that path: 403."""
 
     status = 403
     code = "path_not_allowed"
 
 
 class WrongTask(BadRequest):
-    """The served model does not do what the endpoint is for: 404, as OpenAI answers for a model of another kind."""
+    """The served model cannot do the endpoint's task: 404, as OpenAI answers for a model of another kind."""
 
     status = 404
     code = "model_not_supported"
 
 
 class BodyTooLarge(BadRequest):
-    """The body is over `max_request_bytes`."""
+    """The body is larger than `max_request_bytes`."""
 
     status = 413
     code = "request_too_large"
@@ -154,13 +154,14 @@ class ShuttingDown(NotReady):
 
 
 class Overloaded(ApiError):
-    """Too much is waiting or running: 429, with the time after which to try again."""
+    """Too many requests or tokens are waiting or running: 429, with the time after which to try again."""
 
     status = 429
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, type: str, seconds: float) -> None:
-        """`type` is what exceeds its bound, `requests` or `tokens`; `seconds` until the client may try again."""
+        """`type` is what exceeds its bound, `requests` or `tokens`; `seconds` is the time until the client may
+        retry."""
         milliseconds = math.ceil(seconds * 1000)
         super().__init__(f"{message}; please try again in {milliseconds / 1000:g}s")
         self.type = type
@@ -168,7 +169,7 @@ class Overloaded(ApiError):
 
 
 class RequestTimeout(ApiError):
-    """The request was not done within its `timeout`, or the server's: 408, which clients must not retry."""
+    """The request was not completed within its `timeout` or the server's: 408, which clients must not retry."""
 
     status = 408
     type = "timeout_error"
@@ -183,13 +184,13 @@ class SlowReader(BadRequest):
 
 
 class EngineError(ApiError):
-    """The engine could not finish the request."""
+    """The engine failed to compute the request."""
 
     code = "engine_error"
 
 
 class PoisonousRequest(EngineError):
-    """Computing the request broke the engine. The header keeps clients from retrying it, as they do after a 500."""
+    """Computing the request crashed the engine. The header asks clients not to retry it, as they do after a 500."""
 
     headers = {"x-should-retry": "false"}  # noqa: RUF012
 
@@ -204,11 +205,12 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's types of errors by status, where they are neither `invalid_request_error` nor `api_error`."""
+"""Anthropic's error type by status, for types other than `invalid_request_error` and `api_error`."""
 
 
 def as_raw_response(error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
-    """The bytes of a response that reports `error` and closes the connection, where no application answers."""
+    """Return the bytes of an HTTP response that reports `error` and closes the connection, for use without an
+    application."""
     body = error.body()
     fields = {
         "Content-Type": "application/json",

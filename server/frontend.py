@@ -1,6 +1,6 @@
-"""`Frontend`: what routes work with to serve one model. Knows whether the model is ready, or why not.
+"""`Frontend`: everything that routes need to serve one model, with its state: loading, ready, asleep or failed.
 
-`Shared` is what the front ends of a server's models have in common. `server.models` has the front ends of all models.
+`Shared` holds the objects that the front ends of all models of a server share. `server.models` holds the front ends.
 """
 
 import asyncio
@@ -47,34 +47,35 @@ _log = logging.getLogger(__name__)
 
 
 _BODY_BYTES_PER_TOKEN = 32
-"""Text has 4 bytes a token, up to 16 where all of it is escaped, and token ids have 8; several prompts have more."""
+"""Bytes of a request body per token of the context: text has about 4, escaped text up to 16, token ids 8. The rest
+leaves room for several prompts."""
 _LEAST_BODY_LIMIT, _MOST_BODY_LIMIT = 4 * 2**20, 32 * 2**20
 
 _ENDPOINTS_OF = {
     "embed": "/v1/embeddings, /score, /rerank and /pooling",
     "classify": "/classify, /score, /rerank and /pooling",
 }
-"""What a model is for, by its task."""
+"""Endpoints that a pooling model serves, by its task."""
 
 SHUTTING_DOWN = "the server is shutting down; send the request again later"
 
 
 class LoadedModel(NamedTuple):
-    """What the API process needs to know of the model that the core has loaded."""
+    """The facts about the loaded model that the API process needs."""
 
     processor: InputOutputProcessor
     answer_format: AnswerFormat
-    """How the model writes reasoning and tool calls."""
+    """The syntax in which the model writes reasoning and tool calls."""
     grammars: GrammarCompiler
     """Checks the grammars of requests."""
     max_model_len: int
     """Longest prompt plus completion in tokens."""
     pooling: PoolingProcessor | None
-    """Makes prompts for embeddings, classes or scores; None: the model only generates."""
+    """Builds prompts for embeddings, classes or scores; None if the model only generates."""
 
 
 class Shared:
-    """What the models of a server share: owners and what they use, threads, metrics, and streams that are held."""
+    """Objects that all models of a server share: accounts of owners, threads, metrics, and resumable streams."""
 
     def __init__(
         self,
@@ -82,7 +83,8 @@ class Shared:
         num_replicas: int | Mapping[str, int] = 1,
         read_config: Callable[[], Config] | None = None,
     ) -> None:
-        """`num_replicas`: as for `Metrics`. `read_config` reads the configuration again; None: it cannot be."""
+        """`num_replicas` as for `Metrics`. `read_config` reads the configuration again; None: no reload is
+        possible."""
         settings = config.server_config
         aliases_for = config.model_names[0] if settings.metrics_aliases == "vllm" else None
         self.version = release()
@@ -93,7 +95,7 @@ class Shared:
         self.quotas = QuotaMeter(self.accounts)
         self.jobs = Jobs(self.accounts)
         self.reloader = Reloader(config, read_config)
-        """Puts changed settings in force. What it cannot change stays as in the configuration."""
+        """Applies changed settings to the running server."""
         self.streams = ResumableStreams(
             settings.resumable_stream_bytes,
             settings.resumable_stream_seconds,
@@ -101,11 +103,11 @@ class Shared:
             self.accounts,
         )
         self.seal = Seal.of(settings)
-        """Seals what clients keep for the server, and reads it again."""
+        """Encrypts and decrypts texts that clients store for the server."""
 
 
 class Frontend:
-    """The core of one model, its live sequences, their admission and, once it is loaded, the model's text side."""
+    """One model: its core, its live sequences, their admission and, once it is loaded, its tokenizer and parsers."""
 
     def __init__(
         self,
@@ -117,16 +119,16 @@ class Frontend:
         first_replica: int = 0,
         is_taken: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """`ids`: where others use the core too, the source of the ids of sequences that they share. `shared`: with the
-        server's other models; None: there are none. `first_replica`: the metrics' number of the model's first replica.
-        `is_taken`: whether another model has a name, which no adapter of this one may have then.
+        """`ids` generates ids of sequences; pass it if other users of the core share the ids. `shared` is None if the
+        server has only this model. `first_replica` is the number in metrics of the model's first replica.
+        `is_taken(name)` returns whether another model has that name, so that no adapter of this model may have it.
         """
         self.config = config
         self._num_replicas = config.parallel_config.data_parallel_size
         shared = Shared(config, self._num_replicas) if shared is None else shared
         self._version = shared.version
         self._weights: str | None = None
-        """The digest of the weights that are served, once they are loaded."""
+        """Digest of the served weights; None until they are loaded."""
         self.created = shared.created
         self.shares_prefix_cache = config.server_config.share_prefix_cache
         """Whether requests of different keys share cached prefixes."""
@@ -152,11 +154,12 @@ class Frontend:
         self._loaded: LoadedModel | None = None
         self._is_attached = False
         self._is_waking = False
-        """Whether a core that starts replaces one that was ended on purpose."""
+        """Whether the starting core replaces one that was ended on purpose."""
         self._is_closing = False
         self._sleeping = asyncio.Lock()
         self.is_asleep = False
-        """Whether an operator has put it to sleep: requests are held or refused until `wake_up`."""
+        """Whether an operator has put the model to sleep: until `wake_up`, live requests pause and new ones are
+        refused."""
 
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
         """Load the model; see `load`. Calls `on_ready` with the served names."""
@@ -165,7 +168,7 @@ class Frontend:
             on_ready(self.model_names)
 
     async def load(self) -> None:
-        """Load tokenizer and chat template while the core loads the model; `failure` says why that failed."""
+        """Load tokenizer and chat template while the core loads the model. On failure, set `failure` to the reason."""
         self.failure = None
         if not self._is_attached:
             self._is_attached = True
@@ -203,7 +206,8 @@ class Frontend:
 
     @property
     def fingerprint(self) -> str:
-        """Weights, kernels and mode: equal ones ending in `invariant` promise equal greedy and seeded answers."""
+        """Digest of weights, kernels and mode. Servers with equal fingerprints that end in `invariant` give equal
+        greedy and seeded answers."""
         ready = self._core.ready
         if self._weights is None or ready is None:
             return f"kaon-{self._version}"
@@ -211,7 +215,7 @@ class Frontend:
         return f"kaon-{self._version}-{self._weights}-{ready.model.kernels}-{mode}"
 
     async def unload(self) -> None:
-        """Give all memory of the model back until `load`. Live requests are held where they are."""
+        """Free all memory of the model until `load`. Live requests pause."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.grammars.close()
@@ -225,9 +229,9 @@ class Frontend:
         defaults: GenerationDefaults,
         pooling: PoolingConfig | None = None,
     ) -> None:
-        """Take requests for the loaded model. Raises `ValueError` for a parser that does not exist.
+        """Accept requests for the loaded model. Raises `ValueError` for an unknown parser.
 
-        `pooling`: how it pools prompts; None: it does not.
+        `pooling` describes how the model pools prompts; None if it does not.
         """
         parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
         self.admission.open(model, self._num_replicas)
@@ -254,7 +258,7 @@ class Frontend:
         )
 
     def drain(self) -> None:
-        """Refuse new requests; the live ones go on."""
+        """Refuse new requests; live ones continue."""
         self._is_closing = True
 
     def close(self) -> None:
@@ -267,14 +271,14 @@ class Frontend:
 
     @property
     def why_ended(self) -> str | None:
-        """Why the model cannot be served any more, as a sentence; None while it can."""
+        """A sentence that says why the model cannot be served any more; None while it can."""
         if self.failure is None and self._core.failure is not None:
             return self._core.failure.error
         return self.failure
 
     @property
     def is_open(self) -> bool:
-        """Whether the model is loaded, so that requests need not wait for that."""
+        """Whether the model is loaded, so that requests need not wait for loading."""
         return self._loaded is not None
 
     @property
@@ -291,7 +295,7 @@ class Frontend:
         return self._loaded
 
     async def sleep(self, level: int) -> None:
-        """Give memory back: live requests are held where they are, and new ones refused. Raises an `ApiError`."""
+        """Free memory: pause live requests and refuse new ones. Raises an `ApiError`."""
         async with self._sleeping:
             if not self.is_asleep:
                 self.check_ready()
@@ -299,7 +303,7 @@ class Frontend:
                 await asyncio.shield(self._core.sleep(level))
 
     async def wake_up(self) -> None:
-        """Continue live requests and accept new ones. Raises `NotReady` where the engine cannot be started again."""
+        """Continue live requests and accept new ones. Raises `NotReady` if the engine cannot be started again."""
         async with self._sleeping:
             if self.is_asleep:
                 self.is_asleep = False
@@ -309,10 +313,10 @@ class Frontend:
                     raise NotReady(f"the server cannot serve: {error}") from error
 
     async def update_weights(self, path: str, *, alongside: bool | None = None) -> Path:
-        """Serve the checkpoint in the directory `path` in place of the present weights; its resolved path.
+        """Replace the weights by the checkpoint in the directory `path`. Returns its resolved path.
 
-        `alongside`: whether both are in memory meanwhile; None: where the memory seems to suffice. It goes on where
-        the caller is cancelled. Raises an `ApiError`, a sentence; then all is as before.
+        `alongside`: whether old and new weights are in memory together meanwhile; None: if the memory seems to
+        suffice. It continues if the caller is cancelled. Raises an `ApiError`, and then nothing has changed.
         """
         return await asyncio.shield(asyncio.ensure_future(self._update_weights(path, alongside)))
 
@@ -362,18 +366,18 @@ class Frontend:
         self.metrics.requests_moved(resumed, self._first_replica + replica)
 
     def check_loaded(self) -> None:
-        """Raise `NotReady` unless requests are taken; they may have to wait while the engine restarts."""
+        """Raise `NotReady` unless requests are accepted; they may have to wait for a restart of the engine."""
         _ = self.loaded
 
     def check_ready(self) -> None:
-        """Raise `NotReady` unless a request that arrives now is served at once."""
+        """Raise `NotReady` unless a new request would be served at once."""
         self.check_loaded()
         if not self._core.is_serving:
             raise NotReady("the engine is being started again; requests wait for it")
 
     @property
     def max_request_bytes(self) -> int:
-        """Largest request body for this model in bytes: as configured, or what a full context needs."""
+        """Largest request body for this model in bytes: the setting or, by default, enough for a full context."""
         limit = self.config.server_config.max_request_bytes
         if limit is not None:
             return limit
@@ -414,7 +418,7 @@ class Frontend:
             )
 
     def pooling_for(self, *tasks: str) -> PoolingProcessor:
-        """What makes the prompts of an endpoint that needs a model for one of `tasks`. Raises `WrongTask`."""
+        """Return the pooling processor if the model serves one of `tasks`. Raises `WrongTask` otherwise."""
         pooling = self.loaded.pooling
         if pooling is not None and pooling.pooling.task in tasks:
             return pooling
@@ -426,20 +430,21 @@ class Frontend:
         )
 
     def adapter_of(self, name: str) -> int:
-        """Number of the LoRA adapter with the served name `name`; 0 if the name is the model's own."""
+        """Return the number of the LoRA adapter `name`; 0 if the name is the model's own."""
         return self.adapters.number_of(name)
 
 
 class _Stored(msgspec.Struct):
-    """Where a safetensors file has a tensor."""
+    """The entry of a tensor in the header of a safetensors file."""
 
     data_offsets: tuple[int, int]
 
 
 def _check_replacement(present: Path, new: Path) -> int:
-    """Bytes of a checkpoint's weights. Raises `ValueError`, a sentence, unless it is whole and has the same tokenizer.
+    """Check that a checkpoint is complete and has the same tokenizer. Returns the bytes of its weights.
 
-    The engine checks shapes and names; this is what would cost its end and start to learn.
+    Raises `ValueError` with a sentence. The engine checks shapes and names of tensors itself; the errors found here
+    would otherwise appear only after the engine was ended and started.
     """
     for name in ("config.json", "tokenizer.json", "tokenizer.model"):
         if (present / name).is_file() != (new / name).is_file():
@@ -457,7 +462,7 @@ def _check_replacement(present: Path, new: Path) -> int:
             header = opened.read(length)
         try:
             entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-            # It holds any strings, of which one may have the name of a tensor's field.
+            # The metadata hold arbitrary strings, one of which may have the name of a tensor's field.
             entries.pop("__metadata__", None)
             ends = [msgspec.json.decode(each, type=_Stored).data_offsets[1] for each in entries.values()]
         except ValueError as error:
@@ -468,7 +473,7 @@ def _check_replacement(present: Path, new: Path) -> int:
 
 
 def owner_of(scope: Scope) -> Owner:
-    """The party that a request is accounted to."""
+    """Return the party that a request is accounted to."""
     owner: Owner = scope["state"]["owner"]
     return owner
 

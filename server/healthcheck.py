@@ -1,8 +1,8 @@
-"""`python -m server.healthcheck [/readyz]`: asks the server of this container whether it is live, or ready.
+"""`python -m server.healthcheck [/readyz]`: checks whether the server of this container is live, or ready.
 
-The exit code is 0 if it is, 1 if not. Port and certificate come from the `KAON_*` variables that the server reads; a
-server that gets them as flags, or that requires certificates of clients, needs another health check. A host whose
-`KAON_NODE_RANK` is not 0 serves no HTTP and is reported as healthy: it ends by itself when it fails.
+The exit code is 0 if it is, 1 if not. Port and certificate come from the `KAON_*` variables that the server reads. A
+server that gets them as flags, or that requires client certificates, needs another health check. A host whose
+`KAON_NODE_RANK` is not 0 serves no HTTP and is reported as healthy: its process exits when it fails.
 """
 
 import os
@@ -15,13 +15,13 @@ _SECONDS = 5
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the check. Returns the exit code."""
     if os.environ.get("KAON_NODE_RANK", "0") != "0":
         return 0
     path = sys.argv[1] if sys.argv[1:] else "/livez"
     port = os.environ.get("KAON_PORT", "8000")
     has_tls = bool(os.environ.get("KAON_SSL_CERTFILE"))
-    # The certificate is not for the loopback interface, whose traffic does not leave the host.
+    # The certificate does not name the loopback address. It is not checked, since the traffic stays on this host.
     context = ssl._create_unverified_context() if has_tls else None
     url = f"{'https' if has_tls else 'http'}://127.0.0.1:{port}{path}"
     try:

@@ -47,45 +47,46 @@ MAX_HEAD_BYTES = 64 * 2**10
 _MAX_HEADERS = 256
 
 _SLICE = 16 * 2**10
-"""Most bytes that are parsed before others get a turn."""
+"""Most bytes of one connection that are parsed before other connections get a turn."""
 
 _HEAD_SLICE, _BODY_SLICE = 512, 4 * 2**10
 """Most bytes of a head, and of a body, that are parsed at a time. Parsing stops when a request waits for the answer to
 an earlier one: 16 KiB hold hundreds of requests, each with dozens of objects."""
 
 _BEGUN_AT_ONCE = 8
-"""Most requests that begin in a round of the event loop; with two, a quarter fewer of the shortest are answered."""
+"""Most requests that begin per round of the event loop. With two, a quarter fewer of the shortest requests per second
+are answered."""
 
 _DISCARD_SECONDS, _SMALL_BYTES = 0.05, 2**14
 """Pause after a read of fewer bytes of what a client sends after its last answer: without it, a flood of tiny chunks
 takes 0.67 of a core. Large bodies are read without pauses, so that their clients get to the answer."""
 
 _MAX_TINY_PIECES, _TINY_BYTES = 4096, 16
-"""A body that comes in more pieces has so many bytes in each on average: every one takes a microsecond."""
+"""A body in more pieces than this must have this many bytes per piece on average: each piece costs a microsecond."""
 
 _TINY = f"the request's body comes in chunks of less than {_TINY_BYTES} bytes on average; send larger ones"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_HTTP = "the request is not HTTP/1.1; check the client, and that the URL is http://"
 
 _SHUTDOWN_SECONDS = 5
-"""How long slow clients may take to send requests and to read answers when the server ends."""
+"""Time that slow clients have, at the end of the server, to send requests and to read answers."""
 
 _HURRIED_SECONDS = 0.5
-"""The same after a second signal."""
+"""That time after a second signal."""
 
 
 class HeadTooLarge(BadRequest):
-    """Request line and headers are over `MAX_HEAD_BYTES`, or there are more than `_MAX_HEADERS`."""
+    """The request line and headers exceed `MAX_HEAD_BYTES`, or there are more than `_MAX_HEADERS` headers."""
 
     status = 431
     code = "request_too_large"
 
 
 class RequestTurns:
-    """Lets a few requests begin in each round of the event loop; addresses take turns.
+    """Lets only a few requests begin per round of the event loop; addresses take turns.
 
-    Each costs up to a millisecond in its first rounds. If thousands of connections or pipelines sent requests at once,
-    a round would take seconds, and a probe needs several.
+    A request costs up to a millisecond in its first rounds. If thousands of connections or pipelines sent requests at
+    once, a round would take seconds, and a health probe needs several rounds.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class RequestTurns:
         self._is_round_due = False
 
     async def take(self, party: str) -> None:
-        """Wait until a request of an address may begin."""
+        """Wait until a request of the party may begin."""
         if self._left and not self._waiting:
             self._left -= 1
             self._expect_round()
@@ -128,7 +129,7 @@ class RequestTurns:
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control of one connection; the protocol decides what is read."""
+    """uvicorn's flow control of one connection, except that `HttpProtocol` decides when to read."""
 
     def __init__(self, transport: asyncio.Transport, on_change: Callable[[], object]) -> None:
         super().__init__(transport)
@@ -144,11 +145,11 @@ class _Flow(FlowControl):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Reports its phases to its `Connection`, and bounds what uvicorn's protocol leaves unbounded.
+    """One connection. Reports its phases to its `Connection`, and sets the bounds that uvicorn's protocol lacks.
 
-    The parser collects the bytes of a head without a bound, and gets at most `_SLICE` bytes at a time: 250 KB of tiny
-    requests, headers or chunks, parsed at once, would hold the event loop for a tenth of a second. While requests of
-    the connection wait for the answer to an earlier one, no more is parsed or read.
+    The parser itself collects the bytes of a head without a bound. It is given at most `_SLICE` bytes at a time: 250
+    KB of tiny requests, headers or chunks, parsed at once, would block the event loop for 0.1 s. While pipelined
+    requests of the connection wait for the answer to an earlier one, nothing more is parsed or read.
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class HttpProtocol(HttpToolsProtocol):
         probes: Collection[bytes] = (),
         **keywords: Any,
     ) -> None:
-        """`probes` are paths, of admin calls too, that are served however many other connections are.
+        """`probes` are the paths of probes and admin calls, which are served in addition to `max_connections`.
 
-        One that is a connection's first request takes no turn: few connections are accepted at once.
+        A probe that is a connection's first request needs no turn, since few connections are accepted at once.
         """
         super().__init__(*args, **keywords)
         self._probes = probes
@@ -170,7 +171,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether a request of the connection has begun."""
         self._is_in_body = False
         self._answered: RequestResponseCycle | None = None
-        """The request in progress, or the last one: requests that are pipelined after it have not begun."""
+        """The request in progress, else the last one. Requests that are pipelined after it have not begun."""
         self._connection = connection
         self._application = self.app
         self.app = self._answer_when_arrived
@@ -179,7 +180,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         """Bytes of a body in the bytes that are being parsed."""
         self._num_pieces = self._piece_bytes = 0
-        """Pieces in which the body has come so far, and their bytes."""
+        """Number of pieces of the body received so far, and their bytes."""
         self._unparsed: deque[memoryview] = deque()
         self._is_parsing_later = False
         self._is_reading = True
@@ -188,12 +189,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_discarding = False
         """Whether the last answer has been sent."""
         self._refusal: ApiError | None = None
-        """Why the parser was stopped."""
+        """The error because of which the parser was stopped."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, self._choose_reading)
-        self._connection.established(transport, self._refuse_incomplete, self.abort, self._ask)
+        self._connection.established(transport, self._refuse_incomplete, self.abort, self._provoke_reset)
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -207,7 +208,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _lose_client(self) -> None:
-        """Notify the request in progress of the lost client. uvicorn's own protocol notifies a pipeline's last."""
+        """Notify the request in progress that its client is gone. uvicorn's protocol would notify the last pipelined
+        one."""
         cycle = self._answered
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -236,10 +238,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._choose_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Answer the requests that have arrived whole, and keep the connection for that; else close it.
+        """Keep the connection while completely received requests wait for their answers; else close it.
 
-        A client that has closed its socket sends the same as one that has shut down its sending side. `_ask` finds
-        out, since a socket that is closed resets the connection when it gets more.
+        A client that closed its socket cannot be distinguished from one that shut down its sending side.
+        `_provoke_reset` finds out: a closed socket answers further bytes with a reset.
         """
         self._has_ended = True
         if self._is_discarding or self.scheme == "https":  # TLS ends both directions.
@@ -247,7 +249,8 @@ class HttpProtocol(HttpToolsProtocol):
         return bool(self._unparsed) or self._answer_without_more()
 
     def _answer_without_more(self) -> bool:
-        """All that the client sent is parsed, and no more comes: whether a whole request waits for its answer."""
+        """Handle the end of the client's bytes, all parsed. Returns whether a complete request waits for its
+        answer."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
@@ -255,17 +258,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._connection.half_closed()
         return True
 
-    def _ask(self) -> None:
-        """Send an interim response, which clients must ignore, unless a response has begun, or the client knows none.
+    def _provoke_reset(self) -> None:
+        """Send an interim response, which clients must ignore, unless a response has begun or the client is HTTP/1.0.
 
-        A client that has gone resets the connection then. A response that has begun shows it by itself.
+        A closed socket answers it with a reset. If a response has begun, its next bytes have the same effect.
         """
         cycle = self._answered
         if cycle is not None and not cycle.response_started and cycle.scope["http_version"] != "1.0":
             self.transport.write(_CONTINUE)
 
     def _choose_reading(self) -> None:
-        """Parse what was received, and read more, unless the application or an earlier answer must come first."""
+        """Parse received bytes and read more, unless the application must first read, or an earlier answer be sent."""
         must_wait = (self.flow.read_paused or bool(self.pipeline)) and not self._is_discarding
         if self._unparsed and not must_wait and not self._is_parsing_later:
             self._is_parsing_later = True
@@ -305,7 +308,7 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade:
-            pass  # The request is answered like any other.
+            pass  # The upgrade is ignored, and the request is answered like any other.
         except HttpParserError:
             self._refuse_incomplete(self._refusal or BadRequest(_NO_HTTP))
             return
@@ -320,9 +323,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(HeadTooLarge(f"the request's headers are too large; send at most {MAX_HEAD_BYTES} bytes"))
 
     async def _answer_when_arrived(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer a request that has arrived, or as much of it as is held while nobody reads it.
+        """Call the application once the request has arrived, or as much of it as is buffered unread.
 
-        Until then a request costs no more than its bytes: heads without bodies would keep the application busy.
+        Until then a request costs only the memory of its bytes: heads without bodies must not occupy the application.
         """
         cycle = self._answered = receive.__self__  # type: ignore[attr-defined]
         while cycle.more_body and not cycle.disconnected and len(cycle.body) <= HIGH_WATER_LIMIT:
@@ -365,10 +368,10 @@ class HttpProtocol(HttpToolsProtocol):
         if refused is not None:
             self._stop(refused)
         super().on_message_complete()
-        self.cycle.more_body = False  # uvicorn's leaves it if the request was answered before its end.
+        self.cycle.more_body = False  # uvicorn does not reset it if the request was answered before its end.
 
     def _stop(self, error: ApiError) -> NoReturn:
-        """Have the parser fail, so that it reports nothing more."""
+        """Make the parser fail, so that it calls back no more."""
         self._refusal = error
         raise error
 
@@ -381,10 +384,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._choose_reading()
 
     def _refuse_incomplete(self, error: ApiError) -> None:
-        """Answer a request that has not arrived whole with `error`, unless its answer has begun, and close."""
+        """Answer an incomplete request with `error`, unless its answer has begun, and close."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline:
-            # The application need not know more than that its client is of no use.
+            # To the application, the request appears as one whose client has disconnected.
             cycle.disconnected = True
             cycle.message_event.set()
             self._send_last(error)
@@ -400,8 +403,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _send_last(self, error: ApiError) -> None:
-        """Answer with `error`, and close once the client has: closed before, what it still sends would reset the
-        connection, and the answer could be lost."""
+        """Answer with `error`, and close after the client has closed. If this side closed first, further bytes of the
+        client would reset the connection, and the answer could be lost."""
         self._unparsed.clear()
         self.transport.write(as_raw_response(error, {HEADER: new_request_id()}))
         if self._has_ended or not self.transport.can_write_eof():
@@ -425,10 +428,10 @@ def serve(
     tracing: Tracing | None = None,
     read_config: Callable[[], Config] | None = None,
 ) -> str | None:
-    """Serve on `listener`; why that ended, as a sentence, or None after a signal. May raise `KeyboardInterrupt`.
+    """Serve on `listener`. Returns a sentence that says why serving ended, or None after a signal.
 
-    `manager` is notified of the first signal, and that the event loop runs. `read_config` as in `server.process.run`;
-    `models`: those of the cores.
+    `models` describes the models of `cores`. `manager` is notified of the first signal, and regularly while the event
+    loop runs. `read_config` as in `server.process.run`. May raise `KeyboardInterrupt`.
     """
     app = create_app(config, cores, on_ready, keys, tracing, read_config, models)
     served = Models.of(app)
@@ -451,7 +454,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Ends when the engine has failed; after a signal, with the last live request; after a second one, at once."""
+    """Ends when the engine has failed. A first signal ends it after the last live request, a second one at once."""
 
     def __init__(
         self,
@@ -474,7 +477,7 @@ class _Server(uvicorn.Server):
         self._is_hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Record a signal. The listening socket stays open while requests end, so that new ones get a 503."""
+        """Record a signal. The listening socket stays open while live requests end, so that new requests get a 503."""
         self._captured_signals.append(sig)
         self._is_hurried = len(self._captured_signals) > 1
 
@@ -511,7 +514,7 @@ class _Server(uvicorn.Server):
             self._drain_until = time.monotonic() + self._drain_timeout
             self._manager.stopping()
             self._models.drain()
-            # Their lines are no live requests: nobody waits for them, and the next server goes on with them.
+            # Lines of batches do not count as live requests: the next server continues with them.
             await self._batches.stop()
             if live := self._models.num_live:
                 _log.warning(
@@ -542,7 +545,7 @@ class _Server(uvicorn.Server):
             self._acceptor.stop()
 
     def _hang_up(self) -> None:
-        """Abort the connections of clients that neither read nor send. Their requests end as after a disconnect."""
+        """Abort the remaining connections. Their requests end as after a disconnect of the client."""
         for connection in list(self.server_state.connections):
             assert isinstance(connection, HttpProtocol)
             connection.abort()

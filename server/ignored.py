@@ -1,4 +1,4 @@
-"""What of a request was accepted and left out: one list a request, reported in a header of the answer and in the log.
+"""Records the fields of a request that were accepted but ignored, for a header of the answer and for the log.
 
 Any route calls `ignore`; `RequestIdMiddleware` calls `collect` around the request and adds the header to the answer.
 """
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 HEADER = "x-kaon-ignored"
 
 _MAX_HEADER = 1024
-"""Characters of the header; what does not fit is counted."""
+"""Most characters of the header. Entries that do not fit are only counted."""
 
 _MAX_REMEMBERED = 256
 
@@ -24,7 +24,7 @@ _IGNORED: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 
 
 def ignore(what: str) -> None:
-    """Record that the current request's `what` was left out: a field's path, with a reason in brackets if one helps.
+    """Record that `what` of the current request was ignored: a field's path, and optionally a reason in brackets.
 
     No effect outside of a request.
     """
@@ -45,7 +45,7 @@ def collect() -> Iterator[list[str]]:
 
 
 def header_value(ignored: list[str]) -> bytes:
-    """The header's value: `tools[3] (web_search), input[5] (image)`, in visible ASCII."""
+    """Format the header's value, such as `tools[3] (web_search), input[5] (image)`, in visible ASCII."""
     shown: list[str] = []
     length = 0
     for number, each in enumerate(ignored):
@@ -59,13 +59,13 @@ def header_value(ignored: list[str]) -> bytes:
 
 
 class IgnoredLog:
-    """Warns of what requests had ignored: once for each combination, because agents repeat theirs with every turn."""
+    """Logs ignored fields. Each combination is a warning only once, because agents repeat theirs with every turn."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def write(self, value: bytes) -> None:
-        """Log the header's value; at level debug if it was logged before."""
+        """Log the header's value, at level debug if it was logged before."""
         level = logging.DEBUG if value in self._seen else logging.WARNING
         self._seen[value] = None
         if len(self._seen) > _MAX_REMEMBERED:

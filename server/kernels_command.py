@@ -1,4 +1,4 @@
-"""`kaon kernels build`: compiles the GPU kernels that a start would, on a machine without the GPU.
+"""`kaon kernels build`: compiles the GPU kernels that a start needs, on a machine that need not have the GPU.
 
 A child process for each target loads torch and does the work; see `engine.runner.kernel_build`.
 """
@@ -19,7 +19,7 @@ TARGETS = (
 
 
 def kernels_parser() -> argparse.ArgumentParser:
-    """The command's own arguments; others are flags of `kaon serve`."""
+    """Return the parser of the command's own arguments. All others are flags of `kaon serve`."""
     parser = argparse.ArgumentParser(
         "kaon kernels build",
         usage=_USAGE.removeprefix("usage: ").rstrip(),
@@ -36,7 +36,7 @@ def kernels_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command. Its exit code: 0 if all was compiled, 1 if not, 2 for a wrong argument."""
+    """Run the command. Returns the exit code: 0 if all kernels were compiled, 1 if not, 2 for a wrong argument."""
     if not arguments or arguments[0] != "build":
         is_help = list(arguments) in (["--help"], ["-h"])
         (sys.stdout if is_help else sys.stderr).write(_USAGE)
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"kaon kernels: target is {unknown}, which has no kernels; choose of {', '.join(TARGETS)}\n")
         return 2
     flags = [*([asked.model] if asked.model else []), *flags]
-    # Triton keeps the compiled kernels of one target in a process.
+    # One process per target: within a process, Triton holds the compiled kernels of one target.
     codes = [
         subprocess.run(
             [sys.executable, "-P", "-m", "engine.runner.kernel_build", target, *flags],

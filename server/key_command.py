@@ -18,7 +18,7 @@ _QUOTAS = ("requests_per_minute", "prompt_tokens_per_minute", "output_tokens_per
 
 
 class KeyCommandError(Exception):
-    """Why a command was not done: a sentence. `is_usage`: whether its arguments are at fault."""
+    """The command failed; the message is a sentence. `is_usage`: whether its arguments are wrong."""
 
     def __init__(self, message: str, *, is_usage: bool = False) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class KeyCommandError(Exception):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Do one command; the exit code. Raises `KeyCommandError`."""
+    """Run one command. Returns the exit code. Raises `KeyCommandError`."""
     options = _parser().parse_args(arguments)
     path = Path(options.file)
     try:

@@ -39,22 +39,21 @@ SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 STEP_KINDS = ("prefill", "decode", "mixed")
 
 OwnerCounts: TypeAlias = Sequence[tuple[str, Mapping[str, int], Mapping[str, int]]]
-"""By label, counts since the start and present use of each resource."""
+"""For each label: the counts since the start, and the present use of each resource."""
 
 _MAX_UNOBSERVED = 1024
 
 _PAGE_PARTS = 5
-"""Renderings of all metrics compute for 1 / this of the time, unless the pause between two would be longer than
+"""Rendering of metrics takes at most 1 / 5 of the time, unless the pause between two renderings would be longer than
 `_MOST_PAGE_SECONDS`."""
 _MOST_PAGE_SECONDS = 0.05
-"""Longest pause between two renderings, so that metrics are answered within a tenth of a second."""
+"""Longest pause between two renderings in seconds, so that a scrape is answered within 0.1 s."""
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-"""Methods that metrics name; a client may invent others without end."""
+"""Methods that are labels of metrics. A client could invent any number of others."""
 
 _ANSWERED_AT_ONCE = 2
-"""Most calls that get a rendering in a round of the event loop, which then writes their answers: there may be as many
-calls as connections."""
+"""Most scrapes that are answered per round of the event loop: as many may wait as there are connections."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
@@ -108,7 +107,7 @@ _SINCE_CORE_START = (
         "sentinel_mismatches",
     ),
 )
-"""Counters with the field of `SchedulerStats` that each follows."""
+"""Counters: name, help text and the field of `SchedulerStats` that holds the value."""
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -117,8 +116,8 @@ _LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 3
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 CLOSE_REASONS = ("connections", "address", "descriptors", "evicted", "head", "body", "unread", "gone")
-"""Refused: too many connections, too many of the address, no descriptor. Closed: to make room; the head or the body
-came too slowly; the answer was not read; a client that had shut down its sending side has gone."""
+"""Why connections end. Refused: too many connections, too many of the address, no descriptor. Closed: to make room;
+the head or the body was received too slowly; the answer was not read; the client, half closed before, has gone."""
 
 REJECT_REASONS = (
     "queue_requests",
@@ -136,10 +135,10 @@ REJECT_REASONS = (
 
 
 class InterTokenTimes(Collector):
-    """Histogram of the times between a sequence's tokens.
+    """Histogram of the times between tokens of a sequence.
 
-    `observe` is called once a token and sorts nothing: an observation of the library's own histogram costs a tenth of
-    what a streamed chunk does.
+    `observe` is called once per token and only stores the time: an observation by the library's own histogram costs a
+    tenth of the time of a streamed chunk.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -149,13 +148,13 @@ class InterTokenTimes(Collector):
         registry.register(self)
 
     def observe(self, seconds: float, tokens: int) -> None:
-        """`tokens` tokens arrived together, `seconds` after the one before them."""
+        """Record that `tokens` tokens were received together, `seconds` after the token before them."""
         self._pending += [seconds / tokens] * tokens
         if len(self._pending) > _MAX_UNOBSERVED:
             self._count()
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """The histogram up to now."""
+        """Yield the histogram with all observations so far."""
         self._count()
         buckets, total = [], 0
         for bound, count in zip((*map(str, _TOKEN_BUCKETS), "+Inf"), self._counts, strict=True):
@@ -173,19 +172,20 @@ class InterTokenTimes(Collector):
 
 
 class Metrics:
-    """The server's metrics in a registry of their own. A sequence counts as a request: `n` choices are `n` of them."""
+    """The server's metrics, in their own registry. Each sequence counts as a request: `n` choices are `n` requests."""
 
     def __init__(
         self, version: str, num_replicas: int | Mapping[str, int] = 1, aliases_for: str | None = None
     ) -> None:
-        """`num_replicas`: of the model, or with several models of each, by its name.
+        """`num_replicas` is the model's number of replicas or, with several models, that of each by name.
 
-        `aliases_for`: the model's name in vLLM's names of the metrics that routers read; None: without those.
+        `aliases_for` is the model's name in the additional metrics with vLLM's names, which routers read; None: do not
+        add them.
         """
         self._page: asyncio.Task[None] | None = None
-        """Renders what all calls of `page` wait for."""
+        """The next rendering, which all calls of `page` wait for."""
         self._readers: list[asyncio.Future[bytes]] = []
-        """Of those calls."""
+        """Futures of those calls."""
         self._next_page_at = 0.0
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self._registry = CollectorRegistry()
@@ -327,19 +327,20 @@ class Metrics:
                 counter.labels(name)
 
     def model_loaded(self, name: str, seconds: float) -> None:
-        """One of several models was loaded."""
+        """Count that one of several models was loaded, in `seconds`."""
         self._model_loads.labels(name).inc()
         self._model_load_seconds.labels(name).inc(seconds)
 
     def model_evicted(self, name: str) -> None:
-        """One of several models was unloaded to make room for another."""
+        """Count that one of several models was unloaded to make room for another."""
         self._model_evictions.labels(name).inc()
 
     def _adapter_names(self) -> list[str]:
         return [name for adapters in self._adapters for name in adapters()]
 
     def load_report(self, format: str) -> bytes | None:
-        """The value of the header `endpoint-load-metrics` in ORCA's `text` or `json` form; None for another form."""
+        """Return the value of the header `endpoint-load-metrics` in ORCA's format `text` or `json`; None for
+        others."""
         all_stats = [replica.stats for replica in self._replicas]
         total = sum(stats.kv_blocks_total for stats in all_stats)
         named = {
@@ -354,15 +355,15 @@ class Metrics:
         return None
 
     def http_request(self, method: str, route: str | None, status: int) -> None:
-        """An HTTP request ended. `route` is the path's template; None where the path is no route of the server."""
+        """Count an ended HTTP request. `route` is the path's template; None if the path is no route of the server."""
         self._http.labels(method if method in _METHODS else "other", route or "none", status).inc()
 
     def tokens_arrived(self, seconds: float, tokens: int) -> None:
-        """`tokens` further tokens of a request arrived, `seconds` after the one before them."""
+        """Record `tokens` further tokens of a request, received `seconds` after the token before them."""
         self._inter_token.observe(seconds, tokens)
 
     def first_token(self, state: RequestState) -> None:
-        """A request's first token arrived."""
+        """Record a request's first token."""
         self._prompt_tokens.inc(state.num_prompt_tokens)
         self._prompt_length.observe(state.num_prompt_tokens)
         self._ttft.observe(state.ttft)
@@ -370,46 +371,47 @@ class Metrics:
             self._queue_time.observe(state.queue_time)
 
     def pooled(self, state: RequestState) -> None:
-        """A request's prompt was pooled."""
+        """Record that a request's prompt was pooled."""
         self._prompt_tokens.inc(state.num_prompt_tokens)
         self._prompt_length.observe(state.num_prompt_tokens)
         if state.queue_time is not None:
             self._queue_time.observe(state.queue_time)
 
     def received(self, count: int) -> None:
-        """So many requests arrived. Each is later reported exactly once, as rejected or as finished."""
+        """Count received requests. Each is later reported exactly once, as rejected or as finished."""
         self._received.inc(count)
 
     def rejected(self, reason: str, count: int) -> None:
-        """So many requests were refused, for one of `REJECT_REASONS`."""
+        """Count refused requests. `reason` is one of `REJECT_REASONS`."""
         self._rejected[reason].inc(count)
 
     def show_owners(self, owners: Callable[[], OwnerCounts]) -> None:
-        """At each scrape, `owners` returns what owners have used and use now, by the label of their metrics."""
+        """Register `owners`, which is called at each scrape and returns the past and present use of each label."""
         self._registry.register(_OwnerCollector(owners))
 
     def show_live(self, count: Callable[[], int]) -> None:
-        """At each scrape, `count` returns how many requests of a model are live."""
+        """Register `count`, which is called at each scrape and returns the number of live requests of a model."""
         self._live.append(count)
 
     def show_connections(self, count: Callable[[], int]) -> None:
-        """At each scrape, `count` returns how many connections are open."""
+        """Register `count`, which is called at each scrape and returns the number of open connections."""
         self._open_connections.set_function(count)
 
     def connection_closed(self, reason: str) -> None:
-        """A connection was refused or closed, for one of `CLOSE_REASONS`."""
+        """Count a refused or closed connection. `reason` is one of `CLOSE_REASONS`."""
         self._closed_connections[reason].inc()
 
     def slow_reader(self, action: Literal["pause", "end"]) -> None:
-        """A client read its stream too slowly: the request was paused, or ended."""
+        """Count that a request was paused or ended because its client read the stream too slowly."""
         self._slow_readers[action].inc()
 
     def finished(self, state: RequestState, reason: str, model: str) -> None:
-        """A request ended, with one of `FINISH_REASONS`. `model`: the served name of the model or adapter."""
+        """Record an ended request. `reason` is one of `FINISH_REASONS`, `model` the served name of model or
+        adapter."""
         self._finished[reason].inc()
         self._by_model.labels(model).inc()
         if reason == "length" and not state.token_ids:
-            # Nothing was to be generated, so `first_token` has not counted the prompt.
+            # The request generated no token, so `first_token` has not counted the prompt.
             self._prompt_tokens.inc(state.num_prompt_tokens)
             self._prompt_length.observe(state.num_prompt_tokens)
         self._output_length.observe(len(state.token_ids))
@@ -418,10 +420,10 @@ class Metrics:
             self._tpot.observe(state.tpot)
 
     async def page(self) -> bytes:
-        """The metrics after this call, as `render` writes them.
+        """Render the metrics, including all events before this call.
 
-        All calls that wait share the next rendering, and renderings compute for a fifth of the time, or for more where
-        one takes over 12 ms: a client that asks for the metrics as fast as it can does not hold up the event loop.
+        All waiting calls share the next rendering. Rendering takes a fifth of the time, or more if one rendering takes
+        over 12 ms, so a client that requests the metrics continuously does not block the event loop.
         """
         if self._page is None:
             self._page = asyncio.create_task(self._render_when_due())
@@ -431,9 +433,9 @@ class Metrics:
 
     async def _render_when_due(self) -> None:
         await asyncio.sleep(self._next_page_at - time.monotonic())
-        # A call from now on waits for a later rendering.
+        # Later calls wait for the next rendering.
         self._page, readers, self._readers = None, self._readers, []
-        # The thread's own time: while it waits for a core, others have it.
+        # CPU time of this thread: time that it waits for a processor does not count.
         began = time.thread_time()
         try:
             text = self.render()
@@ -447,11 +449,11 @@ class Metrics:
         for number, reader in enumerate(readers):
             if number and not number % _ANSWERED_AT_ONCE:
                 await asyncio.sleep(0)
-            if not reader.done():  # It is if its client has left.
+            if not reader.done():  # A future is done if its client has disconnected.
                 reader.set_result(text)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         for replica in self._replicas:
             replica.publish()
         dropped = dropped_lines()
@@ -481,15 +483,15 @@ _VLLM_NAMES = {
     "kaon_request_prompt_tokens": "vllm:request_prompt_tokens",
     "kaon_request_output_tokens": "vllm:request_generation_tokens",
 }
-"""vLLM's names of metric families that mean the same; counters without their `_total`."""
+"""vLLM's names of metric families with the same meaning; counters without the suffix `_total`."""
 _MEANS = frozenset(("kaon_kv_cache_usage_ratio",))
-"""Gauges of replicas whose mean describes the server; of others it is the sum."""
+"""Gauges that are averaged over the replicas. Other gauges are summed."""
 
 
 class _VllmAliases(Collector):
-    """The metrics that routers read, under the names that vLLM gives them.
+    """The metrics that routers read, under vLLM's names.
 
-    The Gateway API inference extension and llm-d keep one sample of each name, so that replicas are summed up here.
+    The Gateway API inference extension and llm-d read one sample per name, so replicas are added up here.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, adapters: Callable[[], Sequence[str]]) -> None:
@@ -498,11 +500,11 @@ class _VllmAliases(Collector):
         self._adapters = adapters
 
     def collect(self) -> Iterator[Metric]:
-        """The families of `_VLLM_NAMES`, the cache's size, and the adapters."""
+        """Yield the families of `_VLLM_NAMES`, the cache's size, and the adapters."""
         cache: dict[str, str] = {}
         for family in self._registry.collect():
             if family.name in ("kaon_kv_cache_blocks", "kaon_kv_cache_block_tokens"):
-                # One replica's: a router that counts a prefix's blocks asks what one cache holds.
+                # The size of one replica's cache: routers compare it with the blocks of a prefix.
                 cache[family.name] = str(int(family.samples[0].value))
             elif family.name in _VLLM_NAMES:
                 yield self._renamed(family)
@@ -518,12 +520,12 @@ class _VllmAliases(Collector):
                 "Adapters that are loaded; its value is the time.",
                 labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
             )
-            # Every adapter that is served is in memory, and none waits for another's place.
+            # All served adapters are in memory, so no adapter waits to be loaded.
             gauge.add_metric([str(len(names)), ",".join(names), ""], time.time())
             yield gauge
 
     def _renamed(self, family: Metric) -> Metric:
-        """`family` under vLLM's name, its replicas added up."""
+        """Return `family` under vLLM's name, with its replicas added up."""
         name = _VLLM_NAMES[family.name]
         renamed = Metric(name, family.documentation, family.type)
         totals: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
@@ -572,7 +574,7 @@ _OWNER_COUNTERS = {
 
 
 class _OwnerCollector(Collector):
-    """The metrics of owners by the name of their keys, made at each scrape."""
+    """The metrics of owners by the name of their keys, computed at each scrape."""
 
     def __init__(self, owners: Callable[[], OwnerCounts]) -> None:
         self._owners = owners
@@ -592,7 +594,7 @@ class _OwnerCollector(Collector):
 
 
 def replica_metrics(registry: CollectorRegistry, num_replicas: int | Mapping[str, int]) -> list["ReplicaMetrics"]:
-    """The metrics of each replica, by number; `num_replicas` as for `Metrics`."""
+    """Create the metrics of each replica, in the order of their numbers. `num_replicas` as for `Metrics`."""
     by_model = {"": num_replicas} if isinstance(num_replicas, int) else num_replicas
     labels = ["model"] * (not isinstance(num_replicas, int)) + ["replica"] * (max(by_model.values()) > 1)
     gauges = {name: Gauge(name, text, labels, registry=registry) for name, text in _GAUGES}
@@ -629,7 +631,7 @@ class ReplicaMetrics:
         by_position: Counter,
         labels: dict[str, str],
     ) -> None:
-        """The metrics are those of all replicas; `labels` are those of this one's samples."""
+        """The metrics are shared by all replicas; `labels` select this replica's samples."""
         (
             self._serving,
             self._running,
@@ -646,16 +648,17 @@ class ReplicaMetrics:
         self._since_core_start = _children(counters, since_start, labels)
         self._by_position, self._labels = by_position, labels
         self._stats = self._published = _NO_STATS
-        """The latest stats, and those up to which the counters since the core's start have been advanced."""
+        """The latest stats, and the stats at the last `publish`."""
         self._is_serving: Callable[[], bool] = lambda: True
         self._model: Callable[[], ModelInfo | None] = lambda: None
         self._steps = {kind: steps.labels(**labels, kind=kind) for kind in STEP_KINDS}
         self._unobserved: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
-        """Durations of steps not yet in the histograms: observing one costs a tenth of what a chunk costs."""
+        """Durations of steps that `publish` adds to the histograms: an observation takes a tenth of the time of a
+        chunk."""
         self._generated_tokens = 0
 
     def step(self, stats: SchedulerStats, generated_tokens: int) -> None:
-        """An engine step ended, and generated so many tokens."""
+        """Record an engine step that generated `generated_tokens` tokens."""
         self._stats = stats
         self._generated_tokens += generated_tokens
         unobserved = self._unobserved.get(stats.step_kind)
@@ -665,36 +668,39 @@ class ReplicaMetrics:
                 self._observe_steps()
 
     def core_restarted(self, resumed: int, *, died: bool = True) -> None:
-        """A new core is ready, whose counts begin at 0, and which continues so many requests; `died` as above."""
+        """Record that a new core, whose counts begin at 0, is ready and continues `resumed` requests.
+
+        `died`: whether it replaces a core that died; otherwise the core was ended on purpose.
+        """
         self._restarts.inc(died)
         self._resumed.inc(resumed)
         self._publish_counts()
         self._stats = self._published = _NO_STATS
 
     def requests_moved(self, resumed: int) -> None:
-        """This replica continues so many requests of another one."""
+        """Record that this replica continues `resumed` requests of another one."""
         self._resumed.inc(resumed)
 
     def show_serving(self, is_serving: Callable[[], bool]) -> None:
-        """At each scrape, `is_serving` returns whether the core is ready."""
+        """Register `is_serving`, which is called at each scrape and returns whether the core is ready."""
         self._is_serving = is_serving
         self._serving.set_function(is_serving)
 
     def show_pid(self, pid: Callable[[], int | None]) -> None:
-        """At each scrape, `pid` returns the process id of the core; None on another host."""
+        """Register `pid`, which is called at each scrape and returns the core's process id; None on another host."""
         self._memory.set_function(lambda: resident_bytes(pid()))
 
     def show_model(self, model: Callable[[], ModelInfo | None]) -> None:
-        """At each scrape, `model` returns the loaded model, or None while it loads."""
+        """Register `model`, which is called at each scrape and returns the loaded model, or None while it loads."""
         self._model = model
 
     @property
     def stats(self) -> SchedulerStats:
-        """The latest. A core that has died runs nothing and holds no blocks, whatever its last stats were."""
+        """The latest stats; zeros if the core has died, since it then runs nothing and holds no blocks."""
         return self._stats if self._is_serving() else _NO_STATS
 
     def publish(self) -> None:
-        """Update the samples."""
+        """Update the samples of this replica."""
         stats, model = self.stats, self._model()
         if model is not None:
             self._kv_blocks.set(model.num_kvcache_blocks)
@@ -726,7 +732,7 @@ class ReplicaMetrics:
 
 
 def resident_bytes(pid: int | None) -> float:
-    """Memory of a process of this host; NaN of one that has ended, or runs on another host (None)."""
+    """Return the resident memory of a process in bytes; NaN if it has ended or, for None, runs on another host."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
@@ -734,5 +740,5 @@ def resident_bytes(pid: int | None) -> float:
 
 
 def _children(metrics: dict[str, _Metric], table: Sequence[tuple[str, str]], labels: dict[str, str]) -> list[_Metric]:
-    """The metrics of `table`, in its order, with these labels."""
+    """Return the metrics of `table`, in its order, with these labels."""
     return [metrics[name].labels(**labels) if labels else metrics[name] for name, _ in table]

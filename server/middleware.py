@@ -1,4 +1,4 @@
-"""What every request passes before its route: `RequestIdMiddleware` outermost, then `OwnerMiddleware`."""
+"""The middleware of every request: `RequestIdMiddleware` outermost, then `OwnerMiddleware`."""
 
 import functools
 import json
@@ -39,14 +39,14 @@ _ID_HEADER = HEADER.lower().encode()
 _ANTHROPIC_ID_HEADER = ANTHROPIC_HEADER.encode()
 _IGNORED_HEADER = IGNORED_HEADER.encode()
 _LOAD_HEADER = b"endpoint-load-metrics-format"
-"""By this request header, of ORCA load reports, a router asks for the header `endpoint-load-metrics` in the answer."""
+"""Request header of ORCA load reports: a router asks for the header `endpoint-load-metrics` in the answer."""
 _SCHEME = b"bearer "
 
 
 class RequestIdMiddleware:
     """Gives each request an id, sends the id with the answer, and logs and counts the request when it has ended.
 
-    It surrounds everything else, so that every answer has its id and its line in the log, failures included.
+    It is the outermost layer, so that every answer, error answers included, has an id and a line in the log.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RequestIdMiddleware:
         tracing: Tracing | None = None,
         untraced_paths: Collection[str] = (),
     ) -> None:
-        """`tracing`: what requests are traced with, but for those of `untraced_paths`; None: they are not."""
+        """`tracing` traces the requests except those of `untraced_paths`; None means no tracing."""
         self._tracing = tracing
         self._untraced_paths = frozenset(untraced_paths)
         self._app = app
@@ -80,7 +80,7 @@ class RequestIdMiddleware:
         token = REQUEST_ID.set(request_id)
         with collect() as ignored:
             answer = _Answer(send, request_id, ignored, self._ignored_log, speaks_anthropic(scope))
-            # Layers within this one change no more than the answer's head: a stream's events need not pass them.
+            # The inner layers change only the head of the answer, so a stream's events need not pass through them.
             scope["state"]["send_body"] = answer.send
             if trace is not None:
                 answer.report_trace(trace)
@@ -102,14 +102,14 @@ class RequestIdMiddleware:
 
 
 class _Answer:
-    """Counts what is sent of an answer. `send` is a plain function: a coroutine would slow every streamed chunk."""
+    """Counts the sent bytes of an answer. `send` is a plain function: a coroutine would slow every streamed chunk."""
 
     __slots__ = ("_headers", "_ignored", "_ignored_log", "_load_report", "_send", "bytes", "complete", "status")
 
     def __init__(
         self, send: Send, request_id: str, ignored: list[str], ignored_log: IgnoredLog, speaks_anthropic: bool
     ) -> None:
-        """`ignored`: what the request had left out, complete when the answer begins."""
+        """`ignored` lists the ignored fields of the request; it is complete when the answer begins."""
         self._send = send
         self._ignored = ignored
         self._ignored_log = ignored_log
@@ -126,7 +126,7 @@ class _Answer:
             self._headers.append((b"traceresponse", header))
 
     def report_load(self, metrics: Metrics, format: bytes) -> None:
-        """Add the load to the answer's headers, if it is a success: only who may use the server learns of it."""
+        """Add the load to the headers of a successful answer: only clients with access may learn the load."""
         self._load_report = functools.partial(metrics.load_report, format.decode("latin-1").lower())
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -146,7 +146,7 @@ class _Answer:
 
 
 def _given(scope: Scope) -> tuple[str | None, bytes | None]:
-    """The request's own id, and the form in which it asks for the server's load."""
+    """Return the request id that the client sent, and the requested format of the load report."""
     request_id, load_format = None, None
     for name, value in scope["headers"]:
         if name == _ID_HEADER and request_id is None:
@@ -157,9 +157,10 @@ def _given(scope: Scope) -> tuple[str | None, bytes | None]:
 
 
 class OwnerMiddleware:
-    """Sets the `Owner` of each request. With keys, one without a valid key gets a 401, but on `keyless_paths`.
+    """Sets the `Owner` of each request. If keys are needed, a request without a valid key gets a 401.
 
-    A key whose scopes do not open the path gets a 403. Calls of the scope `admin` are logged with their outcome.
+    `keyless_paths` need no key. A key without the path's scope gets a 403. Calls with scope `admin` are logged with
+    their outcome.
     """
 
     def __init__(
@@ -170,16 +171,16 @@ class OwnerMiddleware:
         scopes: Mapping[str, KeyScope | None] = MappingProxyType({}),
         quotas: QuotaMeter | None = None,
     ) -> None:
-        """`scopes`: what a key must open to request a path, by default `inference`; None: any key will do.
+        """`scopes` is the scope that a key needs by path, by default `inference`; None means that any key suffices.
 
-        What is left of an owner's `quotas` goes into the headers of its answers.
+        Answers report the rest of the owner's `quotas` in their headers.
         """
         self._app = app
         self._keys = keys
         self._keyless_paths = frozenset(keyless_paths)
         self._scopes = scopes
         self._quotas = quotas
-        _audit_log.setLevel(logging.INFO)  # Whatever else the log leaves out.
+        _audit_log.setLevel(logging.INFO)  # The audit log is written even if the level of the other logs is higher.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -206,7 +207,7 @@ class OwnerMiddleware:
         await app(scope, receive, send)
 
     async def _keyed_owner(self, scope: Scope, path: str) -> Owner | None:
-        """The holder of the request's key; None if it has none and needs none. Raises `InvalidApiKey`."""
+        """Return the owner of the request's key; None if it has no key and needs none. Raises `InvalidApiKey`."""
         keys = _sent_keys(scope)
         refusal = _refusal(keys)
         for key in keys:
@@ -226,7 +227,7 @@ def _out_of_scope(path: str, needed: str, owner: Owner) -> Forbidden:
 
 
 def _with_rate_limits(quotas: QuotaMeter, owner: Owner, send: Send) -> Send:
-    """`send`, which adds what is left of the owner's quotas to the answer's headers."""
+    """Wrap `send` so that it adds the rest of the owner's quotas to the answer's headers."""
 
     def send_with_headers(message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
@@ -237,7 +238,7 @@ def _with_rate_limits(quotas: QuotaMeter, owner: Owner, send: Send) -> Send:
 
 
 def _audited(scope: Scope, path: str, owner: Owner, send: Send) -> Send:
-    """`send`, which logs who called and with what outcome when the answer begins."""
+    """Wrap `send` so that it logs the caller and the status when the answer begins."""
 
     async def send_and_log(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -255,9 +256,9 @@ def _audited(scope: Scope, path: str, owner: Owner, send: Send) -> Send:
 
 
 def _sent_keys(scope: Scope) -> list[bytes]:
-    """The keys of the request, of which one must be valid: `Authorization: Bearer`, and Anthropic's `x-api-key`.
+    """Return the keys of the request, one of which must be valid: `Authorization: Bearer`, Anthropic's `x-api-key`.
 
-    Empty ones stand for a header that is sent twice or is of another scheme.
+    An empty key stands for a header that is sent twice or has another scheme.
     """
     bearers = [value for name, value in scope["headers"] if name == b"authorization"]
     named = [value for name, value in scope["headers"] if name == b"x-api-key"]
@@ -268,5 +269,5 @@ def _sent_keys(scope: Scope) -> list[bytes]:
 def _refusal(keys: list[bytes]) -> InvalidApiKey:
     if not keys:
         return InvalidApiKey("the request has no API key; send one as Authorization: Bearer KEY, or as x-api-key")
-    # The first words are OpenAI's: clients look for them.
+    # The first words are OpenAI's: clients search for them.
     return InvalidApiKey("Incorrect API key provided; send one of this server's as Authorization: Bearer KEY")

@@ -1,14 +1,13 @@
-"""`Models`: the models of the server by the names that requests use, loaded and unloaded within a budget of memory.
+"""`Models`: finds the model that a request names, and loads and unloads models within a memory budget.
 
-A server of one model has one entry, which is loaded at the start and stays. Of several, each has its own `Frontend`
-and `CoreManager`. A request for a model that is not loaded waits in that model's admission queue, and has it loaded;
-where the budget has no room, the least recently used model without requests is unloaded. If all have requests, new
-ones for the least recently used model wait until its live ones have ended, and then it is unloaded: no request is cut
-off, and a model that is always in use keeps no other out.
+A server of one model has one entry, which is loaded at the start and stays. With several models, each has its own
+`Frontend` and `CoreManager`. A request for a model that is not loaded waits in that model's admission queue and causes
+it to be loaded. If the budget has no room, the least recently used model without requests is unloaded. If all have
+requests, the least recently used model is closed: its new requests wait until its live ones have ended, and then it is
+unloaded. So no request is cut off, and a model in constant use does not block the others.
 
-No owner takes the models from others: owners take turns at having a model loaded; a model that others use stays for as
-long as its loading took; and new requests wait for its live ones to end for a bounded time, after which it is open for
-as long.
+Models are shared fairly among owners: owners take turns at having a model loaded; a model that others use stays loaded
+at least as long as its loading took; and a model is closed for a bounded time, after which it is open for as long.
 """
 
 import asyncio
@@ -32,26 +31,26 @@ from server.metrics import resident_bytes
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-"""Between two looks at whether a model is idle."""
+"""Seconds between two checks whether a model is idle."""
 
 _RETRY_SECONDS = 10.0
-"""After a model could not be loaded, its requests are refused for so long without another attempt."""
+"""Seconds for which requests are refused without another attempt after a model could not be loaded."""
 
 _CLOSED_SHARE = 0.25
-"""Of `model_wait_timeout`: how long a model is closed to new requests while its live ones end. Whoever waits for it
-meanwhile is served long before that timeout, although another's stream goes on."""
+"""Share of `model_wait_timeout` for which a model is closed to new requests while its live ones end. Requests that
+wait for it meanwhile are served long before that timeout, even if a stream of another owner continues."""
 
 _MOST_TURNS = 1024
-"""Owners whose last loads are remembered, at most."""
+"""Most owners whose last loads are recorded."""
 
 _MOST_NAMED = 20
-"""Names that the answer to an unknown one lists."""
+"""Most served names that the error for an unknown name lists."""
 
 _GIB = 2**30
 
 
 class _Entry:
-    """One model. It is resident while it takes memory, and open while it takes requests."""
+    """One model. It is resident while it occupies memory, and open while it accepts requests."""
 
     def __init__(self, entry: ModelEntry, core: CoreManager, frontend: Frontend) -> None:
         self.frontend, self.core = frontend, core
@@ -60,33 +59,33 @@ class _Entry:
         self.is_resident = entry.loads_at_start
         self.is_open = False
         self.is_leaving = False
-        """Whether new requests wait, so that it becomes idle and can be unloaded."""
+        """Whether it is closed: new requests wait, so that it becomes idle and can be unloaded."""
         self.num_users = 0
-        """Requests that are being prepared."""
+        """Number of requests that are being prepared, before they are submitted."""
         self.last_used = 0.0
         self.waiting: dict[asyncio.Future[None], str] = {}
-        """Of the requests that wait for it to be open, with their parties."""
+        """Futures of the requests that wait until it is open, with their parties."""
         self.parties: set[str] = set()
-        """Owners that have used it since it was loaded, while that matters."""
+        """Parties that have used it since it was loaded. Recorded until `stays_until`."""
         self.stays_until = 0.0
-        """Until then it makes room only for its own users' requests. On the monotonic clock."""
+        """Time, on the monotonic clock, until which it is unloaded only for requests of its own users."""
         self.change_at = 0.0
-        """When it opens again if it is leaving; otherwise, from when on it may leave."""
+        """While it is closed, the time at which it opens again; else, the earliest time at which it may be closed."""
         self.loading: asyncio.Task[None] | None = None
         self.retry_at = 0.0
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open and has no request. One that an operator put to sleep is left alone."""
+        """Whether it is open and has no request. False if an operator has put it to sleep."""
         return self.is_open and not (self.num_users or self.frontend.hub.num_live or self.frontend.is_asleep)
 
     @property
     def last_use(self) -> float:
-        """When it was last used, on the monotonic clock."""
+        """Time of its last use, on the monotonic clock."""
         return max(self.last_used, self.frontend.hub.last_end)
 
     def open(self) -> None:
-        """Let the requests that wait go on; from now on they use it."""
+        """Open it: the waiting requests continue and count as its users."""
         self.is_open, self.is_leaving = True, False
         for each, party in self.waiting.items():
             if not each.done():
@@ -96,11 +95,11 @@ class _Entry:
 
     @property
     def waiting_parties(self) -> set[str]:
-        """Owners of the requests that wait for it."""
+        """Parties of the requests that wait for it."""
         return {party for each, party in self.waiting.items() if not each.done()}
 
     def close_for_a_time(self, seconds: float) -> None:
-        """Let new requests wait so that it becomes idle: for so long, then let them in for as long, in turns."""
+        """Close it for `seconds`, so that it becomes idle. Later calls open and close it in turns of `seconds`."""
         now = time.monotonic()
         if now < self.change_at:
             return
@@ -111,26 +110,26 @@ class _Entry:
             self.is_leaving = True
 
     def enter(self, party: str) -> None:
-        """A request of this owner uses it from now on, until `leave`."""
+        """Count a request of this party as a user until `leave`."""
         self.num_users += 1
         if time.monotonic() < self.stays_until:
             self.parties.add(party)
 
     def refuse(self, error: Exception) -> None:
-        """End the requests that wait with `error`."""
+        """Fail the waiting requests with `error`."""
         for each in self.waiting:
             if not each.done():
                 each.set_exception(error)
         self.waiting.clear()
 
     def leave(self) -> None:
-        """A request is prepared, or was given up."""
+        """Note that a request was submitted or abandoned."""
         self.num_users -= 1
         self.last_used = time.monotonic()
 
 
 class Models:
-    """Used from the event loop's thread."""
+    """The models of a server. Used from the event loop's thread only."""
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class Models:
         cores: Sequence[CoreManager],
         read_config: Callable[[], Config] | None = None,
     ) -> None:
-        """`config` has the server's own settings; `cores` those of the models. `read_config` as for `Shared`."""
+        """`config` has the server's settings; `cores` are the cores of `models`. `read_config` as for `Shared`."""
         self.config = config
         sizes = [entry.config.parallel_config.data_parallel_size for entry in models.entries]
         is_one = len(sizes) == 1
@@ -161,21 +160,22 @@ class Models:
         if not is_one:
             self.shared.metrics.show_models(lambda: {entry.name: entry.is_open for entry in self._entries})
         self._room = asyncio.Lock()
-        """Held while a model is unloaded for another."""
+        """Held while one model is unloaded to make room for another."""
         self._turns: dict[str, int] = {}
-        """By party: the number of the last load that it waited for. Loads are for whoever has had none for longest."""
+        """Number of the last load that was for a party. The next load is for the party whose last load is the
+        oldest."""
         self._num_turns = 0
         self._is_started = False
         self._is_closing = False
 
     @classmethod
     def of(cls, app: FastAPI) -> Self:
-        """The models of an application."""
+        """Return the models of an application."""
         models: Self = app.state.models
         return models
 
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
-        """Load the models of the start, unless one fails. Calls `on_ready` with all served names then."""
+        """Load the models that are loaded at the start. If none fails, call `on_ready` with all served names."""
         at_start = [entry for entry in self._entries if entry.loads_at_start]
         await asyncio.gather(*(entry.frontend.load() for entry in at_start))
         if self.why_ended is None:
@@ -188,7 +188,7 @@ class Models:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Values of `model` in requests: of each model in turn its names, the main one first, then its adapters'."""
+        """Values of `model` in requests: for each model, its names, the main one first, then those of its adapters."""
         return tuple(name for entry in self._entries for name in entry.frontend.model_names)
 
     @property
@@ -198,23 +198,23 @@ class Models:
 
     @property
     def has_budget(self) -> bool:
-        """Whether loaded models share a bounded memory."""
+        """Whether the models share a memory budget."""
         return self._budget is not None
 
     @property
     def all(self) -> list[Frontend]:
-        """The front ends of all models, loaded or not."""
+        """Return the front ends of all models, loaded or not."""
         return [entry.frontend for entry in self._entries]
 
     def named(self, name: str | None) -> Frontend:
-        """The front end of the model or adapter of that name, loaded or not; of the first for None.
+        """Return the front end of the model or adapter `name`, loaded or not; for None, that of the first model.
 
         Raises `ModelNotFound`.
         """
         return self._named(name).frontend
 
     def chosen(self, name: str | None) -> Frontend:
-        """As `named`, for what must not happen to the wrong model: None is refused where there are several."""
+        """As `named`, for calls that must not reach the wrong model: with several models, None is refused."""
         if name is None and len(self._entries) > 1:
             names = ", ".join(entry.name for entry in self._entries[:_MOST_NAMED])
             raise BadRequest(f"model is missing; this server has several, so name one of {names}", param="model")
@@ -222,10 +222,10 @@ class Models:
 
     @asynccontextmanager
     async def use(self, name: str | None, owner: Owner) -> AsyncIterator[Frontend]:
-        """The front end of the model or adapter of that name, which stays loaded meanwhile; see `named`.
+        """Yield the front end of the model or adapter `name`, which stays loaded within this context; see `named`.
 
-        Waits until it is loaded. Raises `NotReady` where it cannot be, and `Overloaded` where too many requests wait.
-        Requests that the caller submits before it leaves keep the model loaded until they end.
+        Waits until it is loaded. Raises `NotReady` if it cannot be, and `Overloaded` if too many requests wait. The
+        model also stays loaded until the requests have ended that the caller submits within this context.
         """
         self._check_started()
         entry = self._named(name)
@@ -242,31 +242,31 @@ class Models:
             entry.leave()
 
     def check_open(self) -> None:
-        """Raise `NotReady` unless a model takes requests, or can be loaded for them."""
+        """Raise `NotReady` unless a model accepts requests, or can be loaded for them."""
         self._check_started()
         if not any(not entry.is_open and not entry.frontend.is_asleep for entry in self._entries):
             self._first_of(Frontend.check_loaded)
 
     def check_ready(self) -> None:
-        """Raise `NotReady` unless the server is ready: a loaded model serves, or none is loaded."""
+        """Raise `NotReady` unless the server is ready: a loaded model serves requests, or no model is loaded."""
         self._check_started()
         if any(entry.is_open for entry in self._entries):
             self._first_of(Frontend.check_ready)
 
     @property
     def max_request_bytes(self) -> int:
-        """Largest request body in bytes, which is read before its model is known."""
+        """Largest request body in bytes, for any model: a body is read before its model is known."""
         return max(frontend.max_request_bytes for frontend in self.all)
 
     @property
     def num_live(self) -> int:
-        """Sequences that have not ended."""
+        """Number of live sequences of all models."""
         return sum(frontend.hub.num_live for frontend in self.all)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Refuse new requests, and those that wait for a model; the live ones go on."""
+        """Refuse new requests, and those that wait for a model; live ones continue."""
         self._is_closing = True
         for entry in self._entries:
             entry.frontend.drain()
@@ -282,7 +282,8 @@ class Models:
 
     @property
     def why_ended(self) -> str | None:
-        """Why the server must end, as a sentence: a model could not be loaded at the start, or all of those failed."""
+        """A sentence that says why the server must end: a model of the start could not be loaded, or all have failed.
+        None if it need not end."""
         reasons = [entry.frontend.why_ended for entry in self._entries if entry.loads_at_start]
         failed = [reason for reason in reasons if reason is not None]
         return failed[0] if failed and (not self._is_started or len(failed) == len(reasons)) else None
@@ -290,7 +291,7 @@ class Models:
     # -- loading and unloading ----------------------------------------------------------------------------------
 
     async def _wait_open(self, entry: _Entry, owner: Owner) -> None:
-        """Wait, as a queued request, until `entry` is open, which counts this request among its users."""
+        """Wait as a queued request until `entry` is open. The request then counts as a user of it."""
         if entry.frontend.failure is not None and (seconds := entry.retry_at - time.monotonic()) > 0:
             raise _not_loaded(entry, seconds)
         timeout = self.config.server_config.model_wait_timeout
@@ -340,7 +341,7 @@ class Models:
             entry.open()
             self._check_memory(entry)
             return
-        # Also where only its tokenizer cannot be read: then its core must go.
+        # Also if only its tokenizer cannot be read: its core must end then.
         entry.core.fail(entry.frontend.why_ended)
         entry.is_resident = False
         entry.retry_at = time.monotonic() + _RETRY_SECONDS
@@ -348,7 +349,7 @@ class Models:
         entry.refuse(_not_loaded(entry, _RETRY_SECONDS))
 
     async def _make_room(self, entry: _Entry) -> bool:
-        """Unload models until `entry` fits; False once no request waits for it any more."""
+        """Unload models until `entry` fits. Returns False as soon as no request waits for `entry`."""
         leaving: set[_Entry] = set()
         try:
             while parties := entry.waiting_parties:
@@ -368,7 +369,7 @@ class Models:
                     self._start_loading(each)
 
     def _is_next(self, entry: _Entry, parties: set[str]) -> bool:
-        """Whether a model was loaded for each other owner that waits for one since the last load for one of these."""
+        """Return whether it is the turn of `parties`: since their last load, every other waiting party had a load."""
         own = min(self._turns.get(party, 0) for party in parties)
         rivals = (each for each in self._entries if each.loading is not None and not each.is_resident)
         return all(own <= self._turns.get(party, 0) for each in rivals for party in each.waiting_parties)
@@ -381,7 +382,7 @@ class Models:
             self._turns = {party: turn for party, turn in self._turns.items() if turn > earliest}
 
     async def _has_made_room(self, entry: _Entry, parties: set[str], leaving: set[_Entry]) -> bool:
-        """Unload what may be unloaded now for `entry`, and let requests for the rest wait; whether `entry` fits."""
+        """Unload the models that may be unloaded for `entry`, and close others. Returns whether `entry` fits."""
         closed_seconds = _CLOSED_SHARE * self.config.server_config.model_wait_timeout
         while (excess := self._excess(entry)) > 0:
             now = time.monotonic()
@@ -400,7 +401,7 @@ class Models:
         return True
 
     def _excess(self, entry: _Entry) -> float:
-        """Bytes that must become free for `entry`."""
+        """Return the bytes of memory that must become free for `entry`."""
         resident = sum(each.memory for each in self._entries if each.is_resident)
         return 0 if self._budget is None else resident + entry.memory - self._budget
 
@@ -415,7 +416,7 @@ class Models:
             self._start_loading(entry)
 
     def _check_memory(self, entry: _Entry) -> None:
-        """Warn where a model on a CPU takes more memory than its share of the budget."""
+        """Warn if a model on a CPU takes more memory than its share of the budget."""
         ready = entry.core.ready
         if self._budget is None or ready is None or ready.model.device != "cpu":
             return
@@ -441,7 +442,7 @@ class Models:
         raise ModelNotFound(f"model is {name[:60]!r}, which this server does not serve; use {served}", param="model")
 
     def _has_other(self, name: str, number: int) -> bool:
-        """Whether a model other than that one has a name."""
+        """Return whether another model than number `number` has the name."""
         return any(name in frontend.model_names for index, frontend in enumerate(self.all) if index != number)
 
     def _check_started(self) -> None:
@@ -454,7 +455,7 @@ class Models:
             raise NotReady("the models are still loading; try again in a moment")
 
     def _first_of(self, check: Callable[[Frontend], object]) -> None:
-        """Raise what `check` raises for the first open model, unless it raises nothing for another."""
+        """Raise the error that `check` raises for the first open model, unless `check` passes for any open model."""
         errors = []
         for entry in self._entries:
             if entry.is_open:

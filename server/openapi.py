@@ -1,7 +1,7 @@
-"""The description of the API: the OpenAPI document at `/openapi.json`, its fields in words, and the page at `/docs`.
+"""The description of the API: the OpenAPI document at `/openapi.json`, tables of fields, and the page at `/docs`.
 
-`describe` writes the document from the schemas of requests and answers that `server.endpoints` lists. `fields_of` and
-`type_of` put schemas into words, for the page and for docs/api.md. `page` is one HTML page without scripts.
+`describe` creates the document from the schemas of requests and answers that `server.endpoints` lists. `fields_of` and
+`type_of` describe schemas in text, for the page and for docs/api.md. `page` creates one HTML page without scripts.
 """
 
 import json
@@ -26,10 +26,10 @@ _MAX_LISTED_VALUES = 8
 def describe(
     app: FastAPI, model_names: Sequence[str], keyless_paths: Collection[str] | None, *, names_may_change: bool = False
 ) -> dict[str, Any]:
-    """The OpenAPI document. `FastAPI.openapi` cannot write it, because routes read their bodies themselves.
+    """Create the OpenAPI document. `FastAPI.openapi` cannot, because routes parse their bodies themselves.
 
-    `keyless_paths` are those that need no API key while others do; None if no path needs one. `names_may_change`: the
-    document, which is made once, then names the model as an example only.
+    `keyless_paths` are the paths that need no API key; None if no path needs one. With `names_may_change`, the model's
+    name is only an example in the document, which is created once.
     """
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = document.setdefault("components", {})
@@ -48,7 +48,7 @@ def describe(
             schema["examples"][0]["model"] = model_names[0]
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            # The framework's error for parameters that it parses: it parses none, they are all plain text.
+            # This is the framework's error for parameters that it parses. It parses none: all are declared as text.
             operation["responses"].pop("422", None)
             for parameter in operation.get("parameters", ()):
                 if parameter["name"] == "model" and not names_may_change:
@@ -62,7 +62,7 @@ def describe(
 
 
 def request_models() -> list[type[RequestModel]]:
-    """Every body that some endpoint reads."""
+    """Return the body types of all endpoints."""
     return list(dict.fromkeys(each.request for each in all_endpoints() if each.request is not None))
 
 
@@ -71,7 +71,7 @@ def _examples() -> dict[type[RequestModel], Mapping[str, Any]]:
 
 
 def request_schemas() -> dict[str, Any]:
-    """JSON schemas of bodies and of the objects in them, by name."""
+    """Return the JSON schemas of bodies and of the objects in them, by name."""
     models = request_models()
     _, generated = models_json_schema(
         [(model, "validation") for model in models], ref_template=SCHEMA_REF.replace("name", "model")
@@ -86,7 +86,7 @@ def request_schemas() -> dict[str, Any]:
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
-    """Null counts as absent in a body's own fields."""
+    """Allow null in a top-level field of a body, where it has the meaning of an absent field."""
     kinds = field.get("anyOf", [field])
     if any(kind.get("type") == "null" for kind in kinds):
         return field
@@ -96,17 +96,17 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 class Field(NamedTuple):
-    """One field of an object that a request holds."""
+    """The description of one field of an object in a request."""
 
     name: str
     type: str
     default: str
-    """In JSON; `required` for a required field, empty if the default is that the field is absent."""
+    """The default as JSON; `required` for a required field; empty if there is no default value."""
     meaning: str
 
 
 def fields_of(schema: Mapping[str, Any]) -> Iterator[Field]:
-    """The fields of an object's schema, in the order of their declaration."""
+    """Yield the fields of an object's schema, in the order of their declaration."""
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         default = field.get("default")
@@ -115,13 +115,13 @@ def fields_of(schema: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _description(field: Mapping[str, Any]) -> str:
-    """The description of the field, or else of its type."""
+    """Return the description of the field, or else of its type."""
     kinds = [field, *field.get("anyOf", ())]
     return next((str(kind["description"]) for kind in kinds if "description" in kind), "")
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """The type in a few words: `integer 0 to 20`, `string or list of strings`."""
+    """Describe a type in a few words: `integer 0 to 20`, `string or list of strings`."""
     if "$ref" in schema:
         return str(schema["$ref"]).removeprefix(SCHEMA_REF.format(name=""))
     for key in ("anyOf", "oneOf"):
@@ -159,7 +159,7 @@ text-align: left; vertical-align: top } summary { cursor: pointer } b { display:
 
 
 class Description:
-    """A document in the forms that it is sent in. Both take a quarter of a second to make, once, in any thread."""
+    """A document as JSON and as HTML. Creating both takes 0.25 s; this is done once, in any thread."""
 
     def __init__(self, describe: Callable[[], Mapping[str, Any]], root_path: str) -> None:
         self._describe = describe
@@ -168,7 +168,7 @@ class Description:
         self._forms: tuple[bytes, bytes] | None = None
 
     def forms(self) -> tuple[bytes, bytes]:
-        """The document as JSON, and as a page."""
+        """Return the document as JSON and as an HTML page."""
         with self._lock:
             if self._forms is None:
                 document = self._describe()
@@ -177,7 +177,7 @@ class Description:
 
 
 def page(document: Mapping[str, Any], root_path: str = "") -> str:
-    """An OpenAPI document as HTML. `root_path` is the prefix that a proxy adds to each path."""
+    """Format an OpenAPI document as HTML. `root_path` is the prefix that a proxy adds to each path."""
     title = f"{document['info']['title']} {document['info']['version']}"
     return "".join(
         (
@@ -238,5 +238,5 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """`text` as HTML, with words between backticks set as code."""
+    """Convert `text` to HTML, with words between backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))

@@ -1,8 +1,8 @@
 """`run`: a whole server, from a `Config` to an exit code, as `kaon serve` starts it.
 
-In this order: the API keys are read and hidden, TLS is set up, the socket is opened, the core is started, and then
-`server.http` serves. Imports little: the core loads torch while this process loads its web framework. With a
-`node_rank` other than 0, the process serves no HTTP: it computes the part of this host's ranks for the first host.
+In this order: read and hide the API keys, set up TLS, open the socket, start the core, and serve by `server.http`.
+Imports little, so that the core loads torch while this process loads its web framework. With a `node_rank` other than
+0, the process serves no HTTP: it runs this host's ranks for the first host.
 """
 
 import errno
@@ -40,25 +40,26 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _OPEN_FILES = 2**16
 _SWITCH_SECONDS = 0.0005
-"""After which another thread that computes gives the interpreter to the event loop. By Python's default, 5 ms, each
-thread that parses or renders for one client would delay the streams of all by more than a small model's step."""
+"""Switch interval of the interpreter: the time after which a computing thread releases the interpreter lock to the
+event loop. With Python's default of 5 ms, a thread that parses or renders for one client would delay all streams by
+more than a small model's step."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _COMMAND_LINE, _ENVIRONMENT = 47, 49
-"""Indices in /proc/self/stat, from 0, of the start address of the command line and of the environment; their end
-addresses follow."""
+"""Indices, from 0, of fields in /proc/self/stat: the start address of the command line, and of the environment. The
+next field is the end address."""
 _KEY_VARIABLE = "KAON_API_KEY"
 
 
 def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code is 0 then, and 1 after a failure, which is reported on stderr.
+    """Serve until SIGINT or SIGTERM. Returns the exit code: 0 then, 1 after a failure, which is reported on stderr.
 
-    `read_config` reads the configuration again after SIGHUP, or raises `ValueError`; None: nothing is read again.
+    `read_config` reads the configuration again after SIGHUP, or raises `ValueError`; None means no reload.
     """
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not sys.stdin or not sys.stdin.isatty():
-        # Until the settings can be read again; on a terminal, its end ends the server.
+        # Ignored until the settings can be read again. On a terminal, SIGHUP means that the terminal has closed.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     manager = ServiceManager.take_environment()
     try:
@@ -69,7 +70,7 @@ def run(config: Config, read_config: Callable[[], Config] | None = None) -> int:
 
 def _run(config: Config, started: float, manager: ServiceManager, read_config: Callable[[], Config] | None) -> int:
     if config.parallel_config.node_rank:
-        # It needs no keys, but the same command may set them.
+        # This host needs no keys, but the same command line may contain them.
         return _run_node(_without_keys(config), manager)
     name_process("kaon-api")
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -79,7 +80,7 @@ def _run(config: Config, started: float, manager: ServiceManager, read_config: C
         _log.warning("%s", gap)
     try:
         keys = ApiKeys.of(config.server_config)
-        # Made again where it is used; a file that is wrong must end the server before the model loads.
+        # Checked early, although `Shared` reads it again: a wrong file must end the server before the model loads.
         Seal.of(config.server_config)
         config = _without_keys(config)
         if keys:
@@ -129,9 +130,9 @@ def _run(config: Config, started: float, manager: ServiceManager, read_config: C
 
 
 def _raise_open_files_limit() -> None:
-    """Let this process and its children open as many files as they may without asking, within reason.
+    """Raise the soft limit of open files of this process and its children towards the hard limit.
 
-    The usual soft limit of 1024 is for programs that use `select`; every connection of a client takes a descriptor.
+    The usual soft limit of 1024 exists for programs that use `select`; here every connection needs a descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
@@ -140,14 +141,14 @@ def _raise_open_files_limit() -> None:
 
 
 def _ignore_signals() -> None:
-    """The server is ending already, and must be able to end the processes that it started."""
+    """Ignore further signals: the server is ending already, and must end the processes that it started."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
 
 @contextmanager
 def _recorded_signals() -> Iterator[list[int]]:
-    """Record signals instead of raising: an interrupt must not lose the handle of a process that was just started."""
+    """Record signals instead of raising `KeyboardInterrupt`, which could lose the handle of a just started process."""
     recorded: list[int] = []
     handlers = {each: signal.signal(each, lambda number, _: recorded.append(number)) for each in _SIGNALS}
     try:
@@ -171,7 +172,7 @@ def _set_up_logging(config: ServerConfig) -> None:
 
 
 def _run_node(config: Config, manager: ServiceManager) -> int:
-    """Compute for the first host until its server ends; the exit code, as that of `run`."""
+    """Run this host's ranks until the first host's server ends. Returns the exit code, as `run`."""
     parallel = config.parallel_config
     name = f"kaon-node-{parallel.node_rank}"
     name_process(name)
@@ -199,7 +200,7 @@ def _run_node(config: Config, manager: ServiceManager) -> int:
 
 
 def _without_keys(config: Config) -> Config:
-    """`config` for everything but `ApiKeys`: without keys, which also leave the environment and the command line."""
+    """Return `config` without keys, and remove the keys from the environment and the command line."""
     variable = os.environ.pop(_KEY_VARIABLE, None)
     try:
         if variable:
@@ -221,7 +222,7 @@ def mask_command_line(secrets: Iterable[str]) -> None:
 
 
 def _mask(region: int, secrets: Iterable[str]) -> None:
-    """Overwrite `secrets` in what /proc shows of the memory region with that index in /proc/self/stat."""
+    """Overwrite `secrets` in a memory region that /proc shows. `region` is its index in /proc/self/stat."""
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         # The second field is the process' name in parentheses, which may contain spaces.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -239,16 +240,16 @@ def _mask(region: int, secrets: Iterable[str]) -> None:
 
 
 def _is_keyless(config: ServerConfig, keys: ApiKeys) -> bool:
-    """Whether a client needs neither an API key nor a certificate."""
+    """Return whether a client needs neither an API key nor a certificate."""
     return not keys and config.ssl_ca_certs is None
 
 
 def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
-    """The listening socket. Raises `OSError` or `ValueError`, a sentence, if it cannot or must not be used."""
+    """Open the listening socket. Raises `OSError` or `ValueError` with a sentence if it cannot or must not be used."""
     host, port = config.host, config.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # The address that is bound is checked, not the name: only the resolver knows what `localhost` is.
+        # The bound address is checked instead of the name: only the resolver knows the address of `localhost`.
         if is_keyless and not config.insecure_no_auth and not is_loopback(str(address[0])):
             raise ValueError(
                 f"host is {host}, which other machines can reach, but there is no API key; set one (KAON_API_KEY or "
@@ -267,15 +268,18 @@ def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches that IP address: 127.0.0.0/8, ::1, and the former mapped to IPv6."""
+    """Return whether only this machine reaches the IP address: 127.0.0.0/8, its form mapped to IPv6, and ::1."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return (mapped or ip).is_loopback
 
 
 def _announce(names: tuple[str, ...], url: str, started: float, is_open: bool, manager: ServiceManager) -> None:
-    """`is_open`: whether a request needs neither a key nor a certificate."""
-    # Loaded objects stay: without this, each full collection would traverse them and delay every stream.
+    """Report on stdout and to the service manager that the server is ready.
+
+    `is_open`: whether a request needs neither a key nor a certificate.
+    """
+    # Exclude the loaded objects from garbage collection: each full collection would traverse them, and delay streams.
     gc.freeze()
     seconds = time.monotonic() - started
     sys.stdout.write(f"Kaon {release()} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")

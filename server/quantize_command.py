@@ -1,4 +1,4 @@
-"""`kaon quantize MODEL OUT`: writes a dense checkpoint with its weights rounded, once, for quicker and smaller starts.
+"""`kaon quantize MODEL OUT`: writes a quantised copy of a dense checkpoint, for faster starts with less memory.
 
 A child process loads torch and does the work.
 """
@@ -16,7 +16,7 @@ _INTERRUPTED = 130
 
 
 def quantize_parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         "kaon quantize",
         description="Write a dense checkpoint with its linear layers and experts rounded, in compressed-tensors' "
@@ -30,13 +30,13 @@ def quantize_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code."""
+    """Run the command. Returns the exit code."""
     try:
         asked = quantize_parser().parse_args(arguments)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 2
     command = [sys.executable, "-P", "-m", "engine.runner.quantize", asked.model, os.path.abspath(asked.out)]
-    # An interrupt of the terminal reaches the child as well, which removes what it has begun.
+    # Ctrl-C reaches the child process as well, which removes its incomplete output.
     with subprocess.Popen([*command, asked.quantization], env=code_environment()) as child:
         while True:
             try:

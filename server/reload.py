@@ -1,4 +1,4 @@
-"""`Reloader`: puts changed settings in force, by SIGHUP or by a call, without a restart."""
+"""`Reloader`: applies changed settings to the running server, after SIGHUP or by a call."""
 
 import logging
 from collections.abc import Callable
@@ -17,25 +17,26 @@ RELOADED = (
     "prompt_tokens_per_minute",
     "output_tokens_per_minute",
 )
-"""Settings of the server that may change while it runs. API keys and certificates are files, which are read again."""
+"""Settings that can change while the server runs. Files of API keys and certificates are read again in any case."""
 _SECRET = ("api_key",)
-"""Left out: they are no longer in the environment and the command line after the start."""
+"""Settings that are not compared: after the start they are no longer in the environment and the command line."""
 
 
 class Reloaded(NamedTuple):
-    """Names of settings that differ from those in force."""
+    """Names of the settings that a reload found changed."""
 
     changed: list[str]
-    """Those that are in force now."""
+    """Changed settings that now apply."""
     need_restart: list[str]
-    """Those that a restart would put in force."""
+    """Changed settings that apply only after a restart."""
 
 
 class Reloader:
-    """All calls come from the event loop."""
+    """Reads the configuration again and applies the changes. Used from the event loop's thread only."""
 
     def __init__(self, config: Config, read: Callable[[], Config] | None) -> None:
-        """`config` is in force; `read` reads it again, and raises `ValueError`, a sentence, where it is wrong."""
+        """`config` is the present configuration. `read` reads it again, and raises `ValueError` with a sentence if it
+        is invalid."""
         self._config = config
         self._read = read
         self._apply: list[Callable[[ServerConfig], object]] = [_set_log_level]
@@ -43,21 +44,21 @@ class Reloader:
 
     @property
     def settings(self) -> ServerConfig:
-        """Those that are in force."""
+        """The settings that apply now."""
         return self._config.server_config
 
     def add(self, apply: Callable[[ServerConfig], object]) -> None:
-        """Call `apply` with the settings whenever one of `RELOADED` has changed."""
+        """Register `apply`, which is called with the settings when one of `RELOADED` has changed."""
         self._apply.append(apply)
 
     def also_reload(self, reload: Callable[[], object]) -> None:
-        """Call `reload` with every reload."""
+        """Register `reload`, which is called at every reload."""
         self._more.append(reload)
 
     def reload(self) -> Reloaded:
-        """Read the configuration again and put what may change in force.
+        """Read the configuration again and apply the settings that may change.
 
-        Raises `ValueError`, a sentence, for a configuration that is wrong: then no setting has changed.
+        Raises `ValueError` with a sentence if the configuration is invalid; then no setting has changed.
         """
         if self._read is None:
             raise ValueError("this server was not started by kaon serve, and has no configuration to read again")
@@ -75,7 +76,7 @@ class Reloader:
         return Reloaded(changed, [name for name in differing if name not in RELOADED])
 
     def reload_and_log(self) -> None:
-        """As `reload`, after a signal: the log says what has changed, or why nothing has."""
+        """Reload after a signal, and log which settings have changed, or why none has."""
         try:
             reloaded = self.reload()
         except ValueError as error:
@@ -87,7 +88,7 @@ class Reloader:
 
 
 def _differing(old: Config, new: Config) -> list[str]:
-    """Names of the fields, of sections too, in which two configurations differ."""
+    """Return the names of the fields, sections included, in which two configurations differ."""
     names: list[str] = []
     for field in type(old).model_fields:
         before, after = getattr(old, field), getattr(new, field)

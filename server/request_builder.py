@@ -1,9 +1,9 @@
-"""From a validated request to the sequences that run for it, for every endpoint that generates.
+"""Turns the body of a request into sequences for the engine, for every endpoint that generates.
 
-The steps in their order: `accept` reads the body and refuses what cannot be served now; the grammar of the answer's
-form is compiled; the chat is rendered, tokenised and checked in a thread; the grammar of the tools is compiled;
-`new_sequences` makes the messages for the core. `prepare_chat` does all but the first and the last for chats and
-responses, `server.routes.completions` for its prompts.
+The steps, in this order: `accept` reads and validates the body and refuses requests that cannot be served now; the
+grammar of the response format is compiled; the chat is rendered, tokenised and checked in a thread; the grammar of the
+tool calls is compiled; `new_sequences` creates the messages for the core. `prepare_chat` does all steps but the first
+and the last for chats and responses; `server.routes.completions` does them for its prompts.
 """
 
 import hashlib
@@ -51,10 +51,10 @@ MAX_SEQUENCES = 2048
 """Most sequences that one request may run."""
 
 _QUICKLY_PARSED_BYTES = 32 * 2**10
-"""Larger bodies are parsed in a thread: they may take longer than a stream may wait for its next chunk."""
+"""Larger bodies are parsed in a thread: parsing them may take longer than a stream may wait for its next chunk."""
 
 MAX_TABLE_ENTRIES = 2**17
-"""Most entries of biases, stop tokens and words that the choices of one request keep together: 128 times 1024."""
+"""Most entries of logit biases, stop tokens and bad words in all choices of one request together: 128 times 1024."""
 
 _GUIDED: dict[str, GrammarKind] = {
     "guided_json": "json",
@@ -62,24 +62,24 @@ _GUIDED: dict[str, GrammarKind] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Older fields that give the answer a form."""
+"""Older fields that set the form of the answer, with the kind of grammar of each."""
 
 _CURLS_DEFAULT = "application/x-www-form-urlencoded"
 
 _MAX_SHOWN = 60
-"""Characters of a header that a message shows."""
+"""Most characters of a header that an error message shows."""
 
 _TAIL_CHARACTERS = 256
-"""Length of the prompt's end that shows whether the template opened the reasoning."""
+"""Length of the prompt's suffix that is searched for whether the template has opened the reasoning."""
 
 Result = TypeVar("Result")
 Accepted = TypeVar("Accepted", bound=ModelRequest | PoolingFields)
 
 
 def resumed(http: Request) -> Response | None:
-    """The rest of the stream of which the client has received some; None for a new request. Raises `BadRequest`.
+    """Return the rest of a stream that the client has received in part; None for a new request. Raises `BadRequest`.
 
-    The body, which is that of the request that began the stream, is not read.
+    The body, a copy of the one that began the stream, is not read.
     """
     last_event_id = http.headers.get("last-event-id")
     if last_event_id is None:
@@ -88,7 +88,7 @@ def resumed(http: Request) -> Response | None:
 
 
 def holder_of_stream(http: Request, request: SamplingFields) -> ResumableStreams | None:
-    """What holds the stream of a request that asks for one that can be resumed."""
+    """Return the store of resumable streams if the request asks for a resumable stream, else None."""
     options = request.stream_options
     asks = (options is not None and options.resumable) or http.headers.get("x-kaon-resumable", "").lower() == "true"
     return Models.of(http.app).shared.streams if asks else None
@@ -96,9 +96,10 @@ def holder_of_stream(http: Request, request: SamplingFields) -> ResumableStreams
 
 @asynccontextmanager
 async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Accepted, Frontend, Owner]]:
-    """The validated body, the front end and the request's owner, for all work up to `Generation.respond`.
+    """Yield the validated body, the front end and the owner of a request. The context ends after `Generation.respond`.
 
-    Raises what the body, the model's name or the server's state refuses, and counts what is refused inside.
+    Raises `ApiError` if the body, the model's name or the server's state does not allow the request. Refusals within
+    the context are counted.
     """
     models, owner = Models.of(http.app), owner_of(http.scope)
     with counted_refusals(models.shared.metrics):
@@ -111,7 +112,7 @@ async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Ac
 
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
-    """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge`, `UnsupportedMediaType`, `TooManyJobs`."""
+    """Read and validate the body. Raises `BadRequest`, `BodyTooLarge`, `UnsupportedMediaType`, `TooManyJobs`."""
     _check_media_type(request)
     _check_encoding(request.headers.get("content-encoding"))
     models = Models.of(request.app)
@@ -127,7 +128,7 @@ async def read_request(request: Request, model: type[Model], limits: ServerConfi
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Reads at most `max_bytes`. Raises `BodyTooLarge`."""
+    """Read the whole body, at most `max_bytes`. Raises `BodyTooLarge`."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
         _refuse_size(f"has {declared} bytes", max_bytes)
@@ -140,10 +141,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def _check_media_type(request: Request) -> None:
-    """Refuse a media type other than JSON. A body without one is read as JSON.
+    """Refuse a media type other than JSON. A body without a media type is parsed as JSON.
 
-    From this machine, curl's default is accepted too. Not with an origin: a page in a browser may send that type to
-    any address without asking first.
+    curl's default type is accepted too from this machine, but not with an `Origin` header: a page in a browser may
+    send that type to any address without a preflight request.
     """
     content_type = request.headers.get("content-type")
     media_type = (content_type or JSON).partition(";")[0].strip().lower()
@@ -157,7 +158,7 @@ def _check_media_type(request: Request) -> None:
 
 
 def _is_loopback(request: Request) -> bool:
-    """Whether the client is on this machine, as far as its address tells."""
+    """Return whether the client's address is a loopback address."""
     try:
         return request.client is None or ipaddress.ip_address(request.client.host).is_loopback
     except ValueError:
@@ -165,7 +166,7 @@ def _is_loopback(request: Request) -> bool:
 
 
 def _check_encoding(encoding: str | None) -> None:
-    """Refuse a compressed body: it may decompress to far more than `max_request_bytes`."""
+    """Refuse a compressed body: its decompressed size could be far more than `max_request_bytes`."""
     if encoding and encoding.strip().lower() != "identity":
         raise UnsupportedMediaType(f"Content-Encoding is {encoding[:_MAX_SHOWN]}; send the body uncompressed")
 
@@ -177,7 +178,7 @@ def _refuse_size(what: str, max_bytes: int) -> NoReturn:
 def check_request_limits(
     request: SamplingFields, frontend: Frontend, *, num_prompts: int = 1, num_choices: int | None = None
 ) -> None:
-    """Raise `BadRequest` for what this server's configuration does not allow. `num_choices`: default: `n`."""
+    """Raise `BadRequest` if a value exceeds a limit of the configuration. `num_choices` defaults to `n`."""
     limits = frontend.config.server_config
     if request.n > limits.max_n:
         raise BadRequest(f"n is {request.n}; it must be at most {limits.max_n} (max_n)", param="n")
@@ -201,9 +202,9 @@ def check_request_limits(
 
 
 def _check_tables(request: SamplingFields, num_sequences: int) -> None:
-    """Raise `BadRequest` if the sequences of a request have too many entries in lists that each keeps for itself.
+    """Raise `BadRequest` if the per-sequence lists of a request have too many entries in all its sequences together.
 
-    One sequence may have as many as the fields' own limits allow.
+    A single sequence may have as many as the limits of the fields allow.
     """
     lists: dict[str, Collection[object]] = {
         "logit_bias": request.logit_bias,
@@ -227,14 +228,14 @@ def _check_tables(request: SamplingFields, num_sequences: int) -> None:
 
 
 class PreparedChat(NamedTuple):
-    """A chat that can run."""
+    """A chat that is ready for `new_sequences`."""
 
     prompt: CheckedPrompt
     grammar: str | None
     visible_token_ids: frozenset[int]
-    """Special tokens that the parsers look for, and that the text must therefore show."""
+    """Special tokens that the parsers search for, so that the detokenizer must not drop them."""
     new_parser: Callable[[], AnswerParser | None]
-    """Makes the parser of one choice; None if all that the model writes is the answer's content."""
+    """Creates the parser of one choice; returns None if all output text is content."""
 
 
 async def prepare_chat(
@@ -242,8 +243,8 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Render, tokenise and check a chat. Raises `BadRequest`, `NotReady` and `Overloaded`.
 
-    `free_texts`: see `ToolUse`; default: those of the request's custom tools. The work is done in threads, in the
-    owner's turn, so that the streams and the requests of others go on.
+    `free_texts` as in `ToolUse`, by default those of the request's custom tools. The work runs in threads, shared
+    fairly among owners, so that streams and other owners' requests continue.
     """
     model, jobs = frontend.loaded, frontend.jobs.of(owner)
     grammars = GrammarChecks(model.grammars, jobs.text, jobs.grammar)
@@ -272,16 +273,16 @@ async def prepare_chat(
 
 
 async def in_thread(jobs: OwnerJobs, template: str | None, work: Callable[[], Result]) -> Result:
-    """Do work on a chat in a thread; `template` is the one that the chat brings, if any."""
+    """Run `work` on a chat in a thread. `template` is the chat template in the request, if any."""
     return await (jobs.text(work) if template is None else jobs.template(work))
 
 
 def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> tuple[CheckedPrompt, str]:
-    """The tokenised prompt, and the end of its text."""
+    """Return the tokenised prompt, and the last characters of its text."""
     processor = model.processor
     try:
         if request.truncate_prompt_tokens is None:
-            # Stored items that the request refers to may be much longer than a body.
+            # Stored items that the request refers to may be much longer than the largest body.
             processor.check_length(sum(len(message.text or "") for message in request.messages))
         text = render_prompt(request, model, frontend)
         max_tokens = request.token_limit or processor.defaults.max_new_tokens or INT31
@@ -295,7 +296,7 @@ def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Fr
 
 
 def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> str:
-    """The prompt's text; call it in a thread. Raises `InvalidRequest` and `BadRequest`."""
+    """Render the text of the prompt; call it in a thread. Raises `InvalidRequest` and `BadRequest`."""
     tools = [tool.for_template() for tool in request.tools] if request.tool_choice != "none" else []
     messages = [message.for_template() for message in request.messages]
     begin_turn = request.add_generation_prompt and not request.continue_final_message
@@ -312,7 +313,7 @@ def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: 
         )
     if not request.continue_final_message:
         return text
-    # Templates may strip a message's text, and end the turn after it: the prompt must end with the text as it was.
+    # Templates may strip a message's text, and close the turn after it. The prompt must end with the unchanged text.
     continued = request.messages[-1].text or ""
     final = continued.strip()
     begin = last_index(text, final)
@@ -326,13 +327,14 @@ def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: 
 
 
 def last_index(text: str, part: str) -> int:
-    """As `text.rfind(part)`, in linear time: searching backwards, Python compares all of `part` at each index."""
+    """Return `text.rfind(part)` in linear time. Python's search from the end may compare all of `part` at each
+    index."""
     found = text[::-1].find(part[::-1])
     return found if found < 0 else len(text) - found - len(part)
 
 
 def _with_chat_field_names(error: InvalidRequest, request: ChatCompletionRequest) -> BadRequest:
-    """`error` with the names that its fields have in a chat."""
+    """Convert `error`, with the names that the fields have in a chat request."""
     if error.param == "prompt":
         return refusal(error, f"messages are not accepted: their {error}", "messages")
     if error.param == "max_tokens" and request.max_completion_tokens is not None:
@@ -345,7 +347,7 @@ def _with_chat_field_names(error: InvalidRequest, request: ChatCompletionRequest
 
 
 async def compile_response_grammar(request: SamplingFields, frontend: Frontend, owner: Owner) -> str | None:
-    """The grammar of the form that a request sets for its answers; None: any text.
+    """Compile the grammar of the response format that a request sets; None if it sets none.
 
     Raises `BadRequest`, `NotReady` and `Overloaded`.
     """
@@ -360,7 +362,7 @@ async def compile_response_grammar(request: SamplingFields, frontend: Frontend, 
 
 
 async def compile_grammar(field: str, spec: GrammarSpec, frontend: Frontend, owner: Owner) -> str:
-    """The Lark text of the grammar in `field` of a request. Raises `BadRequest`, `NotReady` and `Overloaded`."""
+    """Compile the grammar in `field` to Lark text. Raises `BadRequest`, `NotReady` and `Overloaded`."""
     jobs = frontend.jobs.of(owner)
     try:
         return await GrammarChecks(frontend.loaded.grammars, jobs.text, jobs.grammar).compile(spec)
@@ -371,15 +373,15 @@ async def compile_grammar(field: str, spec: GrammarSpec, frontend: Frontend, own
 
 
 class TextForm(NamedTuple):
-    """The grammar that the input of a custom tool must follow."""
+    """The grammar that the input of a custom tool must match."""
 
     name: str
-    """The tool's, as the model sees it."""
+    """Name of the tool, as the model sees it."""
     grammar: TextGrammar
     field: str
-    """Where the form is in the request."""
+    """Path of the form in the request."""
     definition_field: str
-    """Where the text of the grammar is in the request."""
+    """Path of the grammar's text in the request."""
 
 
 def _text_forms(request: ChatCompletionRequest) -> Iterator[TextForm]:
@@ -390,10 +392,10 @@ def _text_forms(request: ChatCompletionRequest) -> Iterator[TextForm]:
 
 
 async def compile_text_forms(forms: Iterable[TextForm], frontend: Frontend, owner: Owner) -> dict[str, str]:
-    """The Lark grammars that calls of custom tools are held to, by the tool's name.
+    """Compile the Lark grammars that constrain the calls of custom tools, by the tool's name.
 
-    Those that the model's dialect cannot follow are reported as ignored: the model is only shown them. Raises
-    `BadRequest`, also for a wrong regular expression, which the tool's parameters hold in every dialect.
+    A grammar that the model's dialect cannot enforce is reported as ignored: the prompt shows it, but nothing more.
+    Raises `BadRequest`, also for an invalid regular expression, which every dialect puts into the tool's parameters.
     """
     followed: dict[str, str] = {}
     for form in forms:
@@ -411,7 +413,7 @@ async def compile_text_forms(forms: Iterable[TextForm], frontend: Frontend, owne
 
 
 def _forms(request: SamplingFields) -> Iterator[tuple[str, GrammarSpec]]:
-    """The fields of `request` that give its answers a form, with these forms."""
+    """Yield the fields of `request` that set the form of its answers, each with its grammar."""
     response_format: ResponseFormat | None = getattr(request, "response_format", None)
     if isinstance(response_format, JsonObjectFormat):
         yield "response_format", GrammarSpec("json_object")
@@ -432,7 +434,7 @@ def _forms(request: SamplingFields) -> Iterator[tuple[str, GrammarSpec]]:
 async def _grammar_with_tools(
     use: ToolUse, content: str | None, prompt_tail: str, answer_format: AnswerFormat, grammars: GrammarChecks
 ) -> str | None:
-    """The grammar of the whole answer: the calls that `use` prescribes, and `content` where it is not a call."""
+    """Compile the grammar of the whole answer: tool calls according to `use`, and `content` outside of calls."""
     try:
         return await tool_grammar(answer_format, use, content, prompt_tail=prompt_tail, grammars=grammars)
     except CheckUnavailable as error:
@@ -445,7 +447,8 @@ async def _grammar_with_tools(
 
 
 def num_kept_tokens(request: SamplingFields, max_tokens: int, processor: InputOutputProcessor) -> int | None:
-    """How many of a prompt's last tokens to keep, if the answer may have `max_tokens`; None: all."""
+    """Return to how many of its last tokens the prompt is truncated for an answer of `max_tokens`; None: not at
+    all."""
     if request.truncate_prompt_tokens == -1:
         return processor.longest_prompt(max_tokens)
     return request.truncate_prompt_tokens
@@ -459,9 +462,9 @@ def sampling_params(
     processor: InputOutputProcessor,
     further_stop_token_ids: list[int] | None = None,
 ) -> SamplingParams:
-    """The engine's parameters but for the grammar. Raises `BadRequest` and `InvalidRequest`.
+    """Create the engine's parameters, without a grammar. Raises `BadRequest` and `InvalidRequest`.
 
-    The processor's defaults are the values of fields that the request leaves out. It also tokenises `bad_words`.
+    `processor` supplies the defaults of fields that the request does not set, and tokenises `bad_words`.
     """
     defaults = processor.defaults
     top_p = defaults.top_p if request.top_p is None else request.top_p
@@ -505,7 +508,7 @@ def new_sequences(
     num_choices: int = 1,
     visible_token_ids: frozenset[int] = frozenset(),
 ) -> list[NewSequence]:
-    """The sequences of one of a request's prompts, one for each choice."""
+    """Create the sequences of one prompt of a request, one per choice."""
     return frontend.loaded.processor.new_sequences(
         prompt,
         frontend.hub.new_ids(num_choices),
@@ -527,13 +530,13 @@ def _token_id(key: str) -> int:
 
 
 def prefix_salt(given: str | None, domain: str | None) -> int | None:
-    """A 64-bit start for the chain of prefix hashes, made of the request's salt and `Owner.prefix_domain`; None
-    without any.
+    """Return the 64-bit initial value of the chain of prefix hashes, from the request's salt and
+    `Owner.prefix_domain`; None if both are None.
 
-    Requests of different salts never share blocks, so that neither usage nor timing shows what others sent.
+    Requests with different salts never share blocks, so that neither usage nor timing reveals others' prompts.
     """
     if given is None and domain is None:
         return None
-    # A domain holds no NUL: no two pairs make the same text.
+    # A domain contains no NUL, so different pairs always give different texts.
     text = given if domain is None else f"{domain}\0{'' if given is None else '+' + given}"
     return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest())

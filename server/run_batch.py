@@ -1,7 +1,7 @@
-"""`kaon run-batch INPUT OUTPUT [MODEL] [flags]`: computes a batch's file without a server.
+"""`kaon run-batch INPUT OUTPUT [MODEL] [flags]`: computes the requests in a batch file without a server.
 
-Each answer is appended to OUTPUT when it is there. When the command is run again after it was interrupted, it computes
-the lines whose custom ids OUTPUT does not have.
+Each answer is appended to OUTPUT as soon as it is complete. If the command is run again after an interruption, it
+computes only the lines whose custom ids are not in OUTPUT.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ from server.models import Models
 from server.schemas.batches import BatchEndpoint, BatchError
 
 _POLL_SECONDS, _WATCH_SECONDS = 0.02, 1.0
-"""How often it is checked whether the model is loaded, and whether the engine still lives."""
+"""Seconds between two checks whether the model is loaded, and whether the engine is alive."""
 
 USAGE = """\
 usage: kaon run-batch INPUT OUTPUT [MODEL] [flags]
 
 Answers the requests in INPUT, one JSON object a line as OpenAI's batches have them, and appends an answer a line to
-OUTPUT. Started again, it goes on with the lines that OUTPUT does not have. The flags are those of kaon serve.
+OUTPUT. Started again, it continues with the lines that OUTPUT lacks. The flags are those of kaon serve.
 """
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code: 0 all lines were answered, 1 some failed or none could be, 2 bad usage."""
+    """Run the command. Returns the exit code: 0 if all lines were answered, 1 if any failed, 2 for bad usage."""
     if arguments and arguments[0] in ("--help", "-h"):
         sys.stdout.write(USAGE)
         return 0
@@ -70,7 +70,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _endpoint(source: Path) -> str:
-    """The endpoint of the first line, which all lines must have. Raises `OSError`, and `ValueError` for none."""
+    """Return the endpoint of the first line, which all lines must name. Raises `OSError`, and `ValueError` if
+    invalid."""
     with source.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
     try:
@@ -94,11 +95,11 @@ class _Answered(msgspec.Struct):
 
 
 def _answered_ids(target: Path) -> set[str]:
-    """Custom ids of the answers in an output. A last line that was cut off when it was written is removed.
+    """Return the custom ids of the answers in an output file, and remove an incomplete last line from it.
 
-    Raises `OSError`, and `ValueError` for a file that is no output, which is left as it is.
+    Raises `OSError`, and `ValueError` for a file that is no output of this command; it is not changed then.
     """
-    if not target.is_file():  # It may also be a pipe or a terminal, which holds nothing yet.
+    if not target.is_file():  # A pipe or a terminal has no earlier content.
         return set()
     with target.open("rb+") as file:
         ids = set[str]()
@@ -126,7 +127,7 @@ def _located(source: str, error: BatchError) -> str:
 async def _compute(
     app: FastAPI, max_lines: int, endpoint: str, source: Path, target: Path, pending: Sequence[LineAt]
 ) -> int:
-    """Compute the lines, `max_lines` at a time; the exit code. Raises `EngineDeadError`."""
+    """Compute the lines, `max_lines` at a time. Returns the exit code. Raises `EngineDeadError`."""
     async with app.router.lifespan_context(app):
         models = Models.of(app)
         while models.why_ended is None and not _is_ready(models):
@@ -158,7 +159,7 @@ def _is_ready(models: Models) -> bool:
 async def _compute_lines(
     runner: BatchRunner, max_lines: int, endpoint: str, source: Path, target: Path, pending: Sequence[LineAt]
 ) -> int:
-    """How many lines failed."""
+    """Compute the lines. Returns the number of lines that failed."""
     room, failed = asyncio.Semaphore(max_lines), 0
     with (
         source.open("rb") as file,

@@ -1,7 +1,8 @@
-"""`Seal`: text that clients keep for the server and cannot read or change: reasoning, summaries, signatures.
+"""`Seal`: encrypts texts that clients store and send back: reasoning, summaries, signatures.
 
-AES-256-GCM. A sealed text is bound to its kind and to the API key that it was made for. It begins with the id of the
-server's key, which distinguishes a text of another server, or of this one before a restart, from a changed text.
+The cipher is AES-256-GCM, so clients can neither read nor change a sealed text. It is bound to its kind and to the
+client's API key. It begins with the id of the server's key, which distinguishes a text of another server, or of this
+one before a restart, from a changed text.
 """
 
 import base64
@@ -30,21 +31,21 @@ class Foreign(ValueError):
 
 
 class Changed(ValueError):
-    """The text was sealed with this server's key, but was changed, or is of another kind or owner."""
+    """The text was sealed with this server's key, but was changed, or belongs to another kind or owner."""
 
 
 class Seal:
-    """One key. Replicas and restarts of a server share theirs by a file."""
+    """Seals and opens texts with one secret key. A key file shares the key among replicas and restarts."""
 
     def __init__(self, secret: bytes | None = None) -> None:
-        """`secret`: at least 16 bytes that cannot be guessed; default: a new random key."""
+        """`secret` has at least 16 bytes that cannot be guessed; by default, a random key is created."""
         key = os.urandom(_KEY_BYTES) if secret is None else hashlib.blake2b(secret, digest_size=_KEY_BYTES).digest()
         self._cipher = AESGCM(key)
         self._id = hashlib.blake2b(key, digest_size=_ID_BYTES, person=b"kaon key id").digest()
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """The key of `reasoning_key_file`, or a new one. Raises `ValueError` with a sentence for the user."""
+        """Read the key of `reasoning_key_file`, or create one. Raises `ValueError` with a sentence for the user."""
         file = config.reasoning_key_file
         if file is None:
             return cls()
@@ -60,21 +61,22 @@ class Seal:
         return cls(secret)
 
     def sealer(self, owner: str | None) -> Callable[[Kind, str], str]:
-        """`seal` for one owner."""
+        """Return `seal` for one owner."""
         return lambda kind, text: self.seal(kind, text, owner)
 
     def opener(self, owner: str | None) -> Callable[[Kind, str], str]:
-        """`open` for one owner."""
+        """Return `open` for one owner."""
         return lambda kind, sealed: self.open(kind, sealed, owner)
 
     def seal(self, kind: Kind, text: str, owner: str | None) -> str:
-        """`text` in a form that only `open` with the same kind and owner reads: URL-safe base64."""
+        """Encrypt `text` to URL-safe base64, which `open` decrypts for the same kind and owner."""
         nonce = os.urandom(_NONCE_BYTES)
         sealed = self._cipher.encrypt(nonce, text.encode("utf-8", "surrogatepass"), _context(kind, owner))
         return base64.urlsafe_b64encode(_VERSION + self._id + nonce + sealed).decode("ascii")
 
     def open(self, kind: Kind, sealed: str, owner: str | None) -> str:
-        """The text. Raises `Foreign` for one of another key or form, and `Changed`."""
+        """Decrypt a sealed text. Raises `Foreign` if it has another key or form, else `Changed` if it is not
+        authentic."""
         head = _VERSION + self._id
         try:
             data = base64.b64decode(sealed, altchars=b"-_", validate=True)
@@ -90,5 +92,5 @@ class Seal:
 
 
 def _context(kind: Kind, owner: str | None) -> bytes:
-    """What a sealed text is bound to."""
+    """Return the associated data of a sealed text, which bind it to its kind and owner."""
     return f"{kind}\0{'' if owner is None else owner}".encode()

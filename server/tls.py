@@ -1,4 +1,4 @@
-"""`Tls`: the certificate, key and authorities that the server uses for TLS, read again when their files change."""
+"""`Tls`: the server's TLS certificate, key and authorities, which are read again when their files change."""
 
 import logging
 import os
@@ -12,11 +12,11 @@ from engine.config.paths import check_regular, why_unreadable
 _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-"""Between two looks at the files."""
+"""Seconds between two checks of the files."""
 
 
 class Tls:
-    """Connections that begin use `context`; those that have begun keep what they began with."""
+    """Holds the TLS context for new connections. Open connections keep the context that they began with."""
 
     def __init__(self, config: ServerConfig, context: ssl.SSLContext) -> None:
         self.context = context
@@ -27,15 +27,15 @@ class Tls:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self | None:
-        """With the files that `config` names; None for plain HTTP. Raises `ValueError` if they cannot be used."""
+        """Read the files that `config` names; None for plain HTTP. Raises `ValueError` if they cannot be used."""
         context = tls_context(config)
         return None if context is None else cls(config, context)
 
     def look(self) -> None:
-        """Read the files again if they have changed. Called as often as one likes; it looks once a second.
+        """Read the files again if they have changed. May be called at any rate; it checks once a second.
 
-        Files that cannot be used leave the context as it is, and a line in the log says why: a certificate may be
-        written before its key is.
+        If the files cannot be used, the context stays and the reason is logged: a new certificate may be written
+        before its key.
         """
         if (now := time.monotonic()) < self._next_look:
             return
@@ -54,7 +54,7 @@ class Tls:
         _log.info("ssl_certfile %s was read again", self._config.ssl_certfile)
 
     def _stamp_now(self) -> list[tuple[int, int, int] | None]:
-        """Changes whenever a file does."""
+        """Return a value that changes whenever a file changes."""
         stamps: list[tuple[int, int, int] | None] = []
         for file in self._files:
             try:
@@ -67,7 +67,7 @@ class Tls:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS with the files that `config` names; None for plain HTTP. Raises `ValueError` if the files cannot be used."""
+    """Create the context from `config`'s files; None for plain HTTP. Raises `ValueError` if they cannot be used."""
     if config.ssl_certfile is None:
         for field in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config, field) is not None:
@@ -97,7 +97,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _check_readable(field: str, file: str) -> None:
-    """Raise an error that names the field and the file: the library's own error names neither."""
+    """Raise `ValueError`, with the field and the file, if a file cannot be read: the library's error names neither."""
     try:
         check_regular(file)
         open(file, "rb").close()
@@ -106,5 +106,5 @@ def _check_readable(field: str, file: str) -> None:
 
 
 def _refuse_encrypted_key() -> NoReturn:
-    """Raise in place of OpenSSL's prompt for a passphrase on the terminal."""
+    """Raise `ValueError`; otherwise OpenSSL would ask for a passphrase on the terminal."""
     raise ValueError("ssl_keyfile is encrypted; give a private key without passphrase")

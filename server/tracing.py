@@ -1,4 +1,4 @@
-"""`Tracing`: OpenTelemetry's spans and metrics of requests, sent by OTLP where the standard variables ask for it.
+"""`Tracing`: exports OpenTelemetry spans and metrics of requests by OTLP, if the standard variables ask for it.
 
     POST /v1/chat/completions        the HTTP request, a child of the context in its `traceparent`
     └─ chat MODEL                    GenAI's attributes: model, parameters, tokens, finish reasons
@@ -6,9 +6,9 @@
        ├─ prefill                    to the first token
        └─ decode                     to the last token; several choices have three spans each
 
-Times of the engine are its own, of when tokens were read from the device. The spans of a request are made when it has
-ended, from what is kept of every request anyway, so that a token costs nothing. Needs the extra `kaon[otel]`, which is
-imported only where a variable asks for it. docs/deploy/tracing.md.
+Times within the engine are those at which the engine read tokens from the device. The spans of a request are created
+when it has ended, from times that are recorded for every request anyway, so tracing costs nothing per token. It needs
+the extra `kaon[otel]`, which is imported only if a variable asks for it. See docs/deploy/tracing.md.
 """
 
 import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _PREFIX = "OTEL_EXPORTER_OTLP_"
 _SIGNALS = ("TRACES", "METRICS")
 _MAX_CHOICES = 16
-"""Choices of a request that have spans of their own."""
+"""Most choices of a request that have their own spans."""
 _CLOSE_MILLISECONDS = 3000
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -39,19 +39,19 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""GenAI's names of what routes do; others, such as reranking, have none."""
+"""Operation names of the GenAI conventions by route. Other routes, such as reranking, have none."""
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-"""Bounds of histograms that GenAI's conventions name."""
+"""Bucket bounds that the GenAI conventions give."""
 
 
 class WrongVariable(ValueError):
-    """A variable of OpenTelemetry asks for what Kaon does not export. The text is for the user."""
+    """An OpenTelemetry variable asks for a signal or protocol that Kaon does not export. The text is for the user."""
 
 
 def requested_signals(environment: Mapping[str, str]) -> frozenset[str]:
-    """Which of `TRACES` and `METRICS` the variables ask for. Raises `WrongVariable` for what Kaon cannot export."""
+    """Return which of `TRACES` and `METRICS` the variables ask for. Raises `WrongVariable`."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return frozenset()
     found = set()
@@ -73,10 +73,10 @@ def requested_signals(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 class Tracing:
-    """The exporters, and what begins a request's trace. `close` it after the last request."""
+    """The exporters. `begin` creates the trace of a request. Call `close` after the last request."""
 
     def __init__(self, signals: Collection[str], version: str) -> None:
-        """`signals`: those of `requested_signals`. Raises `ValueError` where the extra is not installed."""
+        """`signals` as returned by `requested_signals`. Raises `ValueError` if the extra is not installed."""
         try:
             from opentelemetry.propagators.textmap import Getter
             from opentelemetry.sdk.resources import Resource
@@ -103,7 +103,7 @@ class Tracing:
             own["service.name"] = "kaon"
         resource = Resource.create(own)
         self._epoch = time.time_ns() - time.monotonic_ns()
-        """The epoch's nanoseconds at 0 of the monotonic clock."""
+        """Nanoseconds since the epoch at time 0 of the monotonic clock."""
         self._traces = _tracer_provider(resource) if "TRACES" in signals else None
         self._tracer = None if self._traces is None else self._traces.get_tracer("kaon", version)
         self._meters = _meter_provider(resource) if "METRICS" in signals else None
@@ -121,12 +121,12 @@ class Tracing:
 
     @classmethod
     def of_environment(cls, version: str) -> "Tracing | None":
-        """What the process' variables ask for; None if that is nothing. Raises `ValueError`."""
+        """Create the exporters that the environment asks for; None if it asks for none. Raises `ValueError`."""
         signals = requested_signals(os.environ)
         return cls(signals, version) if signals else None
 
     def begin(self, scope: "Scope", arrival_time: float) -> "RequestTrace":
-        """The trace of an HTTP request that arrived at that time of `time.monotonic`."""
+        """Begin the trace of an HTTP request. `arrival_time` is a time of `time.monotonic`."""
         context = self._propagator.extract(scope, getter=self._getter)
         span = None
         if self._tracer is not None:
@@ -152,16 +152,16 @@ class Tracing:
         return RequestTrace(self, span, context, scope)
 
     def nanoseconds(self, monotonic: float) -> int:
-        """A time of `time.monotonic` as the epoch's nanoseconds."""
+        """Convert a time of `time.monotonic` to nanoseconds since the epoch."""
         return self._epoch + int(monotonic * 1e9)
 
     def span(self, name: str, context: "Context", start: float, attributes: Mapping[str, Any]) -> "Span":
-        """A span that began at that time of `time.monotonic`, for the caller to end."""
+        """Begin a span at `start`, a time of `time.monotonic`. The caller ends it."""
         assert self._tracer is not None
         return self._tracer.start_span(name, context, attributes=attributes, start_time=self.nanoseconds(start))
 
     def record(self, states: "Sequence[RequestState]", attributes: Mapping[str, Any], context: "Context") -> None:
-        """Count ended sequences in the histograms; `context` becomes their exemplars' trace."""
+        """Add ended sequences to the histograms. `context` gives the trace of their exemplars."""
         if not self._histograms:
             return
         for state in states:
@@ -174,7 +174,7 @@ class Tracing:
                 self._histograms[name].record(value, attributes, context)
 
     def close(self) -> None:
-        """Send what has not been sent, within seconds, and stop."""
+        """Send the remaining data, within a few seconds, and stop."""
         for provider in (self._traces, self._meters):
             if provider is not None:
                 provider.force_flush(_CLOSE_MILLISECONDS)
@@ -182,7 +182,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """The trace of one HTTP request, from its head to its answer's end."""
+    """The trace of one HTTP request, from its head to the end of its answer."""
 
     __slots__ = ("_context", "_scope", "_span", "_tracing", "span_id", "trace_id")
 
@@ -192,7 +192,7 @@ class RequestTrace:
         self._context = context
         self._scope = scope
         self.trace_id: str | None = None
-        """As W3C's trace context spells it; None where only metrics are exported."""
+        """Trace id in the form of W3C's trace context; None if only metrics are exported."""
         self.span_id: str | None = None
         if span is not None:
             identity = span.get_span_context()
@@ -200,7 +200,7 @@ class RequestTrace:
 
     @property
     def header(self) -> bytes | None:
-        """The value of W3C's response header `traceresponse`."""
+        """Return the value of W3C's response header `traceresponse`; None without a trace."""
         if self._span is None:
             return None
         flags = int(self._span.get_span_context().trace_flags)
@@ -209,7 +209,8 @@ class RequestTrace:
     def generated(
         self, states: "Sequence[RequestState]", params: "SamplingParams", model: str | None, submitted: float
     ) -> None:
-        """The request's sequences have ended. `submitted`: when they were sent to the engine, or refused."""
+        """Record that the request's sequences have ended. `submitted` is when they were sent to the engine, or
+        refused."""
         tracing, route = self._tracing, getattr(self._scope.get("route"), "path", "")
         operation = _OPERATIONS.get(route)
         name = model or "unknown"
@@ -241,7 +242,7 @@ class RequestTrace:
         span.end(tracing.nanoseconds(max(end, states[0].arrival_time)))
 
     def _phases(self, context: "Context", state: "RequestState", submitted: float, attributes: dict[str, Any]) -> None:
-        """The spans of one sequence, with what interrupted it as events."""
+        """Create the spans of one sequence, with its interruptions as events."""
         tracing = self._tracing
         for name, start, end in _phases_of(state, submitted):
             span = tracing.span(name, context, start, attributes)
@@ -251,7 +252,7 @@ class RequestTrace:
             span.end(tracing.nanoseconds(end))
 
     def end(self, status: int) -> None:
-        """The answer has ended, with that HTTP status; 499 if the client left before."""
+        """End the trace. `status` is the HTTP status of the answer; 499 if the client disconnected before its end."""
         if self._span is None:
             return
         from opentelemetry.trace import Status, StatusCode
@@ -268,7 +269,7 @@ class RequestTrace:
 
 
 def _phases_of(state: "RequestState", submitted: float) -> Iterator[tuple[str, float, float]]:
-    """Name, start and end of a sequence's phases, as far as it came."""
+    """Yield name, start and end of each phase that a sequence reached."""
     if state.queue_time is None:
         yield "queue", submitted, max(submitted, state.last_time)
         return

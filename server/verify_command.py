@@ -1,4 +1,5 @@
-"""`kaon verify [MODEL] [flags]`: prints what it proves of a model's answers; see `engine.client.verify`."""
+"""`kaon verify [MODEL] [flags]`: checks that a model's answers do not depend on how it is run; see
+`engine.client.verify`."""
 
 import sys
 from collections.abc import Sequence
@@ -7,8 +8,8 @@ _USAGE = "usage: kaon verify [MODEL] [flags of kaon serve]\n"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command. The exit code: 0 if all answers are equal, 1 if some differ or an engine fails, 2 for a wrong
-    flag."""
+    """Run the command. Returns the exit code: 0 if all answers are equal, 1 if some differ or an engine fails, 2 for a
+    wrong flag."""
     from engine.client.core_manager import EngineDeadError
     from engine.client.verify import verify
     from engine.config.settings import SettingsError, load_config

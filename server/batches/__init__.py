@@ -1,1 +1,1 @@
-"""Files and batches: many requests in one file, computed behind live traffic, with a journal on disk."""
+"""Files and batches: many requests in one file, computed at low priority, with a journal on disk."""

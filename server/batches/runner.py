@@ -1,8 +1,8 @@
-"""`BatchRunner`: validates batches and computes their lines by the server's own routes, behind live traffic.
+"""`BatchRunner`: validates batches and computes their lines by the server's own routes, at low priority.
 
-A line is answered as a request of the same body would be, but at low priority and as work of a party of its own, which
-weighs little. Where the server is too busy or not ready, the line waits. A batch that was not done when the server
-ended goes on with those lines that have no answer yet.
+A line is answered like a request with the same body, but at low priority and accounted to a separate party of low
+weight. If the server is too busy or not ready, the line waits. After a restart of the server, an incomplete batch
+continues with the lines that have no answer.
 """
 
 import asyncio
@@ -37,30 +37,30 @@ MAX_LINES = 50_000
 """Most requests in a batch (OpenAI's limit)."""
 
 MAX_LINE_BYTES = 33 * 2**20
-"""Longest line: the largest body that a server takes by default, and what is around it."""
+"""Longest line in bytes: the largest default of a request body, and the members around the body."""
 
 _MAX_ERRORS = 100
-"""Most wrong lines that a failed batch reports."""
+"""Most invalid lines that a failed batch reports."""
 _MAX_CUSTOM_ID = 512
 
 _PRIORITY = 100
-"""Priority of lines: the lowest that a request may have."""
+"""Priority of lines: the lowest priority that a request may have."""
 _WEIGHT = 0.1
-"""Weight of an owner's batches next to owners' live requests."""
+"""Factor on the owner's weight for its batches."""
 
 _WORK_SECONDS, _REST_PARTS, _MOST_REST_SECONDS = 0.001, 3.0, 0.05
-"""After this many seconds of work on lines, rest for this multiple of the work, and for at most this many seconds."""
+"""Seconds of work on lines until a rest; length of the rest as a multiple of the work; most seconds of a rest."""
 
 _FETCHED_LINES = 64
 _BUSY_SHARE = 8
-"""With live traffic, only one in so many lines runs at a time."""
+"""With live requests, at most 1 / 8 of the allowed lines run at a time."""
 _RECHECK_SECONDS = 0.2
 _RETRY_SECONDS = (0.25, 8.0)
-"""The first and the longest wait before what could not be done is tried again: a line, or a write to the disk."""
+"""First and longest delay before a failed line or a failed write to disk is tried again."""
 _EXPIRY_SECONDS = 600.0
-"""After such times, what is kept no longer is deleted."""
+"""Seconds between two deletions of expired files and batches."""
 _ATTEMPTS = 3
-"""How often a line that the server failed on is tried."""
+"""Number of attempts for a line that the server fails on."""
 _TRY_AGAIN = (429, 503)
 
 _PRIORITISED = (
@@ -70,7 +70,7 @@ _PRIORITISED = (
     "/v1/embeddings",
     "/v1/messages",
 )
-"""Endpoints whose requests have a priority."""
+"""Endpoints whose requests have the field `priority`."""
 
 
 class _Answer(NamedTuple):
@@ -80,10 +80,10 @@ class _Answer(NamedTuple):
 
 
 def open_store(config: ServerConfig) -> BatchStore:
-    """The store of a server. Raises `OSError` for a `data_dir` that cannot be used.
+    """Open the store of a server. Raises `OSError` if `data_dir` cannot be used.
 
-    Without `data_dir`, a folder for the port keeps batches over restarts. A server on no fixed port, or that may not
-    write there, has a temporary one.
+    Without `data_dir`, a folder named after the port preserves batches over restarts. Without a fixed port, or if that
+    folder cannot be written, the store is temporary.
     """
     if config.data_dir is not None:
         return _store(Path(config.data_dir).expanduser(), config)
@@ -107,7 +107,7 @@ def _store(folder: Path | None, config: ServerConfig) -> BatchStore:
 
 
 class BatchRunner:
-    """The batches of one server. Used from its event loop."""
+    """Runs the batches of one server. Used from its event loop only."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class BatchRunner:
         files: FairPool,
         holder: Callable[[str], Owner | None] = Owner.of_key,
     ) -> None:
-        """`answer` is the application without authentication and log.
+        """`answer` is the application without authentication and access log.
 
-        `num_live` returns the sequences that run in the server; at most `max_lines` lines run at a time. `files` runs
-        what reads or writes all lines of a batch. `holder` returns the owner of the key with a digest, or None if the
-        key is no longer accepted.
+        `num_live` returns the number of live sequences of the server. At most `max_lines` lines run at a time. `files`
+        runs the work that reads or writes all lines of a batch. `holder` returns the owner of the key with a digest,
+        or None if the key is no longer accepted.
         """
         self.store = store
         self._answer = answer
@@ -137,14 +137,14 @@ class BatchRunner:
         self._expiry: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Go on with the batches of an earlier server, and delete from now on what is kept no longer."""
+        """Continue the batches of an earlier server, and begin to delete expired files and batches regularly."""
         self._expiry = asyncio.create_task(self._expire())
         for batch in self.store.unfinished():
             _log.info("%s goes on: it is %s", batch.object.id, batch.object.status)
             self.run(batch)
 
     def run(self, batch: Batch) -> None:
-        """Run a batch of the store in the background; after `stop`, the next server does."""
+        """Run a batch of the store in the background. After `stop`, no batch is started; the next server runs it."""
         if self._is_stopped:
             return
         id = batch.object.id
@@ -152,7 +152,7 @@ class BatchRunner:
         task.add_done_callback(lambda _: self._tasks.pop(id, None))
 
     async def cancel(self, batch: Batch) -> BatchObject:
-        """End a batch with what is done; the batch as it is then."""
+        """Cancel a batch and write its completed answers. Returns the batch after that."""
         id = batch.object.id
         task = self._tasks.get(id)
         if task is None:
@@ -163,7 +163,7 @@ class BatchRunner:
         return cancelled
 
     async def stop(self) -> None:
-        """Stop all batches; what they were computing is computed again by the next server."""
+        """Stop all batches. The next server computes the interrupted lines again."""
         self._is_stopped = True
         tasks = list(self._tasks.values())
         self._tasks.clear()
@@ -172,7 +172,7 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stop all batches, and leave the store."""
+        """Stop all batches, and close the store."""
         if self._expiry is not None:
             self._expiry.cancel()
         await self.stop()
@@ -193,7 +193,8 @@ class BatchRunner:
     async def _run(self, batch: Batch) -> None:
         id = batch.object.id
         try:
-            # Reading and writing are one turn: lines of batches that waited in between would fill the memory.
+            # Reading and writing are one job: read lines of many batches that wait to be written would fill the
+            # memory.
             if batch.object.status == "validating" and not await self._write_lines(batch, self._validate, batch):
                 return
             if batch.object.status == "cancelling":
@@ -223,7 +224,8 @@ class BatchRunner:
         *arguments: _Parameters.args,
         **keywords: _Parameters.kwargs,
     ) -> _Result:
-        """Have the store write something of a batch. Tries again while it cannot, for instance as the disk is full."""
+        """Call a writing method of the store, again and again while it fails, for instance because the disk is
+        full."""
         work = functools.partial(write, *arguments, **keywords)
         return await self._until_written(id, lambda: until_done(asyncio.ensure_future(asyncio.to_thread(work))))
 
@@ -234,7 +236,7 @@ class BatchRunner:
         *arguments: _Parameters.args,
         **keywords: _Parameters.kwargs,
     ) -> _Result:
-        """As `_write`, for work on all lines of a batch: one batch at a time, and owners take turns."""
+        """As `_write`, for work on all lines of a batch: one batch at a time, shared fairly among owners."""
         owner, work = Owner(batch.party), functools.partial(write, *arguments, **keywords)
         return await self._until_written(batch.object.id, lambda: self._files.run(owner, work, stays=True))
 
@@ -249,7 +251,7 @@ class BatchRunner:
             wait = min(2 * wait, _RETRY_SECONDS[1])
 
     def _validate(self, batch: Batch) -> bool:
-        """Read the lines of a new batch. False if they are wrong: the batch has failed."""
+        """Read the lines of a new batch. Returns False if they are invalid, and the batch has failed."""
         store, id = self.store, batch.object.id
         try:
             path = store.path(batch.object.input_file_id, batch.owner)
@@ -264,7 +266,7 @@ class BatchRunner:
         return True
 
     async def _run_lines(self, batch: Batch) -> None:
-        """Compute every line that is pending."""
+        """Compute every pending line."""
         number = -1
         unfinished = asyncio.Semaphore(self._max_lines)
         async with asyncio.TaskGroup() as running:
@@ -279,7 +281,7 @@ class BatchRunner:
                     task.add_done_callback(lambda _: unfinished.release())
 
     async def _wait_for_room(self) -> None:
-        """Wait until another line may run: fewer do while live requests run."""
+        """Wait until another line may run. While live requests run, fewer lines may."""
         while True:
             is_busy = self._num_live() > self._num_running
             if self._num_running < max(1, self._max_lines // (_BUSY_SHARE if is_busy else 1)):
@@ -296,7 +298,7 @@ class BatchRunner:
         self._line_ended.set()
 
     async def _try_later(self, seconds: float) -> None:
-        """Wait until a line may be tried again. Meanwhile others run, perhaps of an owner that has quota left."""
+        """Wait until a line may be tried again, and let other lines run meanwhile, which may have quota left."""
         self._end_line(None)
         try:
             await asyncio.sleep(seconds)
@@ -311,7 +313,8 @@ class BatchRunner:
             response = {"status_code": error.status, "request_id": new_request_id(), "body": msgspec.Raw(error.body())}
             output, succeeded = output_line(line.custom_id, response), False
         else:
-            # A party of its own: its live requests do not wait for its batches, whose quotas are counted apart.
+            # A separate party: the owner's live requests do not wait for its batches, and quotas are counted
+            # separately.
             owner = holder._replace(party=f"{batch.party} (batches)", weight=_WEIGHT * holder.weight)
             output, succeeded = await self.compute(
                 batch.object.endpoint, line.custom_id, line.content, owner, self._try_later
@@ -327,9 +330,9 @@ class BatchRunner:
         owner: Owner,
         wait_for: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> tuple[bytes, bool]:
-        """The output's line for the line `content` of the input, and whether it succeeded.
+        """Compute the input line `content`. Returns the output line, and whether the line succeeded.
 
-        While the server is too busy for it, or not ready, it waits by `wait_for`, which takes seconds.
+        While the server is too busy or not ready, it awaits `wait_for(seconds)`.
         """
         request_id, body = new_request_id(), _body(content, endpoint)
         wait, failures = _RETRY_SECONDS[0], 0
@@ -345,7 +348,7 @@ class BatchRunner:
         return output_line(custom_id, response), 200 <= answer.status < 300
 
     async def _request(self, path: str, body: bytes, owner: Owner, request_id: str) -> _Answer:
-        """Have the routes answer a request that comes from no connection."""
+        """Let the routes answer a request that has no connection."""
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -394,11 +397,11 @@ class _Requested(msgspec.Struct):
 
 
 def _body(content: bytes, endpoint: str) -> bytes:
-    """The body of the request that a line asks for, at low priority."""
+    """Return the body of a line's request, with low priority."""
     body = bytes(msgspec.json.decode(content, type=_Requested).body)
     if endpoint not in _PRIORITISED:
         return body
-    # Of a field that is there twice, the last one counts. To decode a large body here would hold up other requests.
+    # If a field is present twice, the last one counts. Decoding a large body here would delay other requests.
     fields = body.strip()[1:-1].rstrip()
     return b'{%b%b"priority":%d}' % (fields, b"," if fields else b"", _PRIORITY)
 
@@ -407,10 +410,10 @@ def _body(content: bytes, endpoint: str) -> bytes:
 
 
 class Pace:
-    """Leaves the interpreter to other threads for three quarters of the time.
+    """Leaves the interpreter lock to other threads for three quarters of the time.
 
-    A thread that only computes gets it back each time that the event loop waits or sends, and the loop then waits for
-    it half a millisecond each time: dozens of times in a round.
+    A computing thread takes the lock each time that the event loop waits or sends. The loop then needs 0.5 ms to get
+    it back, dozens of times per round.
     """
 
     def __init__(self) -> None:
@@ -427,7 +430,7 @@ class Pace:
 def read_lines(
     path: Path, endpoint: str, rest: Callable[[], object] = lambda: None
 ) -> tuple[list[LineAt], list[BatchError]]:
-    """Where the requests of a batch's input are, or what is wrong with it. Empty lines count as none.
+    """Find the lines of a batch's input, or its errors. Empty lines are skipped.
 
     `rest` is called after each line.
     """
@@ -464,7 +467,7 @@ def read_lines(
 
 
 def _checked(content: bytes, endpoint: str, seen: set[str]) -> str | BatchError:
-    """The custom id of a line, or what is wrong with it."""
+    """Return the custom id of a line, or its error."""
     try:
         line = parse_object(content, MAX_LINE_BYTES)
     except BadRequest as error:

@@ -1,12 +1,12 @@
-"""`BatchStore`: files and batches on disk: the contents as files, all else in a SQLite database.
+"""`BatchStore`: stores files and batches on disk: contents as files, all other data in a SQLite database.
 
     FOLDER/lock            held by the server that uses the folder
     FOLDER/batches.sqlite  files, batches, and a row for each line of a batch that is not deleted
     FOLDER/files/ID        contents
 
-A line's answer and its state are written in one transaction, before the line counts as done. What a killed server was
-computing is still pending, and is computed again: in the output each line is there exactly once, because the output is
-written from the rows. All methods block, and may be called from any thread.
+A line's answer and its state are written in one transaction, before the line counts as done. Lines that a killed
+server was computing are still pending, and are computed again. The output has each line exactly once, because it is
+written from the rows. All methods block, and are thread-safe.
 """
 
 import fcntl
@@ -55,39 +55,39 @@ CREATE INDEX IF NOT EXISTS pending_lines ON lines (batch, state, number);
 _USED_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE owner = ?"
 _ALL_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM files"
 _LIVE = "(expires_at IS NULL OR expires_at > ?)"
-"""A file whose time has not come. The value is now, in seconds."""
+"""SQL condition of files that have not expired. The parameter is the present time in seconds."""
 
 PENDING, SUCCEEDED, FAILED = range(3)
-"""States of a line."""
+"""State of a line."""
 
 MAX_UNFINISHED = 100
-"""Most batches of an owner that have not ended: each holds a row for every line of its input."""
+"""Most unfinished batches of an owner: each has a row per line of its input."""
 
 MAX_ENDED = 10_000
-"""Most ended batches of an owner that are kept; a new batch takes the place of the oldest."""
+"""Most stored ended batches of an owner; a new batch replaces the oldest."""
 
 _EXPIRED = {"code": "batch_expired", "message": "the batch's completion window ended before this line was computed"}
 _CANCELLED = {"code": "batch_cancelled", "message": "the batch was cancelled before this line was computed"}
 
 
 BatchKind: TypeAlias = Literal["batch", "msgbatch"]
-"""OpenAI's batches and Anthropic's, by how their ids begin."""
+"""Prefix of the ids of OpenAI's batches, and of Anthropic's."""
 
 
 class FileNotFound(BadRequest):
-    """There is no such file for this client."""
+    """The client has no such file."""
 
     status = 404
 
 
 class BatchNotFound(BadRequest):
-    """There is no such batch for this client."""
+    """The client has no such batch."""
 
     status = 404
 
 
 class NoRoom(ApiError):
-    """The files of an owner, or of all, fill their share of the disk, or too many of its batches have not ended."""
+    """The files of the owner, or of all owners, reach their bound, or the owner has too many unfinished batches."""
 
     status = 429
     type = "rate_limit_error"
@@ -95,17 +95,17 @@ class NoRoom(ApiError):
 
 
 class Line(NamedTuple):
-    """A line of a batch that is to be computed."""
+    """A line of a batch, to be computed."""
 
     number: int
-    """From 0."""
+    """Number of the line in its file, from 0."""
     custom_id: str
     content: bytes
-    """The JSON object."""
+    """The bytes of the line: a JSON object."""
 
 
 class LineAt(NamedTuple):
-    """Where a line is in its file."""
+    """The position of a line in its file."""
 
     start: int
     length: int
@@ -113,25 +113,25 @@ class LineAt(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A batch with what its clients do not see."""
+    """A batch, with data that clients do not see."""
 
     object: BatchObject
     owner: str
     """Digest of the API key that created it; empty without keys."""
     party: str
-    """To whom its work is accounted."""
+    """The party that its work is accounted to."""
 
 
 class BatchStore:
-    """The folder of one server."""
+    """The files and batches of one server. Only one server may use a folder at a time."""
 
     def __init__(
         self, folder: Path | None, max_bytes_per_owner: int, max_bytes: int = 2**62, seconds_kept: int = 0
     ) -> None:
-        """`folder` is made when the first file is written; None: a temporary one, which ends with the server.
+        """`folder` is created when the first file is written; None means a temporary folder, deleted by `close`.
 
-        `max_bytes`: of the files of all owners. `seconds_kept`: after which files without an expiry, and batches that
-        have ended, are deleted; 0: never.
+        `max_bytes` bounds the files of all owners together. After `seconds_kept`, files without an expiry and ended
+        batches are deleted; 0 means never.
 
         Raises `OSError` for a folder that another server uses, or that cannot be read.
         """
@@ -141,9 +141,9 @@ class BatchStore:
         self._max_bytes_per_owner, self._max_bytes = max_bytes_per_owner, max_bytes
         self._seconds_kept = seconds_kept
         self._arriving_lock = threading.Lock()
-        """Held for a moment only, unlike `_lock`: the event loop takes it."""
+        """Guards `_arriving`. It is never held for long, unlike `_lock`, because the event loop acquires it."""
         self._arriving: Counter[str] = Counter()
-        """Bytes of uploads that are not files yet, by owner."""
+        """Bytes of incomplete uploads, by owner."""
         self._lock = threading.RLock()
         self._database: sqlite3.Connection | None = None
         self._lock_file: IO[bytes] | None = None
@@ -152,7 +152,7 @@ class BatchStore:
             self._open()
 
     def close(self) -> None:
-        """Leave the folder to others. All other methods raise `ShuttingDown` from now on."""
+        """Release the folder. All other methods raise `ShuttingDown` from now on."""
         with self._lock:
             self._is_closed = True
             if self._database is not None:
@@ -167,7 +167,7 @@ class BatchStore:
 
     @contextmanager
     def new_file(self) -> Iterator[IO[bytes]]:
-        """A file to write contents to, for `add_file`; it is deleted at the end, if it was not added."""
+        """Yield a file to write contents to, for `add_file`. If it is not added, it is deleted at the end."""
         self._open()
         with tempfile.NamedTemporaryFile(dir=self._files, prefix="part-", delete=False) as file:
             try:
@@ -178,7 +178,7 @@ class BatchStore:
     def add_file(
         self, file: IO[bytes], owner: str, filename: str, purpose: str = "batch", seconds: int | None = None
     ) -> FileObject:
-        """Keep what was written to a `new_file`, for `seconds` or until it is deleted. Raises `NoRoom`."""
+        """Store a written `new_file` for `seconds`, or until it is deleted. Raises `NoRoom`."""
         file.flush()
         os.fsync(file.fileno())
         size, now = os.fstat(file.fileno()).st_size, int(time.time())
@@ -192,22 +192,23 @@ class BatchStore:
             expires_at=None if seconds is None else now + seconds,
         )
         with self._transaction() as database:
-            # What a batch wrote is not refused: its work is done.
+            # Output files of batches are never refused, since their work is done.
             if purpose == "batch":
                 self._check_room(owner, 0, 0, size)
             database.execute(
                 "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (added.id, owner, now, added.expires_at, size, filename, added.purpose),
             )
-            # Last: whatever fails before leaves the file to `new_file`, which deletes it.
+            # The last step: if an earlier one fails, `new_file` deletes the file.
             Path(file.name).rename(self._files / added.id)
         return added
 
     @contextmanager
     def upload(self, owner: str) -> Iterator[Callable[[int], None]]:
-        """What is called with the number of bytes that are to arrive next of an upload. It raises `NoRoom`.
+        """Yield a function that reserves room for the given number of further bytes of an upload. It raises `NoRoom`.
 
-        Until the end they count among the owner's bytes, and among those of all. Only the call blocks.
+        Within the context, reserved bytes count among the owner's and among all bytes. Only the function's call
+        blocks.
         """
         reserved = 0
 
@@ -228,7 +229,8 @@ class BatchStore:
                     del self._arriving[owner]
 
     def _check_room(self, owner: str, arriving: int, all_arriving: int, size: int) -> None:
-        """Raise `NoRoom` unless `size` more bytes may be kept next to those that are kept and that arrive."""
+        """Raise `NoRoom` unless there is room for `size` more bytes, in addition to stored files and running
+        uploads."""
         self._open()
         [own], [total] = self._query(_USED_BYTES, owner), self._query(_ALL_BYTES)
         used = own[0] + arriving
@@ -245,14 +247,14 @@ class BatchStore:
             )
 
     def file(self, id: str, owner: str) -> FileObject:
-        """Raises `FileNotFound`, also for a file of another owner."""
+        """Return the metadata of a file. Raises `FileNotFound`, also for a file of another owner."""
         rows = self._query(f"SELECT * FROM files WHERE id = ? AND owner = ? AND {_LIVE}", id, owner, int(time.time()))
         if not rows:
             raise FileNotFound(f"there is no file {id[:80]!r}: it never existed, or it was deleted or has expired")
         return _file(rows[0])
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool) -> "Page":
-        """A page of an owner's files. Raises `FileNotFound` for `after`."""
+        """Return a page of an owner's files. Raises `FileNotFound` if `after` does not exist."""
         if after is not None:
             self.file(after, owner)
         condition = f"owner = ? AND {_LIVE}"
@@ -263,7 +265,7 @@ class BatchStore:
         return Page([_file(row) for row in rows[:limit]], len(rows) > limit)
 
     def path(self, id: str, owner: str) -> Path:
-        """The contents of a file. Raises `FileNotFound`, also if a link or a pipe has replaced it."""
+        """Return the path of a file's content. Raises `FileNotFound`, also if a link or a pipe has replaced it."""
         self.file(id, owner)
         path = self._files / id
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -271,12 +273,12 @@ class BatchStore:
         return path
 
     def delete_file(self, id: str, owner: str) -> None:
-        """Raises `FileNotFound`, and `BadRequest` for the input of a batch that has not ended."""
+        """Delete a file. Raises `FileNotFound`, and `BadRequest` for the input of an unfinished batch."""
         self.file(id, owner)
         self._delete_file(id, owner)
 
     def _delete_file(self, id: str, owner: str) -> None:
-        """Delete a file, if it is there. Raises `BadRequest` as `delete_file` does."""
+        """Delete a file if it exists. Raises `BadRequest` as `delete_file` does."""
         with self._transaction() as database:
             marks = ", ".join("?" * len(BATCH_ENDED))
             unfinished = f"SELECT object FROM batches WHERE owner = ? AND status NOT IN ({marks})"
@@ -288,15 +290,15 @@ class BatchStore:
         (self._files / id).unlink(missing_ok=True)
 
     def delete_expired(self) -> None:
-        """Delete the files and the ended batches whose time has come."""
+        """Delete the expired files and ended batches."""
         now = int(time.time())
-        # Of files without a time, only those are there that are as old as a setting that was made later.
+        # Files without an expiry were created before `seconds_kept` was set; they expire by their age.
         oldest = now - self._seconds_kept if self._seconds_kept else -1
         for row in self._query("SELECT * FROM files WHERE COALESCE(expires_at <= ?, created_at <= ?)", now, oldest):
             try:
                 self._delete_file(row["id"], row["owner"])
             except BadRequest:
-                continue  # A batch still reads it.
+                continue  # An unfinished batch still reads it.
         marks = ", ".join("?" * len(BATCH_ENDED))
         condition = f"created_at <= ? AND status IN ({marks})"
         if self._query(f"SELECT 1 FROM batches WHERE {condition} LIMIT 1", oldest, *BATCH_ENDED):
@@ -306,7 +308,7 @@ class BatchStore:
     # -- batches ------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: BatchObject, owner: str, party: str, output_seconds: int | None) -> None:
-        """Keep a new batch. Raises `NoRoom`."""
+        """Store a new batch. Raises `NoRoom`."""
         marks = ", ".join("?" * len(BATCH_ENDED))
         unfinished = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN ({marks})"
         with self._transaction() as database:
@@ -316,7 +318,7 @@ class BatchStore:
                     f"{count} batches of this key have not ended, the most that a key may have; "
                     "wait for one, or cancel one"
                 )
-            # Answers are never refused, however long they are; the next batch is.
+            # Answers are never refused, however long they are. Instead, the owner's next batch is.
             [used] = database.execute(_USED_BYTES, (owner,)).fetchone()
             if used > self._max_bytes_per_owner:
                 raise NoRoom(
@@ -334,14 +336,15 @@ class BatchStore:
             )
 
     def batch(self, id: str, owner: str) -> BatchObject:
-        """Raises `BatchNotFound`, also for a batch of another owner."""
+        """Return a batch. Raises `BatchNotFound`, also for a batch of another owner."""
         rows = self._query("SELECT object FROM batches WHERE id = ? AND owner = ?", id, owner)
         if not rows:
             raise BatchNotFound(f"there is no batch {id[:80]!r}")
         return self._with_counts(_decode_batch(rows[0]["object"]))
 
     def batches(self, owner: str, kind: BatchKind, after: str | None, limit: int) -> "Page":
-        """A page of an owner's batches of a kind, newest first. Raises `BatchNotFound` for `after`."""
+        """Return a page of an owner's batches of a kind, newest first. Raises `BatchNotFound` if `after` does not
+        exist."""
         if after is not None:
             self.batch(after, owner)
         condition = "owner = ? AND id GLOB ?"
@@ -349,7 +352,8 @@ class BatchStore:
         return Page([self._with_counts(_decode_batch(row["object"])) for row in rows[:limit]], len(rows) > limit)
 
     def delete_batch(self, id: str, owner: str) -> None:
-        """Delete a batch that has ended, with its files. Raises `BatchNotFound`, and `BadRequest` if it has not."""
+        """Delete an ended batch with its files. Raises `BatchNotFound`, and `BadRequest` if the batch has not
+        ended."""
         batch = self.batch(id, owner)
         if batch.status not in BATCH_ENDED:
             raise BadRequest(f"{id} is {batch.status}; cancel it first")
@@ -360,15 +364,15 @@ class BatchStore:
             database.execute("DELETE FROM batches WHERE id = ?", (id,))
 
     def unfinished(self) -> list[Batch]:
-        """The batches of all owners that have not ended, oldest first."""
+        """Return the unfinished batches of all owners, oldest first."""
         marks = ", ".join("?" * len(BATCH_ENDED))
         rows = self._query(f"SELECT * FROM batches WHERE status NOT IN ({marks}) ORDER BY created_at", *BATCH_ENDED)
         return [Batch(_decode_batch(row["object"]), row["owner"], row["party"]) for row in rows]
 
     def update(self, id: str, status: BatchStatus, **fields: Any) -> BatchObject:
-        """Set a batch's status, its time, and further fields, unless it has ended; the batch as it is then.
+        """Set a batch's status, the time of that status, and further fields, unless it has ended. Returns the batch.
 
-        A batch that ends thereby needs its lines no more.
+        If the batch ends by this, its lines are deleted.
         """
         with self._transaction() as database:
             row = database.execute("SELECT object FROM batches WHERE id = ?", (id,)).fetchone()
@@ -384,7 +388,7 @@ class BatchStore:
         return self._with_counts(batch)
 
     def begin(self, id: str, lines: list[LineAt]) -> None:
-        """Add the lines of a batch that was validated, and set it in progress."""
+        """Add the lines of a validated batch, and set its status to `in_progress`."""
         with self._transaction() as database:
             database.execute("DELETE FROM lines WHERE batch = ?", (id,))
             database.executemany(
@@ -394,12 +398,12 @@ class BatchStore:
         self.update(id, "in_progress")
 
     def fail(self, id: str, errors: list[BatchError]) -> None:
-        """End a batch whose input is wrong."""
+        """End a batch with invalid input."""
         self.update(id, "failed", errors=BatchErrors(errors))
 
     def pending(self, batch: Batch, after: int, limit: int) -> list[Line]:
-        """The next lines to compute, behind number `after`."""
-        # Not by `path`: a batch goes on with an input whose time has come meanwhile.
+        """Return the next pending lines, with numbers greater than `after`."""
+        # `path` would fail if the input has expired, but an unfinished batch continues to use it.
         path = self._files / batch.object.input_file_id
         rows = self._query(
             "SELECT number, custom_id, start, length FROM lines WHERE batch = ? AND state = 0 AND number > ? "
@@ -416,12 +420,12 @@ class BatchStore:
         return lines
 
     def num_pending(self, id: str) -> int:
-        """Lines that are not computed."""
+        """Return the number of pending lines."""
         [row] = self._query("SELECT COUNT(*) AS n FROM lines WHERE batch = ? AND state = 0", id)
         return int(row["n"])
 
     def record(self, id: str, number: int, answer: bytes, *, succeeded: bool) -> None:
-        """Keep the answer of a line: JSON of a line in the output. A second answer to the same line is dropped."""
+        """Store the output line of a line. A second one for the same line is dropped."""
         with self._transaction() as database:
             database.execute(
                 "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = 0",
@@ -429,9 +433,9 @@ class BatchStore:
             )
 
     def finish(self, batch: Batch, status: BatchStatus, errors: list[BatchError] | None = None) -> None:
-        """Write the output and error files of a batch that ends with `status`, and end it, unless it has ended.
+        """Write the output and error files of a batch, and end it with `status`, unless it has ended.
 
-        Lines that are not computed are in the error file of a batch that has expired or was cancelled.
+        If it has expired or was cancelled, the error file contains the lines without an answer.
         """
         id = batch.object.id
         [row] = self._query("SELECT status, output_seconds FROM batches WHERE id = ?", id)
@@ -454,7 +458,7 @@ class BatchStore:
 
     def _write_output(self, batch: Batch, name: str, state: int, seconds: int | None) -> str | None:
         filename = f"{batch.object.id}_{name}.jsonl"
-        # A server that was killed may have written it, and not have ended the batch.
+        # A killed server may have written the file without ending the batch.
         mine = "SELECT id FROM files WHERE owner = ? AND filename = ? AND purpose = 'batch_output'"
         for row in self._query(mine, batch.owner, filename):
             self._delete_file(row["id"], batch.owner)
@@ -474,7 +478,7 @@ class BatchStore:
             return self.add_file(file, batch.owner, filename, "batch_output", seconds).id
 
     def _with_counts(self, batch: BatchObject) -> BatchObject:
-        """`batch` with the counts of its lines, unless it has ended, which fixes them."""
+        """Return `batch` with the present counts of its lines; if it has ended, they are stored with it."""
         if batch.status not in BATCH_ENDED:
             rows = self._query("SELECT state, COUNT(*) AS n FROM lines WHERE batch = ? GROUP BY state", batch.id)
             by_state = {row["state"]: row["n"] for row in rows}
@@ -491,7 +495,7 @@ class BatchStore:
         return self._folder / "files"
 
     def _open(self) -> sqlite3.Connection:
-        """Take the folder and open the database, once. Raises `OSError`."""
+        """Lock the folder and open the database, if that is not done. Raises `OSError`."""
         with self._lock:
             self._check_open()
             if self._database is not None:
@@ -513,7 +517,7 @@ class BatchStore:
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_SCHEMA)
             self._database = database
-            # Contents that a killed server had renamed and not entered, or whose entry it had deleted.
+            # Delete contents without a row: a killed server renamed the file or deleted the row just before.
             entered = {row["id"] for row in database.execute("SELECT id FROM files")}
             for content in self._files.iterdir():
                 if content.name not in entered:
@@ -521,7 +525,7 @@ class BatchStore:
             return database
 
     def _check_own(self) -> None:
-        """Raise `OSError` if another user may write to the folder of the files that clients get."""
+        """Raise `OSError` if another user may write to the folder with the contents of files."""
         found = self._files.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
             raise OSError(
@@ -542,7 +546,7 @@ class BatchStore:
                 yield database
                 database.execute("COMMIT")
             except BaseException:
-                # SQLite has done so itself after some errors, such as a full disk.
+                # After some errors, such as a full disk, SQLite has already rolled back.
                 if database.in_transaction:
                     database.execute("ROLLBACK")
                 raise
@@ -550,13 +554,13 @@ class BatchStore:
     def _query(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:
             self._check_open()
-            # Nothing was ever written: nothing is there, and no folder is made to find that out.
+            # Without a folder nothing was ever written, and a query must not create the folder.
             return [] if self._database is None else self._database.execute(statement, values).fetchall()
 
     def _page(
         self, table: str, condition: str, values: tuple[Any, ...], after: str | None, limit: int, newest_first: bool
     ) -> list[sqlite3.Row]:
-        """`limit` rows and one more, in the order of creation, behind the row `after`."""
+        """Return up to `limit` + 1 rows in the order of creation, starting after the row `after`."""
         order = "DESC" if newest_first else "ASC"
         if after is not None:
             sign = "<" if newest_first else ">"
@@ -567,7 +571,7 @@ class BatchStore:
 
 
 class Page(NamedTuple):
-    """Some objects of a list, and whether there are more behind them."""
+    """A page of a list, and whether more objects follow."""
 
     data: list[Any]
     has_more: bool
@@ -580,7 +584,7 @@ def new_batch(
     metadata: dict[str, str] | None = None,
     kind: BatchKind = "batch",
 ) -> BatchObject:
-    """A batch that is to be validated, and that expires in `seconds`."""
+    """Create a batch that is to be validated, and that expires in `seconds`."""
     now = int(time.time())
     return BatchObject(
         id=_new_id(kind),
@@ -596,7 +600,7 @@ def new_batch(
 def output_line(
     custom_id: str, response: Mapping[str, Any] | None = None, error: Mapping[str, str] | None = None
 ) -> bytes:
-    """A line of a batch's output, without its end."""
+    """Encode a line of a batch's output, without the line break."""
     line = {"id": _new_id("batch_req"), "custom_id": custom_id, "response": response, "error": error}
     return msgspec.json.encode(line)
 

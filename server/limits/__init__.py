@@ -1,1 +1,1 @@
-"""Who may use what: owners and their keys, what each uses, and the limits and turns by which they share the server."""
+"""Owners and their API keys, the resources that each owner uses, and the limits and fair queues between owners."""

@@ -1,7 +1,7 @@
-"""`Accounts`: what each owner uses of the server, from a connection to stored bytes, and what it has used.
+"""`Accounts`: counts each owner's present use of the server's resources, and its total use since the start.
 
-Whatever is limited or shared is counted here by the component that gives it out, so that each limit can ask for the
-owner's own part, for the sum, and for the number of owners.
+The component that allocates a resource counts it here. Each limit can then read the owner's own use, the sum over all
+owners, and the number of owners.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,58 +24,59 @@ Resource = Literal[
     "stored_responses",
     "stored_bytes",
 ]
-"""What is counted: open connections; bytes of request bodies that are held; parsing, renderings, tokenisations and
-grammar checks that wait or run; requests that were admitted and have not ended, and their sequences; sequences without
-an output so far, and the tokens of their prompts; bytes of streams that their clients have not read; bytes of
-resumable streams that have no client; background responses that run; stored responses, and their bytes."""
+"""The counted resources, in this order: open connections; bytes of request bodies in memory; jobs (parsing, rendering,
+tokenisation, grammar checks) that wait or run; admitted requests that have not ended, and their sequences; sequences
+without an output so far, and their prompt tokens; bytes of streams that clients have not read; bytes of resumable
+streams without a connected client; running background responses; stored responses, and their bytes."""
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
 class Tally:
-    """What one owner has used since the server started, or since it was last forgotten for having been idle."""
+    """Total use by one owner since the server started, or since `Accounts` last dropped the tally of the idle
+    owner."""
 
     __slots__ = ("label", "output_tokens", "owner", "prompt_tokens", "refused", "requests")
 
     def __init__(self, owner: Owner, label: str) -> None:
         self.owner = owner
         self.label = label
-        """The label of its metrics."""
+        """Label of this owner in metrics."""
         self.requests = 0
-        """Requests that were admitted."""
+        """Number of admitted requests."""
         self.refused = 0
-        """Requests that were answered with 429."""
+        """Number of requests that were answered with 429."""
         self.prompt_tokens = 0
         self.output_tokens = 0
 
     def counts(self) -> dict[str, int]:
-        """The counts by name."""
+        """Return the counts by name."""
         return {name: getattr(self, name) for name in TALLIES}
 
 
 TALLIES = ("requests", "refused", "prompt_tokens", "output_tokens")
 
 _MAX_TALLIES = 4096
-"""Beyond it, the tallies of owners that use nothing are dropped: without keys, every address is an owner."""
+"""Beyond this number, the tallies of owners that use nothing are dropped: without keys, every address is an owner."""
 
 _MAX_LABELS = 64
 OTHER_LABEL = "other"
-"""The metrics' label of owners beyond the first `_MAX_LABELS` names."""
+"""The label in metrics of owners beyond the first `_MAX_LABELS` names."""
 
 
 class Accounts:
-    """Present use by resource and party (`Owner.party`), and tallies. Not for use from several threads."""
+    """Present use by resource and party (`Owner.party`), and tallies. Not thread-safe."""
 
     def __init__(self) -> None:
         self._tallies: dict[str, Tally] = {}
         self._dropped: dict[str, dict[str, int]] = {}
-        """Counts of dropped tallies, by label. Its keys are all labels that there have been."""
+        """Summed counts of dropped tallies, by label. Its keys are all labels ever given out."""
         self._uses: dict[Resource, dict[str, int]] = {resource: {} for resource in RESOURCES}
-        """Only what is not 0, so that the size is the number of owners."""
+        """Use by resource and party. Zeros are removed, so that the length is the number of users of the resource."""
         self._totals: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
 
     def change(self, party: str, resource: Resource, amount: int) -> None:
-        """An owner uses so much more of a resource, or less."""
+        """Add `amount`, which may be negative, to an owner's use of a resource."""
         uses = self._uses[resource]
         used = uses.get(party, 0) + amount
         if used:
@@ -85,28 +86,28 @@ class Accounts:
         self._totals[resource] += amount
 
     def used(self, party: str, resource: Resource) -> int:
-        """How much of a resource an owner uses."""
+        """Return an owner's use of a resource."""
         return self._uses[resource].get(party, 0)
 
     def total(self, resource: Resource) -> int:
-        """How much of it all owners use."""
+        """Return the use of a resource by all owners together."""
         return self._totals[resource]
 
     def users(self, resource: Resource) -> Mapping[str, int]:
-        """The use of each owner that uses any."""
+        """Return the use of a resource by each owner whose use is not 0."""
         return MappingProxyType(self._uses[resource])
 
     def largest_user(self, resource: Resource) -> str:
-        """The owner that uses most of a resource. Raises `ValueError` if none uses any."""
+        """Return the owner that uses most of a resource. Raises `ValueError` if no owner uses it."""
         uses = self._uses[resource]
         return max(uses, key=uses.__getitem__)
 
     def of_owner(self, party: str) -> dict[str, int]:
-        """All that an owner uses, by resource."""
+        """Return an owner's use of every resource."""
         return {resource: uses.get(party, 0) for resource, uses in self._uses.items()}
 
     def tally(self, owner: Owner) -> Tally:
-        """The tally of an owner."""
+        """Return the tally of an owner; create it if there is none."""
         tally = self._tallies.get(owner.party)
         if tally is None:
             if len(self._tallies) >= _MAX_TALLIES:
@@ -117,13 +118,13 @@ class Accounts:
         return tally
 
     def tallies(self) -> Iterable[Tally]:
-        """Those that are kept."""
+        """Return all tallies that were not dropped."""
         return self._tallies.values()
 
     def by_label(self) -> list[tuple[str, dict[str, int], dict[str, int]]]:
-        """For each label of metrics, the counts of its tallies and the present use of each resource.
+        """Return each label of metrics with the summed counts of its tallies and its present use of each resource.
 
-        An owner without a tally has sent no request with a key: what it uses, such as connections, is its address'.
+        An owner without a tally has sent no request with a key, so its use, such as connections, counts as keyless.
         """
         used = {label: dict(counts) for label, counts in self._dropped.items()}
         for tally in self._tallies.values():
@@ -147,16 +148,16 @@ class Accounts:
 
 
 _RESERVE_PARTS = 2
-"""Beyond its bound, a queue has a reserve of 1 / this of the bound, which its owners share equally."""
+"""Divisor of a queue's bound: a reserve of bound / 2 beyond the bound is shared equally by the owners in the queue."""
 
 
 def has_room(own: int, amount: int, total: int, bound: float, num_owners: int, *, least: int) -> bool:
-    """Whether a bounded queue takes `amount` more of an owner that has `own` of the `total` in it.
+    """Whether a bounded queue accepts `amount` more from an owner that already has `own` of the `total` in it.
 
-    Up to the bound whoever asks is admitted. Beyond it, an owner that shares the queue with others is admitted up to
-    its part of the reserve, or up to `least`: one that fills the queue keeps nobody else out. `num_owners` counts the
-    owners that have something in the queue, and the one that asks. The queue holds at most its bound, a reserve that
-    grows with the logarithm of the number of owners, and `least` for each.
+    Up to the bound, every owner is admitted. Beyond it, an owner that shares the queue with others is admitted up to
+    its part of the reserve, or up to `least`: an owner that fills the queue does not block the others. `num_owners`
+    counts the owners with something in the queue, and the requesting owner. The queue holds at most its bound, a
+    reserve that grows with the logarithm of the number of owners, and `least` for each owner.
     """
     if total + amount <= bound:
         return True

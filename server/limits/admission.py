@@ -1,7 +1,7 @@
-"""`Admission`: the bounded queue before the engine, and `QueueForecast`: when a full queue will have room again.
+"""`Admission`: bounds the requests that wait for the engine. `QueueForecast`: predicts when a full queue has room.
 
-`Generation` asks for the admission of each request; the hub reports when its sequences are queued, start and end. A
-request that is refused gets a 429 with the forecast's time.
+`Generation` asks for the admission of each request; the hub reports when each sequence is queued, has its first output
+and ends. A refused request gets a 429 with the predicted time in `Retry-After`.
 """
 
 import heapq
@@ -24,65 +24,64 @@ from server.limits.quotas import QuotaExceeded, QuotaMeter
 from server.metrics import Metrics
 
 LATEST_SECONDS = 60.0
-"""OpenAI's clients ignore a longer time."""
+"""Largest time that a refused client is given, in seconds: OpenAI's clients ignore a longer one."""
 
 _WINDOW_SECONDS = 10.0
-"""Time constant of the drain rate: a measurement of this age counts for a third."""
+"""Time constant of the moving average of the drain rate: a measurement of this age has a weight of about 1/3."""
 
 _MARGIN = 1.2
-"""Factor on the computed time: a queue drains in batches, and a client that returns too early is refused again."""
+"""Factor on the predicted time: a queue drains in batches, and a client that retries too early is refused again."""
 
 _SOONEST_SECONDS = 0.05
 
 _MAX_RESERVING = 1024
-"""Beyond this number, owners whose reservations have ended are forgotten. The number at most doubles between two
-scans, so that the cost of scanning is constant for each refusal."""
+"""Beyond this number of owners, expired reservations are dropped. The number at most doubles between two scans, so
+that the amortised cost of scanning is constant per refusal."""
 
 _MIN_RETURN_SHARE = 2 / 3
-"""Share of the reservations that clients must return for. Below it, the others are dropped."""
+"""Least share of due reservations whose clients must retry. Below it, the owner's other reservations are dropped."""
 
 _RETURN_SECONDS = 5.0
-"""Shortest time over which that share is measured: clients that round up to seconds return up to one late."""
+"""Shortest time over which that share is measured: clients that round up to seconds retry up to one second late."""
 
 _RETURN_SEQUENCES = 8
-"""Fewest sequences that must have been due in that time: a few that do not return prove nothing."""
+"""Fewest sequences that must have been due in that time: the share of a smaller number is noise."""
 
 
 class QueueForecast:
-    """Measures how fast the queue drains, and gives refused clients the time at which to try again.
+    """Measures how fast the queue drains, and computes after how long a refused client should retry.
 
-    Only the time in which sequences wait counts: an idle queue does not show how fast a full one drains. All times are
-    seconds on `time.monotonic`'s clock.
+    Only the time in which the queue is not empty is measured: an empty queue does not show how fast a full one drains.
+    All times are seconds on `time.monotonic`'s clock.
     """
 
     def __init__(self) -> None:
-        # Until it is measured, the assumed rate is 20 requests a second of 1000 tokens each, with the weight of a
-        # measurement over 0.05 s.
+        # The initial rate is 20 requests a second of 1000 tokens each, with the weight of a measurement over 0.05 s.
         self._busy_seconds, self._sequences, self._tokens = 0.05, 1.0, 1000.0
         self._busy_since: float | None = None
         self._reservations: dict[str, _RetryReservations] = {}
-        """By party: an owner that is refused often waits for its own reservations, and for no other owner's."""
+        """Reservations by party: an owner that is refused often waits after its own reservations only."""
         self._most_reserving = _MAX_RESERVING
 
-    def arrived(self, now: float, sequences: int, party: str = "") -> None:
-        """A request of so many sequences was admitted. For a refused one, call `retry_after`."""
+    def admitted(self, now: float, sequences: int, party: str = "") -> None:
+        """Note that a request of `sequences` sequences was admitted. For a refused one, call `retry_after` instead."""
         if (reservations := self._reservations.get(party)) is not None:
-            reservations.arrived(now, sequences)
+            reservations.note_request(now, sequences)
             if not reservations.sequences:
                 del self._reservations[party]
 
     def start_busy(self, now: float) -> None:
-        """The queue is no longer empty."""
+        """Start the clock of the measurement: the queue is no longer empty."""
         self._busy_since = now
 
     def served(self, now: float, sequences: int, tokens: int) -> None:
-        """Sequences left the queue because they were served."""
+        """Count `sequences` with `tokens` prompt tokens that left the queue because the engine served them."""
         self._measure(now)
         self._sequences += sequences
         self._tokens += tokens
 
     def end_busy(self, now: float) -> None:
-        """The queue is empty."""
+        """Stop the clock of the measurement: the queue is empty."""
         self._measure(now)
         self._busy_since = None
 
@@ -97,32 +96,32 @@ class QueueForecast:
         party: str = "",
         num_owners: int = 1,
     ) -> float:
-        """Seconds until there is room for a request that is refused now, at most `LATEST_SECONDS`.
+        """Return the seconds until there is room for a request that is refused now, at most `LATEST_SECONDS`.
 
-        `excess` and `excess_tokens`: what must leave the queue first. The room is reserved until that time, so that
-        refused clients do not all return at once, unless too few of them return. `num_owners` share the queue: so much
-        longer takes what this owner has reserved before.
+        `excess` and `excess_tokens` are the sequences and tokens that must leave the queue first. The room is reserved
+        until that time, so that refused clients do not all retry at once, unless too few of them do. `num_owners`
+        share the queue, so the owner's earlier reservations take `num_owners` times as long to drain.
         """
         self._measure(now)
         if len(self._reservations) > self._most_reserving:
-            # Most of these owners never return, so that no other call would remove their reservations.
+            # Most of these owners never retry, so no other call would remove their reservations.
             self._reservations = {each: of for each, of in self._reservations.items() if of.ends > now}
             self._most_reserving = max(_MAX_RESERVING, 2 * len(self._reservations))
         reservations = self._reservations.setdefault(party, _RetryReservations())
-        reservations.arrived(now, sequences)
+        reservations.note_request(now, sequences)
         seconds = max(
             self._seconds_for(excess + num_owners * reservations.sequences, self._sequences),
             self._seconds_for(excess_tokens + num_owners * reservations.tokens, self._tokens),
             _SOONEST_SECONDS,
         )
         if seconds >= LATEST_SECONDS:
-            # No reservation: a forecast over such a time is too uncertain.
+            # Reserve nothing: a prediction this far ahead is too uncertain.
             return LATEST_SECONDS
         reservations.add(now, seconds, sequences, tokens)
         return seconds
 
     def _measure(self, now: float) -> None:
-        """Add the time since the last call to the measurement, and let earlier times fade."""
+        """Add the time since the last call to the moving averages, and decay their earlier part."""
         if self._busy_since is None:
             return
         passed, self._busy_since = now - self._busy_since, now
@@ -138,25 +137,25 @@ class QueueForecast:
 
 
 class _RetryReservations:
-    """Room in the queue for clients that were given a time, until that time, or until too few of them return.
+    """Room in the queue reserved for refused clients, each until its retry time, or until too few clients retry.
 
-    Clients cannot be told apart: every arrival counts as a return while there are fewer arrivals than were due.
+    Clients cannot be distinguished: every request counts as a retry while there are fewer requests than due retries.
     """
 
     def __init__(self) -> None:
         self.sequences = 0
         self.tokens = 0
         self.ends = -math.inf
-        """The latest of the times."""
+        """The latest of the retry times."""
         self._times: list[tuple[float, int, int]] = []
-        """(time, sequences, tokens), a heap."""
+        """Heap of (retry time, sequences, tokens)."""
         self._since = 0.0
-        """When the two counts below began."""
+        """Time at which the two counts below began."""
         self._num_due = 0
         self._num_returned = 0
 
     def add(self, now: float, seconds: float, sequences: int, tokens: int) -> None:
-        """Reserve room for a client that was given so many seconds."""
+        """Reserve room for a client that should retry after `seconds`."""
         if not self._times:
             self._restart_counts(now)
         heapq.heappush(self._times, (now + seconds, sequences, tokens))
@@ -164,14 +163,14 @@ class _RetryReservations:
         self.sequences += sequences
         self.tokens += tokens
 
-    def arrived(self, now: float, sequences: int) -> None:
-        """A request arrived, whether it is admitted or refused."""
+    def note_request(self, now: float, sequences: int) -> None:
+        """Count a request, admitted or refused, as a possible retry."""
         while self._times and self._times[0][0] <= now:
             _, due, due_tokens = heapq.heappop(self._times)
             self.sequences -= due
             self.tokens -= due_tokens
             self._num_due += due
-        # Checked before this arrival counts: else each of many simultaneous arrivals would count as a return.
+        # Checked before this request counts: else each of many simultaneous requests would count as a retry.
         if now - self._since >= _RETURN_SECONDS and self._num_due >= _RETURN_SEQUENCES:
             if self._num_returned < _MIN_RETURN_SHARE * self._num_due:
                 self._times.clear()
@@ -184,11 +183,11 @@ class _RetryReservations:
 
 
 _KEY_SECONDS = 1.0
-"""When a key whose requests are all running may try again: it is not known how long they run."""
+"""Retry time of a key that has its most requests running: how long those run is not known."""
 
 
 class Limits(NamedTuple):
-    """Bounds of the queue and of each key's requests; None: no bound."""
+    """Bounds of the queue, and of each key's requests. None means no bound."""
 
     sequences: int | None = None
     tokens: int | None = None
@@ -196,14 +195,14 @@ class Limits(NamedTuple):
 
 
 _LEAST_SEQUENCES, _LEAST_TOKENS = 2, 256
-"""What an owner may have in a queue that others fill."""
+"""The sequences and tokens that an owner may always have in a queue that other owners fill."""
 
 
 class Admission:
-    """Tracks which sequences are queued: submitted, and without an output so far.
+    """Admits requests, and tracks the queued sequences: those that were submitted and have no output so far.
 
-    The bounds hold for all owners together. One that fills the queue is refused first: others are still admitted, up
-    to their part of a reserve (`has_room`).
+    The bounds hold for all owners together. An owner that fills the queue is refused first: other owners are still
+    admitted, up to their part of a reserve (`has_room`).
     """
 
     def __init__(
@@ -214,21 +213,21 @@ class Admission:
         quotas: QuotaMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`accounts` and `quotas`: default: of its own, without quotas."""
+        """By default, `accounts` is a new object, and `quotas` checks nothing."""
         self._limits = limits
         self._most_running = limits.sequences
-        """The bound of queued sequences where no setting gives one."""
+        """Bound of queued sequences where no setting gives one."""
         self._capacity: int | None = None
-        """That of their tokens, once the model is loaded."""
+        """Bound of queued tokens where no setting gives one; None until the model is loaded."""
         self._metrics = metrics
         self.accounts = Accounts() if accounts is None else accounts
         self.quotas = QuotaMeter(self.accounts) if quotas is None else quotas
         self._clock = clock
         self._queued: dict[int, tuple[str, int]] = {}
-        """Party and prompt tokens of each queued sequence, by its id; by a negative one of each request that waits
-        for its model."""
+        """Party and prompt tokens of each queued sequence, by its id. A request that waits for its model to load has a
+        negative id."""
         self._queue = Accounts()
-        """What the owners have in this queue. `accounts` counts those of the server's other models too."""
+        """Each owner's use of this queue. `accounts` includes the queues of the server's other models."""
         self._num_waits = 0
         self._forecast = QueueForecast()
 
@@ -236,7 +235,8 @@ class Admission:
     def of(
         cls, config: Config, metrics: Metrics, accounts: Accounts | None = None, quotas: QuotaMeter | None = None
     ) -> Self:
-        """With the bounds of `config`. Until `open`, a token bound that depends on the cache is not known."""
+        """Create it with the bounds of `config`. A token bound that depends on the KV cache is unknown before
+        `open`."""
         settings = config.server_config
         running = config.max_num_seqs * config.parallel_config.data_parallel_size
         admission = cls(Limits(running), metrics, accounts, quotas)
@@ -244,7 +244,7 @@ class Admission:
         return admission
 
     def limit(self, settings: ServerConfig) -> None:
-        """From now on, admit requests within these bounds and quotas. What is admitted already stays so."""
+        """Apply new bounds and quotas to later requests. Requests that are admitted already stay admitted."""
         sequences, tokens = settings.max_queued_requests, settings.max_queued_tokens
         self._limits = Limits(
             self._most_running if sequences is None else sequences,
@@ -254,32 +254,32 @@ class Admission:
         self.quotas.defaults = QuotaMeter.defaults_of(settings)
 
     def open(self, model: ModelInfo, num_replicas: int = 1) -> None:
-        """Set the token bound, unless a flag does, to the prompt tokens that the loaded model's KV caches hold."""
+        """Set the token bound, unless a setting does, to the prompt tokens that the loaded model's KV caches hold."""
         self._capacity = model.block_size * model.num_kvcache_blocks * num_replicas
         if self._limits.tokens is None:
             self._limits = self._limits._replace(tokens=self._capacity)
 
     @property
     def num_queued(self) -> int:
-        """Sequences without an output so far."""
+        """Number of sequences without an output so far."""
         return len(self._queued)
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of their prompts."""
+        """Number of prompt tokens of the queued sequences."""
         return self._queue.total("queued_tokens")
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is queued and no request of any key is live."""
+        """Whether no sequence is queued and no admitted request is live."""
         return not self._queued and not self.queued_tokens and not self.accounts.users("requests")
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def precheck(self, owner: Owner, sequences: int) -> None:
-        """Refuse what `admit` would refuse with any prompts, before work is done on them.
+        """Refuse a request that `admit` would refuse whatever its prompts are, before work is done on them.
 
-        Raises `Overloaded`, and counts it.
+        Raises `Overloaded`, and counts the refusal.
         """
         refused = self._refusal(owner, sequences, 1)
         if refused is not None:
@@ -288,9 +288,9 @@ class Admission:
 
     @contextmanager
     def waiting(self, owner: Owner) -> Iterator[None]:
-        """Surrounds the time in which a request waits for its model to be loaded: it is queued, as one sequence.
+        """Queue a request as one sequence while it waits for its model to be loaded.
 
-        Raises `Overloaded`, and counts it.
+        Raises `Overloaded`, and counts the refusal.
         """
         self.precheck(owner, 1)
         self._num_waits += 1
@@ -302,17 +302,17 @@ class Admission:
             self.remove(id)
 
     def admit(self, owner: Owner, prompt_tokens: Sequence[int]) -> Tally:
-        """Admit a request until `release`; the tally to which its output is to be added. Raises `Overloaded`.
+        """Admit a request until `release`, and return the tally that counts its output. Raises `Overloaded`.
 
-        `prompt_tokens` holds what each of its sequences adds to the queue. A request that exceeds a bound by itself is
-        admitted when nothing is queued: otherwise it never would be.
+        `prompt_tokens` has the number of tokens that each of its sequences adds to the queue. A request that exceeds a
+        bound by itself is admitted when nothing is queued: otherwise it never would be.
         """
         sequences, tokens = len(prompt_tokens), sum(prompt_tokens)
         self._metrics.received(sequences)
         refused = self._refusal(owner, sequences, tokens)
         if refused is not None:
             self._refuse(owner, *refused, sequences)
-        self._forecast.arrived(self._clock(), sequences, owner.party)
+        self._forecast.admitted(self._clock(), sequences, owner.party)
         self.accounts.change(owner.party, "requests", 1)
         tally = self.accounts.tally(owner)
         tally.requests += 1
@@ -320,13 +320,13 @@ class Admission:
         return tally
 
     def release(self, owner: Owner) -> None:
-        """An admitted request has ended."""
+        """Note that an admitted request has ended."""
         self.accounts.change(owner.party, "requests", -1)
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
     def queue(self, request_id: int, prompt_tokens: int, party: str) -> None:
-        """A sequence of an admitted request of this owner was submitted."""
+        """Note that a sequence of an admitted request was submitted to the engine."""
         if not self._queued:
             self._forecast.start_busy(self._clock())
         self._queued[request_id] = party, prompt_tokens
@@ -335,11 +335,11 @@ class Admission:
             accounts.change(party, "queued_tokens", prompt_tokens)
 
     def first_output(self, request_id: int) -> None:
-        """The first output of a sequence arrived."""
+        """Note that the first output of a sequence was received."""
         self._dequeue(request_id, served=True)
 
     def remove(self, request_id: int) -> None:
-        """A sequence ended or was suspended. No effect on one that has left the queue."""
+        """Note that a sequence ended or was suspended. No effect if it has left the queue."""
         self._dequeue(request_id, served=False)
 
     def _dequeue(self, request_id: int, *, served: bool) -> None:
@@ -358,7 +358,7 @@ class Admission:
     # -- refusals -----------------------------------------------------------------------------------------------
 
     def _refusal(self, owner: Owner, sequences: int, tokens: int) -> tuple[str, Overloaded] | None:
-        """Why a request cannot be admitted now: the metrics' reason and the error; None if it can."""
+        """Return the label for metrics and the error if a request cannot be admitted now, else None."""
         limits, accounts, party = self._limits, self.accounts, owner.party
         live = accounts.used(party, "requests")
         if limits.requests_per_key is not None and live >= limits.requests_per_key:
@@ -399,7 +399,7 @@ class Admission:
         raise error
 
     def _seconds(self, owner: Owner, owners: int, sequences: int, tokens: int) -> float:
-        """Seconds until there is room for a request of this size; the room is reserved for it."""
+        """Return the seconds until there is room for a request of this size, and reserve that room."""
         excess = excess_tokens = 0
         if self._limits.sequences is not None:
             sequences = min(sequences, self._limits.sequences)
@@ -414,10 +414,10 @@ class Admission:
 
 @contextmanager
 def counted_refusals(metrics: Metrics) -> Iterator[None]:
-    """Surrounds all work before `Admission.admit`: counts a request that is refused there, as one sequence."""
+    """Count a request, as one sequence, that is refused within this context: by the work before `Admission.admit`."""
     try:
         yield
-    except ClientDisconnect:  # It did not ask for anything yet.
+    except ClientDisconnect:  # The request was not complete.
         raise
     except Exception as error:
         if isinstance(error, Overloaded) and not isinstance(error, TooManyJobs):  # `precheck` has counted it.
@@ -428,7 +428,7 @@ def counted_refusals(metrics: Metrics) -> Iterator[None]:
 
 
 def _why_refused(error: Exception) -> str:
-    """The metrics' reason for a request that was refused before `admit`."""
+    """Return the label for metrics of a request that was refused before `admit`."""
     if isinstance(error, TooManyJobs):
         return "jobs"
     if isinstance(error, ShuttingDown):

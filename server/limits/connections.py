@@ -1,15 +1,15 @@
-"""`Connections`: which connections the server keeps, and for how long. `Acceptor`: accepts them.
+"""`Connections`: bounds the number and the duration of open connections. `Acceptor`: accepts connections.
 
-A connection is in one of these phases; from any of them it may end.
+A connection is always in one of these phases, and may end in any of them.
 
     head ──► body ──► answer ──► idle ──► head ...
                           └────► rest ──► idle        (answered before the body's end; the rest is discarded)
 
-A connection serves a request from the request's last byte to the end of its answer. There are fewer of them than
-connections may be open, so that there is always room for the head of a probe. They are not closed for others as long
-as their clients read; a new request beyond them is refused in words. All other connections, those of probes too, make
-room when there are too many: the oldest of the address that has the most, but for those that do not wait for their
-clients.
+A connection is "served" from the last byte of its request to the end of the answer. Fewer connections may be served
+than open, so that the head of a probe (a request to `/health` and the like) can always be read. A served connection is
+not closed in favour of others while its client reads; a request beyond the bound gets an error. All other connections,
+those of probes too, are closed when too many are open: first the oldest one of the address that has the most. Spared
+are connections that wait for this server, not for their client.
 """
 
 import asyncio
@@ -40,49 +40,51 @@ _log = logging.getLogger(__name__)
 Phase = Literal["head", "body", "answer", "idle", "rest"]
 
 _ENGINE_DESCRIPTORS = 24
-"""Descriptors left to the engine's supervisor, the checkers of grammars and templates, and the metrics."""
+"""File descriptors reserved for the engine's supervisor, the checkers of grammars and templates, and the metrics."""
 
 _LEAST_CONNECTIONS, _MOST_CONNECTIONS = 4, 8192
-"""Range of the number that follows from the limit of open files."""
+"""Range of the default number of connections, which is computed from the limit of open files."""
 
 _RESERVED_PARTS, _MOST_RESERVED = 4, 64
-"""Of all connections, a part of 1 / this, up to so many, never serves requests: there, heads are read."""
+"""1 / 4 of all connections, but at most 64, are reserved for reading heads and are never served."""
 
 _MOST_HELD_BYTES = 32 * 2**20
-"""Largest default of `max_request_bytes`, which follows from the model."""
+"""Upper bound of the default of `max_request_bytes`, which is computed from the model."""
 
 _BODY_BUDGET_BODIES = 64
-"""Bodies of the largest size that may be held while they arrive."""
+"""Number of bodies of the largest size that may be in memory while they are received."""
 
 _LEAST_AGE_SECONDS, _MOST_LEAST_AGE_SECONDS = 0.005, 0.05
-"""A connection makes no room for new ones before this age, so that a flood does not close those that send at once."""
+"""Range of the least age at which a connection is closed for new ones: a flood must not close clients that send at
+once."""
 
 _MOST_UNREAD_SECONDS = 0.25
-"""Nor before this age, if bytes of its first request have arrived that this process has not read yet."""
+"""Least age at which a connection is closed for new ones if bytes of its first request wait to be read."""
 
 _MOST_NEW_PER_SECOND = 3200
-"""New connections that are accepted in a second at most. With more connections that make room, the least age rises so
-that this rate holds; it is at least half of the age that holds when all connections that may be open make room."""
+"""Most new connections accepted per second. The more connections could be closed, the higher is the least age, so that
+this rate holds; it is at least half of the age that holds when all connections could be closed."""
 
 _MAX_SPARED = 16
-"""Most connections that make no room because they do not wait for their clients, before one of them does."""
+"""Most connections that are spared in one search because they wait for this server; then one of them is closed."""
 
 _READING_SECONDS = 5.0
-"""Time over which it is measured how fast a client reads that does not keep up."""
+"""Time over which the reading rate of a slow client is measured."""
 
 _NUM_KNOWN_ADDRESSES = 1024
 
 _SWEEP_SECONDS = 0.5
 _REPORT_SECONDS = 10.0
 
-_FIRST_QUESTION_SECONDS, _LAST_QUESTION_SECONDS = 2.0, 16.0
-"""After a client has shut down its sending side, when it is asked whether it still reads, and the longest interval."""
+_FIRST_CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 2.0, 16.0
+"""After a client has shut down its sending side: time until the first check whether it still reads, and the longest
+interval between two checks."""
 
 _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
-"""States in the first byte of TCP_INFO (linux/tcp_states.h): of a connection that was reset, and of one whose client
-sends no more."""
+"""Values of the state in the first byte of TCP_INFO (linux/tcp_states.h): the connection was reset; the client has
+shut down its sending side."""
 _ACKED_BYTES = slice(120, 128)
-"""Where TCP_INFO (linux/tcp.h) counts the bytes that the other side has taken."""
+"""Bytes of TCP_INFO (linux/tcp.h) that count the bytes acknowledged by the client."""
 
 _MAX_ADMITTED_AT_ONCE, _MAX_ACCEPTED_AT_ONCE = 8, 64
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -90,7 +92,7 @@ _RETRY_SECONDS = 0.05
 
 
 class TooManyConnections(ApiError):
-    """Too many connections serve requests: 503."""
+    """Too many connections are served: 503."""
 
     status = 503
     code = "too_many_connections"
@@ -109,26 +111,26 @@ class ConnectionLimits(NamedTuple):
     """Bounds on connections; times in seconds."""
 
     connections: int
-    """Most that are open."""
+    """Most open connections."""
     per_address: int
-    """Most of one address, or of one /64 network of IPv6."""
+    """Most open connections of one IPv4 address, or of one /64 network of IPv6."""
     proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
-    """Addresses that may have any number."""
+    """Networks whose addresses may have any number of connections."""
     head_seconds: float = 10.0
     body_rate: int = 1024
-    """Least bytes a second of a body, on average after `head_seconds`; 0: no least rate.
+    """Least bytes a second of a body, on average after `head_seconds`; 0 means no least rate.
 
-    Clients that take what waits for them more slowly keep no place from others."""
+    Served connections whose clients read their answers more slowly may be closed for others."""
     idle_seconds: float = 75.0
     unread_seconds: float = 300.0
     request_bytes: int = 4 * 2**20
-    """Most bytes of a body that are held in memory while it arrives; more of it, of an upload, go to the disk."""
+    """Most bytes of one body in memory while it is received; further bytes of an upload are written to disk."""
     body_bytes: int = 256 * 2**20
-    """Most bytes of all bodies that are held in memory while they arrive."""
+    """Most bytes of all bodies together in memory while they are received."""
 
     @classmethod
     def of(cls, config: ServerConfig, num_free: int, max_request_bytes: int) -> Self:
-        """Those of `config`, for a process that may open `num_free` more files."""
+        """Compute the limits of `config`, for a process that may open `num_free` more files."""
         available = num_free - _ENGINE_DESCRIPTORS
         connections = config.max_connections or max(min(available, _MOST_CONNECTIONS), _LEAST_CONNECTIONS)
         if connections > available:
@@ -151,7 +153,7 @@ class ConnectionLimits(NamedTuple):
 
     @property
     def serving(self) -> int:
-        """Most connections that serve requests other than probes."""
+        """Most connections that may be served at a time, not counting probes."""
         return self.connections - max(1, min(self.connections // _RESERVED_PARTS, _MOST_RESERVED))
 
     def is_proxy(self, host: str | None) -> bool:
@@ -166,7 +168,7 @@ class ConnectionLimits(NamedTuple):
 
 
 def num_free_descriptors() -> int:
-    """How many more files this process may open."""
+    """Return how many more files this process may open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
@@ -175,16 +177,16 @@ class Connection:
 
     __slots__ = (
         "_abort",
-        "_ask",
-        "_ask_at",
-        "_ask_interval",
         "_body_bytes",
+        "_check_at",
+        "_check_interval",
         "_has_begun",
         "_has_pipelined",
         "_is_half_closed",
         "_is_probe",
         "_is_served",
         "_phase",
+        "_provoke_reset",
         "_reading_since",
         "_refuse",
         "_since",
@@ -212,50 +214,52 @@ class Connection:
         self._abort: Callable[[], object] | None = None
         self._phase: Phase = "head"
         self._since = self.waits_since = table.clock()
-        """When its phase began, and when it began to make room for others, if it does."""
+        """Time at which its phase began, and time since which it may be closed for others."""
         self._has_begun = False
-        """Whether a byte of the head has arrived."""
+        """Whether a byte of the head was received."""
         self._is_probe = False
-        """Whether its request needs no place among those that are served."""
+        """Whether its request is a probe, which is not counted as served."""
         self._is_served = False
-        """Whether it counts among the connections that serve requests."""
+        """Whether it counts as a served connection."""
         self._body_bytes = 0
-        """Bytes of the body that have arrived."""
+        """Bytes of the body that were received."""
         self._unread, self._unread_since = 0, 0.0
-        """Bytes that wait to be sent, and since when this number has not changed."""
+        """Bytes that wait to be sent, and the time since which this number has not changed."""
         self._reading_since, self._taken_before = 0.0, -1
-        """Since when it is measured how fast the client reads, and the bytes that it had taken; -1: it keeps up."""
+        """Start of the measurement of the client's reading rate, and the bytes acknowledged at that time; -1: no
+        measurement, because nothing waits to be sent."""
         self._has_pipelined = False
-        """Whether further requests have arrived after the one that is served: nothing more is read then."""
+        """Whether further (pipelined) requests were received after the served one: nothing more is read then."""
         self._is_half_closed = False
-        self._ask: Callable[[], object] | None = None
-        self._ask_at = self._ask_interval = 0.0
+        self._provoke_reset: Callable[[], object] | None = None
+        self._check_at = self._check_interval = 0.0
 
     def established(
         self,
         transport: asyncio.Transport,
         refuse: Callable[[ApiError], object],
         abort: Callable[[], object],
-        ask: Callable[[], object],
+        provoke_reset: Callable[[], object],
     ) -> None:
-        """Bytes may arrive; `refuse` answers a request that is not complete with an error, and closes.
+        """Note that the transport is ready. `refuse` answers an incomplete request with an error, and closes.
 
-        `abort` closes at once, and notifies the request in progress that its client is gone. `ask` sends bytes that
-        the system of a client that is gone answers with a reset.
+        `abort` closes at once, and notifies the request in progress that its client is gone. `provoke_reset` sends
+        bytes that a client's system answers with a reset if the client has closed its socket.
         """
-        self._transport, self._refuse, self._abort, self._ask = transport, refuse, abort, ask
+        self._transport, self._refuse, self._abort = transport, refuse, abort
+        self._provoke_reset = provoke_reset
         if not self.is_open:
             abort()
 
     def received(self) -> None:
-        """Bytes have arrived."""
+        """Note that bytes were received."""
         self._has_begun = True
         if self._phase == "idle":
             self._table.forget(self)
             self._enter("head")
 
     def begin_request(self, *, is_probe: bool) -> TooManyConnections | None:
-        """The head of a request is complete; the error, if it must be refused."""
+        """Note that the head of a request is complete. Returns the error if the request must be refused."""
         if not self.is_open:
             return None
         if self._phase != "answer":
@@ -265,19 +269,19 @@ class Connection:
                 self._enter("body")
             return refused
         self._has_pipelined = True
-        # A pipelined request. The phase is set when the one before it has been answered. Behind a probe, it needs its
-        # place now: afterwards, the application works on it already.
+        # A pipelined request: `end_answer` of the request before it sets the phase. If that one is a probe, this one
+        # must be counted as served now: at `end_answer`, the application has already begun to work on it.
         return None if is_probe else self._serve()
 
     def received_body(self, num_bytes: int) -> None:
-        """Bytes of a body have arrived."""
+        """Note that bytes of a body were received."""
         if self._phase == "body" and self.is_open:
             before = self._held_bytes
             self._body_bytes += num_bytes
             self._table.received_body(self, self._held_bytes - before)
 
     def end_body(self) -> TooManyConnections | None:
-        """The request is complete; the error, if it must be refused."""
+        """Note that the request is complete. Returns the error if the request must be refused."""
         if not self.is_open:
             return None
         if self._phase == "body":
@@ -291,7 +295,11 @@ class Connection:
         return None
 
     def end_answer(self, *, begun: bool, complete: bool) -> None:
-        """An answer is complete. `begun`: the next request is served; `complete`: it, or else this one, arrived."""
+        """Note that an answer is complete.
+
+        `begun`: whether a next, pipelined request has begun. `complete`: whether all bytes of that request, or of this
+        one if none has begun, were received.
+        """
         self._has_pipelined = begun
         if begun and complete:
             self._enter("answer")
@@ -305,25 +313,25 @@ class Connection:
         self._enter("idle" if complete else "rest")
 
     def discard(self) -> None:
-        """The last answer has been sent; what still arrives is discarded for a while."""
+        """Note that the last answer was sent: for a while, further bytes are received and discarded."""
         self._release()
         self._enter("rest")
 
     def half_closed(self) -> None:
-        """The client sends no more, and may have gone: it is asked from now on."""
+        """Note that the client has shut down its sending side: from now on, check whether it still reads."""
         self._is_half_closed = True
-        self._ask_interval = _FIRST_QUESTION_SECONDS
-        self._ask_at = self._table.clock() + self._ask_interval
+        self._check_interval = _FIRST_CHECK_SECONDS
+        self._check_at = self._table.clock() + self._check_interval
 
     def close(self) -> None:
-        """The connection has ended, for whatever reason. No effect on one that has ended."""
+        """Note that the connection has ended, for whatever reason. Idempotent."""
         if self.is_open:
             self.is_open = False
             self._release()
             self._table.closed(self)
 
     def evict(self) -> None:
-        """Close it at once: others need its place."""
+        """Close it at once, to make room for another connection."""
         self._end_as("evicted")
 
     # -- for `Connections` --------------------------------------------------------------------------------------
@@ -334,14 +342,15 @@ class Connection:
 
     @property
     def body_rate(self) -> float:
-        """Bytes a second of a body that is arriving; infinite in other phases."""
+        """Bytes a second of the body that is being received; infinite in other phases."""
         if self._phase != "body":
             return math.inf
         return self._body_bytes / max(self._table.clock() - self._since, _LEAST_AGE_SECONDS)
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether nothing has arrived that is to be read, and the rest is late, or an answer is not taken."""
+        """Whether this server waits for the client: for bytes of a request that are late, or for it to read its
+        answer."""
         if self._phase == "answer":
             return self._transport is not None and self._transport.get_write_buffer_size() > 0
         if self._phase == "body" and self.body_rate >= max(self._table.limits.body_rate, 1):
@@ -350,12 +359,13 @@ class Connection:
 
     @property
     def is_about_to_be_read(self) -> bool:
-        """Whether the first bytes of its first request have arrived, and are read in one of the next rounds."""
+        """Whether the first bytes of its first request wait in the socket, to be read in one of the loop's next
+        rounds."""
         return self._phase == "head" and not self._has_begun and self._has_unread
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of a body that are held in memory."""
+        """Bytes of its body that are in memory."""
         return self._held_bytes
 
     def check(self, now: float) -> None:
@@ -363,7 +373,7 @@ class Connection:
         limits, elapsed = self._table.limits, now - self._since
         num_unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
         self._measure_reading(num_unsent, now)
-        if self._is_unread(num_unsent, now):
+        if self._reads_nothing(num_unsent, now):
             self._end_as("unread")
         elif self._is_half_closed:
             self._check_half_closed(now)
@@ -383,14 +393,14 @@ class Connection:
             sentence = f"the request's body arrived at less than {limits.body_rate} bytes a second (min_body_rate)"
             self._time_out("body", sentence)
 
-    def _is_unread(self, num_bytes: int, now: float) -> bool:
-        """Whether the client has read nothing for too long, with `num_bytes` waiting to be sent now."""
+    def _reads_nothing(self, num_bytes: int, now: float) -> bool:
+        """Return whether the client has read nothing for too long while bytes, now `num_bytes`, wait to be sent."""
         if num_bytes != self._unread:
             self._unread, self._unread_since = num_bytes, now
         return bool(num_bytes) and now - self._unread_since > self._table.limits.unread_seconds
 
     def _measure_reading(self, num_unsent: int, now: float) -> None:
-        """Note whether the client takes what waits for it at less than the least rate."""
+        """Measure whether the client reads waiting bytes at less than the least rate, and report it to the table."""
         if not num_unsent or not self._is_served:
             if self._taken_before >= 0:
                 self._taken_before = -1
@@ -409,10 +419,10 @@ class Connection:
     def _check_half_closed(self, now: float) -> None:
         if self._tcp_state == _TCP_CLOSE:
             self._end_as("gone")
-        elif now >= self._ask_at and self._ask is not None:
-            self._ask()
-            self._ask_interval = min(2 * self._ask_interval, _LAST_QUESTION_SECONDS)
-            self._ask_at = now + self._ask_interval
+        elif now >= self._check_at and self._provoke_reset is not None:
+            self._provoke_reset()
+            self._check_interval = min(2 * self._check_interval, _LONGEST_CHECK_SECONDS)
+            self._check_at = now + self._check_interval
 
     def _time_out(self, reason: str, sentence: str) -> None:
         if self._has_begun and self._refuse is not None:
@@ -429,7 +439,7 @@ class Connection:
             if self._abort is not None:
                 self._abort()
             else:
-                # Whoever sets the connection up, TLS for instance, sees that it has ended.
+                # The code that sets the connection up, such as the TLS handshake, then sees that it has ended.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -439,7 +449,7 @@ class Connection:
 
     @property
     def _has_unread(self) -> bool:
-        """Whether bytes have arrived that this process has not come to read."""
+        """Whether received bytes wait in the socket."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except OSError:
@@ -450,7 +460,7 @@ class Connection:
         return min(self._body_bytes, self._table.limits.request_bytes)
 
     def _serve(self) -> TooManyConnections | None:
-        """Count it among the connections that serve requests, or why not."""
+        """Count it as served; return the error instead if it must be refused."""
         if self._is_served:
             return None
         refused = self._table.refusal(self)
@@ -477,18 +487,19 @@ class Connection:
 
 
 class _Waiting:
-    """Connections by party; finds the oldest of the party that has the most, each in constant time."""
+    """Connections by party. Finds the oldest one of the party that has the most; every operation takes constant
+    time."""
 
     def __init__(self) -> None:
         self._parties: dict[str, dict[Connection, None]] = {}
-        """Its connections, the oldest first."""
+        """Connections of each party, oldest first."""
         self._by_number: defaultdict[int, dict[str, None]] = defaultdict(dict)
         """Parties by the number of their connections."""
         self._most = 0
         self.num_connections = 0
 
     def add(self, connection: Connection) -> None:
-        """As the newest. No effect on one that is there."""
+        """Add a connection as the newest. No effect if it is present."""
         own = self._parties.setdefault(connection.party, {})
         if connection not in own:
             own[connection] = None
@@ -508,7 +519,7 @@ class _Waiting:
         return connection in self._parties.get(connection.party, ())
 
     def oldest(self, party: str | None = None) -> Connection | None:
-        """The oldest of a party; None: of the one that has the most."""
+        """Return the oldest connection of a party; by default, of the party that has the most."""
         if party is None:
             if not self._most:
                 return None
@@ -542,28 +553,28 @@ class Connections:
         self._metrics = metrics
         self._open: dict[Connection, None] = {}
         self._waiting = _Waiting()
-        """Those that serve no request, and make room for others."""
+        """Connections that are not served, and may be closed for others."""
         self._slow = _Waiting()
-        """Those that serve a request whose client hardly reads the answer, and make room for other requests."""
+        """Served connections whose clients read too slowly, and which may be closed for other requests."""
         self._num_served = 0
         self._served: defaultdict[str, int] = defaultdict(int)
-        """Connections that serve requests, by party."""
+        """Number of served connections, by party."""
         self._num_reported = 0
         self._num_closed = 0
         self._report_at = 0.0
         self._origin_of = functools.lru_cache(_NUM_KNOWN_ADDRESSES)(
             lambda host: (Owner.of_address(host).party, limits.is_proxy(host))
         )
-        """The party of an address, and whether it may have any number of connections."""
+        """Returns the party of an address, and whether it may have any number of connections."""
         metrics.show_connections(lambda: len(self._open))
 
     def __len__(self) -> int:
         return len(self._open)
 
     def open(self, sock: socket.socket, host: str | None) -> Connection | None:
-        """A connection from `host` was accepted; None if there is no room for it, even if others make room."""
+        """Register an accepted connection from `host`. Returns None if there is no room, and none can be made."""
         party, is_exempt = self._origin_of(host)
-        # One more than serve requests, so that its head is read, and it is refused in words or is a probe.
+        # One more than may be served: its head is read, so that it is served as a probe or gets an error.
         if (
             not is_exempt
             and self._accounts.used(party, "connections") > self.limits.per_address
@@ -582,7 +593,8 @@ class Connections:
 
     @property
     def open_at(self) -> float:
-        """When a new connection is taken: those that make room for it shall have had a moment to send a request."""
+        """Return the time at which to accept a new connection, so that those it may displace had time to send a
+        request."""
         if len(self._open) < self.limits.connections:
             return -math.inf
         victim = self._waiting.oldest(None)
@@ -597,7 +609,8 @@ class Connections:
         return open_at
 
     def make_room(self) -> bool:
-        """Close the oldest connection that makes room, of the address that has most; whether there was one."""
+        """Close the oldest connection that may be closed, of the address that has most; return whether there was
+        one."""
         return self._make_room(None)
 
     def sweep(self) -> None:
@@ -623,7 +636,7 @@ class Connections:
     # -- for `Connection` ---------------------------------------------------------------------------------------
 
     def refusal(self, connection: Connection) -> TooManyConnections | None:
-        """Why a connection cannot be one of those that serve requests; None if it can, perhaps in place of another."""
+        """Return why a connection cannot be served, or None if it can, if need be after closing a slow one."""
         limits = self.limits
         party = connection.party
         if not connection.is_exempt and self._served[party] >= limits.per_address and not self._end_slow(party):
@@ -641,13 +654,16 @@ class Connections:
         return None
 
     def began_request(self, connection: Connection) -> None:
-        """A connection is one of those that serve requests from now on, until `ended_request`."""
+        """Count a connection as served until `ended_request`."""
         self._num_served += 1
         self._served[connection.party] += 1
         self._waiting.discard(connection)
 
     def received_body(self, connection: Connection, num_bytes: int) -> None:
-        """Hold so many more bytes. Beyond what may be held, the largest body of the address that holds most ends."""
+        """Count `num_bytes` more bytes of bodies in memory.
+
+        Beyond the bound, the connection with the largest body, of the address that holds most, is closed.
+        """
         self._accounts.change(connection.party, "body_bytes", num_bytes)
         if self._accounts.total("body_bytes") <= self.limits.body_bytes:
             return
@@ -656,18 +672,18 @@ class Connections:
         largest.evict()
 
     def released_body(self, connection: Connection, num_bytes: int) -> None:
-        """A body has arrived, or will not."""
+        """Note that a body is complete, or never will be, so that its bytes no longer count."""
         self._accounts.change(connection.party, "body_bytes", -num_bytes)
 
     def ended_request(self, connection: Connection) -> None:
-        """A request that was served has been answered, or its client has gone."""
+        """Note that the request of a served connection was answered, or its client has gone."""
         self._num_served -= 1
         self._served[connection.party] -= 1
         if not self._served[connection.party]:
             del self._served[connection.party]
 
     def moved(self, connection: Connection, *, makes_room: bool) -> None:
-        """A connection has entered another phase."""
+        """Note that a connection has entered another phase."""
         self._slow.discard(connection)
         if not makes_room:
             self._waiting.discard(connection)
@@ -676,16 +692,16 @@ class Connections:
             self._waiting.add(connection)
 
     def set_slow(self, connection: Connection, *, is_slow: bool) -> None:
-        """The client of a connection that serves a request reads at less than the least rate, or no longer."""
+        """Note whether the client of a served connection reads at less than the least rate."""
         (self._slow.add if is_slow else self._slow.discard)(connection)
 
     def forget(self, connection: Connection) -> None:
-        """A connection is no longer among those that make room."""
+        """Remove a connection from those that may be closed for others."""
         self._waiting.discard(connection)
         self._slow.discard(connection)
 
     def closed(self, connection: Connection) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         self.forget(connection)
         del self._open[connection]
         self._accounts.change(connection.party, "connections", -1)
@@ -699,7 +715,7 @@ class Connections:
             self._waiting.add(victim)
             victim = self._waiting.oldest(party) if len(spared) < _MAX_SPARED else None
         if victim is None or victim in spared:
-            # None is late. The slowest body ends, or else the oldest connection.
+            # No client is late: close the connection with the slowest body, or else the oldest one.
             victim = min(spared, key=lambda each: each.body_rate, default=None)
         if victim is not None:
             victim.evict()
@@ -713,7 +729,7 @@ class Connections:
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket, as far as `Connections` has room for them."""
+    """Accepts the connections of a listening socket while `Connections` has room."""
 
     def __init__(
         self,
@@ -722,9 +738,10 @@ class Acceptor:
         new_protocol: Callable[[Connection], asyncio.Protocol],
         tls: Callable[[], ssl.SSLContext] | None,
     ) -> None:
-        """`tls` returns what the next connection uses; None: plain HTTP.
+        """Start to accept connections in the running event loop, until `close`. The caller owns `listener`.
 
-        Accept from now on, in the running event loop, until `close`. The caller owns `listener`."""
+        `tls` returns the TLS context of the next connection; None means plain HTTP.
+        """
         self._listener = listener
         self._connections = connections
         self._new_protocol = new_protocol
@@ -732,7 +749,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._starting: set[asyncio.Task[None]] = set()
         self._spare: int | None = None
-        """A descriptor that is given up to accept a connection when there is no other."""
+        """A descriptor that is closed in order to accept a connection when no other descriptor is free."""
         self._sweep_timer = self._loop.call_later(_SWEEP_SECONDS, self._sweep)
         self._retry: asyncio.TimerHandle | None = None
         listener.setblocking(False)
@@ -741,14 +758,14 @@ class Acceptor:
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Accept no more. Connections go on, and are still checked."""
+        """Stop accepting. Open connections continue and are still checked."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)
         self._give_up_spare()
 
     def stop(self) -> None:
-        """Check connections no more."""
+        """Stop checking connections."""
         self._sweep_timer.cancel()
 
     def _sweep(self) -> None:
@@ -760,7 +777,7 @@ class Acceptor:
         for _ in range(_MAX_ACCEPTED_AT_ONCE):
             delay = self._connections.open_at - self._connections.clock()
             if delay > 0:
-                self._pause(delay)  # Meanwhile the system holds the new ones.
+                self._pause(delay)  # Meanwhile the system queues new connections.
                 return
             try:
                 sock, address = self._listener.accept()
@@ -780,14 +797,15 @@ class Acceptor:
                 return
 
     def _accept_without_descriptor(self) -> None:
-        """This process, or the system, can open no file: have a connection make room, or refuse the new ones."""
+        """Handle that no file can be opened: close a connection to make room, or refuse the new ones."""
         self._connections.note_closed("descriptors")
         if not self._connections.make_room() and self._spare is not None:
             self._give_up_spare()
             with contextlib.suppress(OSError):
                 sock, _ = self._listener.accept()
                 _refuse(sock)
-        # What is closed is free in the loop's next round; until then the listener would be reported again and again.
+        # A closed descriptor is free in the loop's next round. Until then, the loop would report the listener
+        # repeatedly.
         self._pause(_RETRY_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -822,7 +840,7 @@ class Acceptor:
         task.add_done_callback(self._starting.discard)
 
     async def _start(self, sock: socket.socket, connection: Connection) -> None:
-        """Hand the connection to a protocol of its own, after the TLS handshake where there is one."""
+        """Attach a new protocol to the connection, after the TLS handshake if there is one."""
         timeout = None if self._tls is None else self._connections.limits.head_seconds
         try:
             await self._loop.connect_accepted_socket(
@@ -839,11 +857,11 @@ class Acceptor:
 
 
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
-"""A client that is silent is asked by the system after so many seconds, so often, and so many times."""
+"""TCP keep-alive: idle seconds before the first probe, seconds between probes, and number of unanswered probes."""
 
 
 def _set_options(listener: socket.socket) -> None:
-    """Options that accepted sockets inherit."""
+    """Set the options that accepted sockets inherit."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, value in _KEEP_ALIVE:
@@ -851,7 +869,7 @@ def _set_options(listener: socket.socket) -> None:
 
 
 def _has_ended(sock: socket.socket) -> bool:
-    """Whether the client has sent nothing, and sends no more."""
+    """Return whether the client has shut down its sending side without having sent anything."""
     try:
         return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -861,7 +879,7 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 def _refuse(sock: socket.socket) -> None:
-    """Send an error, as far as that is possible without waiting, and close."""
+    """Send an error as far as possible without blocking, and close."""
     with sock, contextlib.suppress(OSError):
         sock.setblocking(False)
         sock.send(as_raw_response(TooManyConnections("too many connections are open; try again later")))

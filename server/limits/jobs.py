@@ -1,8 +1,8 @@
-"""`Jobs`: the work of requests that blocks, in threads, shared fairly among owners.
+"""`Jobs`: runs the blocking work of requests in threads, shared fairly among owners.
 
 Rendering, tokenising and checking grammars take up to seconds of CPU time for one request. Each kind of work has a
-`FairPool`. Whoever asks for much waits for itself: the owner whose work has taken the least time is next, and one
-owner never has all threads of a pool.
+`FairPool`: the next thread goes to the owner whose work has taken the least time, and one owner never has all threads
+of a pool. An owner that asks for much work therefore delays mainly itself.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ _LONGEST_RETRY_SECONDS = 60.0
 _SOONEST_RETRY_SECONDS = 0.1
 
 _MEAN_WEIGHT = 0.1
-"""Weight of the latest job in the mean duration."""
+"""Weight of the latest job in the moving average of the duration."""
 
 _LEAST_WAITING = 2
-"""Jobs that an owner may have waiting, however many others fill the queue."""
+"""Number of waiting jobs that an owner may always have, even if other owners fill the queue."""
 
 _MAX_DEBTS = 4096
 
 
 class TooManyJobs(Overloaded):
-    """Too much work of a kind waits, and its owner has its share of it."""
+    """Too many jobs of a kind are waiting, and the owner has its share of them."""
 
 
 async def until_done(work: asyncio.Future[Result]) -> Result:
-    """The result of `work`, or its error. If the waiting task is cancelled, it ends only when the work is done.
+    """Return the result of `work`, or raise its error. A cancelled caller still waits until the work is done.
 
-    Otherwise work in a thread would still run while the task continues with its cleanup.
+    Otherwise the work would still run in its thread while the caller cleans up.
     """
     is_cancelled = False
     while not work.done():
@@ -58,8 +58,8 @@ async def until_done(work: asyncio.Future[Result]) -> Result:
     return work.result()
 
 
-class _Line:
-    """One owner in a pool."""
+class _OwnerQueue:
+    """The waiting and running jobs of one owner in a pool."""
 
     __slots__ = ("running", "seconds", "waiting")
 
@@ -67,47 +67,49 @@ class _Line:
         self.waiting: deque[asyncio.Future[None]] = deque()
         self.running = 0
         self.seconds = seconds
-        """Time that its work has taken, divided by its weight, counted from what the owner had that was served last
-        when this one came: to have been idle earns nothing."""
+        """Virtual time: seconds that its jobs have taken, divided by its weight. A new queue starts at the virtual
+        time of the owner served last, so that idle time earns no credit."""
 
 
 class FairPool:
     """Runs blocking work in a fixed number of threads. Used from the event loop's thread only."""
 
     def __init__(self, work: str, num_threads: int, max_waiting: float, accounts: Accounts) -> None:
-        """`work` names the jobs in errors, such as `grammar checks`. More than `max_waiting` wait only in the reserve.
+        """`work` names the jobs in errors, such as `grammar checks`. At most `max_waiting` wait, plus `has_room`'s
+        reserve.
 
-        With several threads, one owner has at most all but one.
+        With several threads, one owner uses at most all but one.
         """
         self._work = work
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=work.replace(" ", "-"))
         self._num_threads = self._num_free = num_threads
-        self._max_running_per_owner = max(1, num_threads - 1)
+        self._max_running = max(1, num_threads - 1)
+        """Most threads of one owner."""
         self._max_waiting = max_waiting
         self._accounts = accounts
-        self._lines: dict[str, _Line] = {}
-        """Of owners whose work waits or runs."""
+        self._queues: dict[str, _OwnerQueue] = {}
+        """Queues by party, of the owners whose jobs wait or run."""
         self._debts: OrderedDict[str, float] = OrderedDict()
-        """`_Line.seconds` of owners that left with more than others have had."""
+        """`_OwnerQueue.seconds` by party, of owners without jobs whose virtual time is later than the pool's."""
         self._num_waiting = 0
         self._seconds = 0.0
-        """Of the owner that was served last, when it was."""
+        """Virtual time of the pool: `_OwnerQueue.seconds` of the owner served last, when it was served."""
         self._mean_seconds = 0.1
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for a thread."""
+        """Number of jobs that wait for a thread."""
         return self._num_waiting
 
     async def run(self, owner: Owner, work: Callable[[], Result], *, stays: bool = False) -> Result:
-        """What `work` returns or raises, in a copy of the caller's context. Raises `TooManyJobs`.
+        """Run `work` in a thread, in a copy of the caller's context; return its result. Raises `TooManyJobs`.
 
-        If the caller is cancelled while the work waits, it never runs; if it runs, it keeps its thread until its end,
-        which the caller awaits if `stays`.
+        If the caller is cancelled while the work waits, the work never runs. Work that runs keeps its thread until its
+        end; a cancelled caller waits for that if `stays`.
         """
-        line = self._line(owner.party)
+        queue = self._queue(owner.party)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.waiting.append(turn)
+        queue.waiting.append(turn)
         self._num_waiting += 1
         self._accounts.change(owner.party, "jobs", 1)
         self._start_next()
@@ -115,27 +117,27 @@ class FairPool:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                if turn in line.waiting:
-                    line.waiting.remove(turn)
+                if turn in queue.waiting:
+                    queue.waiting.remove(turn)
                     self._num_waiting -= 1
-                self._leave(owner.party, line)
+                self._leave(owner.party, queue)
             else:
-                self._end(owner, line, 0.0)
+                self._end(owner, queue, 0.0)
             raise
         began = time.monotonic()
         running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
-        running.add_done_callback(lambda done: self._end(owner, line, time.monotonic() - began, done))
+        running.add_done_callback(lambda done: self._end(owner, queue, time.monotonic() - began, done))
         return await (until_done(running) if stays else asyncio.shield(running))
 
     def close(self) -> None:
-        """Let the threads end once they have nothing to do."""
+        """Let each thread end when its job is done."""
         self._threads.shutdown(wait=False)
 
-    def _line(self, party: str) -> _Line:
-        """The line of an owner that asks for a job. Raises `TooManyJobs` if that may not wait."""
-        line = self._lines.get(party)
-        own = 0 if line is None else len(line.waiting)
-        num_owners = sum(bool(each.waiting) for each in self._lines.values()) + (not own)
+    def _queue(self, party: str) -> _OwnerQueue:
+        """Return the queue of an owner that submits a job. Raises `TooManyJobs` if no further job of it may wait."""
+        queue = self._queues.get(party)
+        own = 0 if queue is None else len(queue.waiting)
+        num_owners = sum(bool(each.waiting) for each in self._queues.values()) + (not own)
         if not has_room(own, 1, self._num_waiting, self._max_waiting, num_owners, least=_LEAST_WAITING):
             seconds = self._mean_seconds * (own + 1) * num_owners / self._num_threads
             raise TooManyJobs(
@@ -144,54 +146,54 @@ class FairPool:
                 "requests",
                 min(max(seconds, _SOONEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS),
             )
-        if line is None:
-            line = self._lines[party] = _Line(max(self._debts.pop(party, 0.0), self._seconds))
-        return line
+        if queue is None:
+            queue = self._queues[party] = _OwnerQueue(max(self._debts.pop(party, 0.0), self._seconds))
+        return queue
 
     def _start_next(self) -> None:
-        """Give free threads to the owners that have had the least."""
+        """Start jobs in the free threads, of the owners with the earliest virtual time first."""
         while self._num_free:
-            line = min(
-                (each for each in self._lines.values() if each.waiting and each.running < self._max_running_per_owner),
+            queue = min(
+                (each for each in self._queues.values() if each.waiting and each.running < self._max_running),
                 key=lambda each: each.seconds,
                 default=None,
             )
-            if line is None:
+            if queue is None:
                 return
-            turn = line.waiting.popleft()
+            turn = queue.waiting.popleft()
             self._num_waiting -= 1
             if turn.cancelled():
-                continue  # Its caller leaves, and has not run yet.
+                continue  # Its caller was cancelled, and has not run yet.
             self._num_free -= 1
-            line.running += 1
-            self._seconds = max(self._seconds, line.seconds)
+            queue.running += 1
+            self._seconds = max(self._seconds, queue.seconds)
             turn.set_result(None)
 
-    def _end(self, owner: Owner, line: _Line, seconds: float, done: asyncio.Future[Any] | None = None) -> None:
-        """A job that had a thread has ended."""
+    def _end(self, owner: Owner, queue: _OwnerQueue, seconds: float, done: asyncio.Future[Any] | None = None) -> None:
+        """Note that a job that had a thread has ended."""
         if done is not None and not done.cancelled():
-            done.exception()  # The caller may be gone: then nobody else asks for it.
+            done.exception()  # Mark the error as retrieved: a cancelled caller does not retrieve it.
             self._mean_seconds += _MEAN_WEIGHT * (seconds - self._mean_seconds)
-        line.running -= 1
-        line.seconds += seconds / owner.weight
+        queue.running -= 1
+        queue.seconds += seconds / owner.weight
         self._num_free += 1
-        self._leave(owner.party, line)
+        self._leave(owner.party, queue)
         self._start_next()
 
-    def _leave(self, party: str, line: _Line) -> None:
-        """A job of this owner no longer waits or runs."""
+    def _leave(self, party: str, queue: _OwnerQueue) -> None:
+        """Remove one of this owner's jobs, which no longer waits or runs."""
         self._accounts.change(party, "jobs", -1)
-        if line.waiting or line.running or self._lines.get(party) is not line:
+        if queue.waiting or queue.running or self._queues.get(party) is not queue:
             return
-        del self._lines[party]
-        if line.seconds > self._seconds:
-            self._debts[party] = line.seconds
+        del self._queues[party]
+        if queue.seconds > self._seconds:
+            self._debts[party] = queue.seconds
             if len(self._debts) > _MAX_DEBTS:
                 self._debts.popitem(last=False)
 
 
 class OwnerJobs(NamedTuple):
-    """The pools, for the work of one owner."""
+    """The pools, as used for one owner's requests."""
 
     owner: Owner
     pools: "Jobs"
@@ -205,7 +207,7 @@ class OwnerJobs(NamedTuple):
         return await self.pools.texts.run(self.owner, work)
 
     async def template(self, work: Callable[[], Result]) -> Result:
-        """Render with a template that the request brings."""
+        """Render a chat template that the request contains."""
         return await self.pools.templates.run(self.owner, work)
 
     async def grammar(self, work: Callable[[], Result]) -> Result:
@@ -217,24 +219,24 @@ class Jobs:
     """The pools of one server."""
 
     def __init__(self, accounts: Accounts) -> None:
-        # One thread: more would not be faster, and would each delay the event loop by the time of a switch.
+        # One thread: more are not faster, since parsing holds the interpreter lock, and each delays the event loop.
         self.bodies = FairPool("request bodies", 1, 64, accounts)
         self.texts = FairPool("prompts", min(32, (os.cpu_count() or 1) + 2), 512, accounts)
         self.templates = FairPool("templates of requests", 2, 64, accounts)
         self.grammars = FairPool("grammar checks", NUM_GRAMMAR_CHECKS, 64, accounts)
-        # One thread: each further one that reads lines would take a turn of the interpreter before the event loop. The
-        # number of batches is limited elsewhere, and those that were accepted are not refused here.
+        # One thread: each further one that reads lines would hold the interpreter lock in turn with the event loop.
+        # The number of batches is limited elsewhere, so an accepted batch is not refused here.
         self.batches = FairPool("files of batches", 1, math.inf, accounts)
 
     def of(self, owner: Owner) -> OwnerJobs:
-        """For the work of one owner."""
+        """Return the pools for the work of one owner."""
         return OwnerJobs(owner, self)
 
     def close(self) -> None:
-        """Let the threads end once they have nothing to do."""
+        """Let each thread end when its job is done."""
         for pool in (self.bodies, self.texts, self.templates, self.grammars, self.batches):
             pool.close()
 
 
 NUM_GRAMMAR_CHECKS = 2
-"""Grammars that are checked at a time: one owner's costly ones leave a process to the others."""
+"""Grammars that are checked at a time: costly grammars of one owner leave a process free for the others."""

@@ -24,7 +24,7 @@ KEY_PREFIX = "kaon-"
 _KEY_BYTES = 32
 
 NUM_LISTED = 32
-"""Keys, from the first of the file on, whose names are labels of metrics; the others are counted together."""
+"""Number of keys, from the first in the file, whose names are labels in metrics; the others share one label."""
 
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")]
 _PerMinute = Annotated[int, msgspec.Meta(ge=1)]
@@ -46,7 +46,8 @@ class KeyRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     output_tokens_per_minute: _PerMinute | None = None
 
     def accepted(self, is_listed: bool) -> AcceptedKey:
-        """The key as the server accepts it. `is_listed`: whether metrics show its name."""
+        """Convert the record to the form that requests are checked with. `is_listed`: whether metrics show its
+        name."""
         quotas = Quotas(self.requests_per_minute, self.prompt_tokens_per_minute, self.output_tokens_per_minute)
         owner = Owner(
             self.digest,
@@ -63,7 +64,7 @@ class KeyRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Keep other commands from changing the file at `path`, by a lock of its directory. Raises `OSError`."""
+    """Lock the directory of `path`, so that no other command changes the file meanwhile. Raises `OSError`."""
     number = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(number, fcntl.LOCK_EX)
@@ -73,14 +74,14 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of the file: all keys, in the order of their creation."""
 
     version: Literal[1]
     keys: list[KeyRecord]
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises `ValueError`: what is wrong with the text, and where."""
+        """Parse the text of a file. Raises `ValueError` that says what is wrong and where."""
         try:
             file = msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
@@ -93,7 +94,8 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The file at `path`; one without keys if there is none. Raises `ValueError` and `OSError`."""
+        """Read the file at `path`; without a file, return a `KeyFile` without keys. Raises `ValueError` and
+        `OSError`."""
         try:
             text = read_small_file(path)
         except FileNotFoundError:
@@ -103,7 +105,7 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
         return cls.parse(text)
 
     def save(self, path: Path) -> None:
-        """Replace the file at `path` as a whole, so that no reader finds a part of it. Its mode is 0600."""
+        """Replace the file at `path` atomically, with mode 0600."""
         content = msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
         number, temporary = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
         try:
@@ -117,9 +119,9 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
             raise
 
     def create(self, name: str, **fields: object) -> str:
-        """Add a key with these fields of `KeyRecord`, but those that are None; the key. Raises `ValueError`.
+        """Create a key, add its record, and return the key. Raises `ValueError`.
 
-        It opens inference alone, unless `scopes` says something else.
+        `fields` are fields of `KeyRecord`; None means the default. Without `scopes`, the key opens inference alone.
         """
         if any(record.name == name for record in self.keys):
             raise ValueError(f"there is a key of the name {name}; choose another name, or revoke that one")
@@ -141,5 +143,5 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
         self.keys = kept
 
     def accepted(self) -> Mapping[str, AcceptedKey]:
-        """The keys by digest."""
+        """Return the keys by digest."""
         return {record.digest: record.accepted(number < NUM_LISTED) for number, record in enumerate(self.keys)}

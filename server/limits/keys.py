@@ -1,7 +1,7 @@
-"""`ApiKeys`: the accepted API keys, kept as digests, and the `Owner` of each.
+"""`ApiKeys`: the digests of the accepted API keys, and the `Owner` of each.
 
 Keys come from flags, from a file with one key a line, or from a file that `kaon key` writes
-(`server.limits.key_file`). A changed file is read again; tokens of an identity provider go to `server.limits.tokens`.
+(`server.limits.key_file`). A changed file is read again. `server.limits.tokens` checks tokens of an identity provider.
 """
 
 import asyncio
@@ -23,21 +23,22 @@ from server.limits.tokens import TokenVerifier
 _log = logging.getLogger(__name__)
 
 _RELOAD_SECONDS = 1.0
-"""Between looks at the key file's time of change."""
+"""Seconds between two checks whether the key file has changed."""
 
 
 class ApiKeys:
     """The accepted keys by digest. Without any source of keys, the server accepts every request.
 
-    Looking up a digest in a dict takes a time that may depend on the digest, and on nothing else: it tells how a
-    SHA-256 begins, from which no key can be computed. The digest found is compared in constant time. One SHA-256
-    without salt suffices, because keys are random: `kaon key` makes them of 256 bits, which no dictionary holds.
+    The time of a dict lookup may depend on the digest, but on nothing else. It can reveal the first bits of a SHA-256,
+    from which no key can be computed. The digest found is compared in constant time. One SHA-256 without salt
+    suffices, because keys are random: `kaon key` makes keys of 256 bits, which no dictionary attack finds.
     """
 
     def __init__(
         self, keys: Iterable[str] = (), file: Path | None = None, tokens: TokenVerifier | None = None
     ) -> None:
-        """Raises `ValueError`, without showing the key, for one that cannot be sent in a header, or a broken file."""
+        """Raises `ValueError` for a key that cannot be sent in a header (the error does not show it), or a broken
+        file."""
         self._given = _plain(keys)
         self._file = file
         self._tokens = tokens
@@ -46,21 +47,21 @@ class ApiKeys:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """The keys that `config` names. Raises `ValueError` with a sentence for the user."""
+        """Read the keys that `config` names. Raises `ValueError` with a sentence for the user."""
         file = None if config.api_key_file is None else Path(config.api_key_file)
         return cls((key.get_secret_value() for key in config.api_key), file, TokenVerifier.of(config))
 
     def __bool__(self) -> bool:
-        """Whether requests need a key. A file whose last key was revoked opens nothing."""
+        """Whether requests need a key. They do too if the last key of the file was revoked."""
         return bool(self._given) or self._file is not None or self._tokens is not None
 
     @property
     def names(self) -> list[str]:
-        """The names of the keys in the file, in its order."""
+        """Names of the keys, in the order of the file."""
         return [each.owner.key_name for each in self._filed.values() if each.owner.key_name is not None]
 
     def owner(self, key: bytes) -> Owner | None:
-        """The holder of `key`; None if the key is not accepted. Raises `InvalidApiKey` for one that has expired."""
+        """Return the owner of `key`; None if the key is not accepted. Raises `InvalidApiKey` if it has expired."""
         digest = hashlib.sha256(key).hexdigest()
         accepted = self._accepted(digest)
         if accepted is None or not hmac.compare_digest(accepted.owner.party, digest):
@@ -73,8 +74,10 @@ class ApiKeys:
         return self._given.get(digest) or self._filed.get(digest)
 
     def holder(self, digest: str) -> Owner | None:
-        """The holder of the key with this digest, for work that goes on without its client; None if the key has been
-        revoked or has expired. Subjects of tokens are taken for what they were.
+        """Return the owner of the key with this digest; None if the key was revoked or has expired.
+
+        For background work, which continues without its client. An identity provider's subject is accepted unchecked:
+        its token is not stored.
         """
         accepted = self._accepted(digest)
         if accepted is None:
@@ -82,7 +85,7 @@ class ApiKeys:
         return None if accepted.has_expired else accepted.owner
 
     async def authenticate(self, key: bytes) -> Owner | None:
-        """The holder of an API key, or the subject of a token; None if it is neither. Raises `InvalidApiKey`."""
+        """Return the owner of an API key or of a token; None if it is neither. Raises `InvalidApiKey`."""
         owner = self.owner(key)
         if owner is None and self._tokens is not None and key.count(b".") == 2:
             return await self._tokens.owner(key)
@@ -95,7 +98,7 @@ class ApiKeys:
             self.reload()
 
     def reload(self) -> None:
-        """Read the file again if it has changed. One that is broken or gone leaves the keys as they are."""
+        """Read the file again if it has changed. If it is broken or gone, the present keys stay."""
         if self._file is None or (stamp := _stamp(self._file)) == self._stamp:
             return
         self._stamp = stamp
@@ -108,7 +111,8 @@ class ApiKeys:
 
 
 def _read_keys(file: Path) -> Mapping[str, AcceptedKey]:
-    """The keys of a file by digest: of `kaon key`, which is a JSON object, or one key a line. Raises `ValueError`."""
+    """Read the keys of a file by digest: `kaon key` writes a JSON object, others one key a line. Raises
+    `ValueError`."""
     try:
         text = read_small_file(file)
     except (OSError, ValueError) as error:
@@ -129,7 +133,7 @@ def _plain(keys: Iterable[str]) -> Mapping[str, AcceptedKey]:
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file does; None if there is no file."""
+    """Return a value that changes whenever the file changes; None if there is no file."""
     try:
         state = os.stat(file)
     except OSError:

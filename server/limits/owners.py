@@ -1,4 +1,4 @@
-"""`Owner`: the party that a request is accounted to, and what it may do."""
+"""`Owner`: the party that a request is accounted to, with its rights and quotas."""
 
 import hashlib
 import ipaddress
@@ -6,17 +6,18 @@ import time
 from typing import Literal, NamedTuple, Self, get_args
 
 Scope = Literal["inference", "admin", "metrics"]
-"""What a key opens: everything that runs or shows requests; calls that concern other owners; `/metrics`."""
+"""The paths that a key opens: `inference` all that run or show requests, `admin` those that concern other owners,
+`metrics` `/metrics`."""
 
 ALL_SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
 
 
 KEYLESS_LABEL = "keyless"
-"""The label of metrics of clients without a key."""
+"""Label in metrics of clients without a key."""
 
 
 class Quotas(NamedTuple):
-    """What an owner may use a minute, on average; None: as much as it likes."""
+    """Bounds of an owner's average use per minute; None means no bound."""
 
     requests: int | None = None
     prompt_tokens: int | None = None
@@ -27,32 +28,33 @@ NO_QUOTAS = Quotas()
 
 
 class Owner(NamedTuple):
-    """The party that a request is accounted to: the holder of an API key or, where none is needed, an address."""
+    """The party that a request is accounted to: the holder of an API key or, where keys are not needed, an address."""
 
     party: str = "local"
-    """Among whom limits and the engine's time are shared: the digest of the key, or the client's address."""
+    """Digest of the key, or the client's address. Limits and the engine's time are shared among parties."""
     key: str | None = None
-    """Digest of the key, which separates stored responses and cached prefixes; None where no key is needed."""
+    """Digest of the key, which isolates stored responses and cached prefixes; None where keys are not needed."""
     weight: float = 1.0
-    """Its share of the engine's time and of other work, where owners compete."""
+    """Relative share of the engine's time and of other work when owners compete."""
     key_name: str | None = None
-    """The name that the key's file gives it; None for a key without one."""
+    """Name of the key in its file; None for a key without a name."""
     is_listed: bool = False
-    """Whether the key's name is one of the few that metrics show."""
+    """Whether metrics show the key's name."""
     group: str | None = None
     """Keys of one group share cached prefixes."""
     scopes: frozenset[Scope] = ALL_SCOPES
     quotas: Quotas = NO_QUOTAS
-    """Those of the key itself, which take the place of the server's."""
+    """Quotas of the key, which override the server's."""
 
     @classmethod
     def of_key(cls, digest: str) -> Self:
-        """The holder of the key with this digest."""
+        """Return the owner for a key without a record, from its digest."""
         return cls(digest, digest)
 
     @classmethod
     def of_address(cls, host: str | None) -> Self:
-        """A client without a key. IPv6 addresses of one /64 network are one party: a host may use them all."""
+        """Return the owner for a client without a key. IPv6 addresses of one /64 network, which one host may use, are
+        one party."""
         if host is None:
             return cls()
         try:
@@ -67,19 +69,19 @@ class Owner(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The label of its metrics: the name of a key that was given one; the others are counted together."""
+        """Label in metrics: the name of a listed key; the others share a label."""
         if self.key is None:
             return KEYLESS_LABEL
         return self.key_name if self.is_listed and self.key_name is not None else "other"
 
     @property
     def name(self) -> str:
-        """For logs: the key's name, else the beginning of its digest; without a key, the address."""
+        """Name in logs: the key's name, else the beginning of its digest; without a key, the address."""
         return self.key_name or (self.party if self.key is None else self.party[:12])
 
     @property
     def prefix_domain(self) -> str | None:
-        """Whose cached prefixes the owner may find: those of its group, or of its key; None where no key is needed."""
+        """The group or key whose cached prefixes the owner may use; None where keys are not needed."""
         return self.key if self.group is None else f"group {self.group}"
 
 
@@ -87,11 +89,11 @@ ANYONE = Owner()
 
 
 class AcceptedKey(NamedTuple):
-    """A key that the server accepts."""
+    """The owner and the rights of an accepted key."""
 
     owner: Owner
     expires: float | None = None
-    """In seconds since 1970; None: never."""
+    """Expiry in seconds since 1970; None means never."""
 
     @property
     def has_expired(self) -> bool:
@@ -100,5 +102,5 @@ class AcceptedKey(NamedTuple):
 
 
 def digest_of(key: str) -> str:
-    """The SHA-256 of a key, in hexadecimal digits."""
+    """Return the SHA-256 of a key in hexadecimal digits."""
     return hashlib.sha256(key.encode()).hexdigest()

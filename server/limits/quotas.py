@@ -1,8 +1,8 @@
 """`QuotaMeter`: requests, prompt tokens and output tokens a minute of each owner, as token buckets.
 
-A bucket holds at most one minute's quota and fills continuously. What is used is subtracted when it is known: a
-request and its prompt at admission, output as it is generated. A bucket may thereby fall below nothing; then its owner
-waits until it is filled again, so that the average holds without a guess of how long answers become.
+A bucket holds at most one minute's quota and fills continuously. Use is subtracted when it is known: a
+request and its prompt at admission, output tokens as they are generated. The level of a bucket may therefore become
+negative; then its owner waits until it is positive again. The average rate holds without a guess of answers' lengths.
 """
 
 import math
@@ -18,15 +18,15 @@ from server.limits.owners import NO_QUOTAS, Owner, Quotas
 _MINUTE = 60.0
 
 _MAX_BUCKETS = 3 * 4096
-"""Beyond this number, full quotas are dropped. The number at most doubles between two scans, so that the cost of
-scanning is constant for each request."""
+"""Beyond this number, full buckets are dropped. The number at most doubles between two scans, so that the amortised
+cost of scanning is constant per request."""
 
 _WORDS = {"requests": "requests", "prompt_tokens": "prompt tokens", "output_tokens": "output tokens"}
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
 )
-"""OpenAI's names."""
+"""Names of the headers, as OpenAI's API has them."""
 
 
 class QuotaExceeded(Overloaded):
@@ -34,17 +34,17 @@ class QuotaExceeded(Overloaded):
 
 
 class QuotaState(NamedTuple):
-    """What is left of one quota."""
+    """The requests or tokens that one quota has left."""
 
     limit: int
-    """A minute."""
+    """Requests or tokens per minute."""
     remaining: int
     reset_seconds: float
-    """Until the whole minute's quota is there again, if nothing more is used."""
+    """Seconds until the bucket is full, if the owner uses nothing more."""
 
 
 class _Bucket:
-    """The quota of one owner and kind. Times are seconds on a monotonic clock."""
+    """The bucket of one owner and one kind of quota. Times are seconds on a monotonic clock."""
 
     __slots__ = ("_counted", "_kind", "_tally", "level", "limit", "time")
 
@@ -52,13 +52,13 @@ class _Bucket:
         self._kind = kind
         self._tally = tally
         self._counted: int = getattr(tally, kind)
-        """What of the tally has been subtracted."""
+        """The part of the tally's count that has been subtracted from the level."""
         self.limit = limit
         self.level = float(limit)
         self.time = now
 
     def update(self, now: float) -> None:
-        """Subtract what the owner has used since the last call, and fill the bucket for the time that has passed."""
+        """Subtract the owner's use since the last call, and fill the bucket for the time since then."""
         used: int = getattr(self._tally, self._kind)
         self.level -= used - self._counted
         self._counted = used
@@ -66,19 +66,19 @@ class _Bucket:
         self.time = now
 
     def follow(self, tally: Tally, limit: int) -> None:
-        """Go on with a tally that has begun anew, or a limit that has changed in the key file."""
+        """Adopt the owner's tally, if a new one has replaced it, and its limit, if the key file has changed."""
         if tally is not self._tally:
             self._tally, self._counted = tally, 0
         self.level += limit - self.limit
         self.limit = limit
 
     def seconds_until(self, amount: float) -> float:
-        """Until the bucket holds so much; 0 if it does."""
+        """Return the seconds until the bucket holds `amount`; 0 if it does now."""
         return max(0.0, amount - self.level) * _MINUTE / self.limit
 
     @property
     def state(self) -> QuotaState:
-        """What is left."""
+        """The limit, the rest and the time until the bucket is full."""
         return QuotaState(self.limit, max(0, math.floor(self.level)), self.seconds_until(self.limit))
 
 
@@ -90,26 +90,26 @@ class QuotaMeter:
     ) -> None:
         self._accounts = accounts
         self.defaults = defaults
-        """Of owners whose keys have none of their own."""
+        """Quotas of owners whose keys set none."""
         self._clock = clock
         self._kept: dict[tuple[str, str], _Bucket] = {}
-        """Buckets by party and kind; one that is full need not be kept."""
+        """Buckets by party and kind. A full bucket may be dropped: a new one is equal to it."""
         self._most_kept = _MAX_BUCKETS
 
     @staticmethod
     def defaults_of(config: ServerConfig) -> Quotas:
-        """The quotas that flags set."""
+        """Return the quotas that the server's settings give."""
         return Quotas(config.requests_per_minute, config.prompt_tokens_per_minute, config.output_tokens_per_minute)
 
     def quotas_of(self, owner: Owner) -> Quotas:
-        """Each quota of the owner's key or, where the key has none, the server's."""
+        """Return each quota of the owner's key or, where the key sets none, the server's default."""
         pairs = zip(owner.quotas, self.defaults, strict=True)
         return Quotas(*(default if own is None else own for own, default in pairs))
 
     def check(self, owner: Owner, prompt_tokens: int) -> None:
-        """Raise `QuotaExceeded` unless the owner may send a request with so many prompt tokens now.
+        """Raise `QuotaExceeded` unless the owner may send a request with `prompt_tokens` tokens now.
 
-        One prompt beyond a whole minute's quota is accepted when the bucket is full: otherwise it never would be.
+        A prompt longer than a whole minute's quota is accepted when the bucket is full: otherwise it never would be.
         """
         needed = {"requests": 1, "prompt_tokens": prompt_tokens, "output_tokens": 1}
         for kind, bucket in self._buckets(owner):
@@ -123,11 +123,12 @@ class QuotaMeter:
                 )
 
     def states(self, owner: Owner) -> dict[str, QuotaState]:
-        """What is left of the owner's quotas, by kind."""
+        """Return the state of each of the owner's quotas, by kind."""
         return {kind: bucket.state for kind, bucket in self._buckets(owner)}
 
     def headers(self, owner: Owner) -> list[tuple[bytes, bytes]]:
-        """OpenAI's headers of what is left; tokens are those of the quota, prompt or output, of which less is left."""
+        """Return OpenAI's rate limit headers. Those for tokens report the quota, prompt or output, with the smaller
+        rest."""
         states = self.states(owner)
         shown: dict[str, QuotaState] = {}
         if "requests" in states:
@@ -142,7 +143,7 @@ class QuotaMeter:
         return headers
 
     def _buckets(self, owner: Owner) -> Iterator[tuple[str, _Bucket]]:
-        """The owner's buckets, as they are now."""
+        """Yield the owner's buckets by kind, updated to the present time."""
         quotas = self.quotas_of(owner)
         if quotas == NO_QUOTAS:
             return
@@ -167,7 +168,7 @@ class QuotaMeter:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: `120ms`, `1.5s`, `6m0s`."""
+    """Format a duration as OpenAI's headers do: `120ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds * 10) / 10, 60)

@@ -1,7 +1,7 @@
 """`TokenVerifier`: accepts JSON Web Tokens of one OpenID Connect issuer in place of API keys. Needs `kaon[jwt]`.
 
-A token's signature is checked with the issuer's public keys, of which `KeySource` keeps a copy. The subject is the
-owner, and the claim `scope` (or `scp`) says what the token opens.
+A token's signature is checked with the issuer's public keys, which `KeySource` caches. The subject is the owner, and
+the claim `scope` (or `scp`) lists the paths that the token opens.
 """
 
 import asyncio
@@ -28,33 +28,33 @@ _log = logging.getLogger(__name__)
 ALGORITHMS = (
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
 )  # fmt: skip
-"""Signatures by a private key only. With `none`, or an HS algorithm whose secret would be the public key, anybody
-could sign."""
+"""Algorithms that sign with a private key. With `none`, or with an HS algorithm whose secret would be the public key,
+anybody could sign a token."""
 
 _LEEWAY_SECONDS = 30
-"""By which clocks may differ."""
+"""Accepted difference between the issuer's clock and this host's."""
 
 _MAX_TOKEN_BYTES = 16 * 2**10
 _MAX_KEYS_BYTES = 2**20
 _SAFE_URLS = ("https://", "http://127.0.0.1:", "http://localhost:", "http://[::1]:")
 _MAX_NAME = 64
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@-]")
-"""What of a subject does not go into logs."""
+"""Characters of a subject that logs do not show."""
 
 _FRESH_SECONDS = 600.0
-"""After which the issuer's keys are fetched again, with the next token."""
+"""Age after which the next token causes the issuer's keys to be fetched again."""
 
 _FETCH_SECONDS = 5.0
 _MIN_PAUSE, _MAX_PAUSE = 10.0, 300.0
-"""Between two fetches; doubled by each that fails. Tokens of unknown keys must not make the server fetch all the
-time."""
+"""Seconds between two fetches, doubled by each failure: tokens with unknown key ids must not cause constant
+fetches."""
 
 
 class KeySource:
     """The issuer's public keys (JWKS, RFC 7517), by their ids, from a URL or a file."""
 
     def __init__(self, url: str | None, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Reads a file at once. Raises `ValueError` if it cannot be used."""
+        """If `file` is given, it is read at once. Raises `ValueError` if it cannot be used."""
         self._url = url
         self._clock = clock
         self._keys: dict[str | None, PyJWK] = {}
@@ -70,13 +70,14 @@ class KeySource:
                 raise ValueError(f"jwt_jwks_file is {file}, which cannot be used: {why}") from error
 
     async def key(self, id: str | None) -> "PyJWK | None":
-        """The key of this id; without an id, the only key there is. Fetches keys if they are old or lack this one."""
+        """Return the key with this id; without an id, the only key. Fetches the keys if they are old or lack this
+        one."""
         known = self._find(id)
         if self._url is not None:
             is_old = self._fetched_at is None or self._clock() - self._fetched_at > _FRESH_SECONDS
             if known is None or is_old:
                 fetching = self._fetch_unless_too_soon()
-                # An old key is used meanwhile: the issuer's server may be slow, or down.
+                # Meanwhile an old key is used: the issuer's server may be slow, or down.
                 if known is None and fetching is not None:
                     await asyncio.shield(fetching)
                     known = self._find(id)
@@ -129,16 +130,16 @@ async def _download(url: str) -> bytes:
 
 
 def _public_keys(content: bytes) -> "dict[str | None, PyJWK]":
-    """The keys of a JWKS that verify signatures, by id. Raises `ValueError` if there is none."""
+    """Parse the keys of a JWKS that verify signatures, by id. Raises `ValueError` if there is none."""
     import jwt
 
     try:
         given = json.loads(content)["keys"]
         keys: dict[str | None, PyJWK] = {}
         for each in given:
-            # Of a kind that this server does not use, such as a shared secret (`oct`), or for encryption.
+            # Other kinds, such as a shared secret (`oct`) or a key for encryption, are skipped.
             if each.get("kty") in ("RSA", "EC", "OKP") and each.get("use", "sig") == "sig":
-                # One of a curve that the library does not know must not cost the issuer's others.
+                # A key on a curve that the library does not know must not make the other keys unusable.
                 with contextlib.suppress(jwt.PyJWTError):
                     keys[each.get("kid")] = jwt.PyJWK(each)
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError, jwt.PyJWTError) as error:
@@ -158,7 +159,8 @@ class TokenVerifier:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self | None:
-        """What `config` names; None if it names no issuer. Raises `ValueError` with a sentence for the user."""
+        """Create the verifier that `config` describes; None if it names no issuer. Raises `ValueError` with a
+        sentence."""
         if config.jwt_issuer is None:
             for field in ("jwt_audience", "jwt_jwks_url", "jwt_jwks_file"):
                 if getattr(config, field) is not None:
@@ -185,7 +187,7 @@ class TokenVerifier:
         return cls(config.jwt_issuer, config.jwt_audience, KeySource(config.jwt_jwks_url, file))
 
     async def owner(self, token: bytes) -> Owner:
-        """The subject of a token. Raises `InvalidApiKey`."""
+        """Verify a token and return its subject as the owner. Raises `InvalidApiKey`."""
         import jwt
 
         if len(token) > _MAX_TOKEN_BYTES:
@@ -226,7 +228,7 @@ class TokenVerifier:
 
 
 def _scopes(claims: dict[str, Any]) -> frozenset[Scope]:
-    """What a token opens. One without the claim opens inference, as the audience is this server."""
+    """Return the scopes of a token. A token without the claim opens inference, since its audience is this server."""
     given = claims.get("scope", claims.get("scp"))
     if given is None:
         return frozenset(("inference",))

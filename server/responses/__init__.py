@@ -1,1 +1,1 @@
-"""What `/v1/responses` adds to a chat: tools, conversion, events, stored responses and background runs."""
+"""The parts of `/v1/responses` that chats do not have: tools, conversion, events, storage and background runs."""

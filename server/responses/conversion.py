@@ -1,4 +1,4 @@
-"""From a responses request and its conversation to the chat that the model answers.
+"""Converts a responses request and its conversation to the chat that the model answers.
 
 `prepare` converts the items and prepares the chat; with `truncation`, it drops the oldest items until the chat fits.
 Errors of the chat are reported with the names that the fields have in a response.
@@ -42,11 +42,11 @@ from server.sealing import Changed, Foreign, Kind
 Message: TypeAlias = dict[str, Any]
 
 Open: TypeAlias = Callable[[Kind, str], str]
-"""Reads a sealed text. Raises `Foreign` and `Changed`."""
+"""Decrypts a sealed text. Raises `Foreign` and `Changed`."""
 
 
 class InvalidEncryptedContent(BadRequest):
-    """A sealed text was changed, belongs to another API key, or cannot be read where it is needed."""
+    """A sealed text was changed, belongs to another API key, or cannot be decrypted although it is needed."""
 
     code = "invalid_encrypted_content"
 
@@ -65,9 +65,9 @@ _NAMES = {
     "thinking_budget": "reasoning.max_tokens",
     "messages": "input",
 }
-"""Names of fields: in a chat, in a response."""
+"""Names of fields in responses, by their names in chats."""
 _LIMIT = re.compile(r"\bmax_tokens\b")
-"""An older name in chats, which responses do not have."""
+"""An older name of a chat field, which responses do not have."""
 
 
 _COMPACT = (
@@ -75,20 +75,20 @@ _COMPACT = (
     "what was asked for, including every constraint; what was done, found and decided, with exact names, paths, "
     "commands and values; what failed; and what is left to do next. Write plain text, call no tool."
 )
-"""The last message of a conversation that is compacted."""
+"""The message that is appended to a conversation to compact it."""
 
 _SUMMARY_TOKENS = 4096
 """Most tokens of a summary, where the request sets no limit and the context is long."""
 
 
 _QUICKLY_READ_BYTES = 256 * 2**10
-"""A longer conversation is read in a thread: tiny requests may continue one of tens of megabytes, of sealed items."""
+"""A longer conversation is converted in a thread: a small request may continue one with megabytes of sealed items."""
 
 
 async def prepare(
     request: ResponsesRequest, turn: Turn, tools: ToolTable, open: Open, frontend: Frontend, owner: Owner
 ) -> PreparedChat:
-    """The chat for `request`, which adds `turn` to its conversation. Raises `BadRequest`, `Overloaded`."""
+    """Prepare the chat for `request`, which adds `turn` to its conversation. Raises `BadRequest`, `Overloaded`."""
     is_short = turn.total_size() <= _QUICKLY_READ_BYTES
 
     async def run(work: Callable[[], Result]) -> Result:
@@ -147,7 +147,7 @@ async def _longest_that_fits(
     attempt: Callable[[list[Message]], Awaitable[PreparedChat]],
     reason: BadRequest,
 ) -> PreparedChat:
-    """The longest end of the chat that fits, found by bisection. `reason`: why the whole chat does not fit."""
+    """Find the longest suffix of the chat that fits, by bisection. `reason` is the error of the whole chat."""
     fitting: PreparedChat | None = None
     low, high = 0, len(starts)
     while low < high:
@@ -165,9 +165,10 @@ async def _longest_that_fits(
 
 
 def _starts(messages: list[Message], most_characters: int) -> list[int]:
-    """Indices where a truncated chat may begin: not at a call's output, nor where too many characters follow to fit.
+    """Return the indices at which a truncated chat may begin.
 
-    The last candidate is included in any case.
+    Excluded are outputs of calls, and indices after which more than `most_characters` characters follow; the last
+    index is always included.
     """
     starts: list[int] = []
     characters = 0
@@ -183,13 +184,13 @@ def _starts(messages: list[Message], most_characters: int) -> list[int]:
 def to_chat(
     request: ResponsesRequest, messages: list[Message], tools: ToolTable, most_tokens: int | None
 ) -> ChatCompletionRequest:
-    """`request` as a chat request. Raises `BadRequest` for what a chat refuses."""
+    """Convert `request` to a chat request. Raises `BadRequest` for values that chats refuse."""
     choice = tools.chat_choice(request.tool_choice)
     data: dict[str, Any] = request.model_dump(include=_SHARED, exclude_unset=True, by_alias=True)
     data |= {
         "messages": messages,
         "tools": tools.chat_tools(),
-        # A summary is no call; with `none` the tools would leave the prompt, and its prefix the cache.
+        # A summary needs no call. But with `none` the prompt would lack the tools, so its prefix would not be cached.
         "tool_choice": "auto" if request.compacts and choice != "none" else choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request),
@@ -208,7 +209,7 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     if form is None or form.type == "text":
         return None
     if request.compacts:
-        # A summary is text for the model. Agents send the form of their last answer here too.
+        # A summary is plain text for the model, but agents send the form of their last answer here too.
         ignore("text.format (of a compaction)")
         return None
     if form.type == "json_object":
@@ -220,7 +221,7 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
 
 
 def with_responses_field_names(error: BadRequest, tools: ToolTable) -> BadRequest:
-    """`error` of a chat request with the names that its fields have in this endpoint."""
+    """Replace the names of chat fields in `error` by those of responses."""
     text = str(error).replace("messages are not accepted: their", "input is not accepted: its")
     text = _LIMIT.sub("max_output_tokens", tools.with_paths(text))
     param = error.param and tools.with_paths(error.param)
@@ -234,10 +235,10 @@ def with_responses_field_names(error: BadRequest, tools: ToolTable) -> BadReques
 
 
 def to_messages(items: Iterable[Item], tools: ToolTable, open: Open) -> list[Message]:
-    """The conversation as a chat. Reasoning, text and calls of one turn become one assistant's message.
+    """Convert the conversation to chat messages. Reasoning, text and calls of one turn become one message.
 
-    Raises `BadRequest` for the output of a call that is not in the conversation, and for a sealed text that `open`
-    does not read.
+    Raises `BadRequest` for the output of a call that is not in the conversation, and for a sealed text that cannot be
+    decrypted.
     """
     messages: list[Message] = []
     turn: Message | None = None
@@ -280,14 +281,14 @@ def _given(namespace: str | msgspec.UnsetType) -> str | None:
 
 
 def _starts_new_turn(item: Item, turn: Message) -> bool:
-    """Whether `item` cannot follow in `turn`, whose order is reasoning, text, calls."""
+    """Return whether `item` cannot be appended to `turn`, whose order is reasoning, text, calls."""
     if isinstance(item, ReasoningItem):
         return turn["content"] is not None or "tool_calls" in turn
     return isinstance(item, MessageItem) and (turn["content"] is not None or "tool_calls" in turn)
 
 
 def _reasoning(item: ReasoningItem, open: Open) -> str:
-    """The item's text. One that another server sealed is left out: without it, the conversation goes on."""
+    """Return the item's text. Text that another server sealed is ignored: the conversation can continue without it."""
     if item.encrypted_content is not None:
         try:
             return open("reasoning", item.encrypted_content)
@@ -304,7 +305,7 @@ def _input_message(
     names: dict[str, str],
     open: Open,
 ) -> Message:
-    """A message that is not the model's."""
+    """Convert an item that the model did not write to a message."""
     if isinstance(item, MessageItem):
         return {"role": item.role, "content": item.text}
     if isinstance(item, CompactionItem):
@@ -319,7 +320,7 @@ def _input_message(
 
 
 def retained_messages(items: Iterable[Item], most_characters: int) -> list[MessageItem]:
-    """The newest messages of the user, of at most so many characters together, oldest first."""
+    """Return the newest user messages, oldest first, with at most `most_characters` characters in all."""
     retained: list[MessageItem] = []
     for item in reversed(list(items)):
         if isinstance(item, MessageItem) and item.role == "user":
@@ -333,11 +334,11 @@ def retained_messages(items: Iterable[Item], most_characters: int) -> list[Messa
 SUMMARY_INTRODUCTION = (
     "The conversation up to here was replaced by this summary, which you wrote yourself. Go on from it.\n\n"
 )
-"""Before the text of a compaction item."""
+"""Precedes the text of a compaction item in the prompt."""
 
 
 def _summary(item: CompactionItem, open: Open) -> str:
-    """The text of a compaction. One that cannot be read is refused: without it, the conversation would be lost."""
+    """Return the text of a compaction. If it cannot be decrypted, refuse it: the conversation would be lost."""
     try:
         return open("compaction", item.encrypted_content)
     except Changed:

@@ -1,8 +1,8 @@
-"""`ResponsesRenderer`: answers of `/v1/responses`, whole and as typed events.
+"""`ResponsesRenderer`: renders answers of `/v1/responses`, complete or as typed events.
 
-It sends each part that the parser finds to `ResponseOutput`, which opens and closes items: `OpenMessage`,
-`OpenReasoning`, `OpenCall` and `OpenCustomCall`. An item writes its events with an `EventWriter`, at the cost of
-encoding its text. Where the answer is a compaction, `CompactionOutput` takes the place of `ResponseOutput`.
+It passes each part that the parser finds to `ResponseOutput`, which opens and closes items: `OpenMessage`,
+`OpenReasoning`, `OpenCall` and `OpenCustomCall`. An item encodes its events with an `EventWriter`. If the answer is a
+compaction, `CompactionOutput` replaces `ResponseOutput`.
 """
 
 import time
@@ -55,10 +55,10 @@ from server.streaming.logprobs import chat_logprobs
 from server.streaming.sse import Renderer, encode
 
 SealText: TypeAlias = Callable[[Kind, str], str]
-"""Seals a text for the owner of a request."""
+"""Encrypts a text for the owner of a request."""
 
 _FAILURES: dict[str | None, str] = {each: each for each in ("rate_limit_exceeded", "context_length_exceeded")}
-"""Codes of errors that a failed response has too."""
+"""Error codes that failed responses use unchanged."""
 
 
 class EventWriter:
@@ -68,23 +68,23 @@ class EventWriter:
         self._next_number = 0
 
     def write(self, kind: str, fields: Mapping[str, object]) -> bytes:
-        """One event of `fields`."""
+        """Encode one event with `fields`."""
         return self.finish(self.prepare(kind) + encode(fields)[1:-1])
 
     @staticmethod
     def prepare(kind: str) -> bytes:
-        """The beginning of every event of a kind, up to its fields."""
+        """Return the bytes that every event of a kind begins with, up to its fields."""
         return b'event: %b\ndata: {"type":"%b",' % (kind.encode(), kind.encode())
 
     def finish(self, event: bytes) -> bytes:
-        """`event` with its number and end."""
+        """Append the sequence number and the end to `event`."""
         number = self._next_number
         self._next_number = number + 1
         return b'%b,"sequence_number":%d}\n\n' % (event, number)
 
 
 class OpenItem:
-    """An item that is being written: its text so far, and its events. `index` is its index in the response."""
+    """An incomplete item: its text so far, and its events. `index` is its index in the response."""
 
     delta_event: str
     done_event: str
@@ -102,19 +102,19 @@ class OpenItem:
         self._delta = writer.prepare(self.delta_event) + encode(position)[1:-1] + b',"delta":'
 
     def so_far(self, status: ItemStatus) -> OutputItem:
-        """The item so far."""
+        """Return the item so far."""
         raise NotImplementedError
 
     def part(self) -> msgspec.Struct:
-        """The content part so far."""
+        """Return the content part so far."""
         raise NotImplementedError
 
     def done_fields(self) -> dict[str, object]:
-        """Fields of the event that ends the text, without its position."""
+        """Return the fields of the event that ends the text, without its indices."""
         raise NotImplementedError
 
     def opening(self) -> bytes:
-        """The first events."""
+        """Return the first events."""
         added = {"output_index": self.index, "item": self.so_far("in_progress")}
         events = self._writer.write("response.output_item.added", added)
         if self.has_content:
@@ -122,16 +122,16 @@ class OpenItem:
         return events
 
     def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """The event of more text."""
+        """Return the event for more text."""
         self._texts.append(text)
         return self._writer.finish(self._delta + encode(text))
 
     def whole(self, status: ItemStatus) -> OutputItem:
-        """The item at its end."""
+        """Return the complete item."""
         return self.so_far(status)
 
     def closing(self, status: ItemStatus) -> tuple[OutputItem, bytes]:
-        """The item and its last events."""
+        """Return the complete item and its last events."""
         item = self.whole(status)
         events = [self._writer.write(self.done_event, {**self._position, **self.done_fields()})]
         if self.has_content:
@@ -145,7 +145,7 @@ class OpenItem:
 
 
 class OpenMessage(OpenItem):
-    """The answer's text."""
+    """A message with text of the answer."""
 
     delta_event = "response.output_text.delta"
     done_event = "response.output_text.done"
@@ -174,14 +174,14 @@ class OpenMessage(OpenItem):
 
 
 class OpenReasoning(OpenItem):
-    """The model's reasoning."""
+    """An item with reasoning of the model."""
 
     delta_event = "response.reasoning_text.delta"
     done_event = "response.reasoning_text.done"
     has_content = True
 
     def __init__(self, writer: EventWriter, index: int, seal: SealText | None) -> None:
-        """`seal`: adds the text in a sealed form to the whole item."""
+        """If `seal` is given, the complete item also has the text in encrypted form."""
         super().__init__(writer, index, new_id("rs"))
         self._seal = seal
 
@@ -203,7 +203,7 @@ class OpenReasoning(OpenItem):
 
 
 class OpenCall(OpenItem):
-    """A function call."""
+    """An item with a function call."""
 
     delta_event = "response.function_call_arguments.delta"
     done_event = "response.function_call_arguments.done"
@@ -230,7 +230,7 @@ class OpenCall(OpenItem):
 
 
 class OpenCustomCall(OpenItem):
-    """A call of a custom tool: the text in the arguments that the model writes."""
+    """An item with a call of a custom tool: its input is the text in the arguments that the model writes."""
 
     delta_event = "response.custom_tool_call_input.delta"
     done_event = "response.custom_tool_call_input.done"
@@ -272,12 +272,12 @@ def _optional(namespace: str | None) -> str | msgspec.UnsetType:
 
 
 class ResponseOutput:
-    """The items of a response: opens one for each part of another kind, and closes the one before it."""
+    """The items of a response. A part of another kind closes the open item and opens a new one."""
 
     def __init__(
         self, writer: EventWriter, parser: AnswerParser | None, tools: ToolTable, seal: SealText | None
     ) -> None:
-        """Without a parser, all text is the answer's content. `seal`: that of reasoning, if it is asked for."""
+        """Without a parser, all text is content. `seal` encrypts reasoning, if the request asks for that."""
         self._writer = writer
         self._parser = parser
         self._tools = tools
@@ -285,7 +285,7 @@ class ResponseOutput:
         self._open: OpenItem | None = None
         self._closed: list[OutputItem] = []
         self._logprobs: list[TokenLogprob] = []
-        """Those of tokens whose text the parser still withholds."""
+        """Log probabilities of tokens whose text the parser has not returned yet."""
         self._reasoning_tokens = ReasoningTokens()
 
     @property
@@ -294,7 +294,7 @@ class ResponseOutput:
         return self._reasoning_tokens.count
 
     def push(self, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """The events of `text`, which has `num_tokens` tokens."""
+        """Return the events for `text`, which has `num_tokens` tokens."""
         if self._parser is None:
             return self._add_text(text, logprobs) if text or logprobs else b""
         self._logprobs += logprobs
@@ -303,7 +303,7 @@ class ResponseOutput:
         return self._take(parts)
 
     def finish(self, status: ItemStatus) -> bytes:
-        """The events after the last text. An answer without any item gets a message without text."""
+        """Return the events after the last text. An answer without items gets an empty message."""
         events = b""
         if self._parser is not None:
             parts = self._parser.finish()
@@ -314,7 +314,7 @@ class ResponseOutput:
         return events + self._close(status)
 
     def items(self, status: ItemStatus = "in_progress") -> list[OutputItem]:
-        """The items so far; `status` is that of the open one."""
+        """Return the items so far. `status` is the status of the open item."""
         return self._closed if self._open is None else [*self._closed, self._open.so_far(status)]
 
     def _take(self, parts: Sequence[Part]) -> bytes:
@@ -378,11 +378,11 @@ _LIMITING = frozenset(
         "structured_outputs",
     }
 )
-"""Fields with which a request may leave a summary no text."""
+"""Fields of a request that can prevent the model from writing a summary."""
 
 
 class CompactionOutput(ResponseOutput):
-    """One item, the sealed text of the answer. Reasoning and calls are left out."""
+    """One item with the encrypted text of the answer. Reasoning and calls are dropped."""
 
     def __init__(
         self,
@@ -392,7 +392,7 @@ class CompactionOutput(ResponseOutput):
         seal: SealText,
         limits: Sequence[str] = (),
     ) -> None:
-        """`limits`: fields of the request that may have kept the model from writing anything."""
+        """`limits` lists set fields of the request that can have prevented the model from writing text."""
         super().__init__(writer, parser, tools, seal)
         self._seal_summary = seal
         self._limits = limits
@@ -402,7 +402,7 @@ class CompactionOutput(ResponseOutput):
         return self._keep([TextPart(text)] if self._parser is None else self._parser.push(text), num_tokens)
 
     def finish(self, status: ItemStatus) -> bytes:
-        """The events of the item. Raises `EngineError` if the model wrote no text, `BadRequest` if for the limits."""
+        """Return the events of the item. Without text, raises `BadRequest` if there are limits, else `EngineError`."""
         if self._parser is not None:
             self._keep(self._parser.finish(), 0)
         summary = "".join(self._summary).strip()
@@ -425,7 +425,7 @@ class CompactionOutput(ResponseOutput):
 
 
 class ResponsesRenderer(Renderer):
-    """One response, generated with `params`. `on_end` receives it when it has ended, before the client does."""
+    """Renders one response, generated with `params`. `on_end` receives the ended response before the client does."""
 
     def __init__(
         self,
@@ -457,7 +457,7 @@ class ResponsesRenderer(Renderer):
         return self._response.status
 
     def snapshot(self) -> bytes:
-        """The response so far, as JSON."""
+        """Return the response so far as JSON."""
         self._response.output = self._output.items()
         return msgspec.json.encode(self._response)
 
@@ -488,7 +488,7 @@ class ResponsesRenderer(Renderer):
         return opening + self._event("response.failed")
 
     def cancel(self) -> bytes:
-        """The last event of a response that is cancelled."""
+        """Return the last event of a cancelled response."""
         opening = b"" if self._is_begun else self.opening()
         self._end("cancelled")
         return opening + self._event("response.incomplete")
@@ -502,7 +502,7 @@ class ResponsesRenderer(Renderer):
         return self._response
 
     def _push(self, steps: Iterable[tuple[str, int]], logprobs: Sequence[TokenLogprob]) -> bytes:
-        """The events of steps, each a text and the number of its tokens."""
+        """Return the events for steps, each a text and its number of tokens."""
         first, events = 0, b""
         for text, num_tokens in steps:
             events += self._output.push(text, num_tokens, logprobs[first : first + num_tokens])
@@ -510,8 +510,8 @@ class ResponsesRenderer(Renderer):
         return events
 
     def _finish(self, reason: str | None) -> bytes:
-        """The end of the text."""
-        # A summary that the limit cut off is still the best there is.
+        """Return the events for the end of the text."""
+        # A summary that the token limit truncated is still used.
         self._finish_reason = None if isinstance(self._output, CompactionOutput) else reason
         return self._output.finish("incomplete" if reason == "length" else "completed")
 
@@ -543,10 +543,10 @@ class ResponsesRenderer(Renderer):
 
 
 class CompactionRenderer(Renderer):
-    """The answer to a request that only compacts: what of the conversation stays, and the compaction item."""
+    """Renders the answer to a compaction request: the retained messages, and the compaction item."""
 
     def __init__(self, renderer: ResponsesRenderer, retained: Sequence[MessageItem]) -> None:
-        """`renderer` is that of the response that holds the compaction."""
+        """`renderer` renders the response that contains the compaction item."""
         self.head = renderer.head
         self._renderer = renderer
         self._retained = retained
@@ -572,7 +572,7 @@ class CompactionRenderer(Renderer):
 
 
 def failed_stream(request: ResponsesRequest, error: ApiError) -> bytes:
-    """The whole stream of a response that `error` ends before it begins."""
+    """Return the complete stream of a response that failed with `error` before it began."""
     response = _new_response(request, SamplingParams(), new_id("resp"), int(time.time()))
     writer = EventWriter()
     created = writer.write("response.created", {"response": response})
@@ -585,7 +585,7 @@ def _failure(error: ApiError) -> ResponseFailure:
 
 
 def _new_response(request: ResponsesRequest, params: SamplingParams, id: str, created_at: int) -> ResponseObject:
-    """A response that has not begun, with the settings of `request` and the defaults that `params` has added."""
+    """Create a response that has not begun, with the settings of `request` and the defaults in `params`."""
     choice = request.tool_choice
     form = request.text.format
     return ResponseObject(

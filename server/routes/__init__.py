@@ -1,1 +1,1 @@
-"""The endpoints: one module an endpoint family, listed in `server.app`."""
+"""The endpoints: one module per endpoint family, listed in `server.endpoints`."""

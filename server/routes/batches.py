@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`: upload requests, have them computed behind live traffic, fetch the answers."""
+"""`/v1/files` and `/v1/batches`: upload requests, have them computed at low priority, download the answers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -34,7 +34,7 @@ endpoints = ENDPOINTS.register("batches")(EndpointFamily())
 _CHUNK_BYTES = 2**20
 _MAX_FILENAME = 255
 _FILES_PAGE, _BATCHES_PAGE = (10_000, 10_000), (20, 100)
-"""Default and largest page of each list."""
+"""Default and largest page size of each list."""
 
 
 _AFTER = query_parameter("after", "Id of the object after which the list begins.", type="string")
@@ -74,7 +74,7 @@ async def upload_file(http: Request) -> Response:
 async def _upload(
     http: Request, runner: BatchRunner, limit: int, owner: str, reserve: Callable[[int], None]
 ) -> FileObject:
-    """Raises `BadRequest`, `BodyTooLarge`, `NoRoom` and `DiskFull`."""
+    """Receive and store a file. Raises `BadRequest`, `BodyTooLarge`, `NoRoom` and `DiskFull`."""
     try:
         form = await read_form(http.headers, _counted(http, limit, reserve))
     except OSError as error:
@@ -96,13 +96,13 @@ async def _upload(
 
 
 async def read_form(headers: Headers, body: AsyncGenerator[bytes, None]) -> FormData:
-    """The fields and the file of multipart form data. Raises `BadRequest`."""
+    """Parse the fields and the file of multipart form data. Raises `BadRequest`."""
     try:
         return await MultiPartParser(headers, body, max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise BadRequest(f"the form cannot be read: {error.message}") from error
     except (LookupError, ValueError) as error:
-        # The parser raises them for a charset that does not exist, or whose text the form is not.
+        # The parser raises these for an unknown charset, and for text that is invalid in its charset.
         raise BadRequest(f"the form cannot be read: {error}") from error
 
 
@@ -115,9 +115,9 @@ def _store(runner: BatchRunner, upload: UploadFile, owner: str, seconds: int | N
 
 
 async def _counted(http: Request, limit: int, reserve: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
-    """The body, up to a file of `limit` bytes with the form around it. Raises `BodyTooLarge` and `NoRoom`.
+    """Yield the body, up to a file of `limit` bytes plus the form's own bytes. Raises `BodyTooLarge` and `NoRoom`.
 
-    `reserve` is called with the bytes that may follow.
+    `reserve` is called with the number of bytes that may follow.
     """
     total = reserved = 0
     async for chunk in http.stream():
@@ -154,7 +154,7 @@ def _expiry(anchor: object, seconds: object) -> int | None:
 
 @endpoints.get("/v1/files", FileList, parameters=[_PURPOSE, _limit(_FILES_PAGE), ORDER, _AFTER])
 async def list_files(http: Request) -> Response:
-    """The uploaded files, and those that batches wrote."""
+    """List the uploaded files and the output files of batches."""
     newest_first = is_newest_first(http)
     page: Page = await asyncio.to_thread(
         runner_of(http).store.files,
@@ -169,20 +169,20 @@ async def list_files(http: Request) -> Response:
 
 @endpoints.get("/v1/files/{file_id}", FileObject)
 async def retrieve_file(http: Request, file_id: str) -> Response:
-    """What is known of a file."""
+    """Return the metadata of a file."""
     return as_json(await asyncio.to_thread(runner_of(http).store.file, file_id, owner_of(http.scope).key or ""))
 
 
 @endpoints.get("/v1/files/{file_id}/content", "application/octet-stream")
 async def file_content(http: Request, file_id: str) -> Response:
-    """The contents of a file."""
+    """Return the content of a file."""
     path = await asyncio.to_thread(runner_of(http).store.path, file_id, owner_of(http.scope).key or "")
     return FileResponse(path, media_type="application/octet-stream")
 
 
 @endpoints.delete("/v1/files/{file_id}", DeletedFile)
 async def delete_file(http: Request, file_id: str) -> Response:
-    """Delete a file; not the input of a batch that has not ended."""
+    """Delete a file, unless it is the input of a batch that has not ended."""
     await asyncio.to_thread(runner_of(http).store.delete_file, file_id, owner_of(http.scope).key or "")
     return as_json(DeletedFile(file_id))
 
@@ -194,7 +194,7 @@ _EXAMPLE = {"input_file_id": "file-0123456789abcdef", "endpoint": "/v1/chat/comp
 
 @endpoints.post("/v1/batches", BatchObject, request=BatchRequest, example=_EXAMPLE)
 async def create_batch(http: Request) -> Response:
-    """Have the requests in a file computed behind live traffic."""
+    """Compute the requests in a file, at low priority."""
     runner, owner = runner_of(http), owner_of(http.scope)
     request = await read_request(http, BatchRequest, Models.of(http.app).config.server_config)
     file = await asyncio.to_thread(runner.store.file, request.input_file_id, owner.key or "")
@@ -209,7 +209,7 @@ async def create_batch(http: Request) -> Response:
 
 @endpoints.get("/v1/batches", BatchList, parameters=[_limit(_BATCHES_PAGE), _AFTER])
 async def list_batches(http: Request) -> Response:
-    """The batches, newest first."""
+    """List the batches, newest first."""
     after, limit = http.query_params.get("after"), _limit_of(http, _BATCHES_PAGE)
     page: Page = await asyncio.to_thread(
         runner_of(http).store.batches, owner_of(http.scope).key or "", "batch", after, limit
@@ -219,20 +219,20 @@ async def list_batches(http: Request) -> Response:
 
 @endpoints.get("/v1/batches/{batch_id}", BatchObject)
 async def retrieve_batch(http: Request, batch_id: str) -> Response:
-    """A batch with its progress."""
+    """Return a batch with its progress."""
     return as_json(await asyncio.to_thread(runner_of(http).store.batch, batch_id, owner_of(http.scope).key or ""))
 
 
 @endpoints.post("/v1/batches/{batch_id}/cancel", BatchObject)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
-    """End a batch; answers that are done are in its output. One that has ended is returned unchanged."""
+    """Cancel a batch; its output has the completed answers. A batch that has ended is returned unchanged."""
     runner, owner = runner_of(http), owner_of(http.scope)
     batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
     return as_json(await runner.cancel(Batch(batch, owner.key or "", owner.party)))
 
 
 def runner_of(http: Request) -> BatchRunner:
-    """The batches of the server. Raises `NotReady` unless requests can be served."""
+    """Return the runner of the server. Raises `NotReady` unless requests can be served."""
     Models.of(http.app).check_open()
     runner: BatchRunner = http.app.state.batches
     return runner

@@ -48,11 +48,11 @@ from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, end
 
 
 class CustomCallPart(ToolCallPart, frozen=True):
-    """A call of a custom tool begins."""
+    """The beginning of a call of a custom tool."""
 
 
 class InputPart(msgspec.Struct, frozen=True):
-    """More of the input of call `index`, which is of a custom tool."""
+    """A further piece of the input of call `index`, a call of a custom tool."""
 
     index: int
     text: str
@@ -62,17 +62,17 @@ ChatPart: TypeAlias = Part | InputPart
 
 
 class CustomCalls:
-    """The calls of custom tools in the answer of one choice, whose arguments are read as free text."""
+    """Converts calls of custom tools in the answer of one choice: their arguments become free text."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """`names`: those of the request's custom tools."""
+        """`names` are the names of the request's custom tools."""
         self._names = names
         self._input: FreeformInput | None = None
-        """That of the last call, if it is one of a custom tool."""
+        """Input of the last call, if its tool is a custom tool."""
         self._index = 0
 
     def read(self, parts: Iterable[Part], *, last: bool) -> Iterator[ChatPart]:
-        """`parts` with those of custom tools in place of functions'. `last`: none follows."""
+        """Yield `parts`, with calls of custom tools converted. `last`: whether these are the last parts."""
         for part in parts:
             if isinstance(part, ToolCallPart):
                 yield from self._finish()
@@ -95,7 +95,7 @@ class CustomCalls:
 
 
 class ChatChunkWriter(ChunkWriter):
-    """A choice's first chunk holds its role, its last one only the finish reason.
+    """Encodes chat chunks. A choice's first chunk has its role, its last one only the finish reason.
 
     If each chunk reports the usage so far, the finish reason is in the chunk of the last text.
     """
@@ -103,7 +103,7 @@ class ChatChunkWriter(ChunkWriter):
     object = "chat.completion.chunk"
     plain = b'},"logprobs":null,"finish_reason":null}'
     has_functions = False
-    """Whether a call is written as `function_call`, for a request with `functions`."""
+    """Whether calls are written as `function_call`, because the request has `functions`."""
 
     def delta(
         self,
@@ -114,9 +114,9 @@ class ChatChunkWriter(ChunkWriter):
         members: bytes = b"",
         stop_reason: int | str | None = None,
     ) -> bytes:
-        """The events for more output of choice `index`, all of which is content.
+        """Return the events for more output of choice `index`, if all of it is content.
 
-        `members` are further members of the choice, each with a comma before it.
+        `members` are further JSON members of the choice, each preceded by a comma.
         """
         opening = self._open.get(index)
         if opening is not None and logprobs is None and finish_reason is None and not members:
@@ -137,7 +137,7 @@ class ChatChunkWriter(ChunkWriter):
     def parts(
         self, index: int, parts: Iterable[ChatPart], logprobs: msgspec.Struct | None, members: bytes = b""
     ) -> bytes:
-        """The events for further parts of choice `index`; the first one carries `logprobs` and `members`."""
+        """Return the events for further parts of choice `index`. The first event has `logprobs` and `members`."""
         events = []
         for part in parts:
             if index not in self._open:
@@ -151,23 +151,24 @@ class ChatChunkWriter(ChunkWriter):
         return b"".join(events)
 
     def begin(self, index: int, content: bytes) -> bytes:
-        """A choice's first event. `content` is `""`, or `null` if the choice begins with something else."""
+        """Return the first event of a choice. `content` is `""`, or `null` if the choice does not begin with
+        content."""
         self._open[index] = opening = self._head + b'{"index":%d,"delta":{' % index
         return b"".join((opening, b'"role":"assistant","content":', content, b',"refusal":null', self._plain_before))
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None = None) -> bytes:
-        """A choice's last event."""
+        """Return the last event of a choice."""
         begun = b"" if index in self._open else self.begin(index, b'""')
         return b"".join(
             (begun, self._open[index], b"}", _stopped(stop_reason), ending(None, finish_reason), self._close)
         )
 
     def of_prompt(self, members: bytes) -> bytes:
-        """An event without choices, whose `members` describe the prompt."""
+        """Return an event without choices, whose `members` describe the prompt."""
         return b"".join((self._head, b"]", members, self._close.removeprefix(b"]")))
 
     def _member(self, part: ChatPart) -> bytes:
-        """The part as a member of a delta."""
+        """Encode a part as a member of a delta."""
         match part:
             case TextPart():
                 return b'"content":' + encode(part.text)
@@ -208,9 +209,9 @@ def _stopped(stop_reason: int | str | None) -> bytes:
 
 
 class ChatRenderer(Renderer):
-    """The choices of one chat.
+    """Renders the choices of one chat.
 
-    `new_parser` makes the parser of one choice; it returns None if all that the model writes is content.
+    `new_parser` creates the parser of one choice; it returns None if all output text is content.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ class ChatRenderer(Renderer):
         return choice
 
     def _finish_reason(self, reason: str, answer: AnswerInParts) -> str:
-        """`reason`, or `tool_calls` where OpenAI reports that: not for a call that the request asked for by name."""
+        """Return `reason`, or `tool_calls` where OpenAI reports it: not if the request forced a call by name."""
         if reason == "stop" and answer.calls and not self._called_by_name:
             return "function_call" if self._chunks.has_functions else "tool_calls"
         return reason
@@ -311,7 +312,7 @@ class ChatRenderer(Renderer):
         return chat_logprobs(self._tokenizer, positions, as_ids=self._request.return_tokens_as_token_ids)
 
     def _with_reasoning(self, usage: Usage) -> Usage:
-        """`usage` with the number of reasoning tokens, if the answers are parsed."""
+        """Return `usage` with the number of reasoning tokens, if the answers are parsed."""
         answers = [answer for answer in self._answers if answer is not None]
         if not answers:
             return usage
@@ -335,7 +336,7 @@ _EXAMPLE = {
 async def prepare(
     request: ChatCompletionRequest, frontend: Frontend, owner: Owner, arrival_time: float
 ) -> tuple[list[NewSequence], ChatRenderer]:
-    """The sequences that answer a chat, and what writes the answer. Raises `BadRequest` and other `ApiError`s."""
+    """Create the sequences and the renderer for a chat. Raises `BadRequest` and other `ApiError`s."""
     check_request_limits(request, frontend)
     chat = await prepare_chat(request, frontend, owner)
     sequences = new_sequences(

@@ -31,7 +31,7 @@ from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, end
 
 
 class CompletionChunkWriter(ChunkWriter):
-    """Chunks of `/v1/completions`."""
+    """Encodes the chunks of `/v1/completions`."""
 
     object = "text_completion"
     plain = b',"logprobs":null,"finish_reason":null}'
@@ -44,7 +44,8 @@ class CompletionChunkWriter(ChunkWriter):
         finish_reason: str | None,
         members: bytes = b"",
     ) -> bytes:
-        """The event for more output of choice `index`. `members` are further members, each with a comma before it."""
+        """Return the event for more output of choice `index`. `members` are further members, each preceded by a
+        comma."""
         opening = self._open.get(index)
         if opening is None:
             opening = self._open[index] = self._head + b'{"index":%d,"text":' % index
@@ -54,7 +55,7 @@ class CompletionChunkWriter(ChunkWriter):
 
 
 class PromptEcho(NamedTuple):
-    """What the choices of a prompt may show of it."""
+    """The parts of a prompt that its choices may show."""
 
     token_ids: list[int]
     echo: str
@@ -62,7 +63,7 @@ class PromptEcho(NamedTuple):
 
 
 class CompletionRenderer(Renderer):
-    """`request.n` choices of each of `prompts`."""
+    """Renders `request.n` choices of each of `prompts`."""
 
     def __init__(
         self, request: CompletionRequest, tokenizer: Tokenizer, fingerprint: str, prompts: Sequence[PromptEcho]
@@ -80,7 +81,7 @@ class CompletionRenderer(Renderer):
         needs_members = request.logprobs is not None or request.return_token_ids
         self._text_only = not needs_members and not self._chunks.reports_usage
         self._held: dict[int, list[tuple[int, RequestDelta]]] = {}
-        """By prompt, deltas of its choices that wait for the prompt's log probabilities, which must go first."""
+        """Deltas by prompt that wait until the prompt's log probabilities, which must precede them, are known."""
         if request.prompt_alternatives is not None:
             self._text_only = False
             self._held = {number: [] for number in range(len(prompts))}
@@ -111,7 +112,7 @@ class CompletionRenderer(Renderer):
         return Completion(**self.head._asdict(), choices=choices, usage=usage)
 
     def _open_choices(self, number: int, positions: list[TokenLogprobs]) -> bytes:
-        """The events that describe a prompt, one for each of its choices; none if nothing of it is requested."""
+        """Return the events that describe a prompt, one per choice; none if the request asks for no echo."""
         request, prompt = self._request, self._prompts[number]
         members = b""
         if request.prompt_logprobs is not None:
@@ -153,7 +154,7 @@ class CompletionRenderer(Renderer):
         return choice
 
     def _echoed(self, index: int, positions: list[TokenLogprobs]) -> CompletionLogprobs | None:
-        """Log probabilities of the prompt, if the request wants them before those of the generated tokens."""
+        """Return the log probabilities of the prompt, if the request asks for echo and log probabilities."""
         request, prompt = self._request, self._prompts[index // self._request.n]
         if not request.echo or request.logprobs is None:
             return None
@@ -172,7 +173,7 @@ def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> Com
 
 
 _LONG_CHARACTERS = 4096
-"""Longer texts are tokenised in a thread, so that other streams go on meanwhile."""
+"""Longer texts are tokenised in a thread, so that other streams continue meanwhile."""
 
 
 async def prepare_prompts(
@@ -211,7 +212,7 @@ def _check_prompts(
 def _token_ids(
     prompt: Prompt, request: CompletionRequest, processor: InputOutputProcessor, keep_last: int | None
 ) -> list[int]:
-    """The prompt that the model computes."""
+    """Return the token ids of the prompt as the model computes it."""
     if request.suffix:
         return _fill_in(prompt, request.suffix, request.add_special_tokens, processor)
     if not isinstance(prompt, str):
@@ -243,7 +244,7 @@ def _fill_in(prompt: Prompt, suffix: str, add_special_tokens: bool, processor: I
 def _echo(
     prompt: Prompt, token_ids: list[int], request: CompletionRequest, processor: InputOutputProcessor, cut: bool
 ) -> str:
-    """The text that the choices of `prompt` begin with."""
+    """Return the text that the choices of `prompt` begin with."""
     if not request.echo:
         return ""
     if isinstance(prompt, str) and not cut:

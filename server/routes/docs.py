@@ -1,4 +1,4 @@
-"""`GET /` and `/docs`: where to begin, for people, and `/openapi.json`, for programs."""
+"""`GET /` and `/docs` for people, and `/openapi.json` for programs: where to begin with the API."""
 
 import asyncio
 from html import escape
@@ -50,7 +50,7 @@ base URL.</p>
 
 @endpoints.get("/", Welcome)
 async def welcome(http: Request) -> Response:
-    """What this server is, and where its API is described: a page for browsers, JSON for programs."""
+    """Name the server and the address of its API description: a page for browsers, JSON for programs."""
     root = http.scope.get("root_path", "")
     version = Models.of(http.app).shared.version
     if "text/html" in http.headers.get("accept", ""):

@@ -14,7 +14,7 @@ endpoints = ENDPOINTS.register("health")(EndpointFamily())
 
 @endpoints.get("/livez", "text/plain", is_probe=True, scope=None)
 async def live() -> Response:
-    """200 while the process answers."""
+    """Answer 200 while the process is alive."""
     return PlainTextResponse("ok\n")
 
 
@@ -22,7 +22,8 @@ async def live() -> Response:
 @endpoints.get("/health", "text/plain", is_probe=True, scope=None)
 @endpoints.get("/readyz", "text/plain", is_probe=True, scope=None)
 async def ready(http: Request) -> Response:
-    """200 while requests are served; else 503 with the reason: the engine starts, restarts, or the server ends."""
+    """Answer 200 while requests are served, else 503 with the reason: the engine starts or restarts, or the server
+    ends."""
     Models.of(http.app).check_ready()
     return PlainTextResponse("ok\n")
 

@@ -1,4 +1,4 @@
-"""`GET /kaon/limits`: what the caller uses and may use. `GET /kaon/owners`: what all owners use, for operators."""
+"""`GET /kaon/limits`: the caller's use and limits. `GET /kaon/owners`: the use of all owners, for operators."""
 
 from fastapi import Request, Response
 
@@ -15,7 +15,7 @@ _MOST_LISTED = 1000
 
 @endpoints.get("/kaon/limits", OwnerLimits, scope=None)
 async def limits(http: Request) -> Response:
-    """What the caller uses now, has used, and may use."""
+    """Return the caller's present use, total use and limits."""
     shared, owner = Models.of(http.app).shared, owner_of(http.scope)
     accounts, quotas, settings = shared.accounts, shared.quotas, shared.reloader.settings
     return as_json(
@@ -37,7 +37,7 @@ async def limits(http: Request) -> Response:
 
 @endpoints.get("/kaon/owners", OwnerList, scope="admin")
 async def owners(http: Request) -> Response:
-    """What each owner uses now and has used. Needs a key of the scope admin."""
+    """Return the present and total use of each owner. Needs a key of the scope admin."""
     accounts = Models.of(http.app).shared.accounts
     tallies = sorted(accounts.tallies(), key=lambda tally: tally.requests, reverse=True)
     data = [

@@ -32,8 +32,8 @@ async def load(http: Request) -> Response:
     scope="admin",
 )
 async def unload(http: Request) -> Response:
-    """Unload a LoRA adapter: new requests for it are a 404 at once, and the answer comes when the last has ended.
-    Needs a key of the scope admin."""
+    """Unload a LoRA adapter. New requests for it get a 404 at once; the call returns when its last live request has
+    ended. Needs a key of the scope admin."""
     models = Models.of(http.app)
     request = await read_request(http, UnloadAdapterRequest, models.config.server_config)
     models.check_open()

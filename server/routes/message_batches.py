@@ -1,4 +1,4 @@
-"""`/v1/messages/batches`: Anthropic's batches. They are stored and run as those of `/v1/batches`, in another form."""
+"""`/v1/messages/batches`: Anthropic's batches, which are stored and run like those of `/v1/batches`."""
 
 import asyncio
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ endpoints = ENDPOINTS.register("message_batches")(EndpointFamily(AnthropicError)
 _ENDPOINT = "/v1/messages"
 _DEFAULT_PAGE, _MAX_PAGE = 20, 1000
 _UNDONE = {"batch_cancelled": "canceled", "batch_expired": "expired"}
-"""Results of lines without an answer, by the code of their error."""
+"""Anthropic's result type of a line without an answer, by the code of its error."""
 
 _MESSAGE = {"model": "kaon-demo", "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}
 _EXAMPLE = {"requests": [{"custom_id": "1", "params": _MESSAGE}]}
@@ -51,7 +51,7 @@ _LIST_PARAMETERS = [
 
 @endpoints.post("/v1/messages/batches", MessageBatch, request=MessageBatchRequest, example=_EXAMPLE)
 async def create_message_batch(http: Request) -> Response:
-    """Have many messages answered behind live traffic."""
+    """Answer many messages, at low priority."""
     runner, owner = runner_of(http), owner_of(http.scope)
     request = await read_request(http, MessageBatchRequest, Models.of(http.app).config.server_config)
     seen: set[str] = set()
@@ -82,7 +82,7 @@ def _add(store: BatchStore, request: MessageBatchRequest, owner: str, party: str
 
 @endpoints.get("/v1/messages/batches", MessageBatchList, parameters=_LIST_PARAMETERS)
 async def list_message_batches(http: Request) -> Response:
-    """The batches, newest first."""
+    """List the batches, newest first."""
     limit = query_integer(http, "limit", _DEFAULT_PAGE, low=1, high=_MAX_PAGE)
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
 
@@ -97,14 +97,14 @@ async def list_message_batches(http: Request) -> Response:
 
 @endpoints.get("/v1/messages/batches/{batch_id}", MessageBatch)
 async def retrieve_message_batch(http: Request, batch_id: str) -> Response:
-    """A batch with its progress."""
+    """Return a batch with its progress."""
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
     return as_json(await asyncio.to_thread(lambda: _message_batch(store.batch(batch_id, owner), store, owner, http)))
 
 
 @endpoints.post("/v1/messages/batches/{batch_id}/cancel", MessageBatch)
 async def cancel_message_batch(http: Request, batch_id: str) -> Response:
-    """End a batch; messages that are answered are in its results."""
+    """Cancel a batch; its results have the answered messages."""
     runner, owner = runner_of(http), owner_of(http.scope)
     batch = await asyncio.to_thread(runner.store.batch, batch_id, owner.key or "")
     batch = await runner.cancel(Batch(batch, owner.key or "", owner.party))
@@ -120,7 +120,7 @@ async def delete_message_batch(http: Request, batch_id: str) -> Response:
 
 @endpoints.get("/v1/messages/batches/{batch_id}/results", "application/x-jsonl")
 async def message_batch_results(http: Request, batch_id: str) -> Response:
-    """The results of a batch that has ended, one a line."""
+    """Return the results of an ended batch, one per line."""
     store, owner = runner_of(http).store, owner_of(http.scope).key or ""
     batch = await asyncio.to_thread(store.batch, batch_id, owner)
     if batch.status not in BATCH_ENDED:
@@ -137,7 +137,7 @@ def _results(outputs: list[Path]) -> Iterator[bytes]:
 
 
 def _result(line: dict[str, Any]) -> bytes:
-    """A line of the output in Anthropic's form."""
+    """Convert a line of the output to Anthropic's form."""
     if line["error"] is not None:
         result: dict[str, Any] = {"type": _UNDONE[line["error"]["code"]]}
     elif 200 <= line["response"]["status_code"] < 300:
@@ -148,11 +148,11 @@ def _result(line: dict[str, Any]) -> bytes:
 
 
 def _message_batch(batch: BatchObject, store: BatchStore, owner: str, http: Request) -> MessageBatch:
-    """A batch in Anthropic's form. Reads the errors of one that has ended."""
+    """Convert a batch to Anthropic's form. If it has ended, its error file is read."""
     counts, has_ended = batch.request_counts, batch.status in BATCH_ENDED
     shown = MessageBatchCounts(counts.total - counts.completed - counts.failed, counts.completed, counts.failed)
     if has_ended and batch.error_file_id is not None:
-        # Without the file, which its owner may delete, all that was not answered counts as an error.
+        # Its owner may have deleted the file; then every unanswered message counts as an error.
         with suppress(FileNotFound, FileNotFoundError), store.path(batch.error_file_id, owner).open("rb") as file:
             for line in file:
                 shown.canceled += b'"error":{"code":"batch_cancelled"' in line

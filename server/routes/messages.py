@@ -66,7 +66,7 @@ async def create_message(http: Request) -> Response:
     example={"messages": [{"role": "user", "content": "What is the capital of France?"}]},
 )
 async def count_message_tokens(http: Request) -> Response:
-    """How many tokens the prompt of a message has."""
+    """Count the tokens of a message's prompt."""
     _check_version(http)
     models, owner = Models.of(http.app), owner_of(http.scope)
     request = await read_request(http, CountTokensRequest, models.config.server_config)
@@ -76,7 +76,7 @@ async def count_message_tokens(http: Request) -> Response:
 
 
 def _check_version(http: Request) -> None:
-    """Refuse what is not a version of the API. Each one is answered alike; without the header, too."""
+    """Refuse a header that is not a version of the API. All versions, and no header, are answered alike."""
     version = http.headers.get("anthropic-version")
     if version is not None and not _VERSION.fullmatch(version):
         raise BadRequest(f"anthropic-version is {version[:60]!r}; it must be a date, such as 2023-06-01")

@@ -27,7 +27,7 @@ _MAX_PAGE = 1000
 
 @endpoints.get("/v1/models", ModelList)
 async def list_models(http: Request) -> Response:
-    """The names of all models and adapters, of models that are not loaded too."""
+    """List the names of all models and adapters, including models that are not loaded."""
     served = [(name, frontend) for frontend in Models.of(http.app).all for name in frontend.model_names]
     if speaks_anthropic(http.scope):
         return as_json(_page(http, [_model_info(*each) for each in served]))
@@ -37,7 +37,7 @@ async def list_models(http: Request) -> Response:
 
 @endpoints.get("/v1/models/{model:path}", Model)
 async def retrieve_model(http: Request, model: str) -> Response:
-    """One of these names."""
+    """Return one model or adapter of the list."""
     frontend = Models.of(http.app).named(model)
     return as_json((_model_info if speaks_anthropic(http.scope) else _model)(model, frontend))
 
@@ -49,7 +49,7 @@ _LEVELS = [
     ReasoningLevel("high", "More reasoning, where the model knows levels."),
 ]
 _OUTPUT_SHARE = 16
-"""The part of the context that one output of a tool may fill in an agent."""
+"""One output of a tool may fill 1 / 16 of the context of an agent."""
 _MOST_OUTPUT_TOKENS = 10_000
 
 
@@ -67,7 +67,7 @@ You are a coding agent. You work for the user in a directory of their machine, t
 - Before a longer series of calls, say in one sentence what you are about to do. At the end, say briefly what you
   changed, in which files, what you checked, and what is left. Do not show whole files.
 """
-"""Short, because models that run here may have little context to spare."""
+"""Short, because served models may have a small context."""
 
 
 def _catalog_model(name: str, priority: int, frontend: Frontend) -> CatalogModel:
@@ -99,7 +99,7 @@ def _model_info(name: str, frontend: Frontend) -> ModelInfo:
 
 
 def _page(http: Request, models: list[ModelInfo]) -> ModelInfoPage:
-    """The models that the query asks for: at most `limit`, after or before the model of an id."""
+    """Return the page of models that the query asks for: at most `limit`, after or before the model of an id."""
     query, ids = http.query_params, [model.id for model in models]
     limit = query.get("limit", "20")
     if not (limit.isascii() and limit.isdecimal() and len(limit) <= 4 and 1 <= int(limit) <= _MAX_PAGE):

@@ -27,8 +27,8 @@ _MODEL = query_parameter("model", "Which model; needed only where the server has
 
 @endpoints.post("/sleep", "text/plain", parameters=[_LEVEL, _MODEL], scope="admin")
 async def sleep(http: Request) -> Response:
-    """Give the engine's memory back until `/wake_up`. Live requests are held where they are, new ones get a 503. Needs
-    a key of the scope admin."""
+    """Free the engine's memory until `/wake_up`. Live requests pause, new ones get a 503. Needs a key of the scope
+    admin."""
     _refuse_others(http, "level", "model")
     await _frontend(http).sleep(query_integer(http, "level", 1, low=1, high=2))
     return PlainTextResponse("")
@@ -36,7 +36,7 @@ async def sleep(http: Request) -> Response:
 
 @endpoints.post("/wake_up", "text/plain", parameters=[_MODEL], scope="admin")
 async def wake_up(http: Request) -> Response:
-    """Continue the requests that are held, and accept new ones. Needs a key of the scope admin."""
+    """Continue the paused requests, and accept new ones. Needs a key of the scope admin."""
     _refuse_others(http, "model")
     await _frontend(http).wake_up()
     return PlainTextResponse("")
@@ -44,7 +44,7 @@ async def wake_up(http: Request) -> Response:
 
 @endpoints.get("/is_sleeping", SleepState, parameters=[_MODEL], scope="admin")
 async def is_sleeping(http: Request) -> Response:
-    """Whether the server sleeps. Needs a key of the scope admin."""
+    """Return whether the server sleeps. Needs a key of the scope admin."""
     return as_json(SleepState(_frontend(http).is_asleep))
 
 
@@ -56,8 +56,8 @@ async def is_sleeping(http: Request) -> Response:
     scope="admin",
 )
 async def update_weights(http: Request) -> Response:
-    """Serve other weights of the same model. Streams go on with them; where they cannot be served, the present ones
-    stay. Needs a key of the scope admin."""
+    """Replace the weights by others of the same model. Streams continue with the new weights; if these cannot be
+    served, the present ones stay. Needs a key of the scope admin."""
     models = Models.of(http.app)
     request = await read_request(http, UpdateWeightsRequest, models.config.server_config)
     async with models.use(models.chosen(request.model).model_names[0], owner_of(http.scope)) as frontend:
@@ -68,8 +68,8 @@ async def update_weights(http: Request) -> Response:
 
 @endpoints.post("/kaon/reload", ReloadResult, scope="admin")
 async def reload(http: Request) -> Response:
-    """Read the settings again, as SIGHUP does, and put those in force that may change meanwhile. Needs a key of the
-    scope admin."""
+    """Read the settings again, as SIGHUP does, and apply those that may change while the server runs. Needs a key of
+    the scope admin."""
     _refuse_others(http)
     try:
         reloaded = Models.of(http.app).shared.reloader.reload()
@@ -79,12 +79,13 @@ async def reload(http: Request) -> Response:
 
 
 def _frontend(http: Request) -> Frontend:
-    """The front end of the model that the query names. Raises `ModelNotFound`, `BadRequest`."""
+    """Return the front end of the model that the query names. Raises `ModelNotFound`, `BadRequest`."""
     return Models.of(http.app).chosen(http.query_params.get("model"))
 
 
 def _refuse_others(http: Request, *known: str) -> None:
-    """Raise `BadRequest` for a parameter of the query that would change what the call does elsewhere."""
+    """Raise `BadRequest` for an unknown query parameter: other servers have parameters that change the call's
+    effect."""
     for name in http.query_params:
         if name not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no parameters"

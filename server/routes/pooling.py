@@ -1,8 +1,8 @@
 """Embeddings, classes and scores: `/v1/embeddings`, `/pooling`, `/classify`, `/score` and `/rerank`.
 
 Each input, and each pair of texts, is a sequence whose prompt the engine pools to a vector. The sequences of a request
-are admitted together and run in the same steps as all others. A reranker scores pairs; of an embedding model the
-score of a pair is the cosine of the two texts' vectors.
+are admitted together, and run in the same steps as all others. A reranker scores pairs directly; with an embedding
+model, the score of a pair is the cosine of the two texts' vectors.
 """
 
 import base64
@@ -54,9 +54,9 @@ from server.streaming.generation import Generation
 endpoints = ENDPOINTS.register("pooling")(EndpointFamily())
 
 _LONG_CHARACTERS = 4096
-"""Longer texts are tokenised in a thread, so that other streams go on meanwhile."""
+"""Longer texts are tokenised in a thread, so that other streams continue meanwhile."""
 _MANY_NUMBERS = 8192
-"""Longer answers are written in a thread."""
+"""Answers with more numbers are encoded in a thread."""
 
 
 class _Call:
@@ -72,7 +72,7 @@ class _Call:
         self._generation: Generation | None = None
 
     async def tokenize(self, texts: Iterable[Prompt], work: Callable[[], list[PooledPrompt]]) -> list[PooledPrompt]:
-        """Do `work`, which tokenises `texts`; in a thread if they are long."""
+        """Run `work`, which tokenises `texts`, in a thread if they are long."""
         if sum(len(text) for text in texts if isinstance(text, str)) > _LONG_CHARACTERS:
             return await self._frontend.jobs.of(self._owner).text(work)
         return work()
@@ -80,7 +80,7 @@ class _Call:
     def prepare(
         self, prompts: Sequence[PooledPrompt], *, dimensions: int | None = None, activate: bool = True
     ) -> None:
-        """Make the sequences of the prompts, which `run` runs."""
+        """Create the sequences of the prompts, for `run`."""
         request, frontend, owner = self._request, self._frontend, self._owner
         if len(prompts) > MAX_SEQUENCES:
             raise BadRequest(f"the request has {len(prompts)} prompts; it may have at most {MAX_SEQUENCES}")
@@ -105,7 +105,8 @@ class _Call:
         )
 
     async def answer(self, write: Callable[[Sequence[bytes], PoolingUsage], msgspec.Struct]) -> Response:
-        """Run the sequences, and answer with what `write` makes of their vectors; in a thread if these are long."""
+        """Run the sequences, and answer with the result of `write` on their vectors. Long answers are encoded in a
+        thread."""
         generation = self._generation
         assert generation is not None
         vectors = [_vector(state) for state in await generation.complete(self.id, self._http)]
@@ -133,7 +134,7 @@ def _written(vector: bytes, encoding_format: str) -> list[float] | str:
 
 
 def _encoded(items: Iterable[msgspec.Struct]) -> list[Any]:
-    """The items as JSON, one after the other: other threads run between them, and not while one call writes all."""
+    """Encode the items to JSON one by one, so that other threads can run between two items."""
     return [msgspec.Raw(msgspec.json.encode(item)) for item in items]
 
 
@@ -162,7 +163,7 @@ async def _prompts_of(call: _Call, request: VectorFields | ClassifyRequest) -> l
     example={"input": ["The capital of France", "Paris"], "encoding_format": "float"},
 )
 async def embeddings(http: Request) -> Response:
-    """Vectors of texts, for an embedding model."""
+    """Compute the embedding vectors of texts, by an embedding model."""
     async with accept(http, EmbeddingRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("embed"))
         call.processor.check_dimensions(request.dimensions)
@@ -179,7 +180,7 @@ async def embeddings(http: Request) -> Response:
 
 @endpoints.post("/pooling", PoolingAnswer, request=PoolingRequest, example={"input": "The capital of France"})
 async def pool(http: Request) -> Response:
-    """The model's vectors of texts, whatever they mean: embeddings, or scores of classes."""
+    """Compute the model's pooled vectors of texts: embeddings, or scores of classes."""
     async with accept(http, PoolingRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("embed", "classify"))
         call.processor.check_dimensions(request.dimensions)
@@ -202,7 +203,7 @@ async def pool(http: Request) -> Response:
 
 @endpoints.post("/classify", ClassifyAnswer, request=ClassifyRequest, example={"input": "A fine day"})
 async def classify(http: Request) -> Response:
-    """The most probable class of each text, for a classifier."""
+    """Return the most probable class of each text, by a classifier."""
     async with accept(http, ClassifyRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("classify"))
         frontend.admission.precheck(owner, len(request.input))
@@ -231,7 +232,7 @@ async def classify(http: Request) -> Response:
     "/score", ScoreAnswer, request=ScoreRequest, example={"text_1": "The capital of France", "text_2": ["Paris"]}
 )
 async def score(http: Request) -> Response:
-    """How relevant texts are to another, for a reranker or an embedding model."""
+    """Score the relevance of texts to another text, by a reranker or an embedding model."""
     async with accept(http, ScoreRequest) as (request, frontend, owner):
         call = _Call(http, request, frontend, owner, frontend.pooling_for("classify", "embed"))
         processor = call.processor
@@ -283,19 +284,19 @@ _RERANK_EXAMPLE = {"query": "The capital of France", "documents": ["Paris", "Lon
 
 @endpoints.post("/v1/rerank", RerankAnswer, request=RerankRequest, example=_RERANK_EXAMPLE)
 async def rerank(http: Request) -> Response:
-    """Documents in the order of their relevance to a query, for a reranker or an embedding model."""
+    """Sort documents by their relevance to a query, by a reranker or an embedding model."""
     return await _rerank(http, returns_documents=True, version="1")
 
 
 @endpoints.post("/rerank", RerankAnswer, request=RerankRequest, example=_RERANK_EXAMPLE)
 async def rerank_as_jina(http: Request) -> Response:
-    """The same, at Jina's path."""
+    """Sort documents as `/rerank` does, at Jina's path."""
     return await _rerank(http, returns_documents=True, version="1")
 
 
 @endpoints.post("/v2/rerank", RerankAnswer, request=RerankRequest, example=_RERANK_EXAMPLE)
 async def rerank_as_cohere(http: Request) -> Response:
-    """The same, at Cohere's path."""
+    """Sort documents as `/rerank` does, at Cohere's path."""
     return await _rerank(http, returns_documents=False, version="2")
 
 

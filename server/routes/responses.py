@@ -58,7 +58,7 @@ _EXAMPLE = {"input": "What is the capital of France?", "temperature": 0, "max_ou
 
 
 class _Answer(NamedTuple):
-    """A response that can run."""
+    """A response that is ready to run."""
 
     turn: Turn
     renderer: ResponsesRenderer
@@ -90,9 +90,9 @@ _EVENT_CODES = ("context_length_exceeded", "rate_limit_exceeded")
 
 
 def _is_read_as_event(http: Request, error: ApiError) -> bool:
-    """Whether the client acts on `error` only as the event `response.failed`, and gives up at an HTTP error.
+    """Return whether the client handles `error` only as the event `response.failed`, and fails at an HTTP error.
 
-    Codex compacts a conversation that is too long, and waits where the server is full, but on this event only.
+    Codex compacts a conversation that is too long, and retries if the server is full, only after this event.
     """
     return error.code in _EVENT_CODES and http.headers.get("originator", "").startswith("codex")
 
@@ -108,7 +108,7 @@ async def _only(events: bytes) -> AsyncGenerator[bytes, None]:
     example={"input": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5."}]},
 )
 async def compact_response(http: Request) -> Response:
-    """Replace a conversation by the newest messages of its user and one item with a summary that the model writes."""
+    """Replace a conversation by its newest user messages and one item with a summary, which the model writes."""
     arrival_time = time.monotonic()
     service = ResponsesService.of(http.app)
     async with accept(http, CompactRequest) as (request, frontend, owner):
@@ -125,7 +125,7 @@ _CHARACTERS_OF_TOKEN = 4
 async def _prepare_answer(
     request: ResponsesRequest, frontend: Frontend, service: ResponsesService, owner: Owner, arrival_time: float
 ) -> _Answer:
-    """Raises `BadRequest`, `NotReady` and `Overloaded`."""
+    """Prepare the chat, the sequence and the renderer. Raises `BadRequest`, `NotReady` and `Overloaded`."""
     frontend.admission.precheck(owner, 1)
     turn, tools, chat = await _prepare(request, frontend, service, owner)
 
@@ -157,7 +157,7 @@ async def _prepare_answer(
     example={"input": "What is the capital of France?"},
 )
 async def count_input_tokens(http: Request) -> Response:
-    """How many tokens the prompt of a response has."""
+    """Count the tokens of a response's prompt."""
     models, owner = Models.of(http.app), owner_of(http.scope)
     request = await read_request(http, InputTokensRequest, models.config.server_config)
     request.model = request.model or models.names[0]
@@ -169,7 +169,8 @@ async def count_input_tokens(http: Request) -> Response:
 async def _prepare(
     request: ResponsesRequest, frontend: Frontend, service: ResponsesService, owner: Owner
 ) -> tuple[Turn, ToolTable, PreparedChat]:
-    """The turn that `request` adds to its conversation, its tools, and the chat to answer. Raises `BadRequest`."""
+    """Return the turn that `request` adds to its conversation, its tools, and the prepared chat. Raises
+    `BadRequest`."""
     store, id = service.store, request.previous_response_id
     previous = None if id is None else store.previous_turn(id, owner)
     items = stored_items(request.input, lambda id: store.item(id, owner), frontend.max_request_bytes)
@@ -181,7 +182,7 @@ async def _prepare(
 
 @endpoints.get("/v1/responses/{response_id}", ResponseObject, parameters=_RETRIEVE_PARAMETERS)
 async def retrieve_response(http: Request, response_id: str) -> Response:
-    """A stored response in its present state."""
+    """Return a stored response in its present state."""
     stored = _stored(http, response_id)
     start = 0
     if "starting_after" in http.query_params:
@@ -201,7 +202,7 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
 
 @endpoints.delete("/v1/responses/{response_id}", DeletedResponse)
 async def delete_response(http: Request, response_id: str) -> Response:
-    """Delete a stored response; one that is running ends. Responses that continue it stay as they are."""
+    """Delete a stored response; if it is running, it ends. Responses that continue it are not changed."""
     service = _serving(http)
     service.cancel(service.store.delete(response_id, owner_of(http.scope)))
     return as_json(DeletedResponse(response_id))
@@ -209,7 +210,7 @@ async def delete_response(http: Request, response_id: str) -> Response:
 
 @endpoints.post("/v1/responses/{response_id}/cancel", ResponseObject)
 async def cancel_response(http: Request, response_id: str) -> Response:
-    """End a background response. One that has ended is returned unchanged."""
+    """Cancel a background response. A response that has ended is returned unchanged."""
     stored = _stored(http, response_id)
     if not stored.is_background:
         raise BadRequest(
@@ -221,7 +222,7 @@ async def cancel_response(http: Request, response_id: str) -> Response:
 
 @endpoints.get("/v1/responses/{response_id}/input_items", ItemList, parameters=_LIST_PARAMETERS)
 async def list_input_items(http: Request, response_id: str) -> Response:
-    """What a stored response answers: its own input, and input and output of the turns before it."""
+    """List the input of a stored response: its own, and input and output of the earlier turns."""
     stored = _stored(http, response_id)
     limit = query_integer(http, "limit", _DEFAULT_PAGE, low=1, high=_MAX_PAGE)
     newest_first = is_newest_first(http)
@@ -244,7 +245,7 @@ def _stored(http: Request, id: str) -> StoredResponse:
 
 
 def _serving(http: Request) -> ResponsesService:
-    """The service. Raises `NotReady` unless requests can be served."""
+    """Return the service. Raises `NotReady` unless requests can be served."""
     Models.of(http.app).check_open()
     return ResponsesService.of(http.app)
 

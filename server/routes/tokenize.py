@@ -26,7 +26,7 @@ endpoints = ENDPOINTS.register("tokenize")(EndpointFamily())
     example={"prompt": "Hello, world!", "return_token_strs": True},
 )
 async def tokenize(http: Request) -> Response:
-    """The token ids of a text or a chat."""
+    """Return the token ids of a text or a chat."""
     models = Models.of(http.app)
     request = await read_request(http, TokenizeRequest, models.config.server_config)
     async with while_connected(http), models.use(request.model, owner_of(http.scope)) as frontend:
@@ -35,7 +35,7 @@ async def tokenize(http: Request) -> Response:
 
 @endpoints.post("/detokenize", DetokenizeAnswer, request=DetokenizeRequest, example={"tokens": [1, 2, 3]})
 async def detokenize(http: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     models = Models.of(http.app)
     request = await read_request(http, DetokenizeRequest, models.config.server_config)
     async with while_connected(http), models.use(request.model, owner_of(http.scope)) as frontend:
@@ -63,7 +63,7 @@ def _tokenize(request: TokenizeRequest, frontend: Frontend) -> TokenizeAnswer:
 
 
 def _as_chat(request: TokenizeRequest, frontend: Frontend) -> ChatCompletionRequest:
-    """The chat request of the same prompt, with the same rules."""
+    """Return a chat request with the same prompt, for the same validation."""
     shared = request.model_fields_set & ChatCompletionRequest.model_fields.keys()
     fields: dict[str, Any] = {name: getattr(request, name) for name in shared if getattr(request, name) is not None}
     fields["model"] = frontend.model_names[0]

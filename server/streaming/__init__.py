@@ -1,1 +1,1 @@
-"""Running a request: its sequences, their delivery, back-pressure and server-sent events."""
+"""Running a request: submission of its sequences, delivery of outputs, back-pressure and server-sent events."""

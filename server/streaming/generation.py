@@ -1,7 +1,7 @@
-"""`Generation`: the sequences of one HTTP request, from admission to the last event or the whole answer.
+"""`Generation`: runs the sequences of one HTTP request, from admission to the last event or the complete answer.
 
-The route that made the sequences calls `respond`; a background response takes `events` itself. The Python API, which
-has no HTTP request, calls `complete`, `events` or `deltas`.
+The route that created the sequences calls `respond`; a background response iterates over `events`. The Python API,
+which has no HTTP request, calls `complete`, `events` or `deltas`.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ from server.streaming.sse import EventStream, Renderer
 _log = logging.getLogger(__name__)
 
 MAX_PROMPT_LOGPROBS = 2**22
-"""Most log probabilities of prompts that one answer holds: some hundred megabytes of text."""
+"""Most log probabilities of prompts in one answer: a few hundred megabytes of text."""
 
 _MANY_LOGPROBS = 4096
-"""An answer with more log probabilities is rendered in a thread, so that other streams go on meanwhile."""
+"""An answer with more log probabilities is rendered in a thread, so that other streams continue meanwhile."""
 
 
 class Generation:
@@ -50,10 +50,11 @@ class Generation:
         owner: Owner = ANYONE,
         timeout: float | None = None,
     ) -> None:
-        """`sequences` holds the choices of each prompt in turn: `best_of` if it is given, else `n`.
+        """`sequences` lists the choices of the first prompt, then those of the second and so on: each `best_of` or
+        else `n`.
 
-        With `best_of`, the answer has the `n` choices of the highest mean log probability, which the parameters must
-        request. `timeout` is the request's own limit in seconds. Raises `BadRequest`.
+        With `best_of`, the answer has the `n` choices with the highest mean log probability; the sampling parameters
+        must request log probabilities. `timeout` is the request's own limit in seconds. Raises `BadRequest`.
         """
         self._num_choices = best_of or n
         self._num_answered = n
@@ -70,7 +71,7 @@ class Generation:
         self._sequences = sequences
         self._states = [sequence.state for sequence in sequences]
         self._queued_tokens = [
-            # The choices of a prompt share its blocks in the prefix cache: it is computed once.
+            # The choices of a prompt share its blocks in the prefix cache, so the prompt is computed only once.
             0 if index % self._num_choices and config.enable_prefix_caching else state.num_prompt_tokens
             for index, state in enumerate(self._states)
         ]
@@ -80,18 +81,18 @@ class Generation:
         self._timeout = min(timeouts, default=None)
         self._deadline: asyncio.TimerHandle | None = None
         self._stream: DeltaStream | None = None
-        """Of a streamed answer, which counts what its client has not read."""
+        """Deltas of a streamed answer, with the number of bytes that its client has not read."""
         self._facts = RequestFacts()
         self._id: str | None = None
-        """The answer's id, from the submission of the sequences to their end."""
+        """Id of the answer while the sequences run; None before and after."""
 
     async def respond(
         self, http: Request, renderer: Renderer, *, stream: bool, held_by: ResumableStreams | None = None
     ) -> Response:
-        """Run the sequences and answer. They are aborted as soon as the client disconnects.
+        """Run the sequences and return the response. They are aborted as soon as the client disconnects.
 
-        `held_by`: for a stream that outlives its connection, what holds it. Raises `Overloaded` and other `ApiError`s;
-        if the answer is a stream, only before it begins.
+        `held_by` stores the stream if it is resumable, so that it outlives its connection. Raises `Overloaded` and
+        other `ApiError`s; once a stream has begun, it reports errors as events instead.
         """
         if stream:
             self._facts = facts_of(http.scope)
@@ -106,9 +107,9 @@ class Generation:
         return Response(content, media_type="application/json")
 
     async def complete(self, id: str, http: Request | None = None) -> list[RequestState]:
-        """Run the sequences to their end; their states. `id` is the answer's.
+        """Run the sequences to their end, and return their states. `id` is the id of the answer.
 
-        Raises `Overloaded` and other `ApiError`s, and `ClientDisconnect` where the client of `http` leaves.
+        Raises `Overloaded` and other `ApiError`s, and `ClientDisconnect` if the client of `http` disconnects.
         """
         if http is not None:
             self._facts = facts_of(http.scope)
@@ -121,9 +122,9 @@ class Generation:
         return self._states
 
     async def deltas(self, id: str) -> AsyncGenerator[Mapping[int, RequestDelta], None]:
-        """Submit the sequences; what has arrived at a time, by sequence. Closing the generator aborts them.
+        """Submit the sequences and yield the deltas since the last iteration, by index of the sequence.
 
-        Raises `Overloaded` and other `ApiError`s.
+        Closing the generator aborts the sequences. Raises `Overloaded` and other `ApiError`s.
         """
         stream = self._new_stream()
         self._begin(id, stream)
@@ -138,21 +139,21 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """The tokens of all choices so far."""
+        """Return the token counts of all choices so far."""
         return usage_of(self._states, self._num_choices)
 
     def whole(self, renderer: Renderer) -> msgspec.Struct:
-        """The answer of sequences that are complete."""
+        """Render the answer once all sequences have ended."""
         return renderer.whole(self._answered(), self.usage)
 
     def _whole(self, renderer: Renderer) -> bytes:
         return msgspec.json.encode(self.whole(renderer))
 
     def events(self, renderer: Renderer) -> AsyncGenerator[bytes, None]:
-        """Submit the sequences; the stream's events, all that have arrived at a time.
+        """Submit the sequences and yield the events of the stream, joined if several are ready.
 
-        Raises `Overloaded` and other `ApiError`s; a later failure becomes the last event. The caller must call `end`,
-        whether or not it takes any event.
+        Raises `Overloaded` and other `ApiError`s before the first event; a later failure becomes the last event. The
+        caller must call `end`, even if it iterates over no event.
         """
         stream = self._new_stream()
         self._begin(renderer.head.id, stream)
@@ -187,7 +188,8 @@ class Generation:
             self.end()
 
     def _answered(self) -> list[RequestState]:
-        """The choices to answer with. Each gets its prompt's log probabilities, computed for the first one only."""
+        """Return the choices of the answer. Prompt log probabilities, computed for the first choice, are copied to the
+        others."""
         answered: list[RequestState] = []
         for first in range(0, len(self._states), self._num_choices):
             choices = self._states[first : first + self._num_choices]
@@ -211,7 +213,7 @@ class Generation:
     # -- begin and end ------------------------------------------------------------------------------------------
 
     def _begin(self, id: str, consumer: Consumer) -> None:
-        """Submit the sequences, if they are admitted. An `ApiError` that this raises leaves no state behind."""
+        """Submit the sequences if they are admitted. Raises an `ApiError`, and then nothing has changed."""
         hub, count = self._hub, len(self._states)
         seconds = math.inf if self._timeout is None else self._arrival_time + self._timeout - time.monotonic()
         if seconds <= 0:
@@ -230,7 +232,7 @@ class Generation:
             self._deadline = asyncio.get_running_loop().call_later(seconds, self._on_deadline, consumer)
 
     def _on_deadline(self, consumer: Consumer) -> None:
-        """End what still runs. If nothing does, the answer waits for a slow reader and is not late."""
+        """End the running sequences. If none runs, the answer only waits for a slow reader, and is not late."""
         if self._hub.cancel(self._states, "timeout"):
             consumer.fail(self._timeout_error())
 
@@ -240,7 +242,7 @@ class Generation:
         )
 
     def _on_full(self, stream: Consumer) -> None:
-        """Pause or end the sequences, because the client reads `stream` too slowly."""
+        """Pause or end the sequences because the client reads `stream` too slowly."""
         action = self._settings.slow_readers
         self._hub.metrics.slow_reader(action)
         if action == "pause":
@@ -254,11 +256,11 @@ class Generation:
             )
 
     def _on_drained(self) -> None:
-        """Resume the sequences, because the client has read everything."""
+        """Resume the sequences because the client has read everything."""
         self._hub.resume(self._states)
 
     def end(self) -> None:
-        """Abort what still runs and log the request. A second call has no effect."""
+        """Abort the sequences that still run, and log the request. Idempotent."""
         if self._id is None:
             return
         id, self._id = self._id, None
@@ -280,7 +282,7 @@ class Generation:
 
 
 def usage_of(states: Sequence[RequestState], num_choices: int) -> Usage:
-    """The tokens of all choices, of which `num_choices` in turn share a prompt, which counts once."""
+    """Count the tokens of all choices. Each run of `num_choices` choices shares a prompt, which counts once."""
     firsts = states[::num_choices]
     prompt_tokens = sum(state.num_prompt_tokens for state in firsts)
     completion_tokens = sum(len(state.token_ids) for state in states)
@@ -293,7 +295,7 @@ def _chunks(renderer: Renderer, deltas: Mapping[int, RequestDelta]) -> list[byte
 
 
 def _num_prompt_logprobs(request: AddRequest) -> int:
-    """Log probabilities of a prompt: those of its tokens and of their alternatives."""
+    """Return the number of log probabilities that a prompt has, of its tokens and their alternatives."""
     alternatives = request.sampling_params.prompt_logprobs
     return 0 if alternatives is None else len(request.prompt_token_ids) * (1 + alternatives)
 
@@ -305,9 +307,9 @@ def _mean_logprob(state: RequestState) -> float:
 
 @asynccontextmanager
 async def while_connected(http: Request) -> AsyncIterator[None]:
-    """Cancel the block and raise `ClientDisconnect` once the client disconnects. The body must have been read.
+    """Cancel the block and raise `ClientDisconnect` when the client disconnects. The body must have been read.
 
-    Work that waits for its turn is thereby given up: else the requests of clients that left would be done one by one.
+    So work of disconnected clients that waits for a thread is dropped instead of being done.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -1,7 +1,7 @@
-"""`Hub`: the live sequences of the server, and the consumers that their outputs go to.
+"""`Hub`: holds the live sequences of a model, and passes the engine's outputs to their consumers.
 
 `Generation` submits sequences with a consumer: a `DeltaStream` if the client streams, else a `WholeResult`.
-`CoreManager` calls `Hub.receive` once a step.
+`CoreManager` calls `Hub.receive` once per step.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Consumer(Protocol):
-    """Takes the outputs of one HTTP request's sequences, by their index."""
+    """Receives the outputs of one HTTP request's sequences, by their index."""
 
     def put(self, index: int, delta: RequestDelta) -> None: ...
 
@@ -39,13 +39,13 @@ class _Live:
     consumer: Consumer
     index: int
     model: str
-    """The served name of the model or adapter."""
+    """Served name of the model or adapter."""
     tally: Tally
-    """Of the owner, to which the output is added."""
+    """Tally of the owner, which counts the output tokens."""
 
 
 class Hub:
-    """Owns every live sequence of the server, from `submit` to its last output or `cancel`."""
+    """Owns every live sequence of a model, from `submit` to its last output or `cancel`."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class Hub:
         ids: Iterator[int] | None = None,
         first_replica: int = 0,
     ) -> None:
-        """`model_name` returns the served name of the model or of an adapter, by its number, and raises an `ApiError`
-        for an adapter that is no longer served.
+        """`model_name` returns the served name of an adapter by its number, or of the model for 0. It raises an
+        `ApiError` for an adapter that is no longer served.
 
-        `ids`: where the core has further users, the source of ids that they share. `first_replica`: the number that
-        the metrics give the core's first replica.
+        `ids` generates ids of sequences; pass it if other users of the core share the ids. `first_replica` is the
+        number in metrics of the core's first replica.
         """
         self._first_replica = first_replica
         self.last_end = 0.0
-        """When a sequence last ended, on the monotonic clock."""
+        """Time at which a sequence last ended, on the monotonic clock."""
         self._model_name = model_name
         self.admission = admission
         self.metrics = metrics
@@ -75,20 +75,20 @@ class Hub:
 
     @property
     def num_live(self) -> int:
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         return len(self._live)
 
     def new_ids(self, count: int) -> list[int]:
-        """Ids for new sequences."""
+        """Return ids for `count` new sequences."""
         return list(itertools.islice(self._ids, count))
 
     def submit(
         self, sequences: Sequence[NewSequence], queued_tokens: Sequence[int], consumer: Consumer, tally: Tally
     ) -> None:
-        """Run sequences in the engine; their outputs go to `consumer`, by their index in `sequences`.
+        """Submit sequences to the engine. `consumer` receives their outputs, by their index in `sequences`.
 
-        `queued_tokens`: what each adds to the queue; `tally`: their owner's. Raises `EngineError` if there is no
-        engine, `ModelNotFound` if their adapter has been unloaded since they were made.
+        `queued_tokens` has the tokens that each adds to the admission queue; `tally` is their owner's. Raises
+        `EngineError` if there is no engine, `ModelNotFound` if their adapter has been unloaded in the meantime.
         """
         requests = [sequence.request for sequence in sequences]
         names = [self._model_name(request.adapter) for request in requests]
@@ -105,7 +105,7 @@ class Hub:
         self._count(tally, len(sequences))
 
     def cancel(self, states: Sequence[RequestState], reason: str = "abort") -> bool:
-        """Abort those of `states` that are live, for one of the metrics' reasons; whether any was.
+        """Abort those of `states` that are live. Returns whether any was. `reason` is a label of metrics.
 
         The consumers are not notified.
         """
@@ -120,7 +120,7 @@ class Hub:
         return bool(ids)
 
     def pause(self, states: Sequence[RequestState]) -> None:
-        """Suspend those of `states` that are live, until `resume` or `cancel`. Outputs may still arrive.
+        """Suspend those of `states` that are live, until `resume` or `cancel`. Some outputs may still follow.
 
         They leave the admission queue.
         """
@@ -131,7 +131,7 @@ class Hub:
             self._core.pause(ids)
 
     def resume(self, states: Sequence[RequestState]) -> None:
-        """Continue what `pause` suspended."""
+        """Continue the sequences that `pause` suspended."""
         if ids := self._live_ids(states):
             self._core.resume(ids)
 
@@ -143,14 +143,15 @@ class Hub:
             each.consumer.fail(error)
 
     def core_restarted(self, resumed: int, replica: int = 0, *, died: bool = True) -> None:
-        """A new engine core is ready, which continues so many requests; `died`: after one that died."""
+        """Note that a new engine core is ready and continues `resumed` requests. `died`: whether its predecessor
+        died."""
         self.metrics.core_restarted(resumed, self._first_replica + replica, died=died)
         now = time.monotonic()
         for live in self._live.values():
             live.state.interruptions.append((f"engine {replica} restarted", now))
 
     def receive(self, step: StepOutputs) -> None:
-        """Pass a step's outputs to their consumers, and abort in the core what reached a stop string."""
+        """Pass a step's outputs to their consumers, and abort in the core the sequences that reached a stop string."""
         stopped_early: list[int] = []
         generated_tokens = 0
         for output in step.outputs:
@@ -216,23 +217,23 @@ def _why_failed(output: RequestOutput) -> ApiError:
 
 
 _DELTA_BYTES = 256
-"""Memory of a delta without its text: the delta, its list and its token."""
+"""Bytes of a delta without its text: the object, its list and its token."""
 
 _LOGPROB_BYTES = 256
-"""Memory of one token's log probability."""
+"""Bytes of one token's log probability."""
 
 _ALTERNATIVE_BYTES = 80
-"""Memory of each of its alternatives."""
+"""Bytes of each alternative of a token."""
 
 _MIN_BACKLOG = 8
-"""A client that is fewer steps late is not slow, however long the text of a step."""
+"""Least backlog in steps for which a client counts as slow, however long the text of a step is."""
 
 
 class DeltaStream:
-    """Deltas on their way to a streaming client, at most one a sequence: while the client lags, they merge.
+    """Queue of deltas for a streaming client. It returns one delta per sequence: waiting deltas are merged.
 
-    The bytes of the backlog are counted. Beyond a bound, `on_full` is called, and the sequences should pause; once
-    the client has taken everything and it has been sent, `on_drained` is called.
+    The backlog is counted in bytes. Beyond a bound, `on_full` is called, which should pause the sequences. When all
+    deltas have been taken and sent, `on_drained` is called.
     """
 
     def __init__(
@@ -242,18 +243,19 @@ class DeltaStream:
         on_drained: Callable[[], object],
         on_growth: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
-        """`max_bytes`: approximate bound of the backlog, which is all but the first delta of each sequence.
+        """`max_bytes` bounds the backlog approximately. The backlog has all waiting deltas but the first per sequence.
 
-        `on_growth` receives by how many bytes the backlog has become larger or smaller.
+        `on_growth` is called with the change of the backlog in bytes.
         """
         self._pending: dict[int, RequestDelta] = {}
         self._backlog: dict[int, list[RequestDelta]] = {}
-        """Deltas after a pending one. They are merged when they are taken: each merging copies all of them."""
+        """Deltas that follow a pending one. They are merged only when they are taken, because each merge copies
+        all."""
         self._textless: dict[int, list[RequestDelta]] = {}
-        """Deltas without text, which are merged into the sequence's next one."""
+        """Deltas without text, which are merged into the sequence's next delta."""
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        """Of the client, while it waits: a plain future, as an event costs three times as much a chunk."""
+        """Future that `take` waits for. An `asyncio.Event` would take three times as long per chunk."""
         self._num_bytes = 0
         self._max_bytes = max_bytes
         self._on_full = on_full
@@ -262,7 +264,7 @@ class DeltaStream:
         self._is_full = False
 
     def put(self, index: int, delta: RequestDelta) -> None:
-        """Add a delta. One without text, log probabilities or end does not wake the client."""
+        """Add a delta. A delta without text, log probabilities or finish reason does not wake `take`."""
         if index in self._pending:
             self._queue_delta(index, delta)
         elif delta.text or delta.finished or delta.logprobs or delta.prompt_logprobs is not None:
@@ -284,13 +286,13 @@ class DeltaStream:
             self._on_full(self)
 
     def close(self) -> None:
-        """The client has gone: nothing is taken any more."""
+        """Drop all deltas: the client is gone, and nothing is taken any more."""
         self._on_growth(-self._num_bytes)
         self._num_bytes = 0
         self._backlog = {}
 
     def fail(self, error: ApiError) -> None:
-        """Make `take` raise `error` after the deltas that arrived before it."""
+        """Make `take` raise `error` after it has returned the earlier deltas."""
         self._error = error
         self._wake()
 
@@ -299,9 +301,10 @@ class DeltaStream:
             self._waiter.set_result(None)
 
     async def take(self) -> dict[int, RequestDelta]:
-        """The deltas since the last call, by sequence; waits for one. Raises the error that `fail` was given.
+        """Wait for a delta, and return the deltas since the last call, by index of the sequence. Raises `fail`'s
+        error.
 
-        A call means that the deltas taken before have been sent.
+        The caller has sent the deltas of the last call before it calls again.
         """
         if self._is_full and not self._pending and self._error is None:
             self._is_full = False
@@ -322,7 +325,7 @@ class DeltaStream:
 
 
 def _size(delta: RequestDelta) -> int:
-    """Approximate memory of a delta in bytes, without a prompt's log probabilities, which arrive once."""
+    """Return the approximate bytes of a delta, without prompt log probabilities, which a stream has only once."""
     size = _DELTA_BYTES + sys.getsizeof(delta.text)
     if delta.logprobs:
         size += len(delta.logprobs) * (_LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(delta.logprobs[0].top_ids))

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's forms, from the engine's token ids: of completions, of chats and of prompts."""
+"""Converts the engine's log probabilities to OpenAI's forms for completions, chats and prompts."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ from server.schemas.completions import CompletionLogprobs
 from server.schemas.generation import PromptLogprobs, PromptTokenLogprob
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot hold."""
+"""Replaces minus infinity, which JSON cannot represent."""
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class CompletionLogprobsWriter:
-    """Writes the log probabilities of one completion as it grows: `text_offset` continues from call to call."""
+    """Converts the log probabilities of one completion piece by piece. `text_offset` continues from call to call."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, as_ids: bool = False) -> None:
         """With `as_ids`, tokens are written as their ids."""
@@ -24,13 +24,14 @@ class CompletionLogprobsWriter:
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._offset = 0
         self._at_start = False
-        """Whether the next token begins the text, where some decoders drop a leading space."""
+        """Whether the next token is the first of the text, where some decoders drop a leading space."""
         self._decode = _Utf8Decoder("replace").decode
 
     def write_prompt(
         self, text: str, first: int, positions: Iterable[TokenLogprobs], count: int
     ) -> CompletionLogprobs:
-        """Those of an echoed prompt, `text`: none for its `first` token, the others with `count` alternatives."""
+        """Convert those of the echoed prompt `text`. The `first` token has none, the others have `count`
+        alternatives."""
         written = CompletionLogprobs([self._name(first)], [None], [None], [0])
         self._at_start = True
         self._advance(first)
@@ -42,7 +43,7 @@ class CompletionLogprobsWriter:
         return written
 
     def write(self, positions: Iterable[TokenLogprobs]) -> CompletionLogprobs:
-        """The next generated tokens' log probabilities."""
+        """Convert the log probabilities of the next generated tokens."""
         written = CompletionLogprobs([], [], [], [])
         for position in positions:
             self._add(written, position, len(position.top_ids))
@@ -66,7 +67,7 @@ class CompletionLogprobsWriter:
             self._at_start = False
 
     def _name(self, token_id: int) -> str:
-        """The token's text; its bytes if these are not whole characters, so that names differ."""
+        """Return the token's text; if its bytes are not whole characters, the bytes, so that names are distinct."""
         if self._as_ids:
             return _by_id(token_id)
         spelled = self._tokenizer.token_bytes(token_id)
@@ -77,7 +78,7 @@ class CompletionLogprobsWriter:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], count: int) -> PromptLogprobs:
-    """Log probabilities of a prompt with `count` alternatives. `positions` holds all tokens but the first."""
+    """Convert a prompt's log probabilities, with `count` alternatives. `positions` has all tokens but the first."""
     return [None, *(_candidates(tokenizer, position, count) for position in positions)]
 
 
@@ -92,7 +93,7 @@ def _candidates(tokenizer: Tokenizer, position: TokenLogprobs, count: int) -> di
 
 
 def chat_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], *, as_ids: bool = False) -> ChatLogprobs:
-    """Log probabilities of a chat answer's tokens. With `as_ids`, tokens are written as their ids."""
+    """Convert the log probabilities of a chat answer's tokens. With `as_ids`, tokens are written as their ids."""
     return ChatLogprobs([_chat_token(tokenizer, position, as_ids) for position in positions])
 
 

@@ -1,9 +1,9 @@
-"""`ResumableStreams`: streams that outlive their connection: a client that was cut off asks for the rest.
+"""`ResumableStreams`: streams that outlive their connection, so that a disconnected client can request the rest.
 
-A request opts in. Each event then has an id, the stream's with the event's number. Events are held after they were
-sent, because what was sent may not have arrived. While no client is connected, the answer goes on until the events
-that no client took fill the bound; then it is paused. After a time without a client, the stream ends and is forgotten.
-All streams without a client share a bound too: beyond it, the owner that has most of them loses its oldest one.
+A request opts in. Each event then has an id: the stream's id and the event's number. Sent events stay stored, because
+the client may not have received them. Without a connected client, generation continues until the events that were not
+sent fill the bound; then it is paused. After a time without a client, the stream is ended and dropped. All streams
+without a client share a second bound: beyond it, the owner with the most bytes loses its oldest stream.
 """
 
 import asyncio
@@ -20,57 +20,58 @@ from server.streaming.sse import EventStream
 
 _EVENT_END = b"\n\n"
 _EVENT_BYTES = 64
-"""Memory of an event besides its text."""
+"""Bytes of an event in addition to its text."""
 _STREAM_BYTES = 1024
-"""Memory of a stream besides its events."""
+"""Bytes of a stream in addition to its events."""
 _MAX_ID = 200
 
 
 class StreamNotFound(BadRequest):
-    """The stream, or the part of it that is asked for, is not held for this client."""
+    """The stream, or the requested part of it, is not stored for this client."""
 
     status = 404
     code = "stream_not_found"
 
 
 class _Stream:
-    """The last events of one answer, and the task that takes them from the answer."""
+    """The latest events of one answer, and the task that generates them."""
 
     def __init__(self, id: str, owner: Owner, max_bytes: int, on_change: Callable[["_Stream"], object]) -> None:
-        """`on_change` is called when more or fewer bytes are held."""
+        """`on_change` is called when the number of stored bytes changes."""
         self.id = id
         self.owner = owner
         self.facts = RequestFacts()
-        """Of the request that began it, which those that go on with it log too."""
+        """Facts about the request that began the stream. Requests that resume it log them too."""
         self.reader: object | None = None
-        """Whoever follows it now; another one takes over."""
+        """Token of the response that sends the stream now. A later response replaces it."""
         self.expiry: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self.is_complete = False
         self.num_bytes = 0
         self.num_counted = 0
-        """Of its bytes, those that are counted as its owner's."""
+        """Bytes of it that are counted in the owner's account."""
         self._on_change = on_change
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
         self._first = 0
-        """Number of the first held event."""
+        """Number of the first stored event."""
         self._num_taken = 0
-        """Number behind the last event that the reader has taken, or the one before it."""
+        """1 + the number of the last event that a reader has taken."""
         self._changed = asyncio.Event()
 
     @property
     def first(self) -> int:
-        """Number of the first held event."""
+        """Number of the first stored event."""
         return self._first
 
     @property
     def end(self) -> int:
-        """Number behind the last event."""
+        """1 + the number of the last stored event."""
         return self._first + len(self._events)
 
     async def fill(self, answer: AsyncGenerator[bytes, None]) -> None:
-        """Hold the answer's events as they come; waits while those that no client took fill the bound."""
+        """Store the events of `answer` as they are generated. Waits while the events that no client took fill the
+        bound."""
         async for chunk in answer:
             for event in chunk.split(_EVENT_END)[:-1]:
                 held = b"id: %b:%d\n%b\n\n" % (self.id.encode(), self.end, event)
@@ -83,26 +84,26 @@ class _Stream:
             self._on_change(self)
 
     def _drop_taken(self) -> bool:
-        """Drop the oldest events over the bound, as far as they were taken; whether the rest is within it."""
+        """Drop the oldest taken events beyond the bound. Returns whether the rest is within the bound."""
         while self.num_bytes > self._max_bytes and self._first < self._num_taken:
             self.num_bytes -= len(self._events.popleft()) + _EVENT_BYTES
             self._first += 1
         return self.num_bytes <= self._max_bytes
 
     def complete(self) -> None:
-        """No more events follow."""
+        """Note that no more events follow."""
         self.is_complete = True
         self._wake()
 
     async def follow(self, start: int, reader: object) -> AsyncGenerator[bytes, None]:
-        """The events from number `start` on, until the last one, or until another reader takes over."""
+        """Yield the events from number `start` to the last one, or until another reader takes over."""
         while self.reader is reader:
             if start < self.end:
                 end = self.end
                 yield b"".join(itertools.islice(self._events, start - self._first, None))
                 if self.reader is not reader:
-                    return  # What this one has taken must not be dropped: the other one may lack it.
-                # Asked for more: these events have been sent, and perhaps others have come.
+                    return  # Keep the events that this reader took: the other reader may lack them.
+                # The next iteration: these events have been sent, and more may be stored.
                 start = end
                 if start > self._num_taken:
                     self._num_taken = start
@@ -120,24 +121,24 @@ class _Stream:
         await self._changed.wait()
 
     def take_over(self, reader: object, start: int) -> None:
-        """`reader` follows the stream from now on, from event `start`."""
+        """Make `reader` the reader of the stream, from event `start`."""
         self.reader = reader
         self._num_taken = start
         self._wake()
 
 
 class ResumableStreams:
-    """The streams that are held. Used from the event loop's thread."""
+    """The stored streams. Used from the event loop's thread only."""
 
     def __init__(self, max_bytes: int, seconds: float, max_held_bytes: int, accounts: Accounts | None = None) -> None:
-        """`max_bytes`: of the events of one stream. `seconds`: how long a stream without a client is held.
+        """`max_bytes` bounds the events of one stream, `seconds` the time that a stream without a client is stored.
 
-        `max_held_bytes`: of all streams without a client, which `accounts` counts by owner.
+        `max_held_bytes` bounds all streams without a client together; `accounts` counts them by owner.
         """
         self._max_bytes, self._seconds, self._max_held_bytes = max_bytes, seconds, max_held_bytes
         self._streams: dict[str, _Stream] = {}
         self._left_alone: OrderedDict[str, _Stream] = OrderedDict()
-        """Streams without a client, those first whose clients left first."""
+        """Streams without a client, in the order in which their clients disconnected."""
         self._accounts = Accounts() if accounts is None else accounts
 
     def begin(
@@ -148,7 +149,7 @@ class ResumableStreams:
         on_end: Callable[[], object],
         facts: RequestFacts | None = None,
     ) -> EventStream:
-        """The response to a request whose events are those of `answer`; `on_end` is called when that has ended."""
+        """Return the response that streams `answer`. `on_end` is called when `answer` has ended."""
         stream = self._streams[id] = _Stream(id, owner, self._max_bytes, self._count)
 
         async def fill() -> None:
@@ -165,9 +166,10 @@ class ResumableStreams:
         return self._response(stream, 0)
 
     def resume(self, last_event_id: str, owner: Owner, state: dict[str, Any] | None = None) -> EventStream:
-        """The events behind the one that a client of the same key received last. Raises `BadRequest`.
+        """Return the response with the events after the last one that the client received. Raises `BadRequest`.
 
-        `state` is that of the request's scope, whose line in the log has what the stream's first request learnt.
+        The client must use the same key. `state` is the state of the request's scope: it receives the facts of the
+        stream's first request, for the log.
         """
         id, _, text = last_event_id.rpartition(":")
         if not (id and text.isascii() and text.isdecimal() and len(last_event_id) <= _MAX_ID):
@@ -206,7 +208,7 @@ class ResumableStreams:
         return EventStream(stream.follow(start, reader), lambda: self._left(stream, reader))
 
     def _left(self, stream: _Stream, reader: object) -> None:
-        """A response has ended: the stream waits for another client, for a time."""
+        """Note that a response has ended: the stream waits a limited time for another one."""
         if stream.reader is reader and stream.id in self._streams:
             stream.reader = None
             loop = asyncio.get_running_loop()
@@ -215,7 +217,7 @@ class ResumableStreams:
             self._count(stream)
 
     def _count(self, stream: _Stream) -> None:
-        """Count the bytes of a stream as its owner's while it has no client, and keep all of them within the bound."""
+        """Update the owner's account with the bytes of a stream without a client, and enforce the common bound."""
         count = _STREAM_BYTES + stream.num_bytes if stream.id in self._left_alone else 0
         added, stream.num_counted = count - stream.num_counted, count
         if not added:

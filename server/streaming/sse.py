@@ -1,7 +1,7 @@
-"""Server-sent events: the response that sends them, and what renderers of answers have in common.
+"""Server-sent events: the response that sends them, and the base classes of renderers.
 
-Events are joined from prepared bytes, since this code runs once a streamed chunk: the parts of a chunk that do not
-change within a stream are encoded once; a chunk adds its text, and rarely more.
+This code runs once per streamed chunk. So the parts of a chunk that do not change within a stream are encoded once,
+and each chunk is joined from these bytes and its text.
 """
 
 import time
@@ -22,16 +22,16 @@ DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
 
 _PING_SECONDS = 5
-"""Between two events that show a waiting client that its stream lives."""
+"""Seconds between two pings, which show a waiting client that its stream is alive."""
 
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
 class EventStream(EventSourceResponse):
-    """sse-starlette's response for events that are encoded already.
+    """sse-starlette's response, for events that are already encoded.
 
-    Events are sent without a time limit: a cancel scope would cost half as much as a chunk, and for a client that
-    does not read, deltas merge.
+    Events are sent without a time limit: a cancel scope would take half of the time of a chunk, and if a client does
+    not read, deltas are merged.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class EventStream(EventSourceResponse):
         on_end: Callable[[], object] | None = None,
         ping: ServerSentEvent | None = None,
     ) -> None:
-        """`on_end` is called when the response has ended, even if the client left before its first event.
+        """`on_end` is called when the response has ended, even if the client disconnected before the first event.
 
-        `ping` is sent every few seconds; by default a comment is, less often.
+        `ping` is sent every few seconds; by default a comment is sent, less often.
         """
         super().__init__(
             events,
@@ -54,7 +54,7 @@ class EventStream(EventSourceResponse):
         self._events = events
         self._on_end = on_end
         self._send_body: Send | None = None
-        """Sends past the layers that change only the answer's head; None: there are none to pass by."""
+        """Sends body messages directly, without the middleware that changes only the head; None if there is none."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send_body = scope.get("state", {}).get("send_body")
@@ -77,17 +77,17 @@ class EventStream(EventSourceResponse):
 
 
 class ChunkWriter:
-    """Writes the chunks of a stream: holds what every chunk repeats, and writes the stream's end."""
+    """Encodes the chunks of a stream. It stores the bytes that all chunks share, and also encodes the stream's end."""
 
     object: str
     plain: bytes
-    """The end of a choice that has only text."""
+    """The bytes that follow the text in a choice that has only text."""
 
     def __init__(self, head: AnswerHead, options: StreamOptions | None = None, num_prompt_tokens: int = 0) -> None:
-        """With `continuous_usage_stats`, each chunk reports the usage so far, which `count` advances.
+        """With `continuous_usage_stats`, each chunk reports the usage so far, which `count` updates.
 
-        Each chunk with choices then reports more tokens than the one before, where the choice's text allows it:
-        clients take the difference as the chunk's own tokens.
+        Each chunk with choices then reports more tokens than the previous one, if the choice's text allows it: clients
+        use the difference as the number of tokens of the chunk.
         """
         self._head = b"data: " + encode({"object": self.object, **head._asdict()})[:-1] + b',"choices":['
         self._include_usage = include_usage = options is not None and options.include_usage
@@ -99,10 +99,10 @@ class ChunkWriter:
         self.count(0)
         self._plain_before = self._plain_end
         self._open: dict[int, bytes] = {}
-        """For each choice that has begun, the beginning of its chunks, up to their text."""
+        """The bytes that precede the text in the chunks of each choice that has begun."""
 
     def count(self, completion_tokens: int) -> None:
-        """Count tokens of the completion, for the usage in later chunks."""
+        """Add completion tokens to the usage in later chunks."""
         if self.reports_usage:
             self._plain_before = self._plain_end
             self._completion_tokens += completion_tokens
@@ -114,46 +114,46 @@ class ChunkWriter:
         self._plain_end = self.plain + self._close
 
     def closing(self, usage: Usage) -> bytes:
-        """The end of the stream, after the event with the usage if the request asked for one."""
+        """Return the end of the stream, preceded by the event with the usage if the request asked for it."""
         if not self._include_usage:
             return DONE
         return b"".join((self._head, b'],"usage":', encode(usage), _END, DONE))
 
 
 def error_event(body: bytes) -> bytes:
-    """The last event of a stream that failed; `body` is the error object as JSON."""
+    """Return the last event of a failed stream. `body` is the error object as JSON."""
     return b"data: " + body + b"\n\n"
 
 
 def ending(logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
-    """The members of a choice after its text or delta, and its end."""
+    """Return the members that follow the text or delta in a choice, and the choice's end."""
     return b',"logprobs":%b,"finish_reason":%b}' % (encode(logprobs), encode(finish_reason))
 
 
 class Renderer(Protocol):
-    """One request's answer in its endpoint's form, as `Generation` needs it. Choices are identified by their index."""
+    """Renders one request's answer in the form of its endpoint, for `Generation`. Choices have an index."""
 
     head: AnswerHead
     ping: ServerSentEvent | None = None
-    """Sent every few seconds while the stream lives; None: a comment, which clients do not see."""
+    """Event that is sent every few seconds while the stream is open; None: a comment, which clients ignore."""
 
     def opening(self) -> bytes:
-        """Events before the first token."""
+        """Return the events before the first token."""
 
     def chunk(self, index: int, delta: RequestDelta) -> bytes:
-        """Events for more output of choice `index`."""
+        """Return the events for more output of choice `index`."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Events after the last choice's end, the stream's own end included."""
+        """Return the events after the end of the last choice, including the end of the stream."""
 
     def failure(self, error: ApiError) -> bytes:
-        """The last events of a stream that `error` ends."""
+        """Return the last events of a stream that ends with `error`."""
         return error_event(error.body())
 
     def whole(self, states: Sequence[RequestState], usage: Usage) -> msgspec.Struct:
-        """The whole answer, with one choice for each state."""
+        """Return the complete answer, with one choice per state."""
 
 
 def answer_head(prefix: str, model: str, fingerprint: str) -> AnswerHead:
-    """A new answer's head; its id begins with `prefix`."""
+    """Create the head of an answer. Its id begins with `prefix`."""
     return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, fingerprint)

@@ -94,7 +94,7 @@ def test_promises_that_too_few_come_for_are_forgotten(of_ten: int) -> None:
     forecast = after_refusals(200)
     for number in range(100):
         if number % 10 < of_ten:
-            forecast.arrived(60.05 + 0.12 * (number + 1), 1)
+            forecast.admitted(60.05 + 0.12 * (number + 1), 1)
     seconds = told(forecast, 72.1)
     if of_ten >= 8:
         assert seconds == pytest.approx(MARGIN * 10.0, rel=0.1)
@@ -106,19 +106,19 @@ def test_clients_that_round_their_time_up_are_waited_for() -> None:
     forecast = after_refusals(200)
     for second in range(1, 13):
         for _ in range(8):
-            forecast.arrived(60.05 + second, 1)
+            forecast.admitted(60.05 + second, 1)
     assert told(forecast, 72.1) == pytest.approx(MARGIN * 10.0, rel=0.1)
 
 
 def test_many_that_come_at_once_are_not_taken_for_those_who_stayed_away() -> None:
     forecast = after_refusals(200)
-    forecast.arrived(66.0, 50)
+    forecast.admitted(66.0, 50)
     assert told(forecast, 66.0) < SOON
 
 
 def test_more_than_were_told_to_come_do_not_stand_for_those_who_are_told_to_come_later() -> None:
     forecast = after_refusals(200)
-    forecast.arrived(61.0, 1000)
+    forecast.admitted(61.0, 1000)
     assert told(forecast, 66.0) < SOON
 
 
