@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: from its requests to chats, and from the model's text to its content blocks and events."""
+"""Anthropic's Messages API: converts its requests to chats, and model text to its content blocks and events."""

@@ -1,7 +1,7 @@
-"""From a request of Anthropic's Messages API to the chat that the model answers.
+"""Converts a request of Anthropic's Messages API to the chat that the model answers.
 
-`prepare` converts and prepares it for an answer, `render` for a count of its tokens. Errors of the chat are reported
-with the names that the fields have in a message.
+`prepare` converts a request for an answer, `count_tokens` only counts its tokens. Errors of the chat are reported with
+the names that the fields have in a message.
 """
 
 import hashlib
@@ -43,19 +43,19 @@ from server.sealing import Changed, Foreign, Kind
 Message: TypeAlias = dict[str, Any]
 
 OpenSeal: TypeAlias = Callable[[Kind, str], str]
-"""Reads a sealed text. Raises `Foreign` and `Changed`."""
+"""Decrypts a sealed text. Raises `Foreign` and `Changed`."""
 
 BILLING_LINE = "x-anthropic-billing-header:"
-"""Beginning of a line that Claude Code writes before everything else, and that differs between conversations."""
+"""Prefix of the first line of Claude Code's system prompt, which differs between conversations."""
 
 NO_IMAGE = "[an image is left out here: this model reads text only]"
 NO_DOCUMENT = "[a document is left out here: this model reads text only]"
-"""What the model is shown in place of an image, or of a document that is not text, in a tool's result."""
+"""Replacements in the prompt for an image, or for a document that is not text, in a tool's result."""
 
 _FAILED = "The tool failed:\n"
 
 _FOREIGN_SIGNATURE = re.compile(r"(a2Fvbj|E)[A-Za-z0-9+/_-]{40,}=*")
-"""How signatures of other Kaon servers and of Anthropic's begin. Conversations may move from there to here."""
+"""Matches signatures of other Kaon servers and of Anthropic's, whose conversations may be continued here."""
 _SHARED = ("seed", "priority", "timeout", "cache_salt", "temperature", "top_p", "top_k")
 
 _NAMES = {
@@ -64,14 +64,14 @@ _NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop holds": "stop_sequences holds",
 }
-"""Names of fields: in a chat, in a message."""
+"""Names of fields in messages, by their names in chats."""
 _FUNCTION = re.compile(r"tools\[(\d+)\]\.function(\.parameters)?\b")
 
 
 async def prepare(
     request: MessagesRequest, frontend: Frontend, owner: Owner, open_seal: OpenSeal
 ) -> tuple[ChatCompletionRequest, PreparedChat]:
-    """The chat for `request`, and what runs for it. `open_seal` reads what was sealed for the owner.
+    """Convert `request` to a chat, and prepare it. `open_seal` decrypts texts that were sealed for the owner.
 
     Raises `BadRequest`.
     """
@@ -84,7 +84,7 @@ async def prepare(
 
 
 async def count_tokens(request: CountTokensRequest, frontend: Frontend, owner: Owner, open_seal: OpenSeal) -> int:
-    """Length of the prompt of `request`. Raises `BadRequest`."""
+    """Return the number of tokens in the prompt of `request`. Raises `BadRequest`."""
     chat, model = to_chat(request, frontend, open_seal), frontend.loaded
 
     def count() -> int:
@@ -99,8 +99,8 @@ async def count_tokens(request: CountTokensRequest, frontend: Frontend, owner: O
 
 
 def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
-    """`error` of a chat with the names of a message's fields, and with the words by which Anthropic's clients know
-    that a conversation has become too long.
+    """Convert `error` of a chat to the names of a message's fields. Errors of length get the words of Anthropic's API,
+    by which clients recognise that a conversation is too long.
     """
     cause = error.__cause__
     if isinstance(cause, DoesNotFit):
@@ -118,7 +118,7 @@ def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
             "the last message is the assistant's, and the model's chat template does not show its content as it is; "
             "end messages with one of the role user"
         )
-    # Tools that are left out are not counted in the chat.
+    # The chat lacks the ignored tools, so its indices differ.
     positions = [index for index, tool in enumerate(request.tools) if isinstance(tool, ClientTool)]
     text = _FUNCTION.sub(lambda match: f"tools[{positions[int(match[1])]}]{'.input_schema' if match[2] else ''}", text)
     for chat, message in _NAMES.items():
@@ -127,7 +127,7 @@ def _renamed(error: BadRequest, request: CountTokensRequest) -> BadRequest:
 
 
 def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal) -> ChatCompletionRequest:
-    """`request` as a chat request. Raises `BadRequest` for what cannot be converted."""
+    """Convert `request` to a chat request. Raises `BadRequest` if that is impossible."""
     conversation = _Conversation(open_seal)
     if system := _system_text(request.system, frontend.config.server_config.strip_billing_line):
         conversation.messages.append({"role": "system", "content": system})
@@ -164,7 +164,7 @@ def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal
 
 
 def wants_cache(request: CountTokensRequest) -> bool:
-    """Whether anything of the request is marked to be cached."""
+    """Return whether any block of the request has `cache_control`."""
     if request.cache_control is not None:
         return True
     marked: Iterable[Any] = (
@@ -212,11 +212,11 @@ def _system_text(blocks: Sequence[TextBlock], strip_billing_line: bool) -> str:
 
 
 class _Turn(NamedTuple):
-    """Neighbouring messages of one role."""
+    """Consecutive messages of one role."""
 
     role: str
     blocks: list[tuple[str, Block]]
-    """The content, each block with its path in the request."""
+    """Content blocks, each with its path in the request."""
 
 
 def _turns(request: CountTokensRequest) -> list[_Turn]:
@@ -231,23 +231,23 @@ def _turns(request: CountTokensRequest) -> list[_Turn]:
 
 
 class _Conversation:
-    """The messages of a chat, from the turns of a request in their order."""
+    """Builds the messages of a chat from the turns of a request."""
 
     def __init__(self, open_seal: OpenSeal) -> None:
         self.messages: list[Message] = []
         self._open_seal = open_seal
         self._names: dict[str, str] = {}
-        """Name of the tool, by the id of its call."""
+        """Names of tools, by the id of the call."""
 
     def add(self, turn: _Turn) -> None:
-        """Append a turn. Raises `BadRequest` for what this server does not read."""
+        """Append a turn. Raises `BadRequest` for content that this server does not support."""
         if turn.role == "assistant":
             self._add_answer(turn)
         else:
             self._add_input(turn)
 
     def end(self) -> bool:
-        """Whether the last message is an answer to continue. Raises `BadRequest` if it is one with calls."""
+        """Return whether the last message is an answer to continue. Raises `BadRequest` if it has calls."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             return False
         last = self.messages[-1]
@@ -261,14 +261,14 @@ class _Conversation:
         return bool(last["content"])
 
     def _add_input(self, turn: _Turn) -> None:
-        """Results come first, as messages of their own, because they must follow their calls."""
+        """Append a user turn. Tool results come first, as separate messages, because they must follow their calls."""
         texts: list[str] = []
         has_results = any(isinstance(block, ToolResultBlock) for _, block in turn.blocks)
         for path, block in turn.blocks:
             if isinstance(block, ToolResultBlock):
                 self.messages.append(self._result(path, block))
             elif has_results and isinstance(block, ImageBlock | DocumentBlock):
-                # Claude Code sends what a tool read in a block of its own, next to the result.
+                # Claude Code sends the content that a tool read in a separate block next to the result.
                 texts.append(_result_text(path, block) or "")
             elif (text := _input_text(path, block)) is not None:
                 texts.append(text)
@@ -317,13 +317,14 @@ class _Conversation:
         self.messages.append(message)
 
     def _reasoning(self, path: str, block: ThinkingBlock | RedactedThinkingBlock) -> str:
-        """The reasoning of a block; empty if the block is of another server. Raises `BadRequest` if it was changed."""
+        """Return the reasoning of a block; empty for a block of another server. Raises `BadRequest` if it was
+        changed."""
         if isinstance(block, RedactedThinkingBlock):
             field, sealed, kind = "data", block.data, "redacted_thinking"
         else:
             field, sealed, kind = "signature", block.signature, "thinking"
         try:
-            # Where the thinking was left out of the answer, the signature holds it.
+            # If the answer omitted the thinking, the signature contains it.
             if isinstance(block, RedactedThinkingBlock) or not block.thinking:
                 return self._open_seal("reasoning", sealed)
             if self._open_seal("signature", sealed) == digest(block.thinking):
@@ -338,12 +339,12 @@ class _Conversation:
 
 
 def digest(thinking: str) -> str:
-    """What the signature of a block holds of its text."""
+    """Return the digest of a block's text that its signature contains."""
     return hashlib.sha256(thinking.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _input_text(path: str, block: Block) -> str | None:
-    """The text of a block in a user's message; None if it is left out."""
+    """Return the text of a block in a user's message; None if the block is ignored."""
     match block:
         case TextBlock():
             return block.text
@@ -364,9 +365,9 @@ def _input_text(path: str, block: Block) -> str | None:
 
 
 def _result_text(path: str, block: ResultBlock) -> str | None:
-    """The text of a block in a tool's result; None if it is left out.
+    """Return the text of a block in a tool's result; None if the block is ignored.
 
-    What is not text is replaced: an agent whose tool reads an image or a PDF could otherwise never continue.
+    Other media are replaced by a remark: an agent whose tool reads an image or a PDF could otherwise never continue.
     """
     match block:
         case TextBlock():

@@ -1,7 +1,6 @@
-"""`MessagesRenderer`: answers of `/v1/messages`, whole and as Anthropic's typed events.
+"""`MessagesRenderer`: renders answers of `/v1/messages`, complete or as Anthropic's typed events.
 
-It sends what the parser finds to `ContentWriter`, which opens and closes content blocks. The event of more text costs
-the encoding of the text.
+It passes the parts that the parser finds to `ContentWriter`, which opens and closes content blocks.
 """
 
 import time
@@ -42,33 +41,33 @@ from server.sealing import Kind
 from server.streaming.sse import Renderer, encode
 
 SealText: TypeAlias = Callable[[Kind, str], str]
-"""Seals a text that only the request's owner can send back."""
+"""Encrypts a text for the owner of a request."""
 
 PING = ServerSentEvent(event="ping", data='{"type": "ping"}', sep="\n")
 
 
 def event(kind: str, fields: Mapping[str, object]) -> bytes:
-    """One event."""
+    """Encode one event."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
 
 
 class ContentWriter:
-    """The content of an answer: opens a block for each part of another kind, and closes the one before it."""
+    """The content of an answer. A part of another kind closes the open block and opens a new one."""
 
     def __init__(self, parser: AnswerParser | None, seal: SealText, thinking: ThinkingConfig) -> None:
-        """Without a parser, all text is the answer's. Reasoning is shown only where `thinking` is on."""
+        """Without a parser, all text is content. Reasoning is shown only if `thinking` is enabled."""
         self._parser = parser
         self._seal = seal
         self._thinking = thinking
         self._reasoning_tokens = ReasoningTokens()
         self.content: list[Content] = []
-        """The blocks so far; the text of an open one is in `_texts`."""
+        """The blocks so far. The text of the open block is in `_texts`."""
         self._is_open = False
         self._texts: list[str] = []
         self._delta = b""
-        """The beginning of the open block's events, up to their text."""
+        """Bytes that precede the text in the open block's events."""
         self._blank = ""
-        """White space that no other text has followed yet: a block is not opened for it alone."""
+        """White space that waits for other text: no block is opened for white space alone."""
 
     @property
     def thinking_tokens(self) -> int:
@@ -79,7 +78,7 @@ class ContentWriter:
         return any(isinstance(block, ToolUseContent) for block in self.content)
 
     def push(self, text: str, num_tokens: int) -> bytes:
-        """The events of `text`, which has `num_tokens` tokens."""
+        """Return the events for `text`, which has `num_tokens` tokens."""
         if self._parser is None:
             return self._add_text(text) if text else b""
         parts = self._parser.push(text)
@@ -87,7 +86,7 @@ class ContentWriter:
         return self._take(parts)
 
     def finish(self) -> bytes:
-        """The events after the last text."""
+        """Return the events after the last text."""
         events = b""
         if self._parser is not None:
             parts = self._parser.finish()
@@ -105,7 +104,7 @@ class ContentWriter:
             case ReasoningPart():
                 return self._add_reasoning(part.text) if self._thinking.is_on else b""
             case ToolCallPart():
-                # Some dialects have ids of their own form, which their templates need again.
+                # Some dialects have ids of another form, which their chat templates need in the next turn.
                 id = f"toolu_{part.id.removeprefix('call_')}" if part.id.startswith("call_") else part.id
                 return self._begin(ToolUseContent(id, part.name, {}), "input_json_delta", "partial_json")
             case ArgumentsPart():
@@ -141,7 +140,7 @@ class ContentWriter:
         return b"%b%b}}\n\n" % (self._delta, encode(text))
 
     def _close(self) -> bytes:
-        """End the open block: it gets its text, and reasoning its signature."""
+        """Close the open block: store its text and, for reasoning, its signature."""
         self._blank = ""
         if not self._is_open:
             return b""
@@ -166,7 +165,7 @@ class ContentWriter:
 
 
 def _as_object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call, as far as they were written."""
+    """Parse the arguments of a call, which may be incomplete."""
     try:
         parsed = from_json(arguments, allow_partial=True)
     except ValueError:
@@ -175,7 +174,7 @@ def _as_object(arguments: str) -> dict[str, Any]:
 
 
 class MessagesRenderer(Renderer):
-    """One message."""
+    """Renders one message."""
 
     ping = PING
 
@@ -191,8 +190,8 @@ class MessagesRenderer(Renderer):
         cache_block_size: int | None = None,
         request_id: str | None = None,
     ) -> None:
-        """`is_clipped`: whether the context has less room than the request's `max_tokens`. `cache_block_size`: tokens
-        of a block of the prefix cache; None: no tokens are reported as newly cached.
+        """`is_clipped`: whether the context has less room than the request's `max_tokens`. `cache_block_size` is the
+        number of tokens in a block of the prefix cache; None: no tokens are reported as newly cached.
         """
         self._answer = MessageAnswer(
             id=f"msg_{uuid.uuid4().hex}",
@@ -256,8 +255,8 @@ class MessagesRenderer(Renderer):
 
     def _usage(self, usage: Usage) -> MessageUsage:
         prompt, cached, created = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, 0
-        # The last token is computed in any case. Clients take 0 input tokens for a count that is missing, and would
-        # add the count of `message_start`.
+        # The last token is always computed. Clients interpret 0 input tokens as a missing count, and would add the
+        # count of `message_start`.
         cached = min(cached, prompt - 1)
         if self._cache_block_size is not None:
             created = max(0, (prompt - 1) // self._cache_block_size * self._cache_block_size - cached)

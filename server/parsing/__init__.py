@@ -1,1 +1,1 @@
-"""Model text to content, reasoning and tool calls, and the grammars that enforce them."""
+"""Parses model text into content, reasoning and tool calls, and writes the grammars that enforce this form."""

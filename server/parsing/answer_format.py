@@ -1,7 +1,7 @@
-"""`AnswerFormat`: how the loaded model writes reasoning and tool calls; `tool_grammar`: what enforces a call.
+"""`AnswerFormat`: the syntax of the loaded model's reasoning and tool calls. `tool_grammar`: enforces calls.
 
-The format is made at the start from the names of dialects or the model's signs, and asked once a request: for a parser
-of the answer, and for the grammar that holds the answer to what the request's tools promise.
+The format is created at the start, from the names of dialects or by detection. For each request it returns a parser of
+the answer, and the grammar that makes the answer's calls match the schemas of the request's tools.
 """
 
 import json
@@ -25,7 +25,7 @@ from server.parsing.grammar import (
     enforced_functions,
     literal_pattern,
 )
-from server.parsing.parser import AnswerParser, Behind, FirstCall
+from server.parsing.parser import AnswerParser, ChainedParsers, FirstCall
 from server.parsing.reasoning import TaggedReasoning, is_closed, is_open
 from server.parsing.registry import (
     HARMONY,
@@ -46,7 +46,7 @@ _AUTO = "auto"
 
 
 class AnswerFormat:
-    """One model's dialects."""
+    """The dialects of one model."""
 
     def __init__(
         self,
@@ -55,9 +55,8 @@ class AnswerFormat:
         special: Mapping[str, int] | None = None,
         token_id: Callable[[str], int | None] | None = None,
     ) -> None:
-        """Dialects by name, or `none`; `special` gives the ids of the special tokens of the vocabulary that are
-        among their markers, `token_id` that of any token. Raises `ValueError`, one sentence, for a name that is not
-        known.
+        """The parsers are names of dialects, or `none`. `special` has the ids of markers that are special tokens;
+        `token_id` returns the id of any token. Raises `ValueError` with a sentence for an unknown name.
         """
         self.tool_parser = _known(tool_parser, tool_names(), "tool_call_parser")
         self.reasoning_parser = _known(reasoning_parser, reasoning_names(), "reasoning_parser")
@@ -81,7 +80,7 @@ class AnswerFormat:
 
     @staticmethod
     def check_names(tool_parser: str, reasoning_parser: str) -> None:
-        """Raise `ValueError`, one sentence, unless both are `auto`, `none` or the names of dialects."""
+        """Raise `ValueError` with a sentence unless both are `auto`, `none` or names of dialects."""
         AnswerFormat(tool_parser if tool_parser != _AUTO else NONE, NONE)
         AnswerFormat(NONE, reasoning_parser if reasoning_parser != _AUTO else NONE)
         if _AUTO not in (tool_parser, reasoning_parser):
@@ -96,9 +95,9 @@ class AnswerFormat:
         tool_parser: str = _AUTO,
         reasoning_parser: str = _AUTO,
     ) -> "AnswerFormat":
-        """The format by name, or for `auto` what chat template, vocabulary and architecture show.
+        """Create the format by name or, for `auto`, from the chat template, vocabulary and architecture.
 
-        Raises `ValueError`, one sentence, for a name that is not known.
+        Raises `ValueError` with a sentence for an unknown name.
         """
         signs = ModelSigns(
             template=chat_template.source if chat_template is not None else "",
@@ -110,7 +109,7 @@ class AnswerFormat:
             "reasoning": detect_reasoning_dialect(signs) if reasoning_parser == _AUTO else reasoning_parser,
         }
         if NONE not in chosen.values() and list(chosen.values()).count(HARMONY) == 1:
-            # One was named; what was detected does not go with it.
+            # One parser was named, and the detected other one is incompatible with it.
             if tool_parser == _AUTO:
                 chosen["tool"] = NONE
             elif reasoning_parser == _AUTO:
@@ -124,8 +123,9 @@ class AnswerFormat:
         return cls(plain.tool_parser, plain.reasoning_parser, special, tokenizer.token_id)
 
     def _reasoning_tokens(self, token_id: Callable[[str], int | None]) -> tuple[int | None, list[list[int]]]:
-        """The token that opens the reasoning and those that close it, as `ReasoningBudget` has them; None or nothing
-        where that takes a text which is not one token.
+        """Return the token that opens the reasoning and the token sequences that close it, for `ReasoningBudget`.
+
+        None or an empty list where a marker is not a single token.
         """
         steps: Sequence[Sequence[str]]
         if self._harmony:
@@ -138,16 +138,16 @@ class AnswerFormat:
         return token_id(opening), closing if all(closing) else []
 
     def reasoning_budget(self, max_tokens: int, *, prompt_tail: str) -> ReasoningBudget | None:
-        """What closes the reasoning of an answer after `max_tokens`; None if it has none that a parser separates.
+        """Create the budget that ends an answer's reasoning after `max_tokens`; None if no parser separates reasoning.
 
-        Raises `LookupError`, one sentence, if the markers of reasoning are no tokens of the vocabulary.
+        Raises `LookupError` with a sentence if the markers of reasoning are not single tokens.
         """
         opening = self._opening
         is_opened = False
         if self._harmony:
             if self.reasoning_parser != HARMONY or harmony.MESSAGE in harmony.open_header(prompt_tail):
                 return None
-            max_tokens += 1  # Between the channel's name and the text stands a marker.
+            max_tokens += 1  # A marker follows the channel's name.
         else:
             if self._reasoning is None or is_closed(self._reasoning, prompt_tail):
                 return None
@@ -159,7 +159,7 @@ class AnswerFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that the parsers look for."""
+        """Texts that the parsers search for."""
         if self._harmony:
             return harmony.MARKERS
         tags: tuple[str, ...] = ()
@@ -168,15 +168,15 @@ class AnswerFormat:
         return (*tags, *(self._tools.markers if self._tools is not None else ()))
 
     def visible_token_ids(self, use: ToolUse) -> frozenset[int]:
-        """Special tokens that must stay in the text, because the parser of `use` looks for them."""
+        """Return the special tokens that must stay in the text, because the parser for `use` searches for them."""
         ids = frozenset(self._special.values())
         return ids if use.tools else ids - self._call_token_ids
 
     def parser(self, use: ToolUse, *, prompt_tail: str) -> AnswerParser | None:
-        """What takes one choice apart; None: its text is its content.
+        """Create the parser of one choice; None if all its text is content.
 
-        `prompt_tail` is the rendered prompt's end, where a template may have opened or closed the reasoning. Without
-        tools that may be called, the markers of calls are plain text.
+        `prompt_tail` is the suffix of the rendered prompt, in which the template may have opened or closed the
+        reasoning. If no tool may be called, the markers of calls are plain text.
         """
         parser: AnswerParser | None = None
         if self._harmony:
@@ -187,16 +187,16 @@ class AnswerFormat:
                 parser = self._tools.parser(use)
             if self._reasoning is not None:
                 reasoning = TaggedReasoning(self._reasoning, prompt_tail)
-                parser = Behind(reasoning, parser) if parser is not None else reasoning
+                parser = ChainedParsers(reasoning, parser) if parser is not None else reasoning
         return FirstCall(parser) if parser is not None and use.once else parser
 
     def grammar(self, use: ToolUse, *, prompt_tail: str) -> str | None:
-        """llguidance grammar that holds the answer to what `use` promises; None if that is nothing.
+        """Write the llguidance grammar that enforces `use` in the answer; None if nothing is to be enforced.
 
-        A forced call, and its arguments, follow the schemas of the tools. Where the model is free to call, a call is
-        held to its name and schema as soon as one tool is strict or not all tools may be called; arguments of tools
-        that are not strict are any object then. Raises `ValueError` for a model of whose tool calls nothing is known.
-        Whether the schemas can be followed is for `tool_grammar` to find out.
+        A forced call and its arguments match the schemas of the tools. If calls are optional, their names and
+        arguments are constrained as soon as one tool is strict or not all tools may be called; arguments of tools that
+        are not strict are then any object. Raises `ValueError` if the model's syntax of calls is unknown.
+        `tool_grammar` checks whether the schemas can be enforced.
         """
         functions = enforced_functions(use)
         if functions is None:
@@ -221,16 +221,16 @@ class AnswerFormat:
         free = _free(lark, self._tools, functions, use.once, ANY_TEXT)
         if not optional:
             return lark.grammar(f"{thinking} {free}")
-        # Or the text could be read as an answer that only looks like reasoning, and be held to what is a call there.
+        # Otherwise the grammar could match reasoning as content, and constrain calls that are quoted in it.
         assert self._reasoning is not None
         reasoning = f"/\\n*{literal_pattern(self._reasoning.open_tag)}(?s:.*)/"
         no_reasoning = lark.terminal(f"{ANY_TEXT} & ~{reasoning}")
         return lark.grammar(f"{thinking} {free} | {_free(lark, self._tools, functions, use.once, no_reasoning)}")
 
     def around_content(self, grammar: str, use: ToolUse, *, prompt_tail: str) -> str:
-        """llguidance's `grammar` for the content, behind the reasoning that the model may write first.
+        """Extend the llguidance `grammar` of the content by the reasoning that the model may write first.
 
-        Where tools may be called, calls of them may stand in the content's place.
+        If tools may be called, calls may replace the content.
         """
         lark = LarkWriter(self._special)
         content = f"@{_CONTENT}"
@@ -265,7 +265,7 @@ class AnswerFormat:
         return json.dumps({"grammars": [outer, {**inner[0], "name": _CONTENT}, *inner[1:]]})
 
     def refuses_text(self, lark: str) -> str | None:
-        """Why calls cannot be held to a client's grammar of free text: a clause about it. None: they can."""
+        """Return why calls cannot be constrained by a client's grammar of free text, as a clause; None if they can."""
         if self.tool_parser == NONE:
             return "how this model writes calls is not known"
         try:
@@ -281,7 +281,8 @@ class AnswerFormat:
         return None
 
     def _thinking(self, lark: LarkWriter, prompt_tail: str) -> tuple[str, bool]:
-        """An expression for the reasoning that comes first, empty if none can; and whether it may be missing."""
+        """Return an expression for the reasoning at the beginning, empty if there is none, and whether it is
+        optional."""
         dialect = self._reasoning
         if dialect is None or is_closed(dialect, prompt_tail):
             return "", False
@@ -291,7 +292,7 @@ class AnswerFormat:
         return f"{lark.spelled(dialect.open_tag)} {rest}", True
 
     def _check_keys(self, functions: list[Function], use: ToolUse) -> None:
-        """Raise `ValueError` for an argument whose name the dialect cannot write."""
+        """Raise `ValueError` for an argument whose name the dialect cannot represent."""
         assert self._tools is not None
         for function, position in zip(functions, use.positions, strict=True):
             properties = function.schema.get("properties")
@@ -318,7 +319,7 @@ def _forced(lark: LarkWriter, dialect: ToolDialect, functions: list[Function], o
 
 
 def _free(lark: LarkWriter, dialect: ToolDialect, functions: list[Function], once: bool, beginning: str) -> str:
-    """An expression for text and calls; text at its beginning is what the terminal `beginning` matches."""
+    """Write an expression for text and calls. Text at the beginning must match the terminal `beginning`."""
     calls = lark.rule(dialect.calls(lark, functions, once))
     if dialect.trigger:
         first = lark.rule(f"{lark.until(dialect.trigger, beginning)} {calls}")
@@ -334,23 +335,23 @@ def _optional(lark: LarkWriter, dialect: ToolDialect) -> str:
 
 
 def _known(name: str, names: Mapping[str, str], field: str) -> str:
-    """The dialect's own name."""
+    """Return the dialect's main name. Raises `ValueError` for an unknown name."""
     if name != NONE and name not in names:
         raise ValueError(f"{field} is {name}; it must be auto, none or one of {', '.join(sorted(names))}")
     return names.get(name, NONE)
 
 
 _BLAME_SECONDS = 0.5
-"""To find out which of many costly schemas is one too many: each takes a check of its own."""
+"""Seconds for finding the invalid one of several costly schemas: each needs a separate check."""
 
 
 async def tool_grammar(
     answer_format: AnswerFormat, use: ToolUse, content: str | None, *, prompt_tail: str, grammars: GrammarChecks
 ) -> str | None:
-    """The text for `SamplingParams.grammar`; None where nothing is promised.
+    """Return the text for `SamplingParams.grammar`; None if nothing is to be enforced.
 
-    `content` is the grammar of what the model says where it makes no call; None: it says what it likes. Raises
-    `ValueError`, one sentence: it names the tool whose schema cannot be followed. Raises `CheckUnavailable`.
+    `content` is the grammar of content outside of calls; None means any text. Raises `ValueError` with a sentence that
+    names the tool whose schema cannot be enforced, and `CheckUnavailable`.
     """
     functions = enforced_functions(use) if content is None else allowed_functions(use)
     if functions is None:
@@ -371,7 +372,7 @@ async def tool_grammar(
 
 
 def _any_of(functions: Sequence[Function], use: ToolUse) -> str:
-    """A grammar of all schemas, so that many tools are one check: only checked schemas are written into a dialect."""
+    """Write one grammar of all schemas, so that many tools need one check. Only checked schemas go into a dialect."""
     rules = ""
     for number, (function, position) in enumerate(zip(functions, use.positions, strict=True)):
         try:
@@ -388,7 +389,7 @@ def _text(answer_format: AnswerFormat, use: ToolUse, content: str | None, prompt
 
 
 async def _blamed(functions: Sequence[Function], use: ToolUse, grammars: GrammarChecks) -> ValueError | None:
-    """What to say of the tool whose schema cannot be followed by itself, if it is found in time."""
+    """Return the error about the tool whose schema alone cannot be enforced; None if it is not found in time."""
     deadline = time.monotonic() + _BLAME_SECONDS
     for function, position in zip(functions, use.positions, strict=True):
         try:

@@ -1,10 +1,10 @@
-"""`TextGrammar`: a client's Lark grammar of free text, as rules that can stand among those of a call.
+"""`TextGrammar`: converts a client's Lark grammar of free text to rules within the grammar of a tool call.
 
-A grammar whose rules do not refer to themselves is written as one terminal, which any dialect can hold a call to: as
-it is, or such that it matches the text escaped as in a JSON string. Escaping replaces each character by itself or by
-two or more, so the escaped form of a grammar is the grammar with its strings and character classes escaped. One
-terminal, because the lexer of the grammar library looks one byte ahead: between two of them it could not tell the
-line break that begins the second from another escape in the first.
+A grammar without recursive rules becomes one terminal, which every dialect can use: either unchanged, or such that it
+matches the text in the escaped form of a JSON string. Escaping replaces each character by itself or by two or more
+characters, so the escaped form of a grammar is the grammar with its strings and character classes escaped. It must be
+a single terminal, because the lexer of the grammar library looks one byte ahead: with two terminals, it could not
+distinguish a line break at the beginning of the second from another escape in the first.
 """
 
 import re
@@ -51,27 +51,27 @@ _LIBRARY = {
     "WORD": "[a-zA-Z]+",
     "CNAME": "[_a-zA-Z][_a-zA-Z0-9]*",
 }
-"""The terminals of Lark's library, as regular expressions."""
+"""Terminals of Lark's standard library, as regular expressions."""
 
 _MANY_LINES = re.compile(r"\\[nrsDWSpPx]|\[\^|\(\?[a-z-]*s|\n")
-"""Found in a regular expression that may match a line break with other characters."""
+"""Occurs in regular expressions that may match a line break among other characters."""
 _LINE_BREAKS = frozenset({"CR", "NEWLINE", "WS"})
 
 
 class NotEmbeddable(ValueError):
-    """Why calls cannot be held to a grammar: a clause, whose subject is the grammar."""
+    """Calls cannot be constrained by the grammar. The message is a clause whose subject is the grammar."""
 
 
 class TextGrammar(NamedTuple):
-    """A grammar whose names are still its own."""
+    """A parsed grammar, before its names are changed."""
 
     definitions: Mapping[str, tuple[tuple[str, str], ...]]
-    """By name, kind and text of the tokens that define a rule or terminal. Terminals are in capitals."""
+    """For each rule or terminal (in capitals), kind and text of the tokens of its definition."""
     imports: frozenset[str]
 
     @classmethod
     def read(cls, lark: str) -> Self:
-        """The grammar's parts. Raises `NotEmbeddable` if it uses what cannot stand among other rules."""
+        """Parse a grammar. Raises `NotEmbeddable` if it uses constructs that cannot be embedded in another grammar."""
         definitions: dict[str, list[tuple[str, str]]] = {}
         imports: set[str] = set()
         body: list[tuple[str, str]] | None = None
@@ -98,9 +98,9 @@ class TextGrammar(NamedTuple):
 
     @property
     def is_recursive(self) -> bool:
-        """Whether a rule that `start` leads to refers to itself, perhaps by others."""
+        """Whether a rule that is reachable from `start` refers to itself, directly or indirectly."""
         done: set[str] = set()
-        # Depth first without Python's stack: a client's chain of rules may be long.
+        # Depth-first search without recursion: a client's chain of rules may exceed Python's stack.
         path: list[tuple[str, Iterator[str]]] = [("start", self._names_in("start"))]
         on_path = {"start"}
         while path:
@@ -122,18 +122,19 @@ class TextGrammar(NamedTuple):
 
     @property
     def ends_before_a_line(self) -> bool:
-        """Whether a line break behind what it matches can be told from its text.
+        """Whether a line break after a match can be distinguished from the matched text.
 
-        Its terminals are matched as far as they go. One that may match line breaks among other characters would run
-        over a marker that begins with one: a call could not end.
+        Terminals match as much as possible. A terminal that may match line breaks among other characters would match
+        past a marker that begins with a line break, and the call could not end.
         """
         regexes = [text for tokens in self.definitions.values() for kind, text in tokens if kind == "regex"]
         crosses = any(_MANY_LINES.search(each) or "s" in each.rpartition("/")[2] for each in regexes)
         return not crosses and not self.imports & _LINE_BREAKS
 
     def rules(self, prefix: str) -> str:
-        """The rules, with `prefix` before their names: in capitals before those of terminals. They import what the
-        grammar does, and begin with `start`.
+        """Return the rules with `prefix` added to their names, in capitals for terminals.
+
+        They begin with `start`, and include the grammar's imports.
         """
 
         def rename(name: str) -> str:
@@ -147,10 +148,11 @@ class TextGrammar(NamedTuple):
         )
 
     def terminals(self, prefix: str, *, escaped: bool) -> str:
-        """The grammar as terminals, of which `prefix` and START matches its texts; `prefix` is in capitals.
+        """Return the grammar as terminals. `prefix`, in capitals, is added to their names; `prefix` + START matches a
+        text.
 
-        With `escaped`, they match the texts as a JSON string holds them. Raises `NotEmbeddable` for regular
-        expressions whose characters cannot be told, and for recursive rules.
+        With `escaped`, they match texts in the escaped form of JSON strings. Raises `NotEmbeddable` for recursive
+        rules, and for regular expressions whose characters cannot be determined.
         """
         if self.is_recursive:
             raise NotEmbeddable("its rules refer to themselves")
@@ -164,7 +166,7 @@ class TextGrammar(NamedTuple):
 
 
 def _terminal(prefix: str, name: str) -> str:
-    """The name of the terminal for a rule or terminal: they may differ in case only."""
+    """Return the name of the terminal for a rule or terminal. It is unique even if two names differ only in case."""
     if name == "start":
         return f"{prefix}START"
     return f"{prefix}{'T' if name.isupper() else 'R'}_{name.upper()}"
@@ -179,7 +181,7 @@ def _body(tokens: tuple[tuple[str, str], ...], prefix: str, escaped: bool) -> st
                 return _string(text) if escaped else text
             case "regex" | "range":
                 return _regex(text, escaped)
-        # Lark writes what may be missing in square brackets.
+        # In Lark, square brackets enclose optional parts.
         return text.replace("[", "(").replace("]", ")?").replace("\n", " ")
 
     return "".join(written(kind, text) for kind, text in tokens)
@@ -189,16 +191,16 @@ _ALTERNATIVES = re.compile(r"""(?P<whole>"(?:\\.|[^"\\])*"i?|/(?:\\.|[^/\\])+/[a
 
 
 def _with_empty_ones(body: str) -> str:
-    """`body` with the alternatives that match nothing spelled out."""
+    """Return `body` with an explicit empty string for each empty alternative."""
     return _ALTERNATIVES.sub(lambda match: match["whole"] or f'{match["open"]} ""', body)
 
 
 # Strings and regular expressions, escaped.
 
 _WIDE = "\x80"
-"""Stands for all characters beyond ASCII, which a JSON string holds as they are or as escapes of UTF-16."""
+"""Represents all characters beyond ASCII, which a JSON string contains unescaped or as UTF-16 escapes."""
 _SPECIAL = frozenset(map(chr, (*range(0x20), 0x22, 0x5C))) | {_WIDE}
-"""The characters that a JSON string holds in an escaped form; only those beyond ASCII as they are, too."""
+"""Characters that JSON strings escape. Those beyond ASCII may also be unescaped."""
 _SHORT = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 _LONG = _SPECIAL - _SHORT.keys() - {_WIDE}
 _HEX = "[0-9a-fA-F]"
@@ -209,7 +211,7 @@ _ANY_WIDE = (
 _ANY_LONG = r"(?-i:\\u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F])"
 _NOT_SPECIAL = r"[^\x22\x5c\x00-\x1f]"
 _CLASSES = {"d": "", "w": "", "s": "\t\n\v\f\r"}
-"""Special characters in the classes that have names."""
+"""Characters that JSON escapes in each named class."""
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v"}
 _ESCAPE = re.compile(
     r"\\(?:x\{(?P<braced>[0-9A-Fa-f]{1,6})\}|x(?P<two>[0-9A-Fa-f]{2})|u(?P<four>[0-9A-Fa-f]{4})|(?P<one>.))", re.DOTALL
@@ -219,7 +221,7 @@ _QUANTIFIER = re.compile(r"[*+?|]|\{\d+(?:,\d*)?\}")
 
 
 def _string(text: str) -> str:
-    """A string of Lark as a terminal's expression that matches its escaped form."""
+    """Convert a Lark string to an expression that matches its escaped form."""
     content = _decoded(text.removesuffix("i")[1:-1])
     if not content:
         return '""'
@@ -231,7 +233,7 @@ def _decoded(text: str) -> str:
 
 
 def _escaped_character(match: re.Match[str]) -> str:
-    """The character that an escape sequence stands for."""
+    """Return the character that an escape sequence denotes."""
     if match["one"] is not None:
         return _CONTROLS.get(match["one"], match["one"])
     code = int(match["braced"] or match["two"] or match["four"], 16)
@@ -239,7 +241,7 @@ def _escaped_character(match: re.Match[str]) -> str:
 
 
 def _bound(text: str) -> str:
-    """An end of a range of characters. Raises `NotEmbeddable` for a longer text."""
+    """Return the single character at an end of a range. Raises `NotEmbeddable` for a longer text."""
     content = _decoded(text)
     if len(content) != 1:
         raise NotEmbeddable(f"its range has the end {content[:20]}")
@@ -247,7 +249,7 @@ def _bound(text: str) -> str:
 
 
 def _regex(text: str, escaped: bool) -> str:
-    """A regular expression of Lark, such that it matches the escaped form of what it matches."""
+    """Convert a Lark regular expression to one that matches the escaped form of the same texts."""
     if not escaped:
         return text
     body, _, flags = text[1:].rpartition("/")
@@ -301,7 +303,7 @@ def _escaped_pattern(pattern: str, dot_is_all: bool) -> str:
 
 
 def _any_of(text: str, special: frozenset[str]) -> str:
-    """An expression for a class of characters, `text`, of which `special` are escaped."""
+    """Write an expression for the character class `text`, whose characters in `special` are escaped."""
     plain = text if not special else f"[{text}&&{_NOT_SPECIAL}]" if text.startswith("[") else _NOT_SPECIAL
     if not special:
         return plain
@@ -316,7 +318,7 @@ def _any_of(text: str, special: frozenset[str]) -> str:
 
 
 def _one(character: str) -> str:
-    """An expression for the escaped form of one character."""
+    """Write an expression for the escaped form of one character."""
     if character > "\x7f":
         units = character.encode("utf-16-be", "surrogatepass").hex()
         escape = "".join(f"(?-i:\\\\u)(?i:{units[at : at + 4]})" for at in range(0, len(units), 4))
@@ -333,7 +335,7 @@ def _character(character: str) -> str:
 
 
 def _escape(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
-    """The class that begins with the backslash at `at`, its special characters, and where it ends."""
+    """Parse the escape at index `at`. Returns its class, its special characters, and the index after it."""
     match = _ESCAPE.match(pattern, at)
     if match is None:
         raise NotEmbeddable("its regular expression ends with a backslash")
@@ -348,12 +350,12 @@ def _escape(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
 
 
 def _of_class(text: str) -> str:
-    """The character of a class that `_escape` made of one."""
+    """Return the single character of a class that `_escape` returned for it."""
     return text[1] if len(text) == 3 else chr(int(text[4:-2], 16))
 
 
 def _class(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
-    """The class in brackets at `at`, its special characters, and where it ends."""
+    """Parse the class in brackets at index `at`. Returns it, its special characters, and the index after it."""
     begin = at
     at += 1
     is_negated = pattern.startswith("^", at)
@@ -378,13 +380,14 @@ def _class(pattern: str, at: int) -> tuple[str, frozenset[str], int]:
     if is_negated:
         special = set(_SPECIAL - special)
     if highest > "\x7f":
-        # Of those beyond ASCII the class has some only: as they are.
+        # The class has only some characters beyond ASCII: match them unescaped.
         special.discard(_WIDE)
     return pattern[begin : at + 1], frozenset(special), at + 1
 
 
 def _member(pattern: str, at: int) -> tuple[str | None, frozenset[str], int]:
-    """A character of a class, or None for a class in it; its special characters, and where it ends."""
+    """Parse a member of a class. Returns its character, or None for a nested class; its special characters; the index
+    after it."""
     if pattern[at] != "\\":
         return pattern[at], frozenset(pattern[at]) & _SPECIAL, at + 1
     text, special, end = _escape(pattern, at)

@@ -1,10 +1,10 @@
-"""`FreeformInput`: from the JSON arguments of a custom tool's call to the free text that they hold, as they grow."""
+"""`FreeformInput`: extracts the free text from the JSON arguments of a custom tool's call, incrementally."""
 
 import json
 import re
 
 _BEGIN = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"', re.DOTALL)
-"""Up to the first character of an object's first member, if that is a string."""
+"""Matches the text up to the first character of an object's first value, if that is a string."""
 _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPE = re.compile(r'\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|["\\/bfnrt])')
 _LONGEST_ESCAPE = len("\\ud83d\\ude00")
@@ -14,8 +14,8 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 class FreeformInput:
     """Reads the arguments of one call.
 
-    Models write `{"input": "text"}`. The text of the first member is passed on as it comes, whatever its name. What is
-    no such object is the input as it stands, once it is whole.
+    Models write `{"input": "text"}`. The text of the first member is passed on as it is read, whatever its name.
+    Arguments of another form are the input itself, unchanged, once they are complete.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class FreeformInput:
         self._ended = False
 
     def push(self, fragment: str) -> str:
-        """The text that `fragment` of the JSON adds."""
+        """Return the text that the JSON fragment `fragment` adds."""
         if self._ended:
             return ""
         self._unread += fragment
@@ -37,7 +37,7 @@ class FreeformInput:
         return self._read()
 
     def finish(self) -> str:
-        """The text that is left at the end of the arguments, wherever that is."""
+        """Return the remaining text at the end of the arguments, which may be incomplete."""
         if self._inside or self._ended:
             return ""
         self._ended = True
@@ -48,7 +48,7 @@ class FreeformInput:
         return "" if value == {} else self._unread
 
     def _read(self) -> str:
-        """Decode what is there up to the string's end, or to an escape that is not whole."""
+        """Decode the available text up to the string's end, or to an incomplete escape."""
         text, at = self._unread, 0
         decoded: list[str] = []
         while at < len(text):
@@ -74,7 +74,7 @@ _WHOLE_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u(?![dD][89abAB])[0-9a-fA-F]{4})')
 
 
 def _may_go_on(text: str) -> bool:
-    """Whether `text`, which begins with a backslash, may need more text to be read: half a pair of surrogates does."""
+    """Return whether the escape at the beginning of `text` may be incomplete, as half of a surrogate pair is."""
     return _WHOLE_ESCAPE.match(text) is None and _ESCAPE_BEGINNING.fullmatch(text) is not None
 
 

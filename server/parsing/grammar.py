@@ -16,25 +16,25 @@ ANY_TEXT = "/(?s:.*)/"
 
 _GAP = r"[ \n]{0,2}"
 _WHITESPACE = {"whitespace_pattern": _GAP}
-"""Between the tokens of JSON: enough for every usual style, and no room to stay in for ever."""
+"""White space allowed between JSON tokens: enough for every usual style, but bounded."""
 
 
 class LarkWriter:
-    """A grammar under construction: rules are added, and referred to by the names that are returned.
+    """Builds a grammar. Methods that add a rule or terminal return an expression that refers to it.
 
-    Markers that are special tokens of the model's vocabulary are written as tokens, for text never spells those; all
-    others as text.
+    Markers that are special tokens of the vocabulary are written as tokens, because text never matches those; all
+    other markers are written as text.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:
-        """`special`: ids of the markers that are special tokens."""
+        """`special` has the ids of the markers that are special tokens."""
         self._special = special
         self._split = re.compile("|".join(map(re.escape, special))) if special else None
         self._rules: list[str] = []
         self._imports: set[str] = set()
 
     def spelled(self, text: str) -> str:
-        """An expression that matches `text` and nothing else."""
+        """Return an expression that matches exactly `text`."""
         if self._split is None:
             return _literal(text)
         pieces = []
@@ -45,14 +45,14 @@ class LarkWriter:
         return " ".join(filter(None, [*pieces, _literal(text[at:])]))
 
     def until(self, marker: str, text: str = ANY_TEXT) -> str:
-        """What matches `text`, a terminal's body, up to the first `marker` and over it."""
+        """Return an expression for `text`, a terminal's body, up to and including the first `marker`."""
         token = self._split.search(marker) if self._split is not None else None
         if token is None:
             return self.rule(f"{text} {_literal(marker)}", "[lazy]")
         return self.ended(text, marker)
 
     def ended(self, text: str, end: str) -> str:
-        """An expression for `text`, a terminal's body that excludes `end`, followed by `end`."""
+        """Return an expression for `text`, a terminal's body that excludes `end`, followed by `end`."""
         token = self._split.search(end) if self._split is not None else None
         if token is None or not token.start():
             return f"{self.terminal(text)} {self.spelled(end)}"
@@ -60,14 +60,14 @@ class LarkWriter:
         return f"{self.terminal(f'({text}) {_literal(end[: token.start()])}')} {self.spelled(end[token.start() :])}"
 
     def recursive(self, body: Callable[[str], str]) -> str:
-        """The name of a new rule whose `body`, made from that name, may refer to it."""
+        """Add a rule that may refer to itself: `body` returns its body for its name. Returns the name."""
         name = f"r{len(self._rules)}"
         self._rules.append("")
         self._rules[int(name[1:])] = f"{name}: {body(name)}"
         return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """An expression for the JSON values that `schema` allows."""
+        """Return an expression for the JSON values that `schema` allows."""
         if isinstance(schema, FreeText):
             return self.terminal(f'"\\"" {self.text(schema.grammar, escaped=True)} "\\""')
         properties = schema.get("properties")
@@ -79,13 +79,14 @@ class LarkWriter:
         return self.rule("%json " + json.dumps({**schema, "x-guidance": _WHITESPACE}))
 
     def text(self, grammar: TextGrammar, *, escaped: bool) -> str:
-        """The name of a new terminal for the texts of a client's grammar; `escaped`: as a JSON string holds them."""
+        """Add a terminal for the texts of a client's grammar, with `escaped` in the form of JSON strings. Returns its
+        name."""
         prefix = f"G{len(self._rules)}_"
         self._rules.append(grammar.terminals(prefix, escaped=escaped))
         return f"{prefix}START"
 
     def embedded(self, grammar: TextGrammar) -> str:
-        """An expression for the texts of a client's grammar whose rules may refer to themselves."""
+        """Return an expression for the texts of a client's grammar, which may have recursive rules."""
         prefix = f"g{len(self._rules)}_"
         self._rules.append(grammar.rules(prefix))
         self._imports |= grammar.imports
@@ -95,43 +96,43 @@ class LarkWriter:
         return self.rule(" | ".join(expressions))
 
     def terminal(self, body: str) -> str:
-        """The name of a new terminal, which is matched as a whole."""
+        """Add a terminal. Returns its name."""
         name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
+        """Add a rule. Returns its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
 
     def grammar(self, start: str) -> str:
-        """The grammar's text."""
+        """Return the text of the grammar."""
         imports = [f"%import common.{name}" for name in sorted(self._imports)]
         return "\n".join([f"start: {start}", *self._rules, *imports, ""])
 
 
 def literal_pattern(text: str) -> str:
-    """A regular expression that matches `text` and nothing else."""
+    """Return a regular expression that matches exactly `text`."""
     return "".join(character if character.isalnum() else f"\\x{{{ord(character):x}}}" for character in text)
 
 
 def _literal(text: str) -> str:
-    # Lark's strings are JSON's, but for the one control character that JSON leaves as it is.
+    # Lark's strings are JSON's, except for DEL, which JSON does not escape.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f") if text else ""
 
 
-# Calls as the dialects' grammars need them: functions, and arguments one by one.
+# Functions and arguments, for the dialects' grammars of calls.
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANY_KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
 _DEPTH = 8
-"""References and unions followed inside one another."""
+"""Most nested references and unions that are resolved."""
 
 
 class FreeText(dict[str, Any]):
-    """The schema of a string that is free text after a client's grammar."""
+    """The schema of a string that is free text of a client's grammar."""
 
     def __init__(self, lark: str) -> None:
         super().__init__(type="string")
@@ -139,7 +140,7 @@ class FreeText(dict[str, Any]):
 
     @cached_property
     def grammar(self) -> TextGrammar:
-        """The grammar, which is read where it is written into another: that may take long."""
+        """The parsed grammar. It is parsed on first use, since that may take long."""
         return TextGrammar.read(self._lark)
 
 
@@ -148,11 +149,11 @@ class Function(msgspec.Struct, frozen=True):
 
     name: str
     schema: dict[str, Any]
-    """Schema of its arguments, an object."""
+    """Schema of the object of its arguments."""
 
 
 def enforced_functions(use: ToolUse) -> list[Function] | None:
-    """The functions that may be called and what their arguments are held to; None where nothing is promised."""
+    """Return the functions that may be called, with the schemas to enforce; None if nothing is to be enforced."""
     promised = any(_is_strict(tool) or tool.function.name in use.free_texts for tool in use.tools)
     if not (use.forced or promised or (use.restricted and use.tools)):
         return None
@@ -160,7 +161,7 @@ def enforced_functions(use: ToolUse) -> list[Function] | None:
 
 
 def allowed_functions(use: ToolUse) -> list[Function]:
-    """The functions that may be called; arguments of those that are neither forced nor strict are any object."""
+    """Return the functions that may be called. Unless a function is forced or strict, its arguments are any object."""
     return [_allowed(tool, use) for tool in use.tools]
 
 
@@ -178,7 +179,7 @@ def _is_strict(tool: Tool) -> bool:
 
 
 def _enforced(tool: Tool) -> Function:
-    """`tool` with the schema that its arguments are held to: what that does not name is left out."""
+    """Convert `tool` to a function whose schema allows only the named properties."""
     schema = tool.function.parameters
     if schema is None:
         return Function(tool.function.name, {"type": "object", "properties": {}, "additionalProperties": False})
@@ -189,7 +190,7 @@ def _enforced(tool: Tool) -> Function:
 
 
 def part_of(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema`, a part of `root`, as one that stands alone."""
+    """Return `schema`, a part of `root`, with the definitions of `root` that it may refer to."""
     if isinstance(schema, FreeText):
         return schema
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
@@ -202,10 +203,10 @@ def argument_sequence(
     argument: Callable[[str, Any], str],
     separator: str = "",
 ) -> str:
-    """An expression for arguments one by one, in the schema's order; those not required may be missing.
+    """Return an expression for arguments one by one, in the schema's order. Arguments are optional unless required.
 
-    `argument` gives the expression of one, from an expression of its key and its schema. Where the schema names no
-    arguments, any may come.
+    `argument` returns the expression of one argument, from the expression of its key and from its schema. If the
+    schema names no arguments, any are allowed.
     """
     properties = schema.get("properties")
     properties = dict(properties) if isinstance(properties, dict) else {}
@@ -217,17 +218,18 @@ def argument_sequence(
             return ""
         any_argument = lark.rule(argument(lark.rule(_ANY_KEY), True))
         return f"({any_argument} ({gap} {any_argument})*)?"
-    # From the last argument to the first: what may follow where some came before, and where none did.
-    behind, alone = "", ""
+    # From the last argument to the first: `following` matches the rest after an argument, `leading` the rest at the
+    # beginning, which has no separator in front.
+    following, leading = "", ""
     for key in reversed(properties):
         one = lark.rule(argument(lark.spelled(key), properties[key]))
-        first = lark.rule(f"{one} {behind}")
+        first = lark.rule(f"{one} {following}")
         if key in required:
-            behind, alone = lark.rule(f"{gap} {one} {behind}"), first
+            following, leading = lark.rule(f"{gap} {one} {following}"), first
         else:
-            alone = lark.rule(f"{first} | {alone or _NOTHING}")
-            behind = lark.rule(f"({gap} {one})? {behind}")
-    return alone
+            leading = lark.rule(f"{first} | {leading or _NOTHING}")
+            following = lark.rule(f"({gap} {one})? {following}")
+    return leading
 
 
 _NOTHING = '""'
@@ -241,10 +243,9 @@ def bare_value(
     before: str = "",
     openings: tuple[str, str] = ("", ""),
 ) -> str:
-    """An expression for a value that is written as bare text if it is a string and as JSON if not, and for `end`.
+    """Return an expression for a value, as bare text if it is a string and else as JSON, and for the marker `end`.
 
-    `end` is the marker after the value, `before` the text between the two. `openings` are the texts before a
-    string, and before any other value.
+    `before` is the text between value and marker. `openings` are the texts that precede a string, and any other value.
     """
     return lark.any_of(_bare_values(lark, schema, root, end, before, openings, _DEPTH))
 
@@ -295,7 +296,7 @@ def _bare_values(
 
 
 def bare_string(lark: LarkWriter, schema: Mapping[str, Any], end: str, before: str = "") -> str:
-    """An expression for a string that `schema` allows, as bare text, followed by `before` and the marker `end`."""
+    """Return an expression for a string of `schema` as bare text, followed by `before` and the marker `end`."""
     low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
     limits = []
     if low or high is not None:
@@ -309,7 +310,7 @@ def bare_string(lark: LarkWriter, schema: Mapping[str, Any], end: str, before: s
 
 
 def _whole(pattern: str) -> str:
-    """`pattern`, which may match anywhere in a string, as one that matches the whole."""
+    """Extend `pattern`, which may match anywhere in a string, so that it matches the whole string."""
     begin = "" if pattern.startswith("^") else "(?s:.*)"
     end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
     inner = pattern.removeprefix("^")

@@ -1,7 +1,7 @@
-"""`JsonMender`: one JSON value as a model writes it, read in pieces and passed on as valid JSON.
+"""`JsonMender`: reads one JSON value of a model in pieces, repairs it, and passes on valid JSON.
 
-What is valid passes as written. Mended is what has one meaning only: Python's constants, quotes and escapes, raw
-control characters in strings, unknown escapes, trailing commas, bare keys. Used by the tool-call dialects.
+Valid JSON is passed on unchanged. Errors with only one possible meaning are repaired: Python's constants, quotes and
+escapes, raw control characters in strings, unknown escapes, trailing commas, bare keys. The tool-call dialects use it.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 _WHITESPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"[^'\"\\\x00-\x1f]*")}
-"""Characters that stand for themselves inside a string, by its quote."""
+"""Characters without a special meaning inside a string, by its quote."""
 _WORD = re.compile(r"""[^\s,:"'\[\]{}()<>]*""")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,100}\.?[0-9]{0,100}|\.[0-9]{1,100})(?:[eE][+-]?[0-9]{1,2})?")
@@ -23,7 +23,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def mend(text: str) -> str | None:
-    """The JSON value that `text` is, mended; None if it is none."""
+    """Return the JSON value in `text`, repaired; None if it is not one value."""
     mender = JsonMender()
     stripped = text.strip()
     at = mender.read(stripped, 0)
@@ -32,7 +32,8 @@ def mend(text: str) -> str | None:
 
 
 class JsonMender:
-    """Reads one value, from its first character. Depth is bounded by memory only, and every character is read once."""
+    """Reads one value, beginning with its first character. Reads each character once. Depth is bounded by memory
+    alone."""
 
     __slots__ = (
         "_digits",
@@ -50,12 +51,12 @@ class JsonMender:
 
     def __init__(self) -> None:
         self.done = False
-        """The value is complete."""
+        """Whether the value is complete."""
         self.failed = False
-        """The next character cannot go on the value."""
+        """Whether the next character is invalid."""
         self._out: list[str] = []
         self._held: list[str] = []
-        """Read but not passed on before the next value begins: a comma that may be trailing, a key, a colon."""
+        """Text that is passed on only when the next value begins: a comma that may be trailing, a key, a colon."""
         self._word_pieces: list[str] = []
         self._stack: list[str] = []
         self._quote = '"'
@@ -65,19 +66,20 @@ class JsonMender:
         self._state: Callable[[str, int], int] = self._value
 
     def read(self, text: str, at: int) -> int:
-        """Read on from `text[at]`; where reading stopped: at the end of the text, of the value, or at what fails."""
+        """Read from `text[at]`. Returns the index after the value, the end of the text, or the index of an invalid
+        character."""
         end = len(text)
         while at < end and not (self.done or self.failed):
             at = self._state(text, at)
         return at
 
     def end(self) -> None:
-        """The text is at its end: a word has no more letters to come."""
+        """Note the end of the text, which also ends a bare word."""
         if not (self.done or self.failed) and self._state == self._word:
             self._end_word()
 
     def take(self) -> str:
-        """What has become certain since the last call."""
+        """Return the JSON that has become final since the last call."""
         if not self._out:
             return ""
         taken = "".join(self._out)
@@ -85,7 +87,7 @@ class JsonMender:
         return taken
 
     def unread(self) -> str:
-        """What was read and not passed on, as it was written."""
+        """Return the original text that was read and not passed on."""
         if self._state == self._escape:
             return "".join((*self._held, "\\"))
         if self._state == self._hex:
@@ -93,16 +95,16 @@ class JsonMender:
         return "".join((*self._held, *self._word_pieces))
 
     def closers(self) -> str:
-        """What closes the value where it stands; empty inside a string, a key or a word."""
+        """Return the brackets that would close the value now; empty inside a string, a key or a word."""
         if self._state == self._after or (self._state in (self._key, self._value) and self._trailing_comma()):
             return self.brackets()
         return ""
 
     def brackets(self) -> str:
-        """What closes the value that failed, so that what was passed on of it is JSON."""
+        """Return the text that completes an invalid value, so that the passed-on text is valid JSON."""
         return "".join(_CLOSING[opening] for opening in reversed(self._stack))
 
-    # -- states: each reads a character or more, or hands over to another ---------------------------------------
+    # -- states: each reads one or more characters, or changes to another state ---------------------------------
 
     def _blank(self, text: str, at: int) -> int:
         match = _WHITESPACE.match(text, at)
@@ -244,7 +246,7 @@ class JsonMender:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _put(self, text: str) -> None:
-        """Pass on a piece of a string, or hold it if that is a key: its value may never come."""
+        """Pass on a piece of a string, or hold it back if it is a key: its value may be missing."""
         (self._held if self._is_key else self._out).append(text)
 
     def _trailing_comma(self) -> bool:
@@ -296,17 +298,17 @@ def _word_value(word: str) -> str | None:
     return None
 
 
-# Arguments that a dialect writes as bare text (GLM, Qwen3-Coder) get the type that the tool's schema names.
+# Arguments that a dialect writes as bare text (GLM, Qwen3-Coder) get the type of the tool's schema.
 
 _ANY = frozenset({"string", "number", "boolean", "null", "array", "object"})
 _KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 _PYTHON_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
 _DEPTH = 8
-"""References and unions followed inside one another; a schema may refer to itself."""
+"""Most nested references and unions that are resolved: a schema may refer to itself."""
 
 
 def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """JSON types that argument `key` may have under the tool's `schema`; integers count as numbers."""
+    """Return the JSON types that the tool's `schema` allows for argument `key`. Integers count as numbers."""
     properties = schema.get("properties")
     return schema_types(properties.get(key) if isinstance(properties, dict) else None, schema)
 
@@ -317,9 +319,9 @@ def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def typed_argument(text: str, types: frozenset[str]) -> str | None:
-    """The JSON that `text` is under `types`; None where it can only be a string.
+    """Return the JSON value of `text` if it has one of `types` other than string; None if it is a string.
 
-    Text that is JSON of another of the types is taken as that: in a union, `null` is null.
+    In a union with string, text that is JSON of another allowed type has that type: `null` is null.
     """
     if types == {"string"}:
         return None
@@ -353,7 +355,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
 
 
 def resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """The part of schema `root` that `reference`, `#/…`, names; None if there is none."""
+    """Return the part of the schema `root` that `reference`, `#/…`, names; None if there is none."""
     value: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
         value = value.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None

@@ -1,7 +1,7 @@
-"""From a model's text to the parts of an answer: content, reasoning, calls and their arguments.
+"""Parses a model's text into the parts of an answer: content, reasoning, calls and their arguments.
 
-In this order: the parts; `Feed` and `FedParser`, on which all dialects' parsers are built; parsers that combine
-others; and `AnswerInParts`, the answer of one choice, which the renderers of chat completions and responses read.
+In this order: the parts; `Feed` and `FedParser`, the base of all dialects' parsers; parsers that combine others; and
+`AnswerInParts`, the answer of one choice, which the renderers of chat completions and responses use.
 """
 
 import re
@@ -22,19 +22,19 @@ from server.schemas.chat import (
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """More of the answer's content."""
+    """A further piece of the answer's content."""
 
     text: str
 
 
 class ReasoningPart(msgspec.Struct, frozen=True):
-    """More of what the model thinks before it answers."""
+    """A further piece of the model's reasoning."""
 
     text: str
 
 
 class ToolCallPart(msgspec.Struct, frozen=True):
-    """A tool call begins: number `index` of the answer, counted from 0."""
+    """The beginning of tool call number `index`, counted from 0."""
 
     index: int
     id: str
@@ -42,7 +42,7 @@ class ToolCallPart(msgspec.Struct, frozen=True):
 
 
 class ArgumentsPart(msgspec.Struct, frozen=True):
-    """More of the JSON text of call `index`'s arguments."""
+    """A further piece of the JSON text of call `index`'s arguments."""
 
     index: int
     json: str
@@ -52,27 +52,28 @@ Part: TypeAlias = TextPart | ReasoningPart | ToolCallPart | ArgumentsPart
 
 
 class AnswerParser(Protocol):
-    """Takes one choice's text apart as it grows. How the text is cut into pushes changes nothing but the cuts."""
+    """Parses one choice's text incrementally. Apart from where parts are cut, the result does not depend on how the
+    text is divided into pushes."""
 
     def push(self, text: str) -> list[Part]:
-        """The parts that `text` brings. Held back is only what may yet turn out to be a marker."""
+        """Return the parts that `text` adds. Only text that may become a marker is held back."""
 
     def finish(self) -> list[Part]:
-        """The parts that were held back, once the text is at its end, wherever that is."""
+        """Return the parts that were held back, at the end of the text, which may be anywhere."""
 
 
-# A parser is a generator that is written as if the whole text were there, and yields where it needs more of it.
+# A parser is a generator that is written as if all text were available; it yields where it needs more text.
 # `FedParser` runs it over a `Feed`.
 
 Result = TypeVar("Result")
 Waiting: TypeAlias = Generator[None, None, Result]
-"""What waits for text with every `yield`, and returns a result."""
+"""A generator that waits for text with each `yield`, and returns a result."""
 
 _WHITESPACE = re.compile(r"\s*")
 
 
 class Markers:
-    """Strings to look for in a growing text. None may begin another."""
+    """Strings to search for in a growing text. No marker may be a prefix of another."""
 
     def __init__(self, *markers: str) -> None:
         self.find = re.compile("|".join(map(re.escape, markers))).search
@@ -81,7 +82,7 @@ class Markers:
         self._beginnings = frozenset(marker[:length] for marker in markers for length in range(1, len(marker)))
 
     def held(self, text: str, at: int) -> int:
-        """Characters at the end of `text[at:]` that may be the beginning of a marker."""
+        """Return the length of the longest suffix of `text[at:]` that is a proper prefix of a marker."""
         tail = text[max(at, len(text) - self._longest) :] if self._longest else ""
         if self._openings.isdisjoint(tail):
             return 0
@@ -89,10 +90,10 @@ class Markers:
 
 
 class Feed:
-    """The text that is there and not yet read: `text[at:]`.
+    """The received text. `text[at:]` is not read yet.
 
-    Every character is looked at a bounded number of times, however the text is cut: what waits for more keeps its
-    place, and only words of bounded length are read again.
+    Each character is examined a bounded number of times, however the text is divided: a generator that waits for more
+    text continues where it was, and only words of bounded length are examined again.
     """
 
     __slots__ = ("_kept", "at", "ended", "text")
@@ -101,14 +102,14 @@ class Feed:
         self.text = ""
         self.at = 0
         self.ended = False
-        self._kept: list[str] | None = None
+        self._record: list[str] | None = None
 
     def add(self, text: str) -> None:
         self.text = self.text[self.at :] + text
         self.at = 0
 
     def more(self) -> Waiting[bool]:
-        """Wait for more text; False once it is at its end."""
+        """Wait for more text. Returns False at the end of the text."""
         if self.ended:
             return False
         yield
@@ -117,31 +118,31 @@ class Feed:
     def take(self, length: int) -> str:
         taken = self.text[self.at : self.at + length]
         self.at += length
-        if self._kept is not None:
-            self._kept.append(taken)
+        if self._record is not None:
+            self._record.append(taken)
         return taken
 
     def take_all(self) -> str:
         return self.take(len(self.text) - self.at)
 
-    def keep(self) -> None:
-        """Remember what is read from here on, in case it turns out to be no call."""
-        self._kept = []
+    def begin_record(self) -> None:
+        """Record the text that is read from now on, because it is content if it proves not to be a call."""
+        self._record = []
 
-    def forget(self) -> str:
-        """Stop remembering; what was read since `keep`."""
-        kept, self._kept = "".join(self._kept or ()), None
+    def end_record(self) -> str:
+        """Stop recording, and return the text that was read since `begin_record`."""
+        kept, self._record = "".join(self._record or ()), None
         return kept
 
     def next_character(self) -> Waiting[str]:
-        """The next character, left unread; empty at the end of the text."""
+        """Return the next character without reading it; empty at the end of the text."""
         while self.at >= len(self.text):
             if not (yield from self.more()):
                 return ""
         return self.text[self.at]
 
     def skip_whitespace(self) -> Waiting[str]:
-        """Read whitespace; the character behind it, left unread."""
+        """Read white space, and return the next character without reading it."""
         while True:
             match = _WHITESPACE.match(self.text, self.at)
             assert match is not None
@@ -152,14 +153,14 @@ class Feed:
                 return ""
 
     def skip(self, characters: str) -> Waiting[str]:
-        """Read any of `characters` for as long as they come; what was read."""
+        """Read the longest run of `characters`, and return it."""
         skipped = []
         while (character := (yield from self.next_character())) and character in characters:
             skipped.append(self.take(1))
         return "".join(skipped)
 
     def take_marker(self, marker: str) -> Waiting[bool]:
-        """Read `marker` if it comes next."""
+        """Read `marker` if it follows. Returns whether it did."""
         while not self.text.startswith(marker, self.at):
             if not marker.startswith(self.text[self.at :]) or not (yield from self.more()):
                 return False
@@ -167,7 +168,8 @@ class Feed:
         return True
 
     def take_word(self, pattern: re.Pattern[str], longest: int = 256) -> Waiting[str]:
-        """Read what `pattern` matches, a class of characters repeated; nothing if that is longer than `longest`."""
+        """Read and return the longest match of `pattern`, a repeated class of characters; empty if it exceeds
+        `longest`."""
         while True:
             match = pattern.match(self.text, self.at)
             end = match.end() if match is not None else self.at
@@ -177,7 +179,8 @@ class Feed:
                 return self.take(end - self.at)
 
     def take_until(self, markers: Markers, pieces: list[str]) -> Waiting[str]:
-        """Read up to a marker and over it, into `pieces`; the marker, or nothing if the text ends before one."""
+        """Read up to and including a marker; append the text to `pieces`. Returns the marker; empty at the end of the
+        text."""
         while True:
             piece, marker = self.step_until(markers)
             if piece:
@@ -187,7 +190,8 @@ class Feed:
                 return marker
 
     def step_until(self, markers: Markers) -> tuple[str, str]:
-        """Read what is there up to a marker and over it: the text and the marker, which is empty if none came yet."""
+        """Read the available text up to and including a marker. Returns the text, and the marker or an empty
+        string."""
         match = markers.find(self.text, self.at)
         if match is not None:
             return self.take(match.start() - self.at), self.take(match.end() - match.start())
@@ -195,7 +199,7 @@ class Feed:
 
 
 class FedParser:
-    """Base of parsers: runs `_read` on the text as it comes and collects the parts that it appends to `_parts`."""
+    """Base of parsers: runs `_read` on the text as it is pushed, and returns the parts that it appends to `_parts`."""
 
     def __init__(self) -> None:
         self._feed = Feed()
@@ -211,7 +215,7 @@ class FedParser:
         return self._advance()
 
     def _read(self) -> Waiting[None]:
-        """Take the whole text apart; ends only when the text does."""
+        """Parse the whole text. Returns only at the end of the text."""
         raise NotImplementedError
 
     def _advance(self) -> list[Part]:
@@ -225,7 +229,7 @@ class FedParser:
 
 
 def merged(parts: list[Part]) -> list[Part]:
-    """`parts` with neighbours of a kind joined."""
+    """Join consecutive parts of the same kind."""
     joined: list[Part] = []
     run: list[Part] = []
     for part in parts:
@@ -252,11 +256,11 @@ def _join(run: list[Part]) -> Part:
     return TextPart(text) if isinstance(first, TextPart) else ReasoningPart(text)
 
 
-# Parsers over parsers.
+# Parsers that combine other parsers.
 
 
-class Behind:
-    """Gives the content that `outer` finds to `inner`, which looks for calls in it."""
+class ChainedParsers:
+    """Passes the content that `outer` finds to `inner`, which searches it for calls."""
 
     def __init__(self, outer: AnswerParser, inner: AnswerParser) -> None:
         self._outer = outer
@@ -279,7 +283,7 @@ class Behind:
 
 
 class FirstCall:
-    """Leaves out every call of `parser` but the first, for a request that allows one."""
+    """Drops every call of `parser` but the first, for a request that allows only one."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -295,11 +299,11 @@ def _without_later_calls(parts: list[Part]) -> list[Part]:
     return [part for part in parts if not (isinstance(part, ToolCallPart | ArgumentsPart) and part.index)]
 
 
-# One choice's answer, put together from its parts and counted.
+# The answer of one choice, assembled from its parts.
 
 
 class ReasoningTokens:
-    """Counts the tokens that wrote reasoning; those of text that is held back count once it turns out to be some."""
+    """Counts reasoning tokens. Tokens whose text is held back are counted once it proves to be reasoning."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -307,7 +311,7 @@ class ReasoningTokens:
         self._waiting = 0
 
     def add(self, parts: Sequence[Part], num_tokens: int) -> None:
-        """Take a step of `num_tokens` tokens, which brought `parts`."""
+        """Count a step of `num_tokens` tokens that added `parts`."""
         if parts:
             if isinstance(parts[0], ReasoningPart):
                 self.count += self._waiting + num_tokens
@@ -318,23 +322,24 @@ class ReasoningTokens:
 
 
 class AnswerInParts:
-    """Collects what a parser finds."""
+    """Collects the parts that a parser finds."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self.calls: list[tuple[ToolCallPart, list[str]]] = []
-        """The calls so far, each with the pieces of its arguments."""
+        """Calls so far, each with the pieces of its arguments."""
         self._reasoning_tokens = ReasoningTokens()
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning."""
+        """Number of reasoning tokens so far."""
         return self._reasoning_tokens.count
 
     def push(self, steps: Iterable[tuple[str, int]], *, last: bool = False) -> list[Part]:
-        """The parts that steps, each a text and the number of its tokens, bring; with `last`, all that is left."""
+        """Return the parts that `steps` add. A step is a text and its number of tokens. `last` adds the held-back
+        text."""
         parts: list[Part] = []
         for text, num_tokens in steps:
             brought = self._parser.push(text)
@@ -357,11 +362,12 @@ class AnswerInParts:
         return parts
 
     def push_all(self, state: RequestState) -> None:
-        """All that a finished sequence wrote, step by step, so that the counts are those of a stream."""
+        """Push all output of an ended sequence step by step, so that the counts equal those of a stream."""
         self.push(state.steps, last=True)
 
     def message(self, echo: str, custom_tools: Collection[str] = ()) -> AssistantMessage:
-        """The answer as a whole; `echo` begins its content. `custom_tools`: names of tools that take free text."""
+        """Return the complete message. Its content begins with `echo`. `custom_tools` are names of tools with free
+        text."""
         content = echo + "".join(self._text)
         calls = [
             _custom_call(call, arguments)

@@ -1,4 +1,5 @@
-"""`TaggedReasoning`: reasoning between two tags at an answer's beginning; and the dialects that differ in the tags."""
+"""`TaggedReasoning`: parses reasoning between two tags at the beginning of an answer. Registers one dialect per pair
+of tags."""
 
 import re
 
@@ -6,11 +7,11 @@ from server.parsing.parser import FedParser, Markers, ReasoningPart, TextPart, W
 from server.parsing.registry import REASONING_DIALECTS, ReasoningDialect
 
 _TURN = re.compile(r"<\||<｜|\[/INST\]|<end_of_turn>|<seed:eos>|<SPECIAL_1|\[e~\[|\[\|")  # noqa: RUF001
-"""What chat templates write between turns."""
+"""Markers that chat templates write between turns."""
 
 
 def is_open(dialect: ReasoningDialect, prompt_tail: str) -> bool:
-    """Whether the answer begins inside reasoning."""
+    """Return whether the answer begins inside reasoning."""
     _, opened, rest = prompt_tail.rpartition(dialect.open_tag)
     if opened and dialect.close_tag not in rest and not _TURN.search(rest):
         return True
@@ -18,17 +19,17 @@ def is_open(dialect: ReasoningDialect, prompt_tail: str) -> bool:
 
 
 def is_closed(dialect: ReasoningDialect, prompt_tail: str) -> bool:
-    """Whether the prompt has ended the reasoning already, or skipped it."""
+    """Return whether the prompt has already closed the reasoning, or skipped it."""
     _, closed, rest = prompt_tail.rpartition(dialect.close_tag)
     return bool(closed) and dialect.open_tag not in rest and not _TURN.search(rest)
 
 
 class TaggedReasoning(FedParser):
-    """What stands between the tags is reasoning, what follows is content; newlines next to a tag belong to neither.
+    """Text between the tags is reasoning, text after them is content; newlines next to a tag are dropped.
 
-    Tags around the content are left out.
+    Tags around the content are dropped.
 
-    Only an answer's beginning is looked at: a tag later on is something the answer says.
+    Tags are recognised only at the beginning of an answer. A later tag is content.
     """
 
     def __init__(self, dialect: ReasoningDialect, prompt_tail: str = "") -> None:
@@ -38,21 +39,21 @@ class TaggedReasoning(FedParser):
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        feed.keep()
+        feed.begin_record()
         yield from feed.skip("\n")
         opened = yield from feed.take_marker(self._dialect.open_tag)
         if opened or self._opened:
-            feed.forget()
+            feed.end_record()
             yield from feed.skip("\n")
             yield from self._think()
-            feed.keep()
+            feed.begin_record()
         for begin, end in self._dialect.content_tags:
             if (yield from feed.take_marker(begin)):
-                feed.forget()
+                feed.end_record()
                 yield from feed.skip("\n")
                 yield from self._pass_up_to(Markers(end), TextPart)
                 break
-        if passed := feed.forget():
+        if passed := feed.end_record():
             self._parts.append(TextPart(passed))
         while True:
             if text := feed.take_all():
@@ -64,7 +65,7 @@ class TaggedReasoning(FedParser):
         yield from self._pass_up_to(Markers(self._dialect.close_tag), ReasoningPart)
 
     def _pass_up_to(self, end: Markers, part: type[ReasoningPart | TextPart]) -> Waiting[None]:
-        """Pass text on up to the marker `end` and over it; newlines next to the marker are left out."""
+        """Pass on text up to the marker `end`, and read the marker. Newlines next to it are dropped."""
         feed = self._feed
         newlines: list[str] = []
         while True:
@@ -109,7 +110,7 @@ REASONING_DIALECTS.register("cohere_command")(
         aliases=("command_a",),
     )
 )
-# The next two dialects are as "think", with tags around the answer as well.
+# The next two dialects are like "think", and also have tags around the content.
 REASONING_DIALECTS.register("hunyuan_a13b")(
     ReasoningDialect(
         "<think>",
@@ -145,7 +146,7 @@ REASONING_DIALECTS.register("think")(
         aliases=("qwen3", "glm45", "deepseek_v3", "minimax_m2", "kimi_k2", "nemotron_v3", "mimo", "olmo3"),
     )
 )
-# DeepSeek-R1 and QwQ, which always reason and may leave the opening tag out.
+# DeepSeek-R1 and QwQ, which always reason and may omit the opening tag.
 REASONING_DIALECTS.register("deepseek_r1")(
     ReasoningDialect("<think>", "</think>", detect=lambda signs: "</think>" in signs.template, always=True)
 )

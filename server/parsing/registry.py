@@ -1,8 +1,8 @@
-"""The registries of dialects: how models write tool calls, and how they write reasoning.
+"""The registries of dialects: the syntaxes in which models write tool calls and reasoning.
 
 A dialect is one module in `server.parsing.dialects`, or an entry of `server.parsing.reasoning`, and one line of the
-tables below. A table's order is that in which its dialects are asked whether a model speaks them, those of other
-packages first. Harmony, which takes whole answers apart, is asked before all others: see `AnswerFormat`.
+tables below. Detection tries the dialects in the order of their table, those of other packages first. Harmony, which
+parses whole answers, is tried before all others: see `AnswerFormat`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,42 +19,43 @@ NONE, HARMONY = "none", "harmony"
 
 
 class ModelSigns(NamedTuple):
-    """What a checkpoint shows of its dialects."""
+    """The properties of a checkpoint from which dialects are detected."""
 
     template: str
-    """The source of its chat template; empty where it has none."""
+    """Source of its chat template; empty if it has none."""
     has_token: Callable[[str], bool]
-    """Whether a text is a token of its vocabulary."""
+    """Returns whether a text is a token of its vocabulary."""
     architecture: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDialect:
-    """How some models write tool calls."""
+    """A syntax of tool calls."""
 
     parser: Callable[[ToolUse], AnswerParser]
     calls: Callable[[LarkWriter, Sequence[Function], bool], str]
-    """Expression for calls after `trigger`: one if the last argument is true, else all that one trigger allows."""
+    """Writes an expression for calls after `trigger`: one call if the last argument is true, else all calls that may
+    follow one trigger."""
     detect: Callable[[ModelSigns], bool]
-    """Whether a model whose template shows tools writes them so."""
+    """Returns whether a model whose chat template shows tools uses this dialect."""
     trigger: str = ""
-    """Marker that begins a call; without one, an answer is calls or is not from its first character on."""
+    """Marker that begins a call. Without a marker, the first character decides whether an answer consists of calls."""
     separator: str | None = None
-    """Between a call and the next one's trigger; None: all calls follow one trigger."""
+    """Text between a call and the next trigger; None if all calls follow one trigger."""
     opening: str = ""
-    """Without a trigger: the character that an answer of calls begins with."""
+    """First character of an answer that consists of calls, for dialects without a trigger."""
     optional: str = ""
     """Marker that may precede an answer of calls."""
     keys: str = r"(?s:.*)"
-    """Regular expression of the argument names that can be written."""
+    """Regular expression of the argument names that the dialect can represent."""
     markers: tuple[str, ...] = ()
-    """What the parser looks for."""
+    """Texts that the parser searches for."""
     writes_bare_text: bool = False
-    """Whether strings are written as bare text up to a marker, and not as JSON."""
+    """Whether strings are written as bare text up to a marker, instead of as JSON."""
     ends_text_with_line: bool = False
-    """Whether a line break stands before that marker, so that recursive grammars of text can hold."""
+    """Whether a line break precedes that marker, so that recursive grammars of text can be enforced."""
     aliases: tuple[str, ...] = ()
-    """Further names, which other servers have for it."""
+    """Further names, used by other servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,15 @@ class ReasoningDialect:
     open_tag: str
     close_tag: str
     detect: Callable[[ModelSigns], bool]
-    """Whether a model with a chat template writes its reasoning so."""
+    """Returns whether a model with a chat template uses this dialect."""
     always: bool = False
-    """Whether the model reasons unless the prompt says otherwise, and may leave the opening tag out."""
+    """Whether the model reasons unless the prompt prevents it, and may omit the opening tag."""
     content_tags: tuple[tuple[str, str], ...] = ()
-    """Pairs of tags that may be around the content; they are no part of it."""
+    """Pairs of tags that may enclose the content; they are dropped."""
     opening: str = ""
-    """The token that begins `open_tag`, where the tag is more than one token."""
+    """First token of `open_tag`, if the tag is more than one token."""
     aliases: tuple[str, ...] = ()
-    """Further names, which other servers have for it."""
+    """Further names, used by other servers."""
 
 
 TOOL_DIALECTS: Registry[ToolDialect] = Registry(
@@ -121,7 +122,7 @@ REASONING_DIALECTS: Registry[ReasoningDialect] = Registry(
 
 
 def detect_tool_dialect(signs: ModelSigns) -> str:
-    """How a model writes tool calls; `none` if its template shows no tools, or none of a known dialect."""
+    """Return the tool dialect of a model; `none` if its template shows no tools or an unknown dialect."""
     if is_harmony(signs.template, signs.architecture):
         return HARMONY
     if "tools" not in signs.template:
@@ -130,7 +131,7 @@ def detect_tool_dialect(signs: ModelSigns) -> str:
 
 
 def detect_reasoning_dialect(signs: ModelSigns) -> str:
-    """How a model writes reasoning; `none` if its signs show none, or it has no chat template."""
+    """Return the reasoning dialect of a model; `none` if it has no chat template or no known dialect."""
     if is_harmony(signs.template, signs.architecture):
         return HARMONY
     if not signs.template:
@@ -139,12 +140,12 @@ def detect_reasoning_dialect(signs: ModelSigns) -> str:
 
 
 def tool_names() -> dict[str, str]:
-    """Every name that `--tool-call-parser` takes for a dialect, and the dialect's own."""
+    """Return every name that `--tool-call-parser` accepts, with the main name of its dialect."""
     return {"openai": HARMONY, HARMONY: HARMONY} | _names(TOOL_DIALECTS)
 
 
 def reasoning_names() -> dict[str, str]:
-    """Every name that `--reasoning-parser` takes for a dialect, and the dialect's own."""
+    """Return every name that `--reasoning-parser` accepts, with the main name of its dialect."""
     return {"openai_gptoss": HARMONY, HARMONY: HARMONY} | _names(REASONING_DIALECTS)
 
 

@@ -1,4 +1,4 @@
-"""`ToolCallParser`: what the parsers of all dialects share: text around calls, and a call's way into parts."""
+"""`ToolCallParser`: the base class of the dialects' parsers, and the two families of parsers below it."""
 
 import json
 import re
@@ -14,17 +14,17 @@ from server.schemas.chat import ToolUse
 
 
 def new_call_id() -> str:
-    """An id as OpenAI's look."""
+    """Create an id in the form of OpenAI's ids."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class ToolCallParser(FedParser):
     """Base of the dialects' parsers.
 
-    Text around calls is content. Newlines next to a call are glue that chat templates put there: they are dropped at
-    the content's beginning and end, and kept once where text goes on behind calls. A call counts from where its name
-    is known and its arguments begin; what breaks off before is content, unchanged. Arguments that break off later
-    stay as far as they are, and what cannot belong to them is content.
+    Text outside of calls is content. Newlines next to a call come from chat templates: they are dropped at the
+    beginning and end of the content, and preserved once where content continues after calls. A call begins where its
+    name is known and its arguments begin. If the text is invalid before that, it is content, unchanged. If arguments
+    are invalid, the part before the error stays, and the text after it is content.
     """
 
     new_id: Callable[[], str] = staticmethod(new_call_id)
@@ -33,98 +33,101 @@ class ToolCallParser(FedParser):
         super().__init__()
         self._schemas = {tool.function.name: tool.function.parameters or {} for tool in use.tools}
         self._calls = 0
-        self._argued = False
-        """Some arguments of the last call came."""
-        self._said = False
-        """Some content came."""
+        self._has_arguments = False
+        """Whether some arguments of the last call were read."""
+        self._has_content = False
+        """Whether some content was read."""
         self._after_call = False
-        """Nothing but newlines came since the last call."""
-        self._glue: list[str] = []
-        """Newlines that came last and may be glue."""
-        self._glue_before = ""
-        """The newlines before the last call."""
+        """Whether only newlines were read since the last call."""
+        self._pending_newlines: list[str] = []
+        """The newlines read last, which are dropped if a call follows."""
+        self._newlines_before_call = ""
+        """The newlines that preceded the last call."""
 
     # -- content ------------------------------------------------------------------------------------------------
 
-    def _say(self, text: str) -> None:
-        """Content; newlines at its end wait for what comes next."""
+    def _add_content(self, text: str) -> None:
+        """Pass on content. Newlines at its end wait until the next text is known."""
         if self._after_call and text.startswith("\n"):
-            behind = text.lstrip("\n")
-            self._glue.append(text[: len(text) - len(behind)])
-            text = behind
+            rest = text.lstrip("\n")
+            self._pending_newlines.append(text[: len(text) - len(rest)])
+            text = rest
         plain = text.rstrip("\n")
         if plain:
             self._parts.append(
-                TextPart(self._newlines() + plain) if self._glue or self._after_call else TextPart(plain)
+                TextPart(self._take_newlines() + plain)
+                if self._pending_newlines or self._after_call
+                else TextPart(plain)
             )
-            self._said = True
+            self._has_content = True
         if len(plain) < len(text):
-            self._glue.append(text[len(plain) :])
+            self._pending_newlines.append(text[len(plain) :])
 
-    def _newlines(self) -> str:
-        """The newlines that go before content."""
-        newlines = "".join(self._glue)
-        self._glue.clear()
+    def _take_newlines(self) -> str:
+        """Return the pending newlines that precede further content."""
+        newlines = "".join(self._pending_newlines)
+        self._pending_newlines.clear()
         if self._after_call:
             self._after_call = False
-            return (newlines or self._glue_before) if self._said else ""
+            return (newlines or self._newlines_before_call) if self._has_content else ""
         return newlines
 
-    def _say_until(self, markers: Markers) -> Waiting[str]:
-        """Pass content on up to one of `markers`, read and kept from its beginning; empty at the end of the text."""
+    def _content_until(self, markers: Markers) -> Waiting[str]:
+        """Pass on content up to one of `markers`, which is read and recorded. Returns it; empty at the end of the
+        text."""
         feed = self._feed
         while True:
             match = markers.find(feed.text, feed.at)
             if match is not None:
-                self._say(feed.take(match.start() - feed.at))
-                feed.keep()
+                self._add_content(feed.take(match.start() - feed.at))
+                feed.begin_record()
                 return feed.take(match.end() - match.start())
             free = len(feed.text) - feed.at - markers.held(feed.text, feed.at)
             if free:
-                self._say(feed.take(free))
+                self._add_content(feed.take(free))
             if not (yield from feed.more()):
-                self._say(feed.take_all())
+                self._add_content(feed.take_all())
                 self._end_content()
                 return ""
 
-    def _say_rest(self) -> Waiting[None]:
-        """Pass all that comes on as content."""
+    def _content_to_end(self) -> Waiting[None]:
+        """Pass on the rest of the text as content."""
         while True:
-            self._say(self._feed.take_all())
+            self._add_content(self._feed.take_all())
             if not (yield from self._feed.more()):
                 return self._end_content()
 
     def _end_content(self) -> None:
-        if self._glue and not self._after_call:
-            self._parts.append(TextPart("".join(self._glue)))
-        self._glue.clear()
+        if self._pending_newlines and not self._after_call:
+            self._parts.append(TextPart("".join(self._pending_newlines)))
+        self._pending_newlines.clear()
 
-    def _no_call(self) -> None:
-        """What was kept is content after all."""
-        self._say(self._feed.forget())
+    def _record_is_content(self) -> None:
+        """End the record, and pass on the recorded text as content."""
+        self._add_content(self._feed.end_record())
 
     # -- calls --------------------------------------------------------------------------------------------------
 
     def _begin_call(self, name: str, id: str = "") -> None:
-        """A call of the function `name`; `id` is the model's own, where its dialect has one."""
-        self._feed.forget()
+        """Begin a call of the function `name`. `id` is the model's own id, if its dialect has ids."""
+        self._feed.end_record()
         if not self._after_call:
-            self._glue_before = "".join(self._glue)
-        self._glue.clear()
+            self._newlines_before_call = "".join(self._pending_newlines)
+        self._pending_newlines.clear()
         self._after_call = True
         self._parts.append(ToolCallPart(self._calls, id or self.new_id(), name))
         self._calls += 1
-        self._argued = False
+        self._has_arguments = False
 
-    def _argue(self, fragment: str) -> None:
-        """More of the arguments of the call that began last."""
+    def _add_arguments(self, fragment: str) -> None:
+        """Pass on a further piece of the arguments of the last call."""
         if fragment:
-            self._argued = True
+            self._has_arguments = True
             self._parts.append(ArgumentsPart(self._calls - 1, fragment))
 
     def _close_arguments(self) -> None:
-        """Close the object that was opened member by member."""
-        self._argue("}" if self._argued else "{}")
+        """Close the arguments' object, which is written member by member."""
+        self._add_arguments("}" if self._has_arguments else "{}")
 
     def _read_section(
         self, read_call: Callable[[], Waiting[bool]], call_begin: str, end: str, *, has_begun: bool
@@ -138,25 +141,25 @@ class ToolCallParser(FedParser):
         if not has_begun:
             yield from feed.skip_whitespace()
             if not (yield from feed.take_marker(call_begin)):
-                self._no_call()
+                self._record_is_content()
                 return
         while (yield from read_call()):
-            feed.keep()
+            feed.begin_record()
             yield from feed.skip_whitespace()
             if (yield from feed.take_marker(call_begin)):
                 continue
             if (yield from feed.take_marker(end)):
-                feed.forget()
+                feed.end_record()
             elif not (yield from self._cut_off(end, call_begin)):
-                self._no_call()
+                self._record_is_content()
             return
 
     def _stream_object(self, end_marker: str = "", before: str = "", spelled: str = "") -> Waiting[bool]:
-        """Pass the JSON value that comes next on as arguments; whether it was complete.
+        """Pass on the next JSON value as arguments. Returns whether it was complete.
 
-        Missing brackets are mended where `end_marker`, the dialect's end of a call, comes instead. `before` goes with
-        the value into arguments that are written member by member: where it turns wrong they are closed. Where no
-        value comes, `spelled`, which the text has for `before`, is content.
+        If `end_marker`, the dialect's end of a call, follows instead of closing brackets, the brackets are added. With
+        `before`, the value is one member of the arguments, and `before` is written in front of it; after an invalid
+        value the arguments are closed. If no value follows, `spelled`, the model's text for `before`, is content.
         """
         feed = self._feed
         mender = JsonMender()
@@ -164,28 +167,29 @@ class ToolCallParser(FedParser):
         while True:
             feed.at = mender.read(feed.text, feed.at)
             if taken := mender.take():
-                self._argue(before + taken)
+                self._add_arguments(before + taken)
                 before = spelled = ""
             if mender.done:
                 return True
             if mender.failed:
                 if end_marker and (closers := mender.closers()) and (yield from self._comes(end_marker)):
-                    self._argue(closers)
+                    self._add_arguments(closers)
                     return True
-                self._argue(mender.brackets())
+                self._add_arguments(mender.brackets())
                 if is_member:
                     self._close_arguments()
-                self._say(spelled + mender.unread())
+                self._add_content(spelled + mender.unread())
                 return False
             if not (yield from feed.more()):
-                self._argue(before + mender.unread())
+                self._add_arguments(before + mender.unread())
                 return False
 
     def _stream_typed(self, types: frozenset[str], end: Markers, trim: str = "", *, lead: str = "") -> Waiting[bool]:
-        """Pass bare text up to the marker `end` on as an argument of one of `types`; whether the marker came.
+        """Pass on bare text up to the marker `end` as an argument of one of `types`. Returns whether the marker
+        followed.
 
-        One `trim` next to either marker is not part of it. Where the text ends first, the value is left open. `lead`:
-        its beginning, where that was read already; empty where it is a string in any case.
+        One `trim` at either end of the value is dropped. If the text ends before the marker, the value stays
+        incomplete. `lead` is the beginning of the value if it was read already, except for a string.
         """
         feed = self._feed
         if trim:
@@ -196,28 +200,28 @@ class ToolCallParser(FedParser):
             text = "".join(pieces)
             if not closed:
                 text = text[: len(text) - end.held(text, 0)]
-                self._argue(text if "string" not in types else _quoted(text)[:-1])
+                self._add_arguments(text if "string" not in types else _quoted(text)[:-1])
                 return False
             text = text.removesuffix(trim)
             value = typed_argument(text, types)
-            self._argue(_quoted(text) if value is None else value)
+            self._add_arguments(_quoted(text) if value is None else value)
             return True
-        self._argue('"')
+        self._add_arguments('"')
         held = ""
         while True:
             text, marker = feed.step_until(end)
             text = held + text
             held = trim if trim and text.endswith(trim) else ""
-            self._argue(_quoted(text.removesuffix(held))[1:-1])
+            self._add_arguments(_quoted(text.removesuffix(held))[1:-1])
             if marker:
-                self._argue('"')
+                self._add_arguments('"')
                 return True
             if not (yield from feed.more()):
-                self._argue(_quoted(held + feed.take_all())[1:-1])
+                self._add_arguments(_quoted(held + feed.take_all())[1:-1])
                 return False
 
     def _comes(self, marker: str) -> Waiting[bool]:
-        """Whether `marker` comes next; it stays unread."""
+        """Return whether `marker` follows. It is not read."""
         feed = self._feed
         while not feed.text.startswith(marker, feed.at):
             if not marker.startswith(feed.text[feed.at :]) or not (yield from feed.more()):
@@ -225,17 +229,17 @@ class ToolCallParser(FedParser):
         return True
 
     def _cut_off(self, *markers: str) -> Waiting[bool]:
-        """Whether the text ends here, with at most the beginning of one of `markers`, which is read."""
+        """Return whether the text ends here, or with a prefix of one of `markers`, which is read."""
         feed = self._feed
         while any(marker.startswith(feed.text[feed.at :]) for marker in markers):
             if not (yield from feed.more()):
                 feed.take_all()
-                feed.forget()
+                feed.end_record()
                 return True
         return False
 
     def _read_value(self) -> Waiting[str | None]:
-        """The JSON value that comes next, mended; None if it is none or the text ends in it."""
+        """Read the next JSON value and repair it. Returns None if it is invalid or incomplete."""
         feed = self._feed
         mender = JsonMender()
         pieces: list[str] = []
@@ -265,18 +269,19 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class CallObjectParser(ToolCallParser):
-    """Reads such objects. Their keys may come in any order; arguments before the name wait for it."""
+    """Reads such objects. Keys may be in any order; arguments that precede the name are held back until it is
+    known."""
 
     name_key = "name"
     """The key of the function's name."""
     marked = True
-    """A marker announced the object. Where none does, it is a call only with arguments, and of a tool in the request:
-    anything else is an answer in JSON."""
+    """Whether a marker precedes each object. Without a marker, an object is a call only if it has arguments and the
+    name of a tool in the request; any other object is an answer in JSON."""
 
     def _read_call(self, end_marker: str = "") -> Waiting[bool]:
-        """Read the object that comes next, kept from its marker on; whether it was a whole call.
+        """Read the next object, recorded from its marker. Returns whether it was a complete call.
 
-        If not, what does not belong to a call has become content.
+        If not, the text that belongs to no call has become content.
         """
         feed = self._feed
         calls = self._calls
@@ -291,7 +296,7 @@ class CallObjectParser(ToolCallParser):
                 feed.take(1)
                 continue
             if self._calls > calls and end_marker and (yield from self._comes(end_marker)):
-                feed.forget()
+                feed.end_record()
                 return True
             key = _string((yield from self._read_value()) if character in "\"'" else None)
             character = yield from feed.skip_whitespace()
@@ -303,7 +308,7 @@ class CallObjectParser(ToolCallParser):
                 self._begin_call(name)
                 if not (yield from self._stream_object(end_marker)):
                     return False
-                feed.keep()
+                feed.begin_record()
                 continue
             value = yield from self._read_value()
             if key == self.name_key and name is None:
@@ -319,46 +324,47 @@ class CallObjectParser(ToolCallParser):
                 return self._broken_off(None if character else name, calls)
         if self._calls == calls:
             if name is None or (arguments is None and not self.marked):
-                self._no_call()
+                self._record_is_content()
                 return False
             self._begin_call(name)
-            self._argue(arguments or ("{}" if character else ""))
-        feed.forget()
+            self._add_arguments(arguments or ("{}" if character else ""))
+        feed.end_record()
         feed.take(1)
         return True
 
     def _read_list(self, end_marker: str = "") -> Waiting[bool]:
-        """Read the next list of such objects, kept from its marker on; returns whether it was complete.
+        """Read the next list of such objects, recorded from its marker. Returns whether it was complete.
 
-        `end_marker`: what follows the list. If the list breaks off, what belongs to no call has become content.
+        `end_marker` follows the list. If the list is incomplete, the text that belongs to no call has become content.
         """
         feed = self._feed
         feed.take(1)
         while (yield from feed.skip_whitespace()) == "{":
             if not (yield from self._read_call(end_marker)):
                 return False
-            feed.keep()
+            feed.begin_record()
             separator = yield from feed.skip_whitespace()
             if separator not in (",", "]"):
                 break
             feed.take(1)
             if separator == "]":
-                feed.forget()
+                feed.end_record()
                 return True
-        self._no_call()
+        self._record_is_content()
         return False
 
     def _broken_off(self, name: str | None, calls: int) -> bool:
-        """Make a call that got no further than its name of `name`, or content of what was kept."""
+        """Handle an incomplete object: pass on a call without arguments if `name` is known, else the record as
+        content."""
         if name and self.marked and self._calls == calls:
             self._begin_call(name)
         else:
-            self._no_call()
+            self._record_is_content()
         return False
 
 
 def _string(value: str | None) -> str | None:
-    """The string that the JSON text `value` is, if it is one and is valid Unicode."""
+    """Decode the JSON text `value` if it is a string of valid Unicode, else return None."""
     if value is None or not value.startswith('"'):
         return None
     text = str(json.loads(value))
@@ -366,7 +372,8 @@ def _string(value: str | None) -> str | None:
 
 
 def _object(value: str | None) -> str | None:
-    """The object that `value` is, as it is or as the text of a string; null is an empty one."""
+    """Return the JSON text of the object in `value`, which may be an object, a string with an object, or null
+    (empty)."""
     if value == "null":
         return "{}"
     if value is not None and value.startswith('"'):
@@ -375,7 +382,8 @@ def _object(value: str | None) -> str | None:
 
 
 def call_object(lark: LarkWriter, functions: Sequence[Function], key: str, opening: str = '{"name": "') -> str:
-    """An expression for one call of any of `functions`, with its arguments under `key`; `opening` is before a name."""
+    """Write an expression for a call of any of `functions`, with its arguments under `key`. `opening` precedes a
+    name."""
     calls = [
         f"{lark.spelled(f'{function.name}{_TO_KEY}{key}{_TO_VALUE}')} {lark.json(function.schema)}"
         for function in functions
@@ -386,7 +394,7 @@ def call_object(lark: LarkWriter, functions: Sequence[Function], key: str, openi
 def call_list(
     lark: LarkWriter, functions: Sequence[Function], once: bool, key: str, opening: str = '{"name": "'
 ) -> str:
-    """An expression for a list of such calls; of exactly one with `once`."""
+    """Write an expression for a list of such calls; of exactly one with `once`."""
     call = lark.rule(call_object(lark, functions, key, opening))
     further = "" if once else f"({lark.spelled(', ')} {call})*"
     return f"{lark.spelled('[')} {call} {further} {lark.spelled(']')}"
@@ -399,44 +407,44 @@ _TO_KEY, _TO_VALUE = '", "', '": '
 
 
 class MembersParser(ToolCallParser):
-    """Reads a call's arguments one by one; the tool's schema says what type each is of."""
+    """Reads a call's arguments one by one. The tool's schema gives the type of each."""
 
     members_end: str
-    """The marker behind the last of them."""
+    """The marker after the last argument."""
     member_markers: tuple[str, ...]
-    """Others that may stand where a text breaks off."""
+    """Other markers that an incomplete text may end with."""
     value_end: Markers
     trim = ""
-    """One of these next to either end of a value is no part of it."""
+    """Text that is dropped once at either end of a value."""
 
     @abstractmethod
     def _read_key(self) -> Waiting[str | None]:
-        """Read a key and what opens its value; None where they are not there."""
+        """Read a key and the opening marker of its value. Returns None if they do not follow."""
 
     def _types(self, schema: Mapping[str, Any], key: str) -> frozenset[str]:
-        """The JSON types that the value of `key`, which was read last, may have."""
+        """Return the JSON types that the value of `key`, the last read key, may have."""
         return argument_types(schema, key)
 
     def _read_arguments(self, name: str) -> Waiting[bool]:
-        """Read the arguments of the call of that function up to their end; whether it came."""
+        """Read the arguments of a call of the function `name`. Returns whether they were complete."""
         feed = self._feed
         schema = self._schemas.get(name, {})
         opening = "{"
         while True:
-            feed.keep()
+            feed.begin_record()
             yield from feed.skip_whitespace()
             if (yield from feed.take_marker(self.members_end)):
-                feed.forget()
+                feed.end_record()
                 self._close_arguments()
                 return True
             key = yield from self._read_key()
             if key is None:
                 if not (yield from self._cut_off(self.members_end, *self.member_markers)):
                     self._close_arguments()
-                    self._no_call()
+                    self._record_is_content()
                 return False
-            feed.forget()
-            self._argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+            feed.end_record()
+            self._add_arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
             if not (yield from self._stream_typed(self._types(schema, key), self.value_end, self.trim)):
                 return False

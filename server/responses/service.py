@@ -1,4 +1,4 @@
-"""`ResponsesService`: stores responses, and runs background responses. `server.app` makes one."""
+"""`ResponsesService`: stores responses, and runs background responses. `server.app` creates it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,12 +16,12 @@ from server.responses.store import EventLog, ResponseStore, StoredResponse, Stor
 from server.schemas.responses import ResponseObject
 
 _CLOSE_SECONDS = 1.0
-"""How long background responses may take to record that the server ends."""
+"""Seconds that background responses may take, at the end of the server, to record their end."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A background response that has not ended."""
+    """A running background response."""
 
     stored: StoredResponse
     renderer: ResponsesRenderer
@@ -30,7 +30,7 @@ class _Run:
 
 
 class ResponsesService:
-    """The responses of one server."""
+    """Stores and runs the responses of one server."""
 
     def __init__(self, config: ServerConfig, accounts: Accounts | None = None) -> None:
         self.store = ResponseStore(
@@ -45,19 +45,19 @@ class ResponsesService:
 
     @classmethod
     def of(cls, app: FastAPI) -> Self:
-        """The service of an application."""
+        """Return the service of an application."""
         service: Self = app.state.responses
         return service
 
     def keep(self, response: ResponseObject, owner: Owner, turn: Turn) -> None:
-        """Store a response that has ended: the answer to `turn`. A background one is in the store already."""
+        """Store an ended response, the answer to `turn`. For a background response, update its entry in the store."""
         body = msgspec.json.encode(response)
         turn = turn.answered(response.output)
         run = self._runs.get(response.id)
         if run is None:
             self.store.put(StoredResponse(response.id, owner, turn, lambda: body, size=len(body)))
         else:
-            # The last event, which is added later, repeats the response.
+            # The last event, which is added later, contains the response again.
             logged = 0 if run.stored.events is None else run.stored.events.num_bytes + len(body)
             self.store.finish(run.stored, turn, body, len(body) + logged)
 
@@ -70,7 +70,7 @@ class ResponsesService:
         turn: Turn,
         log: EventLog | None,
     ) -> None:
-        """Run a response in the background; clients follow it through `log`. Raises `StoreFull`.
+        """Run a response in the background. Clients read its events from `log`. Raises `StoreFull`.
 
         `on_end` is called when the response has ended, even if it never begins.
         """
@@ -86,7 +86,7 @@ class ResponsesService:
         task.add_done_callback(lambda _: self._ended(id))
 
     def cancel(self, stored: StoredResponse) -> None:
-        """End a background response; no effect on one that has ended."""
+        """Cancel a background response. No effect if it has ended."""
         run = self._runs.get(stored.id)
         if run is None or not stored.running:
             return
@@ -96,9 +96,10 @@ class ResponsesService:
         run.task.cancel()
 
     def _end_for_room(self, stored: StoredResponse) -> None:
-        """End a background response whose events exceed what may be stored. It loses them, and keeps its answer."""
+        """End a background response whose events do not fit into the store. Its events are dropped, its answer
+        stays."""
         run = self._runs.get(stored.id)
-        if run is None:  # It is being added, and has no events yet.
+        if run is None:  # It is just being added, and has no events.
             return
         num_bytes = stored.size
         if stored.events is not None:
@@ -115,7 +116,7 @@ class ResponsesService:
         run.task.cancel()
 
     async def close(self) -> None:
-        """End what still runs. The front end has failed it all, which the last events are about to report."""
+        """Wait for the end of all background responses. The front end has failed them; their last events report it."""
         runs = list(self._runs.values())
         if runs:
             await asyncio.wait([run.task for run in runs], timeout=_CLOSE_SECONDS)
@@ -126,7 +127,7 @@ class ResponsesService:
         run = self._runs[id]
         self.cancel(run.stored)
         del self._runs[id]
-        # If the task was cancelled before its first step, the generator of events has not run its own end.
+        # If the task was cancelled before its first step, the generator of events did not run its own cleanup.
         run.on_end()
         if run.stored.events is not None:
             run.stored.events.close()

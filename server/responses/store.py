@@ -1,10 +1,10 @@
-"""`ResponseStore`: the responses that clients may retrieve and continue, in memory, within bounds.
+"""`ResponseStore`: stores, in bounded memory, the responses that clients may retrieve and continue.
 
-When a bound is exceeded, the owner that holds most of the store makes room: first with the responses that it used
-least recently, then by the end of one that still runs. A conversation is a chain of `Turn`s. A turn is referenced by
-its response and by the turns that continue it: its items are stored once, and as long as anything stored needs them,
-even if its own response is deleted. `stored_items` makes items from the input of a request; an `EventLog` holds the
-events of a background response for clients that follow it.
+When a bound is exceeded, responses of the owner with the largest use are removed: first the least recently used ended
+ones, then a running one, which is ended. A conversation is a chain of `Turn`s. A turn is referenced by its response
+and by the turns that continue it. So its items are stored once, as long as anything needs them, even if its own
+response is deleted. `stored_items` converts the input of a request to items. An `EventLog` holds the events of a
+background response for the clients that read them.
 """
 
 import asyncio
@@ -56,10 +56,10 @@ from server.schemas.responses import (
 
 _EVENT_END = b"\n\n"
 _ITEM_OVERHEAD = 512
-"""Memory of an item without its text."""
+"""Bytes of an item without its text."""
 
 _FOLLOWED_BYTES = 64 * 2**10
-"""A follower of a log gets about so much at a time: one that reads slowly holds no copy of the whole log."""
+"""Approximate bytes that a reader of a log gets at a time, so that a slow reader does not copy the whole log."""
 _WHY_NOT_FOUND = "it never existed, was created with store false, was deleted, or was evicted for newer ones"
 
 
@@ -76,7 +76,7 @@ class PreviousResponseNotFound(BadRequest):
 
 
 class StoreFull(ApiError):
-    """The responses that are still running fill the store, or their owner's share of it."""
+    """Running responses fill the store, or their owner's share of it."""
 
     status = 429
     type = "rate_limit_error"
@@ -95,32 +95,32 @@ class Turn:
         self.output: tuple[Item, ...] = ()
         self.num_references = 0
         self.party = ""
-        """The owner to which the store accounts the turn: that of the first response which refers to it."""
+        """Party that the turn is accounted to: the owner of the first stored response that refers to it."""
         self.size = _size(self.input)
         """Bytes of this turn's own items."""
 
     def answered(self, output: Sequence[Item]) -> "Turn":
-        """This turn with its answer."""
+        """Return this turn with the answer `output`."""
         turn = Turn(self.previous, ())
         turn.input, turn.output, turn.size = self.input, tuple(output), self.size + _size(output)
         return turn
 
     def conversation(self) -> list[Item]:
-        """All items, oldest first, this turn's output included."""
+        """Return all items, oldest first, including this turn's output."""
         turns = list(self.chain())
         return [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
 
     def context(self) -> list[Item]:
-        """All items that this turn's output answers, oldest first."""
+        """Return all items that this turn's output answers, oldest first."""
         before = [] if self.previous is None else self.previous.conversation()
         return [*before, *self.input]
 
     def total_size(self) -> int:
-        """Bytes of this turn and of all before it."""
+        """Return the bytes of this turn and of all earlier turns."""
         return sum(turn.size for turn in self.chain())
 
     def chain(self) -> Iterator["Turn"]:
-        """This turn, the one before it, and so on."""
+        """Yield this turn, the previous one, and so on."""
         turn: Turn | None = self
         while turn is not None:
             yield turn
@@ -130,25 +130,25 @@ class Turn:
 class EventLog:
     """The events of a background response. An event's index is its sequence number.
 
-    They are one array of bytes: the garbage collector would visit each event of a list, of all logs in the store.
+    They are stored in one byte array: with lists, the garbage collector would visit every event of every log.
     """
 
     def __init__(self) -> None:
         self._events = bytearray()
         self._ends = array("Q")
-        """Where each event that is kept ends."""
+        """End offset of each stored event."""
         self._first = 0
-        """Sequence number of the first event that is kept."""
+        """Sequence number of the first stored event."""
         self._is_closed = False
         self._changed = asyncio.Event()
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the events that are kept."""
+        """Bytes of the stored events."""
         return len(self._events) + self._ends.itemsize * len(self._ends)
 
     def append(self, events: bytes) -> None:
-        """Add one or several events, each with the empty line that ends it, and wake the followers."""
+        """Append one or several events, each ending with an empty line, and wake the readers."""
         before = len(self._events)
         index = events.find(_EVENT_END)
         while index >= 0:
@@ -159,18 +159,18 @@ class EventLog:
         self._wake()
 
     def drop(self) -> None:
-        """Forget the events so far; those who follow them go on with the next one."""
+        """Drop the events so far. Readers continue with the next event."""
         self._first += len(self._ends)
         self._events.clear()
         del self._ends[:]
 
     def close(self) -> None:
-        """End the log: no more events follow."""
+        """Mark the log as complete."""
         self._is_closed = True
         self._wake()
 
     async def follow(self, start: int) -> AsyncGenerator[bytes, None]:
-        """The events from number `start` to the last one, as they are added."""
+        """Yield the events from number `start` to the last one, as they are added."""
         while True:
             changed = self._changed
             start = max(start, self._first)
@@ -183,7 +183,8 @@ class EventLog:
                 await changed.wait()
 
     def _some_from(self, start: int) -> tuple[int, bytes]:
-        """Events from number `start` on, up to about `_FOLLOWED_BYTES` but at least one, and the number after them."""
+        """Return events from number `start`, at least one and about `_FOLLOWED_BYTES`, and the number of the next
+        event."""
         index = start - self._first
         begin = self._ends[index - 1] if index else 0
         after = max(bisect_right(self._ends, begin + _FOLLOWED_BYTES, lo=index), index + 1)
@@ -195,7 +196,7 @@ class EventLog:
 
 
 class StoredResponse:
-    """One response. While `running`, it is not evicted, and its `body` changes."""
+    """One stored response. While `running`, it is not evicted, and its `body` changes."""
 
     __slots__ = ("body", "events", "id", "is_background", "owner", "running", "size", "turn")
 
@@ -217,17 +218,17 @@ class StoredResponse:
         self.body = body
         """The response as JSON."""
         self.events = events
-        """The events of a background response that was created with `stream`."""
+        """Events of a background response that was created with `stream`, else None."""
         self.is_background = is_background
         self.running = running
         self.size = size
-        """Bytes without those of its turns."""
+        """Bytes of the response without its turns."""
 
 
 class ResponseStore:
-    """Bounded by number and bytes, which `accounts` counts by owner.
+    """Stores responses, bounded by their number and bytes. `accounts` counts both by owner.
 
-    Only the holder of the key that a response was made with finds it; where no key is needed, everybody does.
+    Only the owner of the key that created a response finds it. Without keys, all clients do.
     """
 
     def __init__(
@@ -238,9 +239,9 @@ class ResponseStore:
         end_running: Callable[[StoredResponse], object] = lambda stored: None,
         max_running_per_owner: int | None = None,
     ) -> None:
-        """`end_running` ends a running response that has to make room, by `finish`.
+        """`end_running` ends a running response, by a call of `finish`, to make room.
 
-        `max_running_per_owner`: default: a quarter of `max_responses`.
+        `max_running_per_owner` defaults to a quarter of `max_responses`.
         """
         self._max_responses = max_responses
         self._max_bytes = max_bytes
@@ -249,28 +250,28 @@ class ResponseStore:
         self._max_running_per_owner = max_running_per_owner or max(1, max_responses // 4)
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._items: dict[tuple[str | None, str], dict[int, tuple[Item, int]]] = {}
-        """By owner's key and id, the items of that id by Python's identity, and how often turns have each: clients
-        choose ids, and may give one to very many items."""
+        """By owner's key and item id: the items with that id, by Python's `id()`, each with the number of turns that
+        have it. Clients choose the ids, and may use one for very many items."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is stored."""
+        """Number of stored bytes."""
         return self._accounts.total("stored_bytes")
 
     def __len__(self) -> int:
         return len(self._responses)
 
     def __iter__(self) -> Iterator[StoredResponse]:
-        """The least recently used first."""
+        """Iterate over the responses, least recently used first."""
         return iter(self._responses.values())
 
     @property
     def num_items(self) -> int:
-        """Items that references may name."""
+        """Number of items that requests can refer to."""
         return len(self._items)
 
     def get(self, id: str, owner: Owner) -> StoredResponse:
-        """The response with this id. Raises `ResponseNotFound`, also for one of another key."""
+        """Return the response with this id. Raises `ResponseNotFound`, also for a response of another key."""
         stored = self._responses.get(id)
         if stored is None or stored.owner.key != owner.key:
             raise ResponseNotFound(f"Response with id {id[:80]!r} not found: {_WHY_NOT_FOUND}", param="response_id")
@@ -278,7 +279,7 @@ class ResponseStore:
         return stored
 
     def previous_turn(self, id: str, owner: Owner) -> Turn:
-        """The turn of the response to continue. Raises `BadRequest` if it is not stored, or still running."""
+        """Return the turn of the response to continue. Raises `BadRequest` if it is not stored, or is running."""
         try:
             stored = self.get(id, owner)
         except ResponseNotFound as error:
@@ -293,12 +294,12 @@ class ResponseStore:
         return stored.turn
 
     def item(self, id: str, owner: Owner) -> Item | None:
-        """The item of a stored response, input or output."""
+        """Return an input or output item of a stored response; None if there is none with this id."""
         found = self._items.get((owner.key, id))
         return next(iter(found.values()))[0] if found else None
 
     def put(self, stored: StoredResponse) -> None:
-        """Add `stored` and evict others for it. One that has ended and exceeds the whole store is not added.
+        """Add `stored` and evict others for it. An ended response that is larger than the whole store is not added.
 
         Raises `StoreFull` if it is running and its owner has no room for it.
         """
@@ -314,13 +315,13 @@ class ResponseStore:
         self._make_room()
 
     def grown(self, stored: StoredResponse, size: int) -> None:
-        """A running response has grown to `size`; others are evicted for it, or it has to end."""
+        """Set the size of a running response to `size` bytes, and evict others for it, or end it."""
         if self._responses.get(stored.id) is stored and stored.running:
             self._resize(stored, size)
             self._make_room()
 
     def finish(self, stored: StoredResponse, turn: Turn, body: bytes, size: int) -> None:
-        """`stored` has ended with `turn` and `body`, and can be evicted from now on; see `put`."""
+        """Note that `stored` has ended with `turn` and `body`, so that it can be evicted; see `put`."""
         if stored.running:
             stored.running = False
             self._accounts.change(stored.owner.party, "background_responses", -1)
@@ -336,7 +337,7 @@ class ResponseStore:
         self._make_room()
 
     def delete(self, id: str, owner: Owner) -> StoredResponse:
-        """Remove a response. Its items stay for responses that continue it. Raises `ResponseNotFound`."""
+        """Remove a response. Its items stay for the responses that continue it. Raises `ResponseNotFound`."""
         stored = self.get(id, owner)
         self._remove(stored)
         return stored
@@ -358,7 +359,7 @@ class ResponseStore:
         for each in self._responses.values():
             if each.running:
                 num_bytes[each.owner.party] = num_bytes.get(each.owner.party, 0) + each.size + each.turn.size
-        # An owner that holds less than another one is admitted, and the other one makes room.
+        # If another owner holds more, that owner's responses are evicted instead.
         if sum(num_bytes.values()) > self._max_bytes and num_bytes[party] >= max(num_bytes.values()):
             raise StoreFull(
                 f"the background responses of this key or address that run hold {num_bytes[party]} bytes with this "
@@ -371,7 +372,7 @@ class ResponseStore:
             pass
 
     def _make_some_room(self, resource: Resource) -> bool:
-        """Remove or end one response, of the owner that uses most of `resource`; whether there was any."""
+        """Remove or end one response of the owner that uses most of `resource`. Returns whether there was any."""
         users = self._accounts.users(resource)
         for party in sorted(users, key=users.__getitem__, reverse=True):
             own = [each for each in self._responses.values() if each.owner.party == party]
@@ -379,14 +380,14 @@ class ResponseStore:
             if oldest is not None:
                 self._remove(oldest)
                 return True
-            if own and resource == "stored_bytes":  # The number of running ones is bounded when they begin.
+            if own and resource == "stored_bytes":  # The number of running responses is bounded by `put`.
                 largest = max(own, key=lambda each: each.size)
                 self._end_running(largest)
                 return not largest.running
         return False
 
     def _exceeded(self) -> Resource | None:
-        """What exceeds its bound."""
+        """Return the resource that exceeds its bound; None if none does."""
         if self._accounts.total("stored_bytes") > self._max_bytes:
             return "stored_bytes"
         return "stored_responses" if len(self._responses) > self._max_responses else None
@@ -440,19 +441,19 @@ def _size(items: Sequence[Item]) -> int:
 
 
 def new_id(prefix: str) -> str:
-    """A random id that cannot be guessed."""
+    """Create a random id that cannot be guessed."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def stored_items(
     given: Iterable[InputItem], stored: Callable[[str], Item | None], max_referenced_bytes: int = 2**22
 ) -> list[Item]:
-    """The items of a request. `stored` looks up references.
+    """Convert the input of a request to items. `stored` looks up references.
 
-    Raises `BadRequest` for one that it does not find, and for references to more than `max_referenced_bytes` in all:
-    each may be to a large item, and to the same one.
+    Raises `BadRequest` for an unknown reference, and for references to more than `max_referenced_bytes` in all: many
+    small references could repeat a large item.
 
-    Items that carry nothing for the model are left out; those that had something are reported as ignored.
+    Items that the model cannot read are dropped; those with content are reported as ignored.
     """
     items: list[Item] = []
     num_referenced = 0
@@ -535,7 +536,7 @@ def _output_text(part: OutputPart) -> str:
 
 
 def _content(part: InputPart, *, is_answer: bool) -> MessageContent:
-    """The part with the type that it has in an answer, or else in an input message."""
+    """Convert a part to its type in an answer, or else in an input message."""
     if not is_answer:
         return InputText(part.text or part.refusal or "")
     return Refusal(part.refusal or "") if part.type == "refusal" else OutputText(part.text or "")
@@ -551,14 +552,14 @@ _ARGUMENTS = {
     "mcp_call": "arguments",
     "code_interpreter_call": "code",
 }
-"""Calls that the model is shown as a function's, with the field that becomes the arguments."""
+"""Calls that the prompt shows as function calls, with the field that becomes the arguments."""
 
 _OUTPUTS = {"mcp_call": "output", "code_interpreter_call": "outputs"}
-"""Those of them that hold their output too."""
+"""Calls that also contain their output, with its field."""
 
 
 def _hosted_items(item: InputHostedItem) -> list[Item]:
-    """The item as a function's call and its output; empty for one that says nothing to the model."""
+    """Convert an item to a function call and its output; empty for an item that the model cannot read."""
     fields = item.model_extra or {}
     given = fields.get("call_id")
     call_id = given if isinstance(given, str) else item.id or new_id("call")
@@ -588,7 +589,7 @@ def _hosted_output(call_id: str, output: Any) -> FunctionCallOutputItem:
 
 
 def _plain_text(parts: Any) -> str:
-    """The text of a list of parts; empty for anything else."""
+    """Return the text of a list of parts; empty for anything else."""
     if not isinstance(parts, list):
         return ""
     return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))

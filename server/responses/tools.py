@@ -1,7 +1,7 @@
-"""`ToolTable`: the tools of a responses request as the functions that the model sees, and back.
+"""`ToolTable`: maps the tools of a responses request to the functions that the model sees, and back.
 
-A member of a namespace is shown as `namespace__name`, a custom tool as a function of one string, `input`. Hosted tools
-are left out.
+A member of a namespace becomes `namespace__name`, a custom tool a function with one string parameter `input`. Hosted
+tools are ignored.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _HASH_CHARACTERS = 8
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name under which the model sees a tool, of at most 64 characters."""
+    """Return the name of a tool that the model sees, of at most 64 characters."""
     if namespace is None:
         return name
     flat = f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
@@ -42,20 +42,20 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 class OfferedTool(NamedTuple):
-    """A tool that the model may call."""
+    """A tool that the model may call, with its name in the prompt."""
 
     tool: FunctionTool | CustomTool
     namespace: str | None
     flat: str
-    """Its name as the model sees it: no two tools of a request have the same."""
+    """Its name as the model sees it, unique within a request."""
     path: str
-    """Where it is in the request: `tools[3].tools[0]`."""
+    """Its path in the request: `tools[3].tools[0]`."""
     introduction: str
-    """The description of its namespace, if it is the first member."""
+    """The description of its namespace if it is the first member, else empty."""
 
 
 class Called(NamedTuple):
-    """What a name that the model called stands for."""
+    """The tool that a called name belongs to."""
 
     kind: Literal["function", "custom"]
     namespace: str | None
@@ -66,7 +66,7 @@ class ToolTable:
     """The tools of one request."""
 
     def __init__(self, request: ResponsesRequest) -> None:
-        """Reports hosted tools as ignored. Raises `BadRequest` for two tools of one name."""
+        """Hosted tools are reported as ignored. Raises `BadRequest` for two tools with the same name."""
         self.offered = list(_offered(request))
         self._by_flat: dict[str, OfferedTool] = {}
         self._flat: dict[tuple[str | None, str], str] = {}
@@ -83,11 +83,12 @@ class ToolTable:
             self._by_flat[each.flat] = each
 
     def flat(self, namespace: str | None, name: str) -> str:
-        """The name that stands for a tool in the prompt, also of one that an earlier turn called and is gone."""
+        """Return the name of a tool in the prompt, also for a tool that only an earlier turn had."""
         return self._flat.get((namespace, name)) or flat_name(namespace, name)
 
     def called(self, flat: str) -> Called:
-        """What the model called. A name that no tool has stands for a function: the client reports it."""
+        """Return the tool that the model called. An unknown name is taken for a function, so that the client reports
+        it."""
         offered = self._by_flat.get(flat)
         if offered is None:
             return Called("function", None, flat)
@@ -95,11 +96,11 @@ class ToolTable:
         return Called(kind, offered.namespace, offered.tool.name)
 
     def chat_tools(self) -> list[dict[str, Any]]:
-        """The tools of the chat request."""
+        """Return the tools of the chat request."""
         return [{"type": "function", "function": _function(each)} for each in self.offered]
 
     def chat_choice(self, choice: ToolChoice) -> Any:
-        """The tool choice of the chat request. Raises `BadRequest` for a tool that there is not."""
+        """Return the tool choice of the chat request. Raises `BadRequest` for an unknown tool."""
         if isinstance(choice, str):
             return choice
         if isinstance(choice, AllowedFunctions):
@@ -127,7 +128,7 @@ class ToolTable:
         return names
 
     def _chosen(self, choice: NamedChoice) -> list[str]:
-        """The names that the model sees of what `choice` names."""
+        """Return the names, as the model sees them, of the tools that `choice` names."""
         if choice.type == "namespace":
             names = [each.flat for each in self.offered if each.namespace == choice.name]
         else:
@@ -149,7 +150,7 @@ class ToolTable:
         )
 
     def with_paths(self, text: str) -> str:
-        """`text` of the chat's errors, with tools named as the responses request has them."""
+        """Replace the paths of chat tools in the error `text` by those of the responses request."""
         return _CHAT_PATH.sub(self._path, text)
 
     def _path(self, match: re.Match[str]) -> str:
@@ -188,7 +189,7 @@ def _members(path: str, namespace: NamespaceTool, taken: set[str]) -> Iterator[O
 
 
 def _function(offered: OfferedTool) -> dict[str, Any]:
-    """A tool as a function of a chat, with the fields that the request set."""
+    """Convert a tool to a function of a chat, with the fields that the request set."""
     tool = offered.tool
     if isinstance(tool, CustomTool):
         grammar = tool.format if isinstance(tool.format, GrammarInput) else None
@@ -200,7 +201,7 @@ def _function(offered: OfferedTool) -> dict[str, Any]:
 
 
 def echoed(tool: ResponseTool) -> dict[str, Any] | None:
-    """A tool as the response repeats it; None for one that was left out."""
+    """Return a tool as the response repeats it; None for an ignored tool."""
     if isinstance(tool, HostedTool):
         return None
     if isinstance(tool, NamespaceTool):

@@ -1,1 +1,1 @@
-"""How model families write tool calls: one module a dialect, listed in `server.parsing.registry`."""
+"""The syntaxes of tool calls: one module per dialect, listed in `server.parsing.registry`."""

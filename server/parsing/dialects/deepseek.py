@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: a function's name and a fenced JSON block between markers; V3.1 leaves the fence out."""
+"""DeepSeek-V3 and R1: a function's name and a fenced JSON block between markers. V3.1 has no fence."""
 
 import re
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ _NAME = re.compile(r"[^\s<{`]*")
 
 
 class DeepSeekParser(ToolCallParser):
-    """Reads both forms: where the arguments follow the separator, the name stood before it."""
+    """Reads both forms. If the arguments follow the separator directly, the name precedes it."""
 
     def _read(self) -> Waiting[None]:
-        while begin := (yield from self._say_until(_BEGIN)):
+        while begin := (yield from self._content_until(_BEGIN)):
             yield from self._read_section(self._read_call, CALL_BEGIN, CALLS_END, has_begun=begin == CALL_BEGIN)
 
     def _read_call(self) -> Waiting[bool]:
-        """Read a call behind its marker; whether it was whole."""
+        """Read a call after its marker. Returns whether it was complete."""
         feed = self._feed
         yield from feed.skip_whitespace()
         name = yield from feed.take_word(_NAME)
         yield from feed.skip_whitespace()
         if not name or not (yield from feed.take_marker(SEPARATOR)):
-            self._no_call()
+            self._record_is_content()
             return False
         character = yield from feed.skip_whitespace()
         fenced = character not in ("{", "")
@@ -42,31 +42,31 @@ class DeepSeekParser(ToolCallParser):
         elif not character and name == "function":
             name = ""
         if not name or character not in ("{", ""):
-            self._no_call()
+            self._record_is_content()
             return False
         self._begin_call(name)
         if not character or not (yield from self._stream_object(FENCE_END if fenced else CALL_END)):
             return False
-        feed.keep()
+        feed.begin_record()
         yield from feed.skip_whitespace()
         if fenced and (yield from feed.take_marker(FENCE_END)):
             yield from feed.skip_whitespace()
         if (yield from feed.take_marker(CALL_END)):
-            feed.forget()
+            feed.end_record()
             return True
         if not (yield from self._cut_off(CALL_END, FENCE_END)):
-            self._no_call()
+            self._record_is_content()
         return False
 
 
 def fenced_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for V3's and R1's calls behind the first marker."""
+    """Write an expression for V3's and R1's calls after the first marker."""
     head, tail = f"function{SEPARATOR}", f"\n{FENCE_END}{CALL_END}"
     return _calls(lark, functions, once, head, f"\n{FENCE_BEGIN}\n", tail)
 
 
 def plain_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for V3.1's calls behind the first marker."""
+    """Write an expression for V3.1's calls after the first marker."""
     return _calls(lark, functions, once, "", SEPARATOR, CALL_END)
 
 

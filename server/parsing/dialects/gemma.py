@@ -36,24 +36,24 @@ class GemmaParser(ToolCallParser):
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while (yield from self._say_until(_BEGIN)):
+        while (yield from self._content_until(_BEGIN)):
             yield from feed.skip_whitespace()
             called = yield from feed.take_marker(CALL)
             name = yield from feed.take_word(_NAME)
             character = yield from feed.skip_whitespace()
             if not called or not name or character != "{":
-                self._no_call()
+                self._record_is_content()
                 continue
             feed.take(1)
             self._begin_call(name)
-            self._argue("{")
+            self._add_arguments("{")
             if (yield from self._read_object()):
-                feed.keep()
+                feed.begin_record()
                 yield from feed.skip_whitespace()
                 if (yield from feed.take_marker(END)):
-                    feed.forget()
+                    feed.end_record()
                 elif not (yield from self._cut_off(END)):
-                    self._no_call()
+                    self._record_is_content()
 
     def _read_object(self) -> Waiting[bool]:
         """Read the arguments after their opening bracket; returns whether they were complete.
@@ -64,7 +64,7 @@ class GemmaParser(ToolCallParser):
         opened = ["{"]
         comma = ""
         while opened:
-            feed.keep()
+            feed.begin_record()
             closing = _CLOSING[opened[-1]]
             character = yield from feed.skip_whitespace()
             if character == "," and comma:
@@ -72,46 +72,46 @@ class GemmaParser(ToolCallParser):
                 character = yield from feed.skip_whitespace()
                 before = comma
             elif comma and character not in ("", closing):
-                return self._turned_wrong(opened)
+                return self._fail_arguments(opened)
             else:
                 before = ""
             if character == closing:
                 feed.take(1)
-                feed.forget()
+                feed.end_record()
                 opened.pop()
-                self._argue(closing)
+                self._add_arguments(closing)
                 comma = ", "
                 continue
             if opened[-1] == "{":
                 key = yield from self._read_key()
                 if key is None:
                     if not (yield from feed.next_character()):
-                        feed.forget()
+                        feed.end_record()
                         return False
-                    return self._turned_wrong(opened)
+                    return self._fail_arguments(opened)
                 before += f"{json.dumps(key, ensure_ascii=False)}: "
             character = yield from feed.skip_whitespace()
             if character in _CLOSING:
                 feed.take(1)
-                feed.forget()
-                self._argue(before + character)
+                feed.end_record()
+                self._add_arguments(before + character)
                 opened.append(character)
                 comma = ""
                 continue
             value = yield from self._read_scalar(before)
             if value is None:
                 if not (yield from feed.next_character()):
-                    feed.forget()
+                    feed.end_record()
                     return False
-                return self._turned_wrong(opened)
+                return self._fail_arguments(opened)
             if not value:
                 return False
             comma = ", "
         return True
 
-    def _turned_wrong(self, opened: list[str]) -> bool:
-        self._argue("".join(_CLOSING[each] for each in reversed(opened)))
-        self._no_call()
+    def _fail_arguments(self, opened: list[str]) -> bool:
+        self._add_arguments("".join(_CLOSING[each] for each in reversed(opened)))
+        self._record_is_content()
         return False
 
     def _read_key(self) -> Waiting[str | None]:
@@ -132,22 +132,22 @@ class GemmaParser(ToolCallParser):
         """Pass on `before` and the next value; returns whether the value ended, or None if there is none."""
         feed = self._feed
         if (yield from feed.take_marker(QUOTE)):
-            feed.forget()
-            self._argue(before)
+            feed.end_record()
+            self._add_arguments(before)
             return (yield from self._stream_typed(frozenset({"string"}), _QUOTE))
         if (yield from feed.next_character()) in ('"', "'"):
-            feed.forget()
+            feed.end_record()
             return (yield from self._stream_object(before=before))
         word = yield from feed.take_word(_WORD)
         if not word or not (yield from feed.next_character()):
-            # A word that the text's end cuts off may be the beginning of another.
+            # A word that is cut off by the end of the text may be the prefix of another.
             return None
-        feed.forget()
-        self._argue(before + (mend(word) or json.dumps(word, ensure_ascii=False)))
+        feed.end_record()
+        self._add_arguments(before + (mend(word) or json.dumps(word, ensure_ascii=False)))
         return True
 
 
-# The grammar: a value that its schema allows, and any value if the schema has no constraint.
+# The grammar: values of a schema, or any value if the schema has no constraint.
 
 _DEPTH = 8
 _ANY_KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"

@@ -1,7 +1,7 @@
-"""GLM-4.5 and later: a name, then keys and values between markers of their own, inside `<tool_call>`.
+"""GLM-4.5 and later: inside `<tool_call>`, a name, then keys and values, each between its own markers.
 
-GLM-4.5 and 4.6 put each on a line, GLM-4.7 and GLM-5 all on one. Hunyuan 3 (Hy3) writes as GLM-4.5, with `<tool_sep>`
-behind the name and `<tool_calls>` around all calls.
+GLM-4.5 and 4.6 write each on its own line, GLM-4.7 and GLM-5 all on one line. Hunyuan 3 (Hy3) writes as GLM-4.5, with
+`<tool_sep>` after the name and `<tool_calls>` around all calls.
 """
 
 import re
@@ -48,7 +48,7 @@ class GlmParser(MembersParser):
         super().__init__(use)
 
     def _read(self) -> Waiting[None]:
-        while begin := (yield from self._say_until(self._begin)):
+        while begin := (yield from self._content_until(self._begin)):
             if begin == BEGIN:
                 yield from self._read_call()
             else:
@@ -64,7 +64,7 @@ class GlmParser(MembersParser):
         if separated:
             yield from feed.skip_whitespace()
         if not name or not (separated or (yield from self._comes(KEY_BEGIN)) or (yield from self._comes(END))):
-            self._no_call()
+            self._record_is_content()
             return False
         self._begin_call(name)
         return (yield from self._read_arguments(name))

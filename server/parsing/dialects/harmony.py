@@ -1,4 +1,4 @@
-"""gpt-oss harmony: messages with a header each, that names a channel and, for a call, its recipient.
+"""gpt-oss harmony: a sequence of messages. Each has a header with a channel and, for a call, its recipient.
 
 `<|channel|>analysis<|message|>…<|end|><|start|>assistant`, then
 `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>`.
@@ -17,8 +17,8 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 ANALYSIS = "analysis"
 AFTER_ANALYSIS = ((END,), (START,), ("assistant",), (CHANNEL,), ("final", "commentary", "comment"))
-"""The tokens from the end of the analysis to the next message's channel, which is another; `comment` begins
-`commentary` in gpt-oss's vocabulary."""
+"""The tokens from the end of the analysis to the next message's channel, which differs from `analysis`. `comment` is
+the first token of `commentary` in gpt-oss's vocabulary."""
 _HEADER = Markers(START, CHANNEL)
 _HEADER_END = Markers(MESSAGE, END, CALL, RETURN)
 _BODY_END = Markers(END, CALL, RETURN, START, CHANNEL)
@@ -28,10 +28,10 @@ _LONGEST_HEADER = 256
 
 
 class HarmonyParser(ToolCallParser):
-    """Analysis is reasoning, messages to a function are calls, and all others content.
+    """The analysis is reasoning, messages to a function are calls, all other messages are content.
 
-    `prompt_tail` tells in which header or message the text begins. Without tools, a message to a function is content
-    as it stands, with its header; with `reasoning` false, analysis is content.
+    From `prompt_tail` follows in which header or message the text begins. Without tools, a message to a function is
+    content, unchanged and with its header; with `reasoning` false, analysis is content.
     """
 
     def __init__(self, use: ToolUse, prompt_tail: str = "", reasoning: bool = True) -> None:
@@ -45,13 +45,13 @@ class HarmonyParser(ToolCallParser):
         if opened:
             yield from self._read_body(header)
         elif CHANNEL in header:
-            self._feed.keep()
+            self._feed.begin_record()
             yield from self._read_header(header)
-        while marker := (yield from self._say_until(_HEADER)):
+        while marker := (yield from self._content_until(_HEADER)):
             yield from self._read_header("" if marker == START else CHANNEL)
 
     def _read_header(self, header: str) -> Waiting[None]:
-        """Read the rest of a header, kept from its beginning, and the message behind it."""
+        """Read the rest of a header, which is recorded from its beginning, and the message after it."""
         feed = self._feed
         while True:
             end = _HEADER_END.find(feed.text, feed.at, feed.at + _LONGEST_HEADER)
@@ -60,13 +60,13 @@ class HarmonyParser(ToolCallParser):
                 feed.take(len(end[0]))
                 if end[0] == MESSAGE:
                     return (yield from self._read_body(header))
-                return self._no_call()
+                return self._record_is_content()
             if len(feed.text) - feed.at >= _LONGEST_HEADER:
-                return self._no_call()
+                return self._record_is_content()
             if not (yield from feed.more()):
-                # A header is nothing that the answer says, also where it is cut off.
+                # A header is never content, even if it is incomplete.
                 feed.take_all()
-                feed.forget()
+                feed.end_record()
                 return None
 
     def _read_body(self, header: str) -> Waiting[None]:
@@ -75,31 +75,31 @@ class HarmonyParser(ToolCallParser):
         if recipient and self._schemas:
             yield from self._read_call(recipient[1].removeprefix("functions."))
         elif recipient:
-            self._no_call()
+            self._record_is_content()
             yield from self._say_body()
         elif channel and channel[1] == "analysis" and self._reasoning:
-            self._feed.forget()
+            self._feed.end_record()
             yield from self._think()
         else:
-            self._feed.forget()
-            if self._said and not self._after_call:
-                self._glue.append("\n")
+            self._feed.end_record()
+            if self._has_content and not self._after_call:
+                self._pending_newlines.append("\n")
             yield from self._say_body()
 
     def _read_call(self, name: str) -> Waiting[None]:
         feed = self._feed
         character = yield from feed.skip_whitespace()
         if character not in ("{", ""):
-            self._no_call()
+            self._record_is_content()
             return (yield from self._say_body())
         self._begin_call(name)
         if character and (yield from self._stream_object(CALL)):
-            feed.keep()
+            feed.begin_record()
             yield from feed.skip_whitespace()
             if (yield from feed.take_marker(CALL)) or (yield from feed.take_marker(END)):
-                feed.forget()
+                feed.end_record()
             elif not (yield from self._cut_off(CALL, END)):
-                self._no_call()
+                self._record_is_content()
         return None
 
     def _think(self) -> Waiting[None]:
@@ -120,7 +120,7 @@ class HarmonyParser(ToolCallParser):
         feed = self._feed
         while True:
             text, marker = self._step_body()
-            self._say(text)
+            self._add_content(text)
             if marker or not (yield from feed.more()):
                 return
 
@@ -137,24 +137,24 @@ class HarmonyParser(ToolCallParser):
 
 
 def is_spoken(template: str, architecture: str) -> bool:
-    """Whether a model of this chat template and architecture writes harmony."""
+    """Return whether a model with this chat template and architecture writes harmony."""
     return architecture.startswith("GptOss") or (CHANNEL in template and MESSAGE in template)
 
 
 def forced(lark: LarkWriter, functions: Sequence[Function], prompt_tail: str) -> str:
-    """An expression for exactly one call, after analysis if the model likes."""
+    """Write an expression for exactly one call, after optional analysis."""
     return f"{analysis(lark, prompt_tail)} {call(lark, functions)}"
 
 
 def free(lark: LarkWriter, functions: Sequence[Function], prompt_tail: str) -> str:
-    """An expression for an answer or a call, after analysis and a preamble if the model likes."""
+    """Write an expression for an answer or a call, after optional analysis and an optional preamble."""
     preamble = f"({lark.spelled(f'{CHANNEL}commentary{MESSAGE}')} {lark.until(END)} {lark.spelled(_NEXT)})?"
     final = f"{lark.spelled(FINAL)} {lark.rule(ANY_TEXT)}"
     return f"{analysis(lark, prompt_tail)} {preamble} {lark.any_of([call(lark, functions), final])}"
 
 
 def analysis(lark: LarkWriter, prompt_tail: str) -> str:
-    """An expression for the analysis that may come first, and the next message's beginning."""
+    """Write an expression for optional analysis at the beginning, and the beginning of the next message."""
     opened = open_header(prompt_tail)
     if MESSAGE in opened:
         return f"{lark.until(END)} {lark.spelled(_NEXT)}"
@@ -166,7 +166,7 @@ def analysis(lark: LarkWriter, prompt_tail: str) -> str:
 
 
 def open_header(prompt_tail: str) -> str:
-    """What of the answer's first message stands in the prompt already, behind its `<|start|>`."""
+    """Return the part of the answer's first message that the prompt already contains, after its `<|start|>`."""
     _, started, header = prompt_tail.rpartition(START)
     return header if started and not any(end in header for end in (END, CALL, RETURN)) else ""
 

@@ -12,28 +12,28 @@ _BEGIN = Markers(BEGIN)
 
 
 class HermesParser(CallObjectParser):
-    """An object behind a marker; a second one before the end marker is a second call."""
+    """Reads an object after a marker. A second object before the end marker is a second call."""
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while (yield from self._say_until(_BEGIN)):
+        while (yield from self._content_until(_BEGIN)):
             while (yield from feed.skip_whitespace()) == "{":
                 if not (yield from self._read_call(END)):
                     break
-                feed.keep()
+                feed.begin_record()
                 while (yield from feed.skip_whitespace()) == "}":
                     feed.take(1)
                 if (yield from feed.take_marker(END)):
-                    feed.forget()
+                    feed.end_record()
                     break
                 if (yield from self._cut_off(END)):
                     break
             else:
-                self._no_call()
+                self._record_is_content()
 
 
 def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a call behind its marker."""
+    """Write an expression for a call after its marker."""
     return f"{lark.spelled(_NEWLINE)} {call_object(lark, functions, 'arguments')} {lark.spelled(_NEWLINE + END)}"
 
 

@@ -42,7 +42,7 @@ class Tags(NamedTuple):
 
 
 class InvokeParser(MembersParser):
-    """Values are bare text up to the parameter's end; the block around the calls may be missing."""
+    """Values are bare text up to the end of the parameter. The block around the calls may be missing."""
 
     def __init__(self, use: ToolUse, tags: Tags) -> None:
         self._tags = tags
@@ -59,29 +59,29 @@ class InvokeParser(MembersParser):
     def _read(self) -> Waiting[None]:
         feed = self._feed
         end = self._tags.end(self._tags.block)
-        while begin := (yield from self._say_until(self._begin)):
+        while begin := (yield from self._content_until(self._begin)):
             has_block = begin != self._invoke
             if has_block:
                 yield from feed.skip_whitespace()
                 if not (yield from feed.take_marker(self._invoke)):
-                    self._no_call()
+                    self._record_is_content()
                     continue
             while (yield from self._read_call()):
-                feed.keep()
+                feed.begin_record()
                 yield from feed.skip_whitespace()
                 if (yield from feed.take_marker(self._invoke)):
                     continue
                 if has_block and (yield from feed.take_marker(end)):
-                    feed.forget()
+                    feed.end_record()
                 elif not (yield from self._cut_off(end, self._invoke)):
-                    self._no_call()
+                    self._record_is_content()
                 break
 
     def _read_call(self) -> Waiting[bool]:
         """Read a call after its tag's name; returns whether it was complete."""
         name = yield from self._read_name()
         if not name or not (yield from self._feed.take_marker(">")):
-            self._no_call()
+            self._record_is_content()
             return False
         self._begin_call(name)
         return (yield from self._read_arguments(name))

@@ -29,22 +29,22 @@ class JsonListParser(CallObjectParser):
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while (yield from self._say_until(self._begin)):
+        while (yield from self._content_until(self._begin)):
             match (yield from feed.skip_whitespace()):
                 case "[":
                     is_whole = yield from self._read_list()
                 case "{":
                     is_whole = yield from self._read_call(self._end)
                 case _:
-                    self._no_call()
+                    self._record_is_content()
                     continue
             if is_whole and self._end:
-                feed.keep()
+                feed.begin_record()
                 yield from feed.skip_whitespace()
                 if (yield from feed.take_marker(self._end)):
-                    feed.forget()
+                    feed.end_record()
                 elif not (yield from self._cut_off(self._end)):
-                    self._no_call()
+                    self._record_is_content()
 
 
 class CommandParser(JsonListParser):

@@ -26,7 +26,7 @@ class KimiParser(ToolCallParser):
         super().__init__(use)
 
     def _read(self) -> Waiting[None]:
-        while begin := (yield from self._say_until(_BEGIN)):
+        while begin := (yield from self._content_until(_BEGIN)):
             yield from self._read_section(self._read_call, CALL_BEGIN, SECTION_END, has_begun=begin == CALL_BEGIN)
 
     def _read_call(self) -> Waiting[bool]:
@@ -37,23 +37,23 @@ class KimiParser(ToolCallParser):
         numbered = _NUMBERED.fullmatch(id)
         yield from feed.skip_whitespace()
         if numbered is None or not numbered[1] or not (yield from feed.take_marker(ARGUMENTS)):
-            self._no_call()
+            self._record_is_content()
             return False
         character = yield from feed.skip_whitespace()
         if character not in ("{", ""):
-            self._no_call()
+            self._record_is_content()
             return False
         self._begin_call(numbered[1], "" if id in self._ids else id)
         self._ids.add(id)
         if not character or not (yield from self._stream_object(CALL_END)):
             return False
-        feed.keep()
+        feed.begin_record()
         yield from feed.skip_whitespace()
         if (yield from feed.take_marker(CALL_END)):
-            feed.forget()
+            feed.end_record()
             return True
         if not (yield from self._cut_off(CALL_END)):
-            self._no_call()
+            self._record_is_content()
         return False
 
 

@@ -1,4 +1,4 @@
-"""Llama 3: `{"name": "f", "parameters": {…}}`, several separated by `;`, perhaps behind `<|python_tag|>`."""
+"""Llama 3: `{"name": "f", "parameters": {…}}`, several separated by `;`, optionally after `<|python_tag|>`."""
 
 from collections.abc import Sequence
 
@@ -12,38 +12,38 @@ _TAG = Markers(TAG)
 
 
 class LlamaJsonParser(CallObjectParser):
-    """Objects at the text's beginning, where the marker may be missing, and behind every marker."""
+    """Reads objects at the beginning of the text, with or without a marker, and after every later marker."""
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        feed.keep()
+        feed.begin_record()
         begins = yield from feed.skip_whitespace()
         self.marked = False
         if begins == "{":
             yield from self._read_calls()
         else:
-            self._no_call()
-        while (yield from self._say_until(_TAG)):
+            self._record_is_content()
+        while (yield from self._content_until(_TAG)):
             self.marked = True
             if (yield from feed.skip_whitespace()) == "{":
                 yield from self._read_calls()
             else:
-                self._no_call()
+                self._record_is_content()
 
     def _read_calls(self) -> Waiting[None]:
-        """Read the calls that come next, with what separates them."""
+        """Read the next calls and their separators."""
         feed = self._feed
         while (yield from self._read_call()):
-            feed.keep()
+            feed.begin_record()
             if (yield from feed.skip_whitespace()) == ";":
                 feed.take(1)
                 yield from feed.skip_whitespace()
             if (yield from feed.next_character()) != "{":
-                return self._no_call()
+                return self._record_is_content()
 
 
 def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for an answer's calls."""
+    """Write an expression for an answer's calls."""
     call = lark.rule(call_object(lark, functions, "parameters"))
     return call if once else f"{call} ({lark.spelled('; ')} {call})*"
 

@@ -1,6 +1,6 @@
 """MiniMax-M3: `<tool_call><invoke name="f"><key>value</key></invoke></tool_call>`, each tag after `]<]minimax[>[`.
 
-A tag is named after its argument. Members of objects and items of lists, which are called `item`, are tags within it.
+A tag has the name of its argument. Members of objects, and items of lists, whose name is `item`, are nested tags.
 """
 
 import json
@@ -26,13 +26,13 @@ _SPACE = " \t\r\n"
 _STRING = frozenset({"string"})
 _KEYS = r"[^\s<>/][^\s<>]*"
 _DEPTH = 8
-"""References, unions and levels followed inside one another; a schema may refer to itself."""
+"""Most nested references, unions and levels that are resolved: a schema may refer to itself."""
 
 
 class MiniMaxM3Parser(ToolCallParser):
-    """The tool's schema says whether tags inside a tag are members or items; without one, `item` is an item.
+    """The tool's schema decides whether nested tags are members or items. Without a schema, `item` is an item.
 
-    A closing tag ends what was opened last, whatever its name. The tags around all calls may be missing.
+    A closing tag closes the innermost open tag, whatever its name. The tags around all calls may be missing.
     """
 
     def __init__(self, use: ToolUse) -> None:
@@ -42,49 +42,49 @@ class MiniMaxM3Parser(ToolCallParser):
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while begin := (yield from self._say_until(_BEGIN)):
+        while begin := (yield from self._content_until(_BEGIN)):
             if begin == BEGIN:
                 yield from feed.skip_whitespace()
                 if not (yield from feed.take_marker(INVOKE)):
-                    self._no_call()
+                    self._record_is_content()
                     continue
             while (yield from self._read_call()):
-                feed.keep()
+                feed.begin_record()
                 yield from feed.skip_whitespace()
                 if (yield from feed.take_marker(INVOKE)):
                     continue
                 if begin == BEGIN and (yield from feed.take_marker(END)):
-                    feed.forget()
+                    feed.end_record()
                 elif not (yield from self._cut_off(END, INVOKE)):
-                    self._no_call()
+                    self._record_is_content()
                 break
 
     def _read_call(self) -> Waiting[bool]:
-        """Read a call after its tag's name; returns whether it was complete."""
+        """Read a call after its tag's name. Returns whether it was complete."""
         name = yield from self._feed.take_word(_FUNCTION)
         if not name or not (yield from self._feed.take_marker('">')):
-            self._no_call()
+            self._record_is_content()
             return False
         self._begin_call(name)
         self._root = self._schemas.get(name, {})
         return (yield from self._read_tags())
 
     def _read_tags(self) -> Waiting[bool]:
-        """Read the tags of a call's arguments up to the one that ends the call; returns whether it came."""
+        """Read the tags of a call's arguments up to the end of the call. Returns whether it was complete."""
         feed = self._feed
-        # The closing brackets of what is open, each with the schema of its value.
+        # The open objects and lists: the closing bracket of each, and the schema of its value.
         opened: list[tuple[str, Any]] = [("}", self._root)]
         before, separator = "{", ""
         while opened:
             bracket, schema = opened[-1]
-            feed.keep()
+            feed.begin_record()
             yield from feed.skip_whitespace()
             if (yield from feed.take_marker(CLOSING)):
                 if not (yield from self._end_tag(opened, before)):
                     return False
-                feed.forget()
+                feed.end_record()
                 opened.pop()
-                self._argue(before + bracket)
+                self._add_arguments(before + bracket)
                 before, separator = "", ", "
                 continue
             name = yield from self._begin_tag(opened, before)
@@ -100,68 +100,69 @@ class MiniMaxM3Parser(ToolCallParser):
                 space = yield from feed.skip(_SPACE)
                 if (yield from self._comes(OPENING)) and not (yield from self._comes(CLOSING)):
                     is_list = yield from self._opens_list(types)
-                    self._argue(before + ("[" if is_list else "{"))
+                    self._add_arguments(before + ("[" if is_list else "{"))
                     opened.append(("]" if is_list else "}", part))
                     before, separator = "", ""
                     continue
-            self._argue(before)
+            self._add_arguments(before)
             before, separator = "", ", "
             empty = _empty(types)
             if empty and (yield from self._comes(CLOSING)):
                 feed.take(len(CLOSING))
-                self._argue(empty)
+                self._add_arguments(empty)
             elif not (yield from self._stream_typed(types, _CLOSING, lead=space)):
                 return False
-            feed.keep()
+            feed.begin_record()
             if not (yield from self._end_tag(opened, before, spelled=CLOSING)):
                 return False
-            feed.forget()
+            feed.end_record()
         return True
 
     def _begin_tag(self, opened: Sequence[tuple[str, Any]], before: str) -> Waiting[str]:
-        """Read an opening tag, kept so far; returns its name, which is empty where the arguments end without one."""
+        """Read an opening tag, which is being recorded. Returns its name; empty if the arguments end here."""
         feed = self._feed
         if not (yield from feed.take_marker(OPENING)):
             if not (yield from self._cut_off(CLOSING)):
-                self._turned_wrong(opened, before)
+                self._fail_arguments(opened, before)
             return ""
         name = yield from feed.take_word(_NAME)
         if name and (yield from feed.take_marker(">")):
-            feed.forget()
+            feed.end_record()
             return name
         if (yield from feed.next_character()):
-            self._turned_wrong(opened, before)
+            self._fail_arguments(opened, before)
         else:
-            feed.forget()
+            feed.end_record()
         return ""
 
     def _end_tag(self, opened: Sequence[tuple[str, Any]], before: str, spelled: str = "") -> Waiting[bool]:
-        """Read the rest of a closing tag, kept so far; returns whether it was one. `spelled`: its part not kept."""
+        """Read the rest of a closing tag. Returns whether it was complete. `spelled` is its part that is not
+        recorded."""
         feed = self._feed
         yield from feed.take_word(_NAME)
         if (yield from feed.take_marker(">")):
             return True
         if (yield from feed.next_character()):
-            self._turned_wrong(opened, before, spelled)
+            self._fail_arguments(opened, before, spelled)
         else:
-            feed.forget()
+            feed.end_record()
         return False
 
     def _opens_list(self, types: frozenset[str]) -> Waiting[bool]:
-        """Whether the tag that comes next is an item of a list."""
+        """Return whether the next tag is an item of a list."""
         if ("array" in types) != ("object" in types):
             return "array" in types
         return (yield from self._comes(f"{OPENING}{ITEM}>"))
 
-    def _turned_wrong(self, opened: Sequence[tuple[str, Any]], before: str, spelled: str = "") -> None:
-        """Close what is open; what was kept, after `spelled`, is content."""
-        self._argue(before + "".join(bracket for bracket, _ in reversed(opened)))
-        self._say(spelled)
-        self._no_call()
+    def _fail_arguments(self, opened: Sequence[tuple[str, Any]], before: str, spelled: str = "") -> None:
+        """Close all open brackets of invalid arguments. `spelled` and the recorded text are content."""
+        self._add_arguments(before + "".join(bracket for bracket, _ in reversed(opened)))
+        self._add_content(spelled)
+        self._record_is_content()
 
 
 def _part(schema: Any, root: Mapping[str, Any], key: str | None, depth: int) -> Any:
-    """The schema of the member `key` of objects that `schema` allows; of the items of lists without a key."""
+    """Return the schema of the member `key` of an object of `schema`; for None, that of the items of a list."""
     if not isinstance(schema, dict) or not depth:
         return None
     if isinstance(schema.get("$ref"), str):
@@ -184,17 +185,17 @@ def _part(schema: Any, root: Mapping[str, Any], key: str | None, depth: int) -> 
 
 
 def _empty(types: frozenset[str]) -> str:
-    """The value of a tag without anything in it; empty where that is a string or nothing."""
+    """Return the JSON value of an empty tag: an empty list or object, or an empty text for other types."""
     if "string" in types:
         return ""
     return "[]" if "array" in types else "{}" if "object" in types else ""
 
 
-# The grammar: a value that its schema allows, followed by the beginning of its closing tag.
+# The grammar: a value of its schema, followed by the beginning of its closing tag.
 
 
 class _Tags:
-    """Expressions of arguments, for one function's schema."""
+    """Writes expressions of arguments, for one function's schema."""
 
     def __init__(self, lark: LarkWriter, root: Mapping[str, Any]) -> None:
         self._lark = lark
@@ -227,7 +228,7 @@ class _Tags:
         return bare_value(lark, schema, self._root, CLOSING)
 
     def _are_tags(self, schema: Mapping[str, Any]) -> bool:
-        """Whether all members have names that tags may have."""
+        """Return whether the names of all members are valid names of tags."""
         properties = schema.get("properties")
         return all(re.fullmatch(_KEYS, key) for key in properties) if isinstance(properties, dict) else True
 
@@ -239,7 +240,7 @@ class _Tags:
 
 
 def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a block's calls after its opening tag."""
+    """Write an expression for a block's calls after its opening tag."""
 
     def one(function: Function) -> str:
         begin, end = lark.spelled(f"{_LINE}{INVOKE}{function.name}{_QUOTED}"), lark.spelled(f"{CLOSING}invoke>")

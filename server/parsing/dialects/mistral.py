@@ -17,18 +17,18 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def new_call_id() -> str:
-    """An id that Mistral's chat templates accept: nine letters and digits."""
+    """Create an id that Mistral's chat templates accept: nine letters and digits."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 
 class MistralParser(CallObjectParser):
-    """A list of objects, or a name and an object, behind a marker."""
+    """Reads a list of objects, or a name and an object, after a marker."""
 
     new_id = staticmethod(new_call_id)
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while (yield from self._say_until(_BEGIN)):
+        while (yield from self._content_until(_BEGIN)):
             if (yield from feed.skip_whitespace()) == "[":
                 yield from self._read_list()
             elif (yield from feed.next_character()) == "{":
@@ -37,7 +37,7 @@ class MistralParser(CallObjectParser):
                 yield from self._read_named()
 
     def _read_named(self) -> Waiting[None]:
-        """Read `name{…}` with what may stand between."""
+        """Read `name{…}`, with optional markers between name and object."""
         feed = self._feed
         name = yield from feed.take_word(_NAME)
         if (yield from feed.take_marker(CALL_ID)):
@@ -45,7 +45,7 @@ class MistralParser(CallObjectParser):
         named = yield from feed.take_marker(ARGUMENTS)
         character = yield from feed.skip_whitespace()
         if not name or (character != "{" and not (named and not character)):
-            return self._no_call()
+            return self._record_is_content()
         self._begin_call(name)
         if character:
             yield from self._stream_object()
@@ -53,17 +53,17 @@ class MistralParser(CallObjectParser):
 
 
 def list_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a list of calls behind its marker."""
+    """Write an expression for a list of calls after its marker."""
     return call_list(lark, functions, once, "arguments")
 
 
 def named_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a call behind its marker, with the marker before its arguments."""
+    """Write an expression for a call after its marker, with the marker in front of its arguments."""
     return lark.any_of(_named(lark, function, ARGUMENTS) for function in functions)
 
 
 def bare_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for a call behind its marker, its arguments right behind its name."""
+    """Write an expression for a call after its marker, with the arguments directly after the name."""
     return lark.any_of(_named(lark, function, "") for function in functions)
 
 

@@ -1,6 +1,6 @@
 """Calls in Python: Llama 3.2 and Llama 4, LFM2, OLMo 3.
 
-A list, `[f(a=1), g(b="x")]`: for Llama the whole answer, for LFM2 between markers. OLMo 3 writes a line a call,
+A list, `[f(a=1), g(b="x")]`: in Llama the whole answer, in LFM2 between markers. OLMo 3 writes one call per line,
 without brackets, between markers.
 """
 
@@ -22,21 +22,21 @@ _NAME = re.compile(r"[\w.-]*")
 
 
 class PythonicParser(ToolCallParser):
-    """A list at the text's beginning, of tools in the request: a list of anything else is content."""
+    """Reads a list at the beginning of the text. A list of anything but calls of the request's tools is content."""
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        feed.keep()
+        feed.begin_record()
         yield from feed.skip_whitespace()
         marked = yield from feed.take_marker(START)
         if (yield from feed.skip_whitespace()) == "[":
             feed.take(1)
             yield from self._read_calls()
         else:
-            self._no_call()
+            self._record_is_content()
         if marked and self._calls:
             yield from feed.take_marker(END)
-        yield from self._say_rest()
+        yield from self._content_to_end()
 
     def _read_calls(self) -> Waiting[None]:
         feed = self._feed
@@ -44,25 +44,25 @@ class PythonicParser(ToolCallParser):
             yield from feed.skip_whitespace()
             name = yield from feed.take_word(_NAME)
             if name not in self._schemas or (yield from feed.skip_whitespace()) != "(":
-                return self._no_call()
+                return self._record_is_content()
             feed.take(1)
             if not (yield from self._read_arguments(name)):
                 return None
-            feed.keep()
+            feed.begin_record()
             separator = yield from feed.skip_whitespace()
             feed.take(1)
             if separator in ("", "]"):
-                feed.forget()
+                feed.end_record()
                 return None
             if separator != ",":
-                return self._no_call()
+                return self._record_is_content()
             if (yield from feed.skip_whitespace()) == "]":
                 feed.take(1)
-                feed.forget()
+                feed.end_record()
                 return None
 
     def _read_arguments(self, name: str) -> Waiting[bool]:
-        """Read keyword arguments up to the closing bracket; whether they were whole."""
+        """Read keyword arguments up to the closing bracket. Returns whether they were complete."""
         feed = self._feed
         begun = False
         while True:
@@ -76,28 +76,28 @@ class PythonicParser(ToolCallParser):
             if not key or character != "=":
                 if begun:
                     self._close_arguments()
-                self._no_call()
+                self._record_is_content()
                 return False
             feed.take(1)
             yield from feed.skip_whitespace()
             if not begun:
                 self._begin_call(name)
-            feed.forget()
+            feed.end_record()
             before = f"{', ' if begun else '{'}{json.dumps(key, ensure_ascii=False)}: "
             begun = True
             if not (yield from self._stream_object(before=before, spelled=f"{key}=")):
                 return False
-            feed.keep()
+            feed.begin_record()
             character = yield from feed.skip_whitespace()
             if character == ",":
                 feed.take(1)
             elif character not in ("", ")"):
                 self._close_arguments()
-                self._no_call()
+                self._record_is_content()
                 return False
         if not begun:
             self._begin_call(name)
-        feed.forget()
+        feed.end_record()
         if not character:
             return False
         feed.take(1)
@@ -106,7 +106,7 @@ class PythonicParser(ToolCallParser):
 
 
 class MarkedPythonicParser(PythonicParser):
-    """Calls between markers, of any function, in a list or one after the other."""
+    """Reads calls between markers, of any function, in a list or in sequence."""
 
     def __init__(self, use: ToolUse, begin: str, end: str) -> None:
         self._begin = Markers(begin)
@@ -115,7 +115,7 @@ class MarkedPythonicParser(PythonicParser):
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while (yield from self._say_until(self._begin)):
+        while (yield from self._content_until(self._begin)):
             if (yield from feed.skip_whitespace()) == "[":
                 feed.take(1)
             calls = self._calls
@@ -124,21 +124,22 @@ class MarkedPythonicParser(PythonicParser):
                     feed.take(1)
                     continue
                 if self._calls > calls and (yield from feed.take_marker(self._end)):
-                    feed.forget()
+                    feed.end_record()
                     break
                 name = yield from feed.take_word(_NAME)
                 if not name or (yield from feed.skip_whitespace()) != "(":
                     if self._calls == calls or name or not (yield from self._cut_off(self._end)):
-                        self._no_call()
+                        self._record_is_content()
                     break
                 feed.take(1)
                 if not (yield from self._read_arguments(name)):
                     break
-                feed.keep()
+                feed.begin_record()
 
 
 def marked_calls(begin_list: str, between: str, end: str) -> Callable[[LarkWriter, Sequence[Function], bool], str]:
-    """Expressions for calls after a marker: `begin_list`, the calls with `between` between them, and `end`."""
+    """Return a writer of expressions for calls after a marker: `begin_list`, the calls separated by `between`,
+    `end`."""
 
     def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
         call = lark.any_of(_call(lark, function) for function in functions)
@@ -149,7 +150,7 @@ def marked_calls(begin_list: str, between: str, end: str) -> Callable[[LarkWrite
 
 
 def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
-    """An expression for an answer's calls. Values are JSON, of which the parser reads Python's form too."""
+    """Write an expression for an answer's calls. Values are JSON; the parser also reads Python's form."""
     call = lark.any_of(_call(lark, function) for function in functions)
     further = "" if once else f"({lark.spelled(', ')} {call})*"
     return f"{lark.spelled('[')} {call} {further} {lark.spelled(']')}"

@@ -46,24 +46,24 @@ class QwenXmlParser(MembersParser):
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
-        while begin := (yield from self._say_until(self._begin)):
+        while begin := (yield from self._content_until(self._begin)):
             if begin == self._form.begin:
                 yield from feed.skip_whitespace()
                 if not (yield from feed.take_marker(FUNCTION)):
-                    self._no_call()
+                    self._record_is_content()
                     continue
             name = yield from feed.take_word(_NAME)
             if not name or not (yield from feed.take_marker(">")):
-                self._no_call()
+                self._record_is_content()
                 continue
             self._begin_call(name)
             if (yield from self._read_arguments(name)) and begin == self._form.begin:
-                feed.keep()
+                feed.begin_record()
                 yield from feed.skip_whitespace()
                 if (yield from feed.take_marker(self._form.end)):
-                    feed.forget()
+                    feed.end_record()
                 elif not (yield from self._cut_off(self._form.end)):
-                    self._no_call()
+                    self._record_is_content()
 
     def _read_key(self) -> Waiting[str | None]:
         feed = self._feed

@@ -21,7 +21,7 @@ class AngleParser(CallObjectParser):
     """Calls as `<<{"name": "f", "arguments": {…}}>>`."""
 
     def _read(self) -> Waiting[None]:
-        while (yield from self._say_until(Markers(BEGIN))):
+        while (yield from self._content_until(Markers(BEGIN))):
             if (yield from self._read_call(END)):
                 yield from self._feed.take_marker(END)
 
