@@ -1,7 +1,7 @@
-"""`AdapterLedger`: the LoRA adapters that every engine core must have, and the answers that are awaited about changes.
+"""`AdapterLedger`: the LoRA adapters that every engine core must have, and the pending answers of cores about changes.
 
-Owned by `CoreManager`. Cores start with the adapters of the configuration; once adapters have been loaded or unloaded
-since, a core that is started again starts without any, and gets them by messages before its requests.
+Owned by `CoreManager`. Cores start with the adapters of the configuration. Once adapters have been loaded or unloaded,
+a restarted core starts without adapters, and receives them by messages before its requests.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class AdapterError(RuntimeError):
-    """An adapter cannot be loaded; one sentence says why. `is_temporary`: the same may work in a moment."""
+    """An adapter cannot be loaded; the message is a sentence. `is_temporary`: a retry may succeed."""
 
     def __init__(self, error: str, *, is_temporary: bool = False) -> None:
         super().__init__(error)
@@ -24,48 +24,48 @@ class AdapterError(RuntimeError):
 
 
 class AdapterLedger:
-    """All calls come from one thread."""
+    """Records the adapters of all replicas. All calls come from one thread."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
-        """`paths`: directories of the configuration's adapters by name, in the order of their numbers from 1."""
+        """`paths` has the directories of the configured adapters by name, in the order of their numbers from 1."""
         self._wanted = {
             number: LoadAdapter(number, name, str(path), at_once=True)
             for number, (name, path) in enumerate(paths.items(), 1)
         }
         self._has_changed = False
-        """Whether these are no longer the configuration's."""
+        """Whether the adapters differ from the configured ones."""
         self._awaited: dict[tuple[int, int], asyncio.Future[AdapterError | None]] = {}
-        """By replica and adapter."""
+        """Future of the answer, by replica and adapter number."""
 
-    # -- what cores must have -----------------------------------------------------------------------------------
+    # -- adapters of the cores ----------------------------------------------------------------------------------
 
     def add(self, message: LoadAdapter) -> None:
-        """All cores have attached this adapter; those to come must have it too."""
+        """Note that all cores have attached this adapter, so that later cores must attach it too."""
         self._wanted[message.number] = LoadAdapter(message.number, message.name, message.path, at_once=True)
         self._has_changed = True
 
     def remove(self, number: int) -> None:
-        """Cores to come need no adapter of this number."""
+        """Note that later cores do not need the adapter of this number."""
         self._wanted.pop(number, None)
         self._has_changed = True
 
     def config_of_core(self, config: Config) -> Config:
-        """What a core is started with: numbers of the configuration's adapters hold while none has changed."""
+        """Return the configuration to start a core with: without adapters if they differ from the configured ones."""
         return config.model_copy(update={"lora": ()}) if self._has_changed else config
 
     def missing_messages(self) -> list[LoadAdapter]:
-        """What a core that is ready must get before its requests. It ignores adapters that it has."""
+        """Return the messages that a ready core must receive before its requests. It ignores adapters that it has."""
         return list(self._wanted.values()) if self._has_changed else []
 
     # -- answers ------------------------------------------------------------------------------------------------
 
     def expect(self, replica: int, number: int) -> "asyncio.Future[AdapterError | None]":
-        """What a replica's core will answer about an adapter: why it cannot be attached, or None."""
+        """Return a future of a replica's answer about an adapter: an error if it cannot be attached, or None."""
         future = self._awaited[replica, number] = asyncio.get_running_loop().create_future()
         return future
 
     def answered(self, replica: int, answer: AdapterChanged) -> None:
-        """A core has answered."""
+        """Handle the answer of a core."""
         future = self._awaited.pop((replica, answer.number), None)
         if future is not None:
             if not future.done():
@@ -78,7 +78,7 @@ class AdapterLedger:
             )
 
     def core_died(self, replica: int, name: str) -> None:
-        """A replica's core is gone, and answers nothing any more."""
+        """Fail the pending answers of a replica whose core has died."""
         for key in [key for key in self._awaited if key[0] == replica]:
             future = self._awaited.pop(key)
             if not future.done():

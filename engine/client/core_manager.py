@@ -1,7 +1,7 @@
-"""`CoreManager`: the front end's handle on the engine cores: it sends requests and receives every output.
+"""`CoreManager`: the front end's interface to the engine cores. It sends requests and receives all outputs.
 
-Used by the server on its event loop and by `LLMEngine` with blocking calls. Starts no thread. One core, or with
-`data_parallel_size` several, each with its own supervisor and journal: see `Replica`.
+The server uses it on its event loop, `LLMEngine` with blocking calls. It starts no thread. It has one core or, with
+`data_parallel_size`, several, each with its own supervisor and journal: see `Replica`.
 """
 
 import asyncio
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from engine.distributed.core_hosts import CoreHosts
 
 _POLL_SECONDS = 0.05
-"""Between two looks at what an operator waits for: the last request of an adapter, the end or start of a core."""
+"""Seconds between two checks of an event that an operator waits for: the end of an adapter's last request, the end or
+start of a core."""
 
 
 _WIDENED = 2
-"""Most memory of a weight, in bytes of the checkpoint's: 16 bits that are computed as 32."""
+"""Most bytes of memory per byte of weights in the checkpoint: 16-bit weights may be converted to 32 bits."""
 _ENGINE_BYTES = 2**30
-"""Memory of a core besides its weights, before its cache fills."""
+"""Bytes of memory of a core in addition to its weights, while its KV cache is empty."""
 
 
 class EngineDeadError(RuntimeError):
-    """No engine core can serve; one sentence says why. `usage` marks a mistake of the user."""
+    """No engine core can serve; the message is a sentence. `usage`: whether it is a mistake of the user."""
 
     def __init__(self, error: str, usage: bool = False) -> None:
         super().__init__(error)
@@ -49,7 +50,7 @@ class EngineDeadError(RuntimeError):
 
 
 class WeightsError(RuntimeError):
-    """New weights cannot be served; one sentence says why. `is_temporary`: the same may work in a moment."""
+    """New weights cannot be served; the message is a sentence. `is_temporary`: a retry may succeed."""
 
     def __init__(self, error: str, is_temporary: bool = False) -> None:
         super().__init__(error)
@@ -57,28 +58,28 @@ class WeightsError(RuntimeError):
 
 
 class CoreManager:
-    """The engine cores and their successors. All calls come from one thread.
+    """Runs the engine cores and restarts them. All calls come from one thread.
 
-    Every request added ends in exactly one output with `finished` set, also when it is aborted. When a core dies or
-    stalls, another is started, and the live requests continue in it where they were: no token is lost or delivered
-    twice, and the other replicas' requests are not delayed. Requests of a replica that stays unavailable continue in
-    the others: see `Relocation`. Where none of that helps, all end with an error, and `failure` says why. Outputs go
-    to the callback given to `attach`, or without one wait for `get_outputs`. An engine dropped without `shutdown` is
-    ended when it is collected, or at the interpreter's exit.
+    Every added request ends in exactly one output with `finished` set, even if it is aborted. When a core dies or
+    stalls, another one is started and continues the live requests after their last token: no token is lost or
+    delivered twice, and requests of other replicas are not delayed. Requests of a replica that stays unavailable
+    continue in other replicas: see `Relocation`. If that fails too, all requests end with an error, and `failure` says
+    why. Outputs are passed to the callback given to `attach`, or else returned by `get_outputs`. If `shutdown` is not
+    called, the cores are ended when the object is collected, or at the interpreter's exit.
     """
 
     def __init__(self, config: Config, *, starts: bool = True, model: str = "") -> None:
         """Start the cores and return at once: they load while the caller does other things.
 
-        Without `starts` it begins asleep: `wake_up` starts the cores. `model` names their model in processes and logs,
-        where the server has several.
+        Without `starts` it begins asleep, and `wake_up` starts the cores. `model` is the model's name in processes and
+        logs, if the server has several models.
         """
         self.ready: Ready | None = None
-        """What holds for all cores, since all have been ready to serve; None before."""
+        """Common properties of all cores; None until all are ready to serve."""
         self.failure: Failed | None = None
-        """Why a replica has no core, and gets none; None otherwise."""
+        """Reason why a replica has no core and none will be started; None while that is not so."""
         self.is_asleep = not starts
-        """Whether requests are held until `wake_up`."""
+        """Whether requests wait until `wake_up`."""
         self._config = config
         self._model = model
         self._inbox: deque[StepOutputs] = deque()
@@ -87,18 +88,18 @@ class CoreManager:
         self._on_move: Callable[[int, int], object] = lambda resumed, replica: None
         self._settled = asyncio.Event()
         self._placement: Placement | None = None
-        """Where there are several replicas, once they are ready."""
+        """Chooses replicas; None with one replica, or before all are ready."""
         self._relocation: Relocation | None = None
-        """As `_placement`, except where the replicas compute in lockstep."""
+        """Moves requests between replicas; None where `_placement` is, or if the replicas compute in lockstep."""
         self._closing = False
         self._links: list[CoreLink] = []
         self._poller = zmq.Poller()
-        """Polls `_links`, the links at the last wait."""
+        """Polls `_links`, which are the core links at the last wait."""
         self._hosts = _other_hosts(config)
         size = config.parallel_config.data_parallel_size
         self._placements = place_evenly(size, 1) if self._hosts is None else self._hosts.placements
         self._nodes = [placement.node for placement in self._placements]
-        # This process avoids the CPUs that the cores reserve; later cores must be able to use them again.
+        # This process avoids the CPUs that the cores reserve, but restarted cores must be able to use them.
         self._cpus = os.sched_getaffinity(0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rendezvous = _rendezvous(config)
@@ -107,7 +108,8 @@ class CoreManager:
         self._make_replicas()
 
     def _make_replicas(self) -> None:
-        """Start the cores, unless asleep. Raises `ValueError`, `OSError` where one cannot be started."""
+        """Create the replicas, and start their cores unless asleep. Raises `ValueError`, `OSError` if one cannot
+        start."""
         size = len(self._placements)
         available = available_host_memory() // self._placements[0].num_local if size > 1 else None
         events = ReplicaEvents(
@@ -138,19 +140,19 @@ class CoreManager:
 
     @property
     def live(self) -> Collection[int]:
-        """Ids of the requests that still owe their terminal output."""
+        """Ids of the requests that have not had their terminal output."""
         if len(self._replicas) == 1:
             return self._replicas[0].live
         return {request_id for replica in self._replicas for request_id in replica.live}
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are accepted: the cores have been ready, and serve or will be restarted."""
+        """Whether requests are accepted: all cores have been ready, and each serves or will be restarted."""
         return self.ready is not None and self.failure is None
 
     @property
     def is_serving(self) -> bool:
-        """Whether a core is ready now, after all have been."""
+        """Whether any core is ready now, after all have been ready once."""
         return self.ready is not None and any(replica.is_serving for replica in self._replicas)
 
     @property
@@ -189,7 +191,7 @@ class CoreManager:
         return self._ready_or_raise()
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Abort all requests and end the cores, after `timeout` seconds by force. A second call does nothing.
+        """Abort all requests and end the cores, after `timeout` seconds by force. Idempotent.
 
         The aborted requests' outputs are delivered before this returns.
         """
@@ -205,8 +207,8 @@ class CoreManager:
         self._close_places("")
 
     def fail(self, why: str) -> None:
-        """End the cores at once, because the front end cannot continue; other hosts are sent `why`, a sentence."""
-        # It may quote a file name or JSON with half a surrogate pair.
+        """End the cores at once, because the front end cannot continue. Other hosts receive `why`, a sentence."""
+        # The sentence may quote a file name or JSON with an unpaired surrogate.
         self._end(Failed(why.encode(errors="replace").decode(), usage=True))
 
     def __enter__(self) -> Self:
@@ -220,9 +222,9 @@ class CoreManager:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add_requests(self, requests: Sequence[AddRequest]) -> None:
-        """Send requests, with ids never used before. Raises `EngineDeadError` when no core can serve them.
+        """Send requests, whose ids were never used before. Raises `EngineDeadError` if no core can serve them.
 
-        Of several replicas, `Placement` chooses one that serves for each. While none serves, the requests wait.
+        With several replicas, `Placement` chooses a serving one for each request. While none serves, requests wait.
         """
         if not self.is_alive:
             raise EngineDeadError(self.failure.error if self.failure else "the engine core is not ready yet")
@@ -243,32 +245,32 @@ class CoreManager:
             replica.abort(request_ids)
 
     def pause(self, request_ids: Collection[int]) -> None:
-        """Recall requests from the cores until `resume`; a few of their outputs may follow."""
+        """Recall requests from the cores until `resume`. A few of their outputs may still follow."""
         if self._placement is not None:
             self._placement.pause(request_ids)
         for replica in self._replicas:
             replica.pause(request_ids)
 
     def resume(self, request_ids: Collection[int]) -> None:
-        """Have the cores continue paused requests where they were."""
+        """Continue paused requests after their last token."""
         if self._placement is not None:
             self._placement.resume(request_ids)
         for replica in self._replicas:
             replica.resume(request_ids)
 
     def set_log_level(self, level: str) -> None:
-        """Have the cores, and those that take their places, log from this level on."""
+        """Set the log level of the cores, and of cores that are started later."""
         for replica in self._replicas:
             replica.set_log_level(level)
 
     # -- sleep --------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
-        """Give memory back until `wake_up`, for an attached event loop: requests are held where they are.
+        """Free memory until `wake_up`, for an attached event loop. Live requests pause.
 
-        Level 1 frees the KV cache and keeps the weights on the host, level 2 ends the cores. On a GPU, and where a
-        model is divided among ranks, level 1 ends them too: what keeps their weights is the system's cache of files.
-        Returns when that is done.
+        Level 1 frees the KV cache, and the weights stay in the host's memory; level 2 ends the cores. On a GPU, and if
+        a model is divided among ranks, level 1 ends the cores too: their weights stay only in the system's page cache.
+        Returns when the memory is free.
         """
         assert self.ready is not None
         on_host = self.ready.model.device == "cpu" and self._config.parallel_config.tensor_parallel_size == 1
@@ -280,9 +282,9 @@ class CoreManager:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def wake_up(self) -> None:
-        """Continue all requests where they were; returns when all cores serve.
+        """Continue all requests after their last token. Returns when all cores serve.
 
-        An engine that has failed begins anew. Raises `EngineDeadError` where a core cannot be started.
+        A failed engine is started again. Raises `EngineDeadError` if a core cannot be started.
         """
         if self.failure is not None:
             self._begin_anew()
@@ -297,11 +299,12 @@ class CoreManager:
     # -- weights ------------------------------------------------------------------------------------------------
 
     async def update_weights(self, path: str, num_bytes: int, *, alongside: bool | None = None) -> None:
-        """Serve the checkpoint directory `path`, of the same shape and `num_bytes`, in place of the present one.
+        """Replace the weights by those of the checkpoint directory `path`, of the same shape and with `num_bytes`
+        bytes.
 
-        Cores with the new weights are started, `alongside` the present ones or in their place; None: as the host's
-        memory seems to allow. Once all serve, every request goes on in them, behind the tokens that it has, which are
-        computed again. Raises `WeightsError`, a sentence; then all requests go on with the present weights.
+        Cores with the new weights are started `alongside` the present ones, or after these have ended; None: alongside
+        if the host's memory seems to suffice. When all new cores serve, every request continues there after its last
+        token; its prefix is computed again. Raises `WeightsError`; then requests continue with the present weights.
         """
         ready, parallel = self.ready, self._config.parallel_config
         if ready is None or self.is_asleep or len(self.serving) < len(self._replicas):
@@ -314,7 +317,7 @@ class CoreManager:
         if alongside is None:
             needed = len(self._replicas) * (_WIDENED * num_bytes + _ENGINE_BYTES)
             alongside = ready.model.device == "cpu" and available_host_memory() > needed
-            # A port is of one process.
+            # Two processes cannot bind the same port.
             alongside = alongside and self._config.kv_events_config.kv_events_endpoint is None
         if not alongside:
             await self.sleep(2)
@@ -342,7 +345,7 @@ class CoreManager:
             replica.succeed(successor)
 
     async def _wait_successors(self, successors: "Sequence[Successor]", present: Ready) -> None:
-        """Return when all serve. Raises `WeightsError` where one fails, or is not of the same shape as `present`."""
+        """Wait until all serve. Raises `WeightsError` if one fails, or has another shape than `present`."""
         loop = asyncio.get_running_loop()
         for each in successors:
             each.supervisor.attach(loop)
@@ -359,7 +362,7 @@ class CoreManager:
                     raise WeightsError(f"{name} of the new weights is {new}, and of the present ones {old}")
 
     def _begin_anew(self) -> None:
-        """Make asleep replicas, in the place of those that have failed, whose requests have all ended."""
+        """Replace the failed replicas, whose requests have all ended, by new ones that are asleep."""
         self.failure, self._closing, self.is_asleep = None, False, True
         self.ready, self._placement, self._relocation = None, None, None
         self._settled = asyncio.Event()
@@ -372,9 +375,9 @@ class CoreManager:
     # -- LoRA adapters ------------------------------------------------------------------------------------------
 
     async def load_adapter(self, number: int, name: str, path: str) -> None:
-        """Load a LoRA adapter under a new number in all cores, for an attached event loop. Requests may use it then.
+        """Load a LoRA adapter under a new number in all cores, for an attached event loop. Then requests may use it.
 
-        Raises `AdapterError`, a sentence; then no core has it.
+        Raises `AdapterError`, and then no core has it.
         """
         if not self.is_alive or len(self.serving) < len(self._replicas):
             raise AdapterError("the engine is being started again; load the adapter in a moment", is_temporary=True)
@@ -382,7 +385,7 @@ class CoreManager:
         try:
             await self._change_adapters(number, message)
         except BaseException:
-            # Those that have attached it remove it again.
+            # Cores that have attached it remove it again.
             for replica in self._replicas:
                 replica.send_command(UnloadAdapter(number))
             raise
@@ -397,7 +400,7 @@ class CoreManager:
             replica.send_command(UnloadAdapter(number))
 
     async def _change_adapters(self, number: int, message: LoadAdapter) -> None:
-        """Send `message` to all cores and wait for their answers. Raises `AdapterError` where one cannot."""
+        """Send `message` to all cores and wait for their answers. Raises `AdapterError` if a core reports an error."""
         answers = [self._adapters.expect(replica.number, number) for replica in self._replicas]
         for replica in self._replicas:
             replica.send_command(message)
@@ -408,7 +411,8 @@ class CoreManager:
     # -- outputs ------------------------------------------------------------------------------------------------
 
     def get_outputs(self, timeout: float | None = None) -> StepOutputs | None:
-        """The next step's outputs; None after `timeout` seconds. Raises `EngineDeadError` when no more can come."""
+        """Return the next step's outputs; None after `timeout` seconds. Raises `EngineDeadError` if none can
+        follow."""
         deadline = _deadline(timeout)
         while not self._inbox:
             if self.failure is not None:
@@ -424,11 +428,11 @@ class CoreManager:
         on_restart: Callable[[int, int], object] = lambda resumed, replica: None,
         on_move: Callable[[int, int], object] = lambda resumed, replica: None,
     ) -> None:
-        """From now on, call `on_outputs` from `loop` with the outputs of every step. Call from the loop's thread.
+        """Register `on_outputs`, which `loop` calls with the outputs of every step. Call it from the loop's thread.
 
-        `on_restart` is called when a restarted core is ready to serve, before its first outputs, with the number of
-        requests that continue in it after tokens that they had, and with its replica. `on_move` is called with the
-        same when a replica takes over requests of another that is unavailable.
+        `on_restart` is called when a restarted core is ready, before its first outputs, with the number of requests
+        with tokens that continue in it, and with the number of its replica. `on_move` is called with the same when a
+        replica takes over requests of an unavailable one.
         """
         self._loop = loop
         self._on_outputs, self._on_restart, self._on_move = on_outputs, on_restart, on_move
@@ -436,12 +440,12 @@ class CoreManager:
             replica.supervisor.attach(loop)
 
     def _wait(self, deadline: float | None) -> bool:
-        """Block until something happened and process it; False when `deadline`, on the monotonic clock, came first."""
+        """Block until an event, and process it. Returns False if `deadline`, on the monotonic clock, passed first."""
         supervisors = [replica.supervisor for replica in self._replicas]
         due = min(each.next_poll for each in supervisors)
         if deadline is not None:
             due = min(due, deadline)
-        # Without a time to poll, a message will come.
+        # Without a due time, a message will wake the poller.
         timeout = None if due == math.inf else max(0.0, due - time.monotonic())
         links = [each.link for each in supervisors if each.link is not None]
         if links != self._links:
@@ -472,12 +476,12 @@ class CoreManager:
         self._on_outputs(step)
 
     def _on_step(self) -> None:
-        # The step may show whether a suspect is harmless.
+        # The step may show that a suspected request is harmless.
         if self._relocation is not None and not self._closing:
             self._relocation.note_step()
 
     def _on_core_ready(self, replica: Replica, again: bool, resumed: int) -> None:
-        """A core serves; the engine serves when all have been ready."""
+        """Note that a core serves. The engine serves when all cores have been ready."""
         if again:
             if self._placement is not None:
                 self._placement.begin_again(replica.number)
@@ -500,9 +504,9 @@ class CoreManager:
             self._relocation.relocate_from(replica)
 
     def _on_replica_end(self, replica: Replica, failure: Failed) -> None:
-        """A replica without a core ends the engine: the others may not be enough for the load."""
+        """End the engine because a replica has no core: the other replicas may not suffice for the load."""
         if failure.collateral:
-            # The core that caused the end reports why.
+            # The core that caused the end reports the reason.
             for other in self._replicas:
                 if other is not replica:
                     other.supervisor.poll()
@@ -519,7 +523,7 @@ class CoreManager:
         self._close_places(failure.error)
 
     def _close_places(self, why: str) -> None:
-        """Free what starts further cores; `why` is "" at an orderly end."""
+        """Free the resources for starting cores. `why` is "" at an orderly end."""
         if self._rendezvous is not None:
             self._rendezvous.close()
         if self._hosts is not None:
@@ -538,7 +542,7 @@ class CoreManager:
 
 
 def _other_hosts(config: Config) -> "CoreHosts | None":
-    """The hosts that run replicas; None where all run on this one. Raises `ValueError`, a sentence."""
+    """Return the hosts that run replicas; None if all run on this one. Raises `ValueError` with a sentence."""
     if not config.parallel_config.has_remote_replicas:
         return None
     # Imported here, because engines on one host do not need it.
@@ -548,7 +552,7 @@ def _other_hosts(config: Config) -> "CoreHosts | None":
 
 
 def _rendezvous(config: Config) -> LockstepRendezvous | None:
-    """The rendezvous of replicas that compute in lockstep; None where they do not."""
+    """Return the rendezvous of replicas that compute in lockstep; None if they do not."""
     parallel = config.parallel_config
     return (
         LockstepRendezvous(parallel.data_parallel_size, parallel.tensor_parallel_size)
@@ -558,7 +562,7 @@ def _rendezvous(config: Config) -> LockstepRendezvous | None:
 
 
 def _merged(ready: Sequence[Ready]) -> Ready:
-    """What holds for every replica, and the start-up times of the slowest."""
+    """Merge the properties of all replicas, with the start-up times of the slowest."""
     if len(ready) == 1:
         return ready[0]
     models = [each.model for each in ready]

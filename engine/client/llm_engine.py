@@ -1,4 +1,4 @@
-"""`LLMEngine`: the offline API. Completes a list of prompts by blocking calls, in a core process that it starts."""
+"""`LLMEngine`: the offline API. Completes lists of prompts by blocking calls, with a core process that it starts."""
 
 import itertools
 from collections import deque
@@ -25,23 +25,24 @@ from models.architectures.pooling import read_pooling
 __all__ = ["EngineDeadError", "InputOutputProcessor", "LLMEngine", "Prompts"]
 
 Prompts: TypeAlias = str | list[str] | list[list[int]]
-"""One text, texts, or lists of token ids."""
+"""One text, a list of texts, or a list of lists of token ids."""
 
 StreamCallback: TypeAlias = Callable[[int, RequestDelta], object]
-"""Called with a request's id and what one engine step added to it."""
+"""Called with a request's id and the delta of one engine step."""
 
 
 class LLMEngine:
-    """A model that answers lists of prompts. All calls come from one thread.
+    """A model that completes lists of prompts. All calls come from one thread.
 
-    Use it in a `with`, or `close` it; one that is dropped ends its core when collected or at the interpreter's exit.
+    Use it in a `with` statement, or call `close`. Otherwise its core ends when the object is collected, or at the
+    interpreter's exit.
     """
 
     def __init__(self, model: str | None = None, *, config: Config | None = None, **config_fields: Any) -> None:
-        """Load `model` (a checkpoint directory or hub id; none: the embedded one) and wait until it serves.
+        """Load `model` (a checkpoint directory or hub id; None: the embedded model) and wait until it serves.
 
-        Takes `Config`'s fields and those of its sections by name, or a whole `config`. Raises `ValueError` for a
-        field or a checkpoint that is wrong, and `EngineDeadError` when the core cannot start.
+        Takes fields of `Config` and of its sections by name, or a whole `config`. Raises `ValueError` for an invalid
+        field or checkpoint, and `EngineDeadError` if the core cannot start.
         """
         if config is None:
             config = Config.from_fields(model=model, **config_fields)
@@ -51,7 +52,7 @@ class LLMEngine:
         checkpoint = resolve_checkpoint(config.model)
         self._core = CoreManager(config)
         try:
-            # While the core imports and loads.
+            # The core loads the model meanwhile.
             tokenizer, chat_template = Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
             defaults = GenerationDefaults.load(config.generation_config, checkpoint)
             pooling = read_pooling(checkpoint, config.task, matryoshka=config.matryoshka)
@@ -67,19 +68,19 @@ class LLMEngine:
             tokenizer, chat_template, self.model_info, defaults, config.bos_token_id
         )
         self.pooling = None if pooling is None else PoolingProcessor(self.io_processor, pooling)
-        """Makes prompts of what the model embeds, scores or classifies; None: it only generates."""
+        """Builds prompts for embeddings, scores or classes; None if the model only generates."""
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self._ids = itertools.count()
         self._states: dict[int, RequestState] = {}
-        """Requests added and not collected yet."""
+        """Requests that were added and not collected, by id."""
         self.stats: SchedulerStats | None = None
-        """The core's gauges and counters after the last step that was received; of several replicas, one's."""
+        """The gauges and counters of the core, or of one replica, after the last received step."""
         self._callbacks: dict[int, StreamCallback] = {}
-        """Callbacks of requests that are streamed."""
+        """Callbacks of streamed requests, by id."""
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation config recommends, as `Config.generation_config` has it read."""
+        """Return the defaults of the checkpoint's generation config, subject to `Config.generation_config`."""
         return self.io_processor.defaults.sampling_params()
 
     def generate(
@@ -91,13 +92,14 @@ class LLMEngine:
         lora: str | None = None,
         stream_callback: StreamCallback | None = None,
     ) -> list[RequestResult]:
-        """Complete every prompt; the results in their order.
+        """Complete every prompt. Returns the results in the order of the prompts.
 
-        `sampling_params` is for all prompts, or a list with one for each; by default `default_sampling_params`. `lora`
-        is the name of one of `Config.lora`'s adapters. `stream_callback` is called as in `add_request`. Raises
-        `InvalidRequest`, a `ValueError`, before anything is sent when one prompt cannot run, and `EngineDeadError`
-        when the core dies. A request that fails by itself has `finish_reason` "error" and a sentence in `error`.
-        Interrupted, for instance by Ctrl-C, it aborts what it sent and the engine stays usable.
+        `sampling_params` is for all prompts, or a list with one entry per prompt; by default
+        `default_sampling_params`. `lora` is the name of one of `Config.lora`'s adapters. `stream_callback` is called
+        as in `add_request`. Raises `InvalidRequest`, a `ValueError`, before anything is sent if a prompt cannot run,
+        and `EngineDeadError` if the core dies. If a single request fails, its `finish_reason` is "error" and `error`
+        is a sentence. If the call is interrupted, for instance by Ctrl-C, it aborts its requests and the engine stays
+        usable.
         """
         ids = self.add_request(prompts, sampling_params, lora=lora, stream_callback=stream_callback)
         return self.collect(ids, use_tqdm)
@@ -109,10 +111,10 @@ class LLMEngine:
         *,
         lora: str | None = None,
     ) -> Iterator[tuple[int, RequestDelta]]:
-        """Complete every prompt; the index of a prompt and what an engine step added to its text, as it comes.
+        """Complete every prompt, and yield the index of a prompt and its delta after each engine step.
 
-        Takes the arguments of `generate`, and raises the same errors, at the first delta. Each prompt's last delta has
-        `finished` set. Closing the iterator, or an exception, aborts the prompts that are not complete::
+        Takes the arguments of `generate`, and raises the same errors at the first iteration. Each prompt's last delta
+        has `finished` set. Closing the iterator, or an exception, aborts the incomplete prompts::
 
             for index, delta in llm.stream(["Once upon a time", "The answer is"]):
                 print(index, delta.text)
@@ -120,7 +122,7 @@ class LLMEngine:
         yield from self._stream(self._sequences(prompts, sampling_params, lora))
 
     def _stream(self, sequences: Sequence[NewSequence]) -> Generator[tuple[int, RequestDelta], None, None]:
-        """The index of a sequence and what an engine step added to it, as it comes. See `stream`."""
+        """Yield the index of a sequence and its delta after each engine step. See `stream`."""
         pending: deque[tuple[int, RequestDelta]] = deque()
         ids = self._submit(sequences, lambda *streamed: pending.append(streamed))
         unfinished = {request_id: index for index, request_id in enumerate(ids)}
@@ -146,11 +148,12 @@ class LLMEngine:
         normalize: bool = True,
         use_tqdm: bool = False,
     ) -> list[list[float]]:
-        """The vector of each text, of an embedding model.
+        """Return the embedding vector of each text, by an embedding model.
 
-        `dimensions` cuts the vectors of a model that was trained for it; `prompt_name` is one of the checkpoint's
-        prompts, which goes before each text; `normalize` false leaves the model's last function out. Raises
-        `InvalidRequest`, a `ValueError`, before anything is sent, and `EngineDeadError` when the core dies::
+        `dimensions` truncates the vectors, if the model was trained for it. `prompt_name` names one of the
+        checkpoint's prompts, which is prepended to each text. With `normalize` false, the model's last function is not
+        applied. Raises `InvalidRequest`, a `ValueError`, before anything is sent, and `EngineDeadError` if the core
+        dies::
 
             query, document = llm.embed(["capital of France", "Paris is the capital of France."])
         """
@@ -163,9 +166,10 @@ class LLMEngine:
     def score(
         self, query: str, documents: list[str], *, instruction: str | None = None, use_tqdm: bool = False
     ) -> list[float]:
-        """How relevant each document is to `query`, of a reranker or an embedding model. Raises as `embed` does.
+        """Return the relevance of each document to `query`, by a reranker or an embedding model. Raises as `embed`
+        does.
 
-        `instruction` says what relevance means, for rerankers that read it.
+        `instruction` defines relevance, for rerankers that read it.
         """
         processor = self._pooling_for("classify", "embed")
         processor.check_scores()
@@ -175,7 +179,7 @@ class LLMEngine:
         return processor.scores(self._pool(prompts, use_tqdm), [0] * len(documents))
 
     def classify(self, texts: Prompts, *, use_tqdm: bool = False) -> list[tuple[str, list[float]]]:
-        """The most probable class of each text, and the probability of each class. Raises as `embed` does."""
+        """Return the most probable class of each text, and the probability of each class. Raises as `embed` does."""
         processor = self._pooling_for("classify")
         prompts = processor.prompts(_listed(texts), "texts")
         classes = [numbers_of(vector) for vector in self._pool(prompts, use_tqdm)]
@@ -190,7 +194,7 @@ class LLMEngine:
         return self.pooling
 
     def _pool(self, prompts: Sequence[PooledPrompt], use_tqdm: bool, **how: Any) -> list[bytes]:
-        """The vectors of prompts."""
+        """Return the pooled vectors of prompts."""
         assert self.pooling is not None
         sequences = [self.pooling.sequence(prompt, next(self._ids), **how) for prompt in prompts]
         vectors = []
@@ -208,16 +212,16 @@ class LLMEngine:
         lora: str | None = None,
         stream_callback: StreamCallback | None = None,
     ) -> list[int]:
-        """Start to complete prompts, as `generate` does; the request ids to `collect` later, in prompt order.
+        """Begin to complete prompts, as `generate` does. Returns the request ids for `collect`, in prompt order.
 
-        `stream_callback` is called with each delta of these prompts, from any call that waits for outputs.
+        `stream_callback` is called with each delta of these prompts, during any call that waits for outputs.
         """
         return self._submit(self._sequences(prompts, sampling_params, lora), stream_callback)
 
     def _sequences(
         self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None, lora: str | None
     ) -> list[NewSequence]:
-        """One sequence for each prompt; the arguments are those of `generate`."""
+        """Create one sequence per prompt. The arguments are those of `generate`."""
         if not isinstance(prompts, str | Iterable):
             raise TypeError(f"prompts is of type {type(prompts).__name__}; it must be a text, or a list of prompts")
         texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -248,7 +252,7 @@ class LLMEngine:
         ]
 
     def _submit(self, sequences: Sequence[NewSequence], stream_callback: StreamCallback | None = None) -> list[int]:
-        """Run sequences whose ids come from `_ids`; these ids."""
+        """Submit sequences with new ids from `_ids`. Returns the ids."""
         self._core.add_requests([sequence.request for sequence in sequences])
         states = {sequence.state.request_id: sequence.state for sequence in sequences}
         self._states |= states
@@ -257,12 +261,12 @@ class LLMEngine:
         return list(states)
 
     def collect(self, request_ids: list[int], use_tqdm: bool = False) -> list[RequestResult]:
-        """Wait until these requests are complete; their results in this order. Each can be collected once."""
+        """Wait until these requests are complete. Returns their results in this order. Each can be collected once."""
         results = self.io_processor.postprocess(self._wait(request_ids, use_tqdm))
         return [results[request_id] for request_id in request_ids]
 
     def _wait(self, request_ids: Sequence[int], use_tqdm: bool = False) -> list[RequestState]:
-        """Wait until these requests are complete, and forget them; their states."""
+        """Wait until these requests are complete, and remove them. Returns their states."""
         unknown = [request_id for request_id in request_ids if request_id not in self._states]
         if unknown:
             raise ValueError(f"request {unknown[0]} cannot be collected: it was collected already, or never added")
@@ -285,7 +289,7 @@ class LLMEngine:
         return states
 
     def close(self) -> None:
-        """End the core. What runs is aborted."""
+        """Abort the running requests and end the core."""
         self._core.shutdown()
 
     def __enter__(self) -> Self:
@@ -297,7 +301,7 @@ class LLMEngine:
         self.close()
 
     def _adapter(self, name: str | None) -> int:
-        """Number of the adapter of that name. Raises `ValueError` for an unknown one."""
+        """Return the number of the adapter `name`; 0 for None. Raises `ValueError` for an unknown name."""
         if name is None:
             return 0
         if name not in self._adapters:
@@ -306,10 +310,10 @@ class LLMEngine:
         return self._adapters[name]
 
     def _receive(self) -> set[int]:
-        """Wait for a step's outputs and give them to their requests; the ids of those that are complete now.
+        """Wait for a step's outputs and add them to their requests. Returns the ids of the requests that are now
+        complete.
 
-        Callbacks are called last, and all of them, before the first error that one raises: every request has its
-        outputs then.
+        All callbacks are called after that, even if one raises; then the first error is raised.
         """
         step = self._core.get_outputs()
         assert step is not None
@@ -319,7 +323,7 @@ class LLMEngine:
         streamed: list[tuple[StreamCallback, int, RequestDelta]] = []
         for output in step.outputs:
             state = self._states.get(output.request_id)
-            # The core may still send outputs of a request that was interrupted, or that met its stop string.
+            # The core may still send outputs of a request that was interrupted, or that reached a stop string.
             if state is None or state.finish_reason is not None:
                 continue
             delta = state.push(output)
@@ -342,19 +346,19 @@ class LLMEngine:
         return finished
 
     def _forget(self, request_ids: Sequence[int]) -> None:
-        """Free the state of requests that were collected or interrupted."""
+        """Remove the state of requests that were collected or interrupted."""
         for request_id in request_ids:
             self._states.pop(request_id, None)
             self._callbacks.pop(request_id, None)
 
 
 def _listed(texts: Prompts) -> list[str | list[int]]:
-    """The texts in a list of their own, as the caller may change his while the requests are live."""
+    """Copy the texts to a new list, since the caller may change the argument while the requests are live."""
     return [texts] if isinstance(texts, str) else [each if isinstance(each, str) else each.copy() for each in texts]
 
 
 def _checked(params: SamplingParams) -> SamplingParams:
-    """`params`, if its fields are of their types; the core would refuse others. Raises `TypeError`, `ValueError`."""
+    """Check the types of the fields of `params`, as the core would. Raises `TypeError`, `ValueError`."""
     if not isinstance(params, SamplingParams):
         raise TypeError(
             f"sampling_params holds a {type(params).__name__}; it must be SamplingParams, or a list of them"

@@ -1,18 +1,18 @@
-"""`Placement`: which replica computes a request. Used by `CoreManager` where there are several.
+"""`Placement`: chooses the replica that computes a request. `CoreManager` uses it with several replicas.
 
-It has no sockets: it knows which requests were sent to which replica, and their outputs. A request goes to the replica
-with the lowest cost, in tokens to compute:
+It has no sockets: it knows the replica of each request, and the outputs. A request is sent to the replica with the
+lowest cost, in tokens to compute:
 
     queued + 64 x live + uncached x (1 + fill)
 
-of the replica's `queued` prompt tokens, its `live` sequences, the prompt's `uncached` tokens, which are not in the
-replica's prefix cache, and the share of that cache that is in use. So a cached prefix counts for the work that it
-saves and no more: once the replica that has it is busier than another by as much, the other one computes it once and
-has it too. Tokens that are new to a full cache evict as many others, which may have to be computed again: they count
-twice there, so that the replicas' caches do not all fill with the same prefixes.
+where `queued` is the replica's number of queued prompt tokens, `live` its number of sequences, `uncached` the number
+of the prompt's tokens that are not in the replica's prefix cache, and `fill` the used share of that cache. So a cached
+prefix counts exactly the work that it saves: if the replica that has it is busier than another one by more than that,
+the other one computes the prefix, and then caches it too. New tokens in a full cache evict as many others, which may
+have to be computed again. They count twice, so that the replicas' caches do not all fill with the same prefixes.
 
-The first half is `PrefixIndex`: an estimate of what a replica's prefix cache holds, by digests of the prefixes that
-were sent there. A wrong estimate costs a worse placement, never a wrong answer.
+The first half is `PrefixIndex`: it estimates the content of a replica's prefix cache, by digests of the prefixes that
+were sent there. A wrong estimate may cause a worse placement, but never a wrong answer.
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,18 +24,18 @@ from engine.messages import AddRequest, RequestOutput
 from kvcache.hashing import chain_salt, compute_hash, first_parent
 
 _FINE_TOKENS = 1024
-"""Prefixes up to this length are distinguished by the block; longer ones to a sixteenth of their length."""
+"""Up to this length, prefixes are compared at every block; longer ones at intervals of 1 / 16 of their length."""
 
 _COARSENESS = 16
 
 _MOST_HASHED = 32
-"""Tokens of an interval that are hashed; a longer one is sampled evenly, so that no prompt is expensive to place."""
+"""Most hashed tokens of an interval. A longer interval is sampled evenly, so that no prompt is expensive to place."""
 
 _LEAST_BLOCK = 16
 
 
 def sample_boundaries(block_size: int, longest: int) -> list[int]:
-    """The prefix lengths that are compared, in tokens, up to `longest`: about 140 for 100,000 tokens."""
+    """Return the prefix lengths, in tokens up to `longest`, at which digests are compared: about 140 for 100,000."""
     unit = max(block_size, _LEAST_BLOCK)
     ends = [unit]
     while ends[-1] < longest:
@@ -45,29 +45,29 @@ def sample_boundaries(block_size: int, longest: int) -> list[int]:
 
 
 class PrefixChain:
-    """Digests of a text's prefixes, one a sample boundary, each chained to the one before (`kvcache.hashing`)."""
+    """Digests of a text's prefixes, one per sample boundary, each chained to the previous one (`kvcache.hashing`)."""
 
     __slots__ = ("_ends", "_parent", "digests")
 
     def __init__(self, ends: Sequence[int], salt: int | None) -> None:
-        """`ends` are the sample boundaries; `salt` is that of `kvcache.hashing.chain_salt`."""
+        """`ends` are the sample boundaries; `salt` as in `kvcache.hashing.chain_salt`."""
         self._ends = ends
         self._parent = first_parent(salt)
         self.digests: list[int] = []
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest prefix that has a digest."""
+        """Length in tokens of the longest prefix with a digest."""
         return self._ends[len(self.digests) - 1] if self.digests else 0
 
     def copy(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
         copy = type(self).__new__(type(self))
         copy._ends, copy._parent, copy.digests = self._ends, self._parent, self.digests.copy()
         return copy
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Hash the tokens that follow the first `num_tokens`; those after the last boundary are left out."""
+        """Hash the tokens after the first `num_tokens`, up to the last sample boundary."""
         ends, parent, offset = self._ends, self._parent, self.num_tokens
         start = 0
         for end in ends[len(self.digests) : bisect_right(ends, offset + len(tokens))]:
@@ -84,14 +84,14 @@ class PrefixChain:
 
 
 class PrefixIndex:
-    """The most recently used prefixes of one replica, of as many tokens as its KV cache holds."""
+    """The most recently used prefixes of one replica, with as many tokens in all as its KV cache holds."""
 
     def __init__(self, ends: Sequence[int], capacity: int) -> None:
         """`ends` are the sample boundaries, `capacity` the cache's size in tokens."""
         self._ends = ends
         self._capacity = capacity
         self._digests: OrderedDict[int, int] = OrderedDict()
-        """Number of tokens of the interval that ends at a digest, least recently used first.
+        """Number of tokens in the interval before each digest's boundary, least recently used first.
 
         A prefix is always more recent than its extensions, so that it is evicted last, as in the cache itself.
         """
@@ -99,16 +99,16 @@ class PrefixIndex:
 
     @property
     def fill(self) -> float:
-        """Share of the cache that is in use, 0 to 1."""
+        """Used share of the cache, 0 to 1."""
         return self._tokens / self._capacity
 
     def cached_tokens(self, chain: PrefixChain) -> int:
-        """Tokens of the longest cached prefix of `chain`'s text, by bisection."""
+        """Return the length in tokens of the longest cached prefix of `chain`'s text, by bisection."""
         number = bisect_left(chain.digests, True, key=lambda digest: digest not in self._digests)
         return self._ends[number - 1] if number else 0
 
     def use(self, chain: PrefixChain) -> None:
-        """Add the prefixes of `chain`'s text, which the replica computes, and evict others for them."""
+        """Add the prefixes of `chain`'s text, which the replica computes, and evict the least recently used ones."""
         digests, ends = self._digests, self._ends
         for number in range(len(chain.digests) - 1, -1, -1):
             digest = chain.digests[number]
@@ -127,11 +127,11 @@ class PrefixIndex:
 
 
 LIVE_TOKENS = 64
-"""Prompt tokens that cost as much as a sequence that generates, which costs little in each of many steps."""
+"""Cost of a generating sequence, in prompt tokens: it costs little per step, but in many steps."""
 
 
 class _LiveRequest:
-    """A live request, and the replica that it was sent to."""
+    """A live request and its replica."""
 
     __slots__ = ("chain", "num_prompt_tokens", "paused", "prompt", "queued", "replica", "token_ids")
 
@@ -139,14 +139,14 @@ class _LiveRequest:
         self.replica = replica
         self.prompt = request.prompt_token_ids
         self.queued = queued
-        """Tokens that must be computed before its next output; for a paused request, when it was paused."""
+        """Tokens to compute before its next output; for a paused request, their number when it was paused."""
         self.chain = chain
         self.token_ids: Sequence[int] = ()
         self.paused = False
 
 
 class _Load:
-    """The work of a replica, and the estimate of what its cache holds."""
+    """The work of a replica, and the estimated content of its cache."""
 
     def __init__(self, index: PrefixIndex | None) -> None:
         self.queued = 0
@@ -159,14 +159,14 @@ class _Load:
 
 
 class Placement:
-    """The replica of each live request, from `place` to its last output."""
+    """Chooses and records the replica of each live request, from `place` to its last output."""
 
     def __init__(
         self, capacities: Sequence[int], block_size: int, max_model_len: int, *, by_prefix: bool, in_turn: bool = False
     ) -> None:
         """`capacities` are the sizes of the replicas' KV caches in tokens.
 
-        `by_prefix`: their prefix caches count. `in_turn`: replicas are chosen in turn, whatever their work.
+        `by_prefix`: whether cached prefixes count. `in_turn`: choose replicas in turn, regardless of their work.
         """
         self._ends = sample_boundaries(block_size, max_model_len)
         self._by_prefix = by_prefix and not in_turn
@@ -176,19 +176,19 @@ class Placement:
         self._next = 0
 
     def load(self, replica: int) -> int:
-        """The work of a replica, in tokens."""
+        """Return the work of a replica, in tokens."""
         return self._loads[replica].tokens
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._placed)
 
     def place(self, requests: Sequence[AddRequest], among: Sequence[int]) -> dict[int, list[AddRequest]]:
-        """A replica of `among` for each request; by replica those that go there, in their order.
+        """Choose a replica of `among` for each request. Returns the requests of each chosen replica, in their order.
 
-        Successive requests of one and the same prompt, a list that they share, are its choices: they go together, for
-        the prompt is computed once.
+        Consecutive requests that share one list of prompt tokens are choices of the same prompt. They get the same
+        replica, so that the prompt is computed once.
         """
         chosen: dict[int, list[AddRequest]] = {}
         first = 0
@@ -202,7 +202,7 @@ class Placement:
         return chosen
 
     def move(self, requests: Sequence[AddRequest], among: Sequence[int]) -> dict[int, list[AddRequest]]:
-        """As `place`, for live requests of unavailable replicas: their generated tokens are computed again too."""
+        """As `place`, for live requests of unavailable replicas, whose generated tokens must be computed again too."""
         before = [self._placed.pop(request.request_id) for request in requests]
         for placed in before:
             if not placed.paused:
@@ -219,11 +219,11 @@ class Placement:
         return chosen
 
     def follow(self, request_id: int, token_ids: Sequence[int]) -> None:
-        """Use `token_ids` as the generated tokens of a request; the list grows with its outputs."""
+        """Register `token_ids`, to which the caller appends, as the generated tokens of a request."""
         self._placed[request_id].token_ids = token_ids
 
     def note(self, outputs: Iterable[RequestOutput]) -> None:
-        """Update the work of the replica that sent these outputs."""
+        """Subtract the work that these outputs show to be done."""
         for output in outputs:
             placed = self._placed.get(output.request_id)
             if placed is None:
@@ -236,7 +236,7 @@ class Placement:
                 self._end(output)
 
     def pause(self, request_ids: Iterable[int]) -> None:
-        """Take paused requests out of the work of their replicas."""
+        """Subtract paused requests from the work of their replicas."""
         for placed in self._live(request_ids):
             if not placed.paused:
                 self._leave(placed)
@@ -244,7 +244,7 @@ class Placement:
                 self._remember(placed)
 
     def resume(self, request_ids: Iterable[int]) -> None:
-        """Return paused requests to their replicas, where tokens that the cache has lost are computed again."""
+        """Add paused requests to the work of their replicas again, with the tokens that are no longer cached."""
         for placed in self._live(request_ids):
             if placed.paused:
                 placed.paused = False
@@ -254,7 +254,7 @@ class Placement:
                 load.queued += placed.queued
 
     def begin_again(self, replica: int) -> None:
-        """Note that a replica's core was restarted with an empty cache: it computes its live requests again."""
+        """Note that a replica's core was restarted with an empty cache, and computes its live requests again."""
         load = self._loads[replica]
         if load.index is not None:
             load.index.clear()
@@ -276,7 +276,7 @@ class Placement:
         if self._by_prefix:
             chain = PrefixChain(self._ends, chain_salt(request.cache_salt, request.adapter))
             chain.extend(request.prompt_token_ids)
-        # Replicas of equal cost are chosen in turn.
+        # Replicas with equal cost are chosen in turn.
         turn = self._next % len(among)
         candidates = [*among[turn:], *among[:turn]]
         self._next += 1
@@ -298,14 +298,14 @@ class Placement:
             load.index.use(chain)
         load.live += len(choices)
         for number, choice in enumerate(choices):
-            # The first choice's blocks are shared by the others.
+            # The other choices share the first one's blocks.
             queued = 0 if number and chain is not None else uncached[replica]
             load.queued += queued
             self._placed[choice.request_id] = _LiveRequest(choice, replica, queued, chain)
         return replica
 
     def _end(self, output: RequestOutput) -> None:
-        """Remove a finished request; its KV stays in the cache."""
+        """Remove a finished request. Its KV cache blocks stay cached."""
         placed = self._placed.pop(output.request_id)
         if not placed.paused:
             self._leave(placed)
@@ -317,13 +317,13 @@ class Placement:
         load.queued -= placed.queued
 
     def _remember(self, placed: _LiveRequest, last_tokens: Sequence[int] = ()) -> None:
-        """Add a request's whole text to the index; `last_tokens` are not in its `token_ids` yet."""
+        """Add a request's prompt and generated tokens to the index. `last_tokens` are not in its `token_ids` yet."""
         index = self._loads[placed.replica].index
         if index is not None and placed.chain is not None and (placed.token_ids or last_tokens):
             index.use(_whole_chain(placed, placed.chain, last_tokens))
 
     def _lost(self, placed: _LiveRequest) -> int:
-        """Number of a request's tokens that are not in its replica's cache."""
+        """Return the number of a request's tokens that are not in its replica's cache."""
         num_tokens = len(placed.prompt) + len(placed.token_ids)
         index = self._loads[placed.replica].index
         if index is None or placed.chain is None:
@@ -335,7 +335,7 @@ class Placement:
 
 
 def _whole_chain(placed: _LiveRequest, chain: PrefixChain, last_tokens: Sequence[int] = ()) -> PrefixChain:
-    """`chain`, which is the prompt's, extended by the generated tokens."""
+    """Extend `chain`, the prompt's chain, by the generated tokens."""
     whole = chain.copy()
     whole.extend([*placed.prompt[chain.num_tokens :], *placed.token_ids, *last_tokens])
     return whole

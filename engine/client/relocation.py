@@ -1,8 +1,10 @@
-"""`Relocation`: moves the requests of a replica that stays unavailable to others. Called by `CoreManager`, repeatedly.
+"""`Relocation`: moves requests of a replica that stays unavailable to other replicas. `CoreManager` calls it
+repeatedly.
 
-A request that is suspected to have killed its core must not kill another replica's: it waits for its own, and the
-other choices of its prompt with it. Should that take longer than a start may, other replicas try such requests, one at
-a time and each alone. The crashes of a request are counted across replicas, so that moving it allows no more of them.
+A request that is suspected to have crashed its core must not crash another replica's core: it waits for its own
+replica, together with the other choices of its prompt. If that takes longer than a start may, other replicas try such
+requests one at a time. The crashes of a request are counted across replicas, so that moving it does not allow more of
+them.
 """
 
 import logging
@@ -15,37 +17,36 @@ from engine.client.replica import JournalEntry, Replica, RequestLocation
 logger = logging.getLogger(__name__)
 
 UNAVAILABLE_SECONDS = 3.0
-"""Seconds that a replica is unavailable, while another serves, before its requests move. A small model's core serves
-again sooner, so that nothing is moved; a large one's takes a minute."""
+"""Seconds for which a replica must be unavailable, while another serves, before its requests move. The core of a small
+model restarts faster, so nothing is moved; that of a large model takes a minute."""
 
 
 class Relocation:
-    """Over all replicas, where each has a core of its own that can be lost alone."""
+    """Moves requests between replicas that do not compute in lockstep, so that one core can fail alone."""
 
     def __init__(
         self, replicas: Sequence[Replica], placement: Placement, on_move: Callable[[int, int], object]
     ) -> None:
-        """`on_move` is called with the number of requests that continue in a replica after tokens that they had, and
-        with that replica.
-        """
+        """`on_move` is called with the number of requests with tokens that continue in a replica, and with its
+        number."""
         self._replicas = replicas
         self._placement = placement
         self._on_move = on_move
         self._tried: JournalEntry | None = None
-        """The suspect that was moved last, until it has a token or has ended."""
+        """The suspected request that was moved last, until it has a further token or has ended."""
 
     def relocate_from(self, replica: Replica) -> None:
-        """Move requests that have waited long enough for `replica`, which is unavailable, if another one serves."""
+        """Move the requests that have waited long enough for the unavailable `replica`, if another one serves."""
         serving = [each for each in self._replicas if each.is_serving]
         if not serving:
             return
-        # Where all were unavailable, the first to serve again must not get all requests: others may follow at once.
+        # If all were unavailable, the first one to serve again must not get all requests: others may follow soon.
         since = max(replica.supervisor.since, min(each.supervisor.since for each in serving))
         unavailable = time.monotonic() - since
         if unavailable < UNAVAILABLE_SECONDS:
             return
         movable = [entry for entry in replica.journal if entry.is_movable]
-        # Choices share one list of their prompt's tokens.
+        # The choices of a prompt share its list of tokens.
         held = {id(each.request.prompt_token_ids) for each in self._entries() if _holds_back(each)}
         self._move(replica, [each for each in movable if id(each.request.prompt_token_ids) not in held], serving)
         if unavailable > replica.supervisor.longest_start and not self._is_trying():
@@ -55,7 +56,7 @@ class Relocation:
                 self._move(replica, [suspect], serving)
 
     def note_step(self) -> None:
-        """Move the requests that waited for the result of a suspect, if a core has reported it with a step."""
+        """Move the requests that waited for a suspected request, if a core's step has shown that it is harmless."""
         tried = self._tried
         if tried is None or (tried.is_suspect and self._is_live(tried)):
             return
@@ -72,7 +73,7 @@ class Relocation:
             yield from replica.journal
 
     def _is_trying(self) -> bool:
-        """Whether a replica computes a suspect, or may have died of one and may still serve again."""
+        """Return whether a replica computes a suspected request, or may have crashed on it and is being restarted."""
         now = time.monotonic()
         for replica in self._replicas:
             if not replica.is_serving:
@@ -103,7 +104,7 @@ class Relocation:
 
 
 def _holds_back(entry: JournalEntry) -> bool:
-    """Whether the other choices of its prompt wait for its result."""
+    """Return whether the other choices of its prompt wait for its result."""
     return entry.is_suspect and (entry.is_movable or entry.location is not RequestLocation.FRONT_END)
 
 
