@@ -96,7 +96,7 @@ class Feed:
     text continues where it was, and only words of bounded length are examined again.
     """
 
-    __slots__ = ("_kept", "at", "ended", "text")
+    __slots__ = ("_record", "at", "ended", "text")
 
     def __init__(self) -> None:
         self.text = ""
