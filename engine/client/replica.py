@@ -1,7 +1,7 @@
-"""`Replica`: one engine core with its successors, and the requests that it owes an answer.
+"""`Replica`: an engine core with its successors, and the live requests that were sent to it.
 
-Owned by `CoreManager`, which has one replica or, data parallel, several. The first half is the `Journal`: what every
-live request needs to continue in another core.
+Owned by `CoreManager`, which has one replica or, with data parallelism, several. The first half is the `Journal`: the
+data that each live request needs to continue in another core.
 """
 
 import logging
@@ -40,42 +40,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_CRASHES = 2
-"""Successive crashes that a request may have been in; after them it is not tried again."""
+"""Most successive crashes in steps that computed a request. After them it is not tried again."""
 
 _MAX_KILLS = 3
-"""The same where the last core was killed from outside, which a request causes only by taking all memory."""
+"""That bound if the last core was killed by another process: a request causes that only by using all memory."""
 
 _MAX_LOSSES = 3
-"""Successive cores that may be lost with a request that is not suspected; after them no replica takes it over."""
+"""Most successive cores lost with a request that is not suspected. After them no other replica takes it over."""
 
 
 class RequestLocation(Enum):
-    """Where a live request is."""
+    """The location of a live request."""
 
     FRONT_END = auto()
-    """Not in the core: it waits for a core to be ready, or is paused."""
+    """Not in the core: it waits until a core is ready, or is paused."""
     CORE = auto()
     RECALLED = auto()
-    """Recalled from the core to be paused: the core still owes its last output, which is not delivered."""
+    """Recalled from the core to be paused. The core will still send its last output, which is not delivered."""
 
 
 class _Streak(NamedTuple):
-    """Successive events of one kind in a request's life, without a new token between them."""
+    """Number of successive events of one kind in the life of a request, without a new token between them."""
 
     times: int = 0
     tokens: int = -1
-    """Number of tokens that the request had at the last one."""
+    """Number of tokens that the request had at the last event."""
 
     def extended(self, tokens: int) -> "_Streak":
-        """With one more event, at this number of tokens."""
+        """Return the streak with one more event, at `tokens` tokens."""
         return _Streak(1 if tokens > self.tokens else self.times + 1, tokens)
 
 
 class JournalEntry:
-    """One live request, with everything that it needs to continue in another core.
+    """One live request, with all data that it needs to continue in another core.
 
-    That is its message and the tokens that were delivered: sampling is keyed by request and position, a grammar is
-    followed again along the tokens, and the text is kept by the front end.
+    These are its message and the delivered tokens: sampling is keyed by request and position, a grammar's matcher is
+    advanced over the tokens again, and the front end has the text.
     """
 
     __slots__ = (
@@ -94,46 +94,46 @@ class JournalEntry:
     def __init__(self, request: AddRequest) -> None:
         self.request = request
         self.token_ids: list[int] = []
-        """Delivered so far."""
+        """Tokens delivered so far."""
         self.location = RequestLocation.FRONT_END
         self.paused = False
         self.aborted = False
         self._crashes = self._losses = _Streak()
         self.sent_time = 0.0
-        """When it was sent to the core where it is, on the monotonic clock."""
+        """Time at which it was sent to its present core, on the monotonic clock."""
         self.tokens_at_start = 0
-        """Tokens that it had when it was sent to the core where it is."""
+        """Number of its tokens when it was sent to its present core."""
         self.steps_at_start = 0
-        """Steps that cores had reported by then."""
+        """Number of steps that cores had reported at that time."""
 
     @property
     def crashes(self) -> int:
-        """Successive crashes with it in the step, without a new token between them."""
+        """Successive crashes in steps that computed it, without a new token between them."""
         return self._crashes.times
 
     @property
     def losses(self) -> int:
-        """Successive cores lost with it, in no step known to have computed it, without a new token between them."""
+        """Successive cores lost with it, in steps not known to have computed it, without a new token between them."""
         return self._losses.times
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it was in the step in which a core died, and has had no token since."""
+        """Whether a core died in a step that computed it, and it has had no token since."""
         return len(self.token_ids) == self._crashes.tokens
 
     @property
     def is_movable(self) -> bool:
-        """Whether another replica may continue it: it is in no core, and has not been lost with too many."""
+        """Whether another replica may continue it: it is in no core, and was not lost with too many cores."""
         progressed = len(self.token_ids) > self._losses.tokens
         return self.location is RequestLocation.FRONT_END and (progressed or self.losses < _MAX_LOSSES)
 
     def message(self) -> AddRequest:
-        """The message that has a core begin or continue it."""
+        """Return the message that makes a core begin or continue it."""
         if not self.token_ids and not self.crashes:
             return self.request
         params = self.request.sampling_params
         if self.token_ids:
-            # The prompt's log probabilities came with the first token.
+            # The prompt's log probabilities were delivered with the first token.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         return msgspec.structs.replace(
             self.request,
@@ -152,7 +152,7 @@ class JournalEntry:
 
 
 class Journal:
-    """The live requests by id, in order of arrival. One is live until its output with `finished` set is recorded."""
+    """The live requests by id, in order of arrival. A request is live until its output with `finished` is recorded."""
 
     def __init__(self) -> None:
         self._entries: dict[int, JournalEntry] = {}
@@ -168,37 +168,38 @@ class Journal:
 
     @property
     def has_work(self) -> bool:
-        """Whether the core owes anything: tokens, or the last output of a request that was recalled."""
+        """Whether outputs of the core are pending: tokens, or the last output of a recalled request."""
         return any(entry.location is not RequestLocation.FRONT_END for entry in self)
 
     def entries(self, request_ids: Iterable[int]) -> list[JournalEntry]:
-        """The entries of those of these requests that are live."""
+        """Return the entries of the given requests that are live."""
         return [entry for id in request_ids if (entry := self._entries.get(id)) is not None]
 
     def add(self, requests: Sequence[AddRequest]) -> list[JournalEntry]:
-        """Add requests. Raises `ValueError` for an id that is used twice."""
+        """Add requests, and return their entries. Raises `ValueError` if an id is used twice."""
         self.check_new(requests)
         entries = {request.request_id: JournalEntry(request) for request in requests}
         self._entries |= entries
         return list(entries.values())
 
     def check_new(self, requests: Sequence[AddRequest]) -> None:
-        """Raise `ValueError` where two requests have the same id, or one has the id of a live request."""
+        """Raise `ValueError` if two requests have the same id, or one has the id of a live request."""
         ids = {request.request_id for request in requests}
         if len(ids) < len(requests) or not self._entries.keys().isdisjoint(ids):
             raise ValueError("a request id is used twice; each live request needs an id of its own")
 
     def export_entries(self, entries: Iterable[JournalEntry]) -> None:
-        """Remove live requests, which continue in another journal."""
+        """Remove live requests that continue in another journal."""
         for entry in entries:
             del self._entries[entry.request.request_id]
 
     def import_entries(self, entries: Iterable[JournalEntry]) -> None:
-        """Add live requests of another journal, with their history."""
+        """Add live requests of another journal, including their history."""
         self._entries |= {entry.request.request_id: entry for entry in entries}
 
     def send(self, entries: Iterable[JournalEntry]) -> list[AddRequest]:
-        """The messages that send those of `entries` to the core that are not there and not paused."""
+        """Note that requests are sent to the core, and return the messages. Requests in the core or paused are
+        skipped."""
         messages = []
         now = time.monotonic()
         for entry in entries:
@@ -212,7 +213,7 @@ class Journal:
         return messages
 
     def recall(self, entries: Iterable[JournalEntry]) -> list[int]:
-        """Pause requests; the ids of those that the core must abort."""
+        """Pause requests. Returns the ids of those that the core must abort."""
         recalled = []
         for entry in entries:
             entry.paused = True
@@ -222,21 +223,21 @@ class Journal:
         return recalled
 
     def recall_all(self) -> list[int]:
-        """Recall every request, without pausing any; the ids of those that the core must abort."""
+        """Recall every request without pausing it. Returns the ids of those that the core must abort."""
         recalled = [entry for entry in self if entry.location is RequestLocation.CORE and not entry.aborted]
         for entry in recalled:
             entry.location = RequestLocation.RECALLED
         return [entry.request.request_id for entry in recalled]
 
     def resume(self, entries: Iterable[JournalEntry]) -> list[JournalEntry]:
-        """End the pause of requests; those that can be sent at once."""
+        """End the pause of requests. Returns those that can be sent to the core at once."""
         resumed = list(entries)
         for entry in resumed:
             entry.paused = False
         return [entry for entry in resumed if entry.location is RequestLocation.FRONT_END]
 
     def abort(self, entries: Iterable[JournalEntry]) -> tuple[list[int], list[RequestOutput]]:
-        """Abort requests: ids of those that the core must abort, and last outputs of the others."""
+        """Abort requests. Returns the ids of those that the core must abort, and the last outputs of the others."""
         in_core, ended = [], []
         for entry in entries:
             request_id, entry.aborted = entry.request.request_id, True
@@ -247,9 +248,9 @@ class Journal:
         return in_core, ended
 
     def record(self, step: StepOutputs) -> list[JournalEntry]:
-        """Record a step's outputs, with their times; the recalled requests that have left the core with it.
+        """Record a step's outputs, with their times. Returns the recalled requests that have left the core with it.
 
-        The last outputs of these are removed from `step`. Costs one dictionary look-up a request.
+        The last outputs of these are removed from `step`. Costs one dictionary look-up per request.
         """
         self._num_steps += 1
         entries = self._entries
@@ -273,20 +274,21 @@ class Journal:
         return left
 
     def core_died(self, in_step: Collection[int] | None, *, killed: bool) -> list[RequestOutput]:
-        """Recall every request from a core that died, or was `killed`, in a step of the requests `in_step`.
+        """Recall every request from a core that died in a step of the requests `in_step`. `killed`: by another
+        process.
 
-        None: it ended because of another core, or its host is gone, and no request is suspected. Returns the last
-        outputs of the requests that do not continue: they were aborted, or too many cores died on them.
+        `in_step` is None if the core ended because of another core, or its host is gone: then no request is suspected.
+        Returns the last outputs of the requests that do not continue: those aborted, and those too many cores died on.
         """
         in_core = [entry for entry in self if entry.location is not RequestLocation.FRONT_END]
-        # A core that died between steps may have died of a request that it had just received.
+        # If the core died between steps, a request that it had just received may be the cause.
         suspects: set[JournalEntry] = set()
         if in_step is not None:
             suspects.update(self.entries(in_step) or [entry for entry in in_core if self._was_recently_sent(entry)])
             suspects &= set(in_core)
         for entry in suspects:
             entry.note_crash()
-        # A core may also die outside of steps, for example of a grammar: losses are limited as well.
+        # A request may also crash a core outside of steps, for example by its grammar, so losses are limited as well.
         for entry in in_core:
             if entry not in suspects:
                 entry.note_loss()
@@ -301,34 +303,35 @@ class Journal:
         return ended
 
     def _was_recently_sent(self, entry: JournalEntry) -> bool:
-        """Whether the core may have died while taking the request in, and not after it had waited for some steps."""
+        """Return whether the core may have died while it received the request, because no steps have passed since."""
         is_new = entry.steps_at_start >= self._num_steps - 1 or entry.request.sampling_params.grammar is not None
         return is_new and len(entry.token_ids) == entry.tokens_at_start
 
     def end_all(self, error: str) -> list[RequestOutput]:
-        """The last outputs of all live requests, which end with `error`."""
+        """End all live requests with `error`. Returns their last outputs."""
         return [terminal_output(id, "error", error) for id in self._entries]
 
 
 class ReplicaEvents(NamedTuple):
-    """What a replica reports to its `CoreManager`."""
+    """Callbacks of a replica to its `CoreManager`."""
 
     on_outputs: Callable[["Replica", StepOutputs], object]
-    """A step's outputs, which are to be delivered."""
+    """A step has outputs to deliver."""
     on_step: Callable[[], object]
-    """Its core reported a step, whose outputs were delivered."""
+    """The core has reported a step, and its outputs were delivered."""
     on_ready: Callable[["Replica", bool, int], object]
-    """A core serves; whether it is not the first, and the number of requests that continue after tokens they had."""
+    """A core serves. Arguments: whether it is a restarted one, and the number of requests with tokens that
+    continue."""
     on_unavailable: Callable[["Replica"], object]
-    """A core that served is gone, and the next does not serve yet. Called repeatedly."""
+    """The core is gone, and the next one does not serve yet. Called repeatedly."""
     on_end: Callable[["Replica", Failed], object]
-    """It has no core, and none will be started."""
+    """The replica has no core, and none will be started."""
 
 
 class Replica:
-    """A supervised core, and the journal of its requests. All calls come from one thread.
+    """A supervised core and the journal of its requests. All calls come from one thread.
 
-    Requests of a core that dies continue in its next one, unless `Relocation` moves them to other replicas.
+    Requests of a core that dies continue in the next core, unless `Relocation` moves them to other replicas.
     """
 
     def __init__(
@@ -344,26 +347,27 @@ class Replica:
         cpus: Collection[int],
         starts: bool = True,
     ) -> None:
-        """Start its core and return at once; see `Supervisor`. Without `starts` it begins asleep.
+        """Start the core and return at once; see `Supervisor`. Without `starts`, the replica begins asleep.
 
-        The memory of its `share` is for the first core, which loads at the same time as the others'. `lockstep`: all
-        replicas that compute in lockstep, and `rendezvous`, their rendezvous; `hosts`: those that may run it;
-        `adapters`: those that each core must have; `cpus`: those that a core on this host may use.
+        The memory in `share` is for the first core, which loads at the same time as those of other replicas.
+        `lockstep` lists all replicas that compute in lockstep, and `rendezvous` is their rendezvous. `hosts` may run
+        the core. `adapters` lists the adapters that each core must have, `cpus` the CPUs that a core on this host may
+        use.
         """
         self.number = share.replica
         self.ready: Ready | None = None
-        """The message of its latest core when that was ready to serve; None before the first."""
+        """The `Ready` message of the latest core; None before the first."""
         self.journal = Journal()
         self._lockstep: Sequence[Replica] = (self,) if lockstep is None else lockstep
-        """While one of these has work, all must show progress."""
+        """Replicas in lockstep. While one of them has work, all must make progress."""
         self._events = events
         self._adapters = adapters
         self._log_level: str | None = None
-        """Set since the start; None: as configured."""
+        """Log level set after the start; None: as configured."""
         self._is_asleep = not starts
-        """Whether requests wait for `wake_up`."""
+        """Whether requests wait until `wake_up`."""
         self._awaits_release = False
-        """Whether the core has not yet freed its cache."""
+        """Whether the core has yet to confirm that it has freed its cache."""
         self._share = share
         self._cpus = cpus
         self._rendezvous = rendezvous
@@ -372,28 +376,28 @@ class Replica:
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is a core that is ready."""
+        """Whether a core is ready."""
         return self.supervisor.is_serving
 
     def shutdown(self) -> None:
-        """Ask the core to abort its requests and end, without waiting for that."""
+        """Ask the core to abort its requests and end, without waiting."""
         self.supervisor.begin_shutdown([Shutdown()])
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[AddRequest]) -> list[JournalEntry]:
-        """Send requests, or keep them until a core serves; their entries in the journal."""
+        """Send requests, at once or when a core serves. Returns their entries in the journal."""
         entries = self.journal.add(requests)
         self._send(entries)
         return entries
 
     def take_over(self, entries: Sequence[JournalEntry]) -> None:
-        """Continue requests that another replica has exported."""
+        """Continue requests that another replica exported."""
         self.journal.import_entries(entries)
         self._send(entries)
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Abort those of the requests that are this replica's."""
+        """Abort the given requests, as far as they belong to this replica."""
         in_core, ended = self.journal.abort(self.journal.entries(request_ids))
         if in_core:
             self.supervisor.send([AbortRequests(in_core)])
@@ -406,11 +410,12 @@ class Replica:
             self.supervisor.send([AbortRequests(recalled)])
 
     def resume(self, request_ids: Collection[int]) -> None:
-        """Have the core continue paused requests."""
+        """Continue paused requests."""
         self._send(self.journal.resume(self.journal.entries(request_ids)))
 
     def sleep(self, *, ends_core: bool) -> None:
-        """Recall all requests, and hold them and later ones until `wake_up`; then end the core or free its cache."""
+        """Recall all requests, and make them and later ones wait until `wake_up`. Then end the core or free its
+        cache."""
         self._is_asleep, self._awaits_release = True, not ends_core and self.is_serving
         recalled = self.journal.recall_all()
         if recalled:
@@ -421,18 +426,18 @@ class Replica:
             self.supervisor.send([ReleaseCache()])
 
     def on_cache_released(self) -> None:
-        """The core has freed its cache."""
+        """Note that the core has freed its cache."""
         self._awaits_release = False
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether what `sleep` asked for has been done, or there is no core any more to do it."""
+        """Whether `sleep` is complete: the core has ended, or freed its cache."""
         if self.supervisor.is_suspended:
             return not self.supervisor.has_core
         return not self.is_serving or not (self._awaits_release or self.journal.has_work)
 
     def begin_successor(self, config: Config) -> "Successor":
-        """Start a core of another configuration next to this replica's, for `succeed`."""
+        """Start a core with another configuration in addition to the present one, for `succeed`."""
         share = self._share._replace(available_bytes=None)
 
         def new_core(config: Config) -> CoreProcess:
@@ -441,7 +446,8 @@ class Replica:
         return Successor(config, self.supervisor.name, new_core)
 
     def succeed(self, successor: "Successor") -> None:
-        """Continue all requests, which sleep, in the core of `successor`, which serves."""
+        """Replace the core of this sleeping replica by that of `successor`, which serves, and continue all
+        requests."""
         assert successor.ready is not None
         self.supervisor.retire()
         self.supervisor = successor.supervisor
@@ -450,29 +456,29 @@ class Replica:
         self.on_core_ready(successor.ready, again=True)
 
     def wake_up(self) -> None:
-        """Start a core, if it was ended, and continue all requests where they were."""
+        """Start a core if it was ended, and continue all requests after their last token."""
         self._is_asleep = False
         self.supervisor.resume()
         self._send(list(self.journal))
 
     def set_log_level(self, level: str) -> None:
-        """Have the core, and those after it, log from this level on."""
+        """Set the log level of the core, and of later cores."""
         self._log_level = level
         self.supervisor.send([SetLogLevel(level)])
 
     def send_command(self, message: Inbound) -> None:
-        """Send the core a message that concerns no request. It is lost where no core serves."""
+        """Send the core a message that concerns no request. It is lost if no core serves."""
         self.supervisor.send([message])
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver outputs that no core sent."""
+        """Deliver outputs that were created here, not by a core."""
         if outputs:
             step = StepOutputs(outputs)
             self.journal.record(step)
             self._events.on_outputs(self, step)
 
     def _send(self, entries: Sequence[JournalEntry]) -> None:
-        """Send requests to the core, if it serves; otherwise they wait for it."""
+        """Send requests to the core if it serves; otherwise they wait."""
         if self.is_serving and entries and not self._is_asleep:
             if not self.has_work:
                 for replica in self._lockstep:
@@ -496,17 +502,17 @@ class Replica:
 
     @property
     def live(self) -> Collection[int]:
-        """Ids of the requests that still owe their terminal output."""
+        """Ids of the requests that have not had their terminal output."""
         return self.journal.ids
 
     @property
     def has_work(self) -> bool:
-        """Whether the core owes an output, or computes in lockstep with one that does."""
+        """Whether outputs of the core are pending, or of a core that it computes in lockstep with."""
         return any(replica.journal.has_work for replica in self._lockstep)
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether the core waits for those of other replicas, and none of them for it."""
+        """Whether the core waits for cores of other replicas, and none of them waits for it."""
         return self._rendezvous is not None and self._rendezvous.waits_for_peers(self.number)
 
     def on_step(self, step: StepOutputs) -> None:
@@ -517,13 +523,13 @@ class Replica:
         self._events.on_step()
 
     def on_adapter_changed(self, answer: AdapterChanged) -> None:
-        """Note what the core answered about an adapter."""
+        """Record the core's answer about an adapter."""
         self._adapters.answered(self.number, answer)
 
     def on_core_ready(self, ready: Ready, *, again: bool) -> None:
-        """Send a core the adapters that it lacks, and then the requests that wait for it."""
+        """Send a ready core the adapters that it lacks, and then the waiting requests."""
         if self._hosts is not None:
-            # The CPUs of another host are not those of this one's processes.
+            # CPU numbers of another host have no meaning for the processes of this host.
             ready = Ready(msgspec.structs.replace(ready.model, own_cpus=[]), ready.startup_seconds)
         self.ready = ready
         resumed = sum(bool(entry.token_ids) for entry in self.journal)
@@ -538,39 +544,40 @@ class Replica:
         self._send(list(self.journal))
 
     def on_core_death(self, in_step: Collection[int] | None, *, killed: bool) -> bool:
-        """Recall all requests and end those that do not continue; whether one was found to be the cause."""
+        """Recall all requests and end those that do not continue. Returns whether a request was found to be the
+        cause."""
         self._adapters.core_died(self.number, self.supervisor.name)
         ended = self.journal.core_died(in_step, killed=killed)
         self._deliver(ended)
         return any(output.is_poison for output in ended)
 
     def on_unavailable(self) -> None:
-        """Requests that wait for the next core may be moved to other replicas."""
+        """Report that the core is unavailable, so that waiting requests may be moved to other replicas."""
         self._events.on_unavailable(self)
 
     def on_end(self, failure: Failed) -> None:
-        """End every live request with an error, as there will be no other core."""
+        """End every live request with an error, because no other core will be started."""
         self._events.on_end(self, failure)
         self._deliver(self.journal.end_all(failure.error))
 
 
 class Successor:
-    """The keeper of a core on trial, which has no requests."""
+    """The `Keeper` of a core with new weights, before it has requests."""
 
     has_work = waits_for_peers = False
 
     def __init__(self, config: Config, name: str, new_core: Callable[[Config], CoreHandle]) -> None:
-        """Start the core. Raises `ValueError`, `OSError` when it cannot be started."""
+        """Start the core. Raises `ValueError`, `OSError` if it cannot be started."""
         self.ready: Ready | None = None
-        """Its core's message, once that was ready to serve."""
+        """The `Ready` message of its core; None before that."""
         self.failure: Failed | None = None
-        """Why there is no core."""
+        """Reason why there is no core; None while there is one."""
         self._name, self._new_core = name, new_core
         self.supervisor = Supervisor(config, self, name)
 
     @property
     def live(self) -> Collection[int]:
-        """None."""
+        """Ids of live requests: there are none."""
         return ()
 
     def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]", /) -> CoreLink:
@@ -578,11 +585,11 @@ class Successor:
         return CoreLink(self._new_core(config), context, self._name)
 
     def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
-        """Note that it serves."""
+        """Note that the core serves."""
         self.ready = ready
 
     def on_end(self, failure: Failed, /) -> None:
-        """Note why it does not."""
+        """Note why the core does not serve."""
         self.failure = failure
 
     def on_core_death(self, in_step: Collection[int] | None, /, *, killed: bool) -> bool:

@@ -1,8 +1,8 @@
-"""`Supervisor`: keeps an engine core running: starts it, reads its messages, kills it when it hangs, starts the next.
+"""`Supervisor`: starts an engine core, reads its messages, kills it when it hangs, and restarts it.
 
-Owned by `Replica`, which knows the requests; a supervisor knows processes. It works by blocking calls or on an event
-loop. In this order: `CoreLink`, one core's process and sockets; `RestartPolicy`, whether another core is started;
-`Watchdog`, whether a core hangs; and the supervisor, which has one of each.
+Owned by `Replica`, which manages requests; a supervisor manages processes. It works with blocking calls or on an event
+loop. In this order: `CoreLink`, the process and sockets of one core; `RestartPolicy`, which decides whether another
+core is started; `Watchdog`, which detects a core that hangs; and the supervisor, which has one of each.
 """
 
 import asyncio
@@ -36,26 +36,26 @@ from engine.messages import (
 logger = logging.getLogger(__name__)
 
 _LAST_MESSAGE_MS = 1000
-"""A core that exits by itself sends the reason first; the message may arrive this much later than the exit is seen."""
+"""A core that exits by itself sends the reason first. The message may be received this much later than the exit."""
 
 _END_SECONDS = 2.0
-"""From the end of the lifeline to SIGKILL, for a core that serves; one that does not has nothing to end."""
+"""Seconds between closing the lifeline and SIGKILL for a serving core. Other cores are killed at once."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Outbound)
 
 
 THE_CORE = "the engine core"
-"""Name of the only core in messages."""
+"""Name of a single core in messages."""
 
 
 def core_name(config: Config, replica: int) -> str:
-    """Name of a replica's core in messages."""
+    """Return the name of a replica's core for messages."""
     return THE_CORE if config.parallel_config.data_parallel_size == 1 else f"engine core {replica}"
 
 
 class CoreLink:
-    """A core from its start to its end. All calls come from one thread; none but `wait_end` and `close` blocks."""
+    """The link to one core, from its start to its end. Single-threaded; only `wait_end` and `close` block."""
 
     def __init__(self, core: CoreHandle, context: "zmq.Context[zmq.Socket[bytes]]", name: str = THE_CORE) -> None:
         """Start the process and return at once. Raises `ValueError`, `OSError` when it cannot be started.
@@ -68,9 +68,9 @@ class CoreLink:
         self.is_connected = False
         """Whether the core has been ready."""
         self.completed_steps = False
-        """Whether it has reported a step."""
+        """Whether the core has reported a step."""
         self.reported_failure: Failed | None = None
-        """Why it ends, if it has reported that."""
+        """Reason for its end, if the core has reported one."""
         try:
             self._wire = core.open_transport(context)
             core.start()
@@ -80,7 +80,7 @@ class CoreLink:
 
     @property
     def pid(self) -> int:
-        """The process id, on its own host; -1 while it is unknown."""
+        """Process id on the core's host; -1 while it is unknown."""
         return self._core.pid
 
     @property
@@ -91,21 +91,21 @@ class CoreLink:
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the core starts only when its host joins."""
+        """Whether the start of the core waits until its host joins."""
         return self._core.waits_for_host
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Two descriptors: one is readable when there may be messages, the other when the core is gone."""
+        """Return two descriptors: the first is readable when messages may wait, the second when the core is gone."""
         return self.wire.descriptor, self._core.lifeline.fileno()
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have `poller` wake up when there is a message or the core is gone."""
+        """Register the core at `poller`, which wakes up for a message or when the core is gone."""
         self.wire.register(poller)
         poller.register(self._core.lifeline, zmq.POLLIN)
 
     def receive(self) -> Outbound | None:
-        """The next message that has arrived; None if there is none."""
+        """Return the next received message; None if there is none."""
         assert self._wire is not None
         frame = self._wire.receive()
         if frame is None:
@@ -127,26 +127,27 @@ class CoreLink:
         return message
 
     def send(self, messages: Sequence[Inbound]) -> None:
-        """Send one multipart message, a frame each. One to a core that just died is lost; its death is seen later."""
+        """Send messages as the frames of one multipart message. If the core has just died, they are lost."""
         if messages:
             self.wire.send([_encoder.encode(message) for message in share_tables(messages)])
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended, or is about to."""
+        """Return whether the process has ended or is ending."""
         return self._core.is_gone
 
     def wait_end(self) -> int:
-        """Block until the process, which is gone, has been ended by the system; its exit code, or minus a signal."""
+        """Wait until the ending process has exited. Returns its exit code, or the negative number of a signal."""
         return self._core.wait()
 
     def awaits_message(self, exit_code: int) -> bool:
-        """Wait a while for a message of a core that exited by itself and of unknown cause; whether there is one."""
+        """Wait a moment for the last message of a core that exited by itself for an unknown reason. Returns whether
+        one was received."""
         is_known = self.reported_failure is not None or self._core.why_gone() is not None
         return exit_code >= 0 and not is_known and self.wire.poll(_LAST_MESSAGE_MS)
 
     def why_ended(self, exit_code: int) -> Failed:
-        """Why the core ended: as it reported, or as the system did."""
+        """Return why the core ended: the reason that it reported, or its exit code or signal."""
         if self.reported_failure is not None:
             return self.reported_failure
         failure = self._core.why_gone()
@@ -157,29 +158,29 @@ class CoreLink:
         return Failed(f"{self._name} exited with code {exit_code}; its log says why")
 
     def running_step(self) -> Sequence[int] | None:
-        """Ids of the requests in the step that the core died in; None where no request is the cause."""
+        """Return the ids of the requests in the step in which the core died; None if no request can be the cause."""
         return self._core.running_step()
 
     def stopped_process(self) -> int | None:
-        """A process of the core that a signal has stopped; None where there is none that can be seen."""
+        """Return the id of a process of the core that a signal has stopped; None if none is known."""
         return self._core.stopped_process()
 
     def dump_stacks(self) -> None:
-        """Have the core and its ranks log the stack of each thread, even where they are stuck or stopped."""
+        """Make the core and its ranks log the stack of each thread, even if they are blocked or stopped."""
         self._core.dump_stacks()
 
     def kill(self) -> None:
-        """End the process now. Nothing happens if it is gone."""
+        """Kill the process. No effect if it is gone."""
         self._core.kill()
 
     def close(self, why: str = "") -> None:
-        """End the process, within seconds, and free all that belonged to it; `why` as in `CoreHandle.stop`."""
+        """End the process within seconds, and free its resources. `why` as in `CoreHandle.stop`."""
         self._core.stop(_END_SECONDS if self.is_connected else 0.0, why)
         if self._wire is not None:
             self._wire.close()
 
     def _named(self, failure: Failed) -> Failed:
-        """The failure with the name of this core where there are several; a user's mistake is not a core's."""
+        """Add the name of this core to a failure, if there are several cores and it is no mistake of the user."""
         if failure.usage or self._name == THE_CORE:
             return failure
         error = failure.error.removeprefix(f"{THE_CORE} ")
@@ -188,24 +189,25 @@ class CoreLink:
 
 
 _MAX_FUTILE_STARTS = 5
-"""Successive cores that died before they were ready or had completed a step: another would die too."""
+"""Most successive cores that die before they are ready or complete a step: another one would die too."""
 
 _FIRST_DELAY_SECONDS = 0.25
-"""Delay of the start after a futile one, doubled each time: memory or a device may be freed meanwhile."""
+"""Delay after a futile start, doubled each time: memory or a device may become free meanwhile."""
 
 
 class RestartPolicy:
-    """Whether a core that died is started again, and when: by the number of restarts within a window of time."""
+    """Decides whether and when a dead core is restarted, by the number of restarts within a time window."""
 
     def __init__(self, max_restarts: int, window: float) -> None:
-        """At most `max_restarts` within `window` seconds; 0: none at all."""
+        """Allow at most `max_restarts` restarts within `window` seconds; 0 means no restarts."""
         self._max_restarts = max_restarts
         self._window = window
         self._restarts: deque[float] = deque()
         self._futile = 0
 
     def next_start(self, *, futile: bool) -> float | None:
-        """When to start another core after one died, on the monotonic clock. None: never, for the reason `why_not`."""
+        """Return the time, on the monotonic clock, at which to restart a dead core; None: never, because of
+        `why_not`."""
         now = time.monotonic()
         self._futile = self._futile + 1 if futile else 0
         while self._restarts and self._restarts[0] <= now - self._window:
@@ -217,7 +219,8 @@ class RestartPolicy:
 
     @property
     def why_not(self) -> str:
-        """The reason, after `next_start` gave None, to end a sentence with; empty where restarts are off."""
+        """Return the reason why `next_start` returned None, as the end of a sentence; empty if restarts are
+        disabled."""
         if not self._max_restarts:
             return ""
         if self._futile >= _MAX_FUTILE_STARTS:
@@ -228,14 +231,14 @@ class RestartPolicy:
 
 
 _STOPPED_SECONDS = 2.0
-"""Seconds without a step before a stopped process counts as stalled: waiting would not continue it."""
+"""Seconds without a step after which a stopped process counts as stalled: it would not continue by itself."""
 
 
 class Watchdog:
-    """Finds a core that has work and completes no step, or is stopped, by the time since it last showed progress."""
+    """Detects a core that has work but completes no step, or is stopped, by the time since its last progress."""
 
     def __init__(self, stall_timeout: float) -> None:
-        """`stall_timeout`: most seconds that a step may take."""
+        """`stall_timeout` is the longest time in seconds that a step may take."""
         self._timeout = stall_timeout
         self._last_progress = self._last_check = time.monotonic()
         self.interval = min(1.0, stall_timeout / 4)
@@ -246,16 +249,16 @@ class Watchdog:
         self._last_progress = time.monotonic()
 
     def why_stalled(self, stopped_process: Callable[[], int | None], grace: float = 0.0) -> str | None:
-        """Why the core, which has work or is stopped, counts as stalled; None: it does not.
+        """Return why the core, which has work or is stopped, counts as stalled; None if it does not.
 
-        `stopped_process` finds a process of the core that a signal has stopped. The core may take `grace` seconds
-        longer than a step may.
+        `stopped_process` returns the id of a process of the core that a signal has stopped. `grace` is added to the
+        time that a step may take.
         """
         now = time.monotonic()
         is_late, self._last_check = now - self._last_check > 2 * self.interval, now
         silent = now - self._last_progress
         if is_late:
-            # This process was delayed itself, and messages of the core may be unread.
+            # This process itself was delayed, so messages of the core may be unread.
             return None
         if silent > self._timeout + grace:
             return f"no step was completed for {silent:.0f} s (stall_timeout is {self._timeout:g})"
@@ -267,55 +270,55 @@ class Watchdog:
 
 
 _STACKS_SECONDS = 0.5
-"""Time for a stalled core to log its threads' stacks before it is killed."""
+"""Seconds that a stalled core has to log its threads' stacks before it is killed."""
 
 
 class Keeper(Protocol):
-    """What a supervisor needs of its `Replica`, which is a layer above it."""
+    """The interface of `Replica`, the layer above, that a supervisor calls."""
 
     @property
     def live(self) -> Collection[int]:
-        """Ids of its requests that have not ended."""
+        """Ids of the requests that have not ended."""
 
     @property
     def has_work(self) -> bool:
-        """Whether the core owes an output."""
+        """Whether outputs of the core are pending."""
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether the core waits for others with which it computes in lockstep, and none of them for it."""
+        """Whether the core waits for cores in lockstep with it, and none of them waits for it."""
 
     def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]", /) -> CoreLink:
-        """Start a core. Raises `ValueError`, `OSError` when it cannot be started."""
+        """Start a core. Raises `ValueError`, `OSError` if it cannot be started."""
 
     def on_step(self, step: StepOutputs, /) -> None:
-        """The core has reported a step."""
+        """Called when the core has reported a step."""
 
     def on_adapter_changed(self, answer: AdapterChanged, /) -> None:
-        """The core has attached or removed a LoRA adapter, or could not."""
+        """Called when the core has attached or removed a LoRA adapter, or failed to."""
 
     def on_cache_released(self) -> None:
-        """The core has given its KV cache's memory back."""
+        """Called when the core has freed its KV cache."""
 
     def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
-        """A core serves; `again` for all but the first."""
+        """Called when a core serves. `again` is false for the first core only."""
 
     def on_core_death(self, in_step: Collection[int] | None, /, *, killed: bool) -> bool:
-        """The core that served is gone, in a step of these requests; `killed` by another process.
+        """Called when a serving core is gone, in a step of the requests `in_step`. `killed`: by another process.
 
-        `in_step` is None where it ended because of another core, or was lost with its host: no request is the cause.
+        `in_step` is None if it ended because of another core, or was lost with its host: no request is the cause.
         Returns whether a request was found to be the cause, and was ended.
         """
 
     def on_unavailable(self) -> None:
-        """The core that served is gone, and the next does not serve yet. Called repeatedly."""
+        """Called repeatedly while the core is gone and the next one does not serve yet."""
 
     def on_end(self, failure: Failed, /) -> None:
-        """There is no core, and none will be started."""
+        """Called when there is no core and none will be started."""
 
 
 class Supervisor:
-    """An engine core and its successors. All calls come from one thread."""
+    """Runs an engine core and its successors. All calls come from one thread."""
 
     def __init__(self, config: Config, keeper: Keeper, name: str = THE_CORE, *, starts: bool = True) -> None:
         """Start the core and return at once. Raises `ValueError`, `OSError` when it cannot be started.
@@ -324,11 +327,11 @@ class Supervisor:
         """
         self.name = name
         self.is_serving = False
-        """Whether there is a core that is ready and not known to have stalled."""
+        """Whether a core is ready and has not stalled."""
         self.since = time.monotonic()
-        """When `is_serving` last changed, on the monotonic clock."""
+        """Time at which `is_serving` last changed, on the monotonic clock."""
         self.failure: Failed | None = None
-        """Why there is no core, and none will be started; None otherwise."""
+        """Reason why there is no core and none will be started; None while that is not so."""
         self._pid = -1
         self._config = config
         self._keeper = keeper
@@ -342,11 +345,11 @@ class Supervisor:
         self._start_at: float | None = None
         self._closing = False
         self.is_suspended = not starts
-        """Whether there is to be no core until `resume`."""
+        """Whether no core is started until `resume`."""
 
         context = zmq.Context()
         links: list[CoreLink] = []
-        # `links` holds the core's link while there is a core.
+        # `links` contains the link while there is a core.
         self._release = weakref.finalize(self, _release, links, context)
         self._context, self._links = context, links
         try:
@@ -358,23 +361,23 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """The process id of the current or the latest core."""
+        """Process id of the current or latest core."""
         if self._links:
             self._pid = self._links[0].pid
         return self._pid
 
     @property
     def link(self) -> CoreLink | None:
-        """The link to the core, while there is one."""
+        """The link to the core; None without a core."""
         return self._links[0] if self._links else None
 
     @property
     def longest_start(self) -> float:
-        """Seconds that a restarted core may take until it serves, once its host is there, before it is killed."""
+        """Longest time in seconds from the start of a restarted core, once its host has joined, until it serves."""
         return self._config.stall_timeout + 2 * self._first_start_seconds
 
     def send(self, messages: Sequence[Inbound]) -> None:
-        """Send messages to the core, if it serves. To a core that just died they are lost; its death is seen later."""
+        """Send messages to the core if it serves. If it has just died, they are lost."""
         if messages and self.is_serving:
             link = self._links[0]
             link.send(messages)
@@ -382,47 +385,47 @@ class Supervisor:
                 self._loop.call_soon(self._receive)
 
     def note_work(self) -> None:
-        """Note that the core, which was idle, gets work: from now on it must show progress."""
+        """Note that the idle core gets work, so that it must make progress from now on."""
         self._watchdog.note_progress()
 
     @property
     def has_core(self) -> bool:
-        """Whether there is a core, from its start until it is gone."""
+        """Whether a core exists, from its start until it is gone."""
         return bool(self._links)
 
     @property
     def config(self) -> Config:
-        """What further cores are started with."""
+        """The configuration that later cores are started with."""
         return self._config
 
     def serve_for(self, keeper: Keeper) -> None:
-        """From now on, report to `keeper`."""
+        """Report to `keeper` from now on."""
         self._keeper = keeper
 
     def retire(self) -> None:
-        """End the core, if there is one, and start no other; nothing is reported any more."""
+        """End the core, start no other, and report nothing more."""
         self._closing = True
         if self.failure is None:
             self._free(Failed(f"{self.name} was replaced"))
 
     def suspend(self) -> None:
-        """Have the core end, which has no requests any more; the next starts after `resume`."""
+        """End the core, which has no requests. `resume` starts the next one."""
         self.is_suspended = True
         self.send([Shutdown()])
 
     def resume(self) -> None:
-        """Start a core, unless there is one. A core that does not start is started again as after a crash."""
+        """Start a core unless there is one. A failed start is repeated as after a crash."""
         self.is_suspended = False
         if not self._links and self._start_at is None:
             self._start_again()
 
     def begin_shutdown(self, messages: Sequence[Inbound]) -> None:
-        """Send the core, if it serves, these last messages, after which it ends; no other is started."""
+        """Send a serving core these last messages, after which it ends. No other core is started."""
         self._closing = True
         self.send(messages)
 
     def end(self, failure: Failed) -> None:
-        """End the core by force, if there is one; no other is started."""
+        """Kill the core, and start no other."""
         self._closing = True
         if self.failure is None:
             self._end(failure)
@@ -430,7 +433,7 @@ class Supervisor:
     # -- reading the core's messages ----------------------------------------------------------------------------
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Work on that event loop from now on. Call it from the loop's thread."""
+        """Use the event loop `loop` from now on. Call it from the loop's thread."""
         self._loop = loop
         if self._links:
             self._listen(loop, self._links[0])
@@ -438,13 +441,13 @@ class Supervisor:
 
     @property
     def next_poll(self) -> float:
-        """When to `poll` again though no message came, on the monotonic clock; infinite: only after a message."""
+        """Time, on the monotonic clock, at which to `poll` even without a message; infinite: only after a message."""
         start = math.inf if self._start_at is None else self._start_at
         checks = self._watches or self._awaits_host
         return min(start, time.monotonic() + self._watchdog.interval) if checks else start
 
     def poll(self) -> None:
-        """Process everything that has happened, where no event loop reports it."""
+        """Process all pending events, for use without an event loop."""
         if self._links:
             link = self._links[0]
             self._receive()
@@ -462,16 +465,16 @@ class Supervisor:
         messages, lifeline = link.descriptors
         loop.add_reader(messages, self._receive)
         loop.add_reader(lifeline, self._on_gone)
-        # ZMQ's descriptor reports changes only, not messages that arrived before.
+        # ZMQ's descriptor reports only changes, not messages that were received before.
         loop.call_soon(self._receive)
 
     def _receive(self) -> None:
-        """Process every message that has arrived."""
+        """Process all received messages."""
         try:
             while self._links and (message := self._links[0].receive()) is not None:
                 self._take_in(message)
         except BaseException:
-            # The descriptor does not report the messages after the one that raised again.
+            # The descriptor does not report again the messages that follow the one that raised.
             if self._loop is not None:
                 self._loop.call_soon(self._receive)
             raise
@@ -479,7 +482,8 @@ class Supervisor:
     def _take_in(self, message: Outbound) -> None:
         match message:
             case StepOutputs():
-                # A message without statistics is from the input thread, which runs on when the loop is stuck.
+                # A message without statistics comes from the input thread, which runs even if the busy loop is
+                # blocked.
                 if message.stats is not None:
                     self._watchdog.note_progress()
                 self._keeper.on_step(message)
@@ -490,7 +494,7 @@ class Supervisor:
             case Ready():
                 self._note_serving(True)
                 self._watchdog.note_progress()
-                # Later cores must have the cache that requests were checked against.
+                # Later cores must have a cache of the same size, since requests were checked against it.
                 self._config = self._config.model_copy(update={"num_kvcache_blocks": message.model.num_kvcache_blocks})
                 again, self._served = self._served, True
                 if not again:
@@ -505,12 +509,12 @@ class Supervisor:
 
     @property
     def _starts_again(self) -> bool:
-        """Whether a restarted core is starting; the start of the first one has no time limit."""
+        """Whether a restarted core is starting. The start of the first core has no time limit."""
         return self._starts and not self._links[0].waits_for_host
 
     @property
     def _awaits_host(self) -> bool:
-        """Whether a restarted core waits for its host to join, which has no time limit."""
+        """Whether a restarted core waits until its host joins, which has no time limit."""
         return self._starts and self._links[0].waits_for_host
 
     @property
@@ -520,10 +524,10 @@ class Supervisor:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.failure is not None:
             return
-        # Before anything that may raise: nothing else would schedule the next check.
+        # Schedule the next check before anything that may raise.
         loop.call_later(self._watchdog.interval, self._watch, loop)
         self._receive()
-        # An idle core owes no progress, but a stopped one would not compute the next request.
+        # An idle core need not make progress, but a stopped one could not compute the next request.
         if self._watches or (self.is_serving and self._links[0].stopped_process() is not None):
             self._check_progress()
         else:
@@ -539,11 +543,11 @@ class Supervisor:
             self.is_serving, self.since = is_serving, time.monotonic()
 
     def _check_progress(self) -> None:
-        """Kill a core that has stalled, once it has written what its threads do."""
+        """Kill a stalled core after it has logged its threads' stacks."""
         link = self._links[0]
         grace = 2 * self._first_start_seconds if self._starts_again else 0.0
         if self._keeper.waits_for_peers:
-            # The core that it waits for is killed first, so that only that one's requests are suspected.
+            # The core that this one waits for must be killed first, so that only its requests are suspected.
             grace += self._config.stall_timeout
         self._stalled = self._watchdog.why_stalled(link.stopped_process, grace)
         if self._stalled is None:
@@ -576,7 +580,7 @@ class Supervisor:
                 self._lost(Failed(f"{self.name} cannot be started again: {error}"), futile=True)
 
     def _on_gone(self) -> None:
-        """The core's process has ended, or is about to."""
+        """Handle that the core's process has ended or is ending."""
         link = self._links[0]
         exit_code = link.wait_end()
         self._receive()
@@ -586,18 +590,18 @@ class Supervisor:
         killed = exit_code == -signal.SIGKILL or failure.killed
         if self._stalled is not None:
             failure, killed = Failed(f"{self.name} stalled: {self._stalled}"), False
-        # Where it ended because of another core, no request of its step is the cause.
+        # If it ended because of another core, no request of its step is the cause.
         in_step = None if failure.collateral else link.running_step()
         self._unlink(link)
         found_cause = link.is_connected and self._keeper.on_core_death(in_step, killed=killed)
-        # A core that died before or in its first step would die again, unless a request was the cause, which is not
+        # A core that died before or in its first step would die again, unless the cause was a request, which is not
         # tried again.
         died_at_once = not link.is_connected or (bool(in_step) and not link.completed_steps)
-        # A core that another process killed may be started again.
+        # A core that was killed by another process may be restarted.
         self._lost(failure, futile=died_at_once and not found_cause and not killed and not failure.collateral)
 
     def _lost(self, failure: Failed, *, futile: bool) -> None:
-        """Start another core, now or later, or none."""
+        """Restart the core now or later, or end the supervisor if no restart is allowed."""
         if not self._served or self._closing:
             self._end(failure)
             return
@@ -622,7 +626,7 @@ class Supervisor:
         link.close(why)
 
     def _end(self, failure: Failed) -> None:
-        """Free all that belongs to a core, and report that."""
+        """Free the core's resources, and report the end."""
         self._free(failure)
         self._keeper.on_end(failure)
 

@@ -1,8 +1,8 @@
-"""`verify`: shows on this machine that answers do not depend on what else the engine computes, or how.
+"""`verify`: checks on this machine that answers do not depend on other requests, or on how they are computed.
 
-Probes, of which some take the argmax and others sample with a seed, are answered alone by a fresh engine. They are
-then answered from cached prefixes, in the company of 64 other requests, by an engine that was started again, and by
-one with few KV blocks that computes prompts in chunks and preempts sequences. Each answer must have the same tokens.
+Probes, some greedy and some sampled with a seed, are answered one at a time by a new engine. They are then answered
+from cached prefixes, together with 64 other requests, by a restarted engine, and by one with few KV blocks, which
+computes prompts in chunks and preempts sequences. All answers to a probe must have the same tokens.
 """
 
 import random
@@ -14,34 +14,34 @@ from engine.config.config import Config
 from engine.sampling_params import SamplingParams
 
 COMPANY = 64
-"""Requests that run with the probes."""
+"""Number of other requests that run together with the probes."""
 _CHUNK = 32
-"""Tokens of a step of the engine that computes prompts in chunks."""
+"""Most tokens of a step in the engine that computes prompts in chunks."""
 _LENGTHS = (3, 40, 75, 100)
 """Tokens of the probes' prompts: less than a block, and more than one or two chunks."""
 _TOKENS = 24
 _PREEMPTING = 12
-"""Sequences that share the few blocks."""
+"""Number of sequences that share the few blocks."""
 _SEED = 20240607
 
 Answers = list[list[int]]
 
 
 class Proof(NamedTuple):
-    """One way of computing the probes."""
+    """The result of one way of computing the probes."""
 
     name: str
     num_answers: int
     evidence: str
-    """What shows that they were computed this way."""
+    """Facts that show that the probes were computed in this way."""
     differing: tuple[str, ...] = ()
-    """Probes whose answers differ from those alone, in words."""
+    """Descriptions of the probes whose answers differ from those computed alone."""
     skipped: str = ""
-    """Why the model has no such way, if it has none."""
+    """Reason why this way does not exist for the model; empty if it does."""
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing differed."""
+        """Whether no answer differed."""
         return not self.differing
 
     def __str__(self) -> str:
@@ -63,9 +63,9 @@ class Probe(NamedTuple):
 
 
 def verify(config: Config, start: Callable[[Config], LLMEngine] | None = None) -> Iterator[Proof]:
-    """The proofs, each as soon as it is complete. Raises what starting an engine raises.
+    """Yield each proof as soon as it is complete. Raises the errors of starting an engine.
 
-    `start`: makes an engine of a configuration. `max_num_seqs` is raised to what the company takes.
+    `start` creates an engine from a configuration. `max_num_seqs` is increased so that all requests run together.
     """
     make = start or (lambda each: LLMEngine(config=each))
     seqs = max(config.max_num_seqs, COMPANY + 2 * len(_LENGTHS))
@@ -86,7 +86,7 @@ def verify(config: Config, start: Callable[[Config], LLMEngine] | None = None) -
 def _with_little(
     make: Callable[[Config], LLMEngine], config: Config, probes: Sequence[Probe], alone: Answers
 ) -> Iterator[Proof]:
-    """Chunks of prompts and preemptions, by an engine of short steps and few blocks."""
+    """Check prompts in chunks and preemptions, with an engine of short steps and few blocks."""
     size = config.kv_cache_block_size
     longest = max(len(probe.prompt) for probe in probes) + _TOKENS
     blocks = 2 * -(-longest // size) + 2
@@ -127,7 +127,7 @@ def _in_company(engine: LLMEngine, probes: Sequence[Probe], alone: Answers) -> P
 
 
 def _probes(vocab_size: int, max_model_len: int) -> list[Probe]:
-    """Prompts of random tokens, each greedily and with a seed."""
+    """Create prompts of random tokens, each once greedy and once with a seed."""
     rng = random.Random(_SEED + 2)
     made = []
     for number, length in enumerate(_LENGTHS):
@@ -148,12 +148,12 @@ def _tokens(rng: random.Random, vocab_size: int, length: int) -> list[int]:
 
 
 def _alone(engine: LLMEngine, probes: Sequence[Probe]) -> Answers:
-    """Each probe's answer, with nothing else running."""
+    """Return each probe's answer, computed while no other request runs."""
     return [_together(engine, [probe], [])[0] for probe in probes]
 
 
 def _together(engine: LLMEngine, probes: Sequence[Probe], others: Sequence[Probe]) -> Answers:
-    """The probes' answers, added after half of the others and before the rest."""
+    """Return the probes' answers, when they are added between two halves of the other requests."""
     half = len(others) // 2
     every = [*others[:half], *probes, *others[half:]]
     results = engine.generate([each.prompt for each in every], [each.params for each in every], use_tqdm=False)

@@ -1,6 +1,6 @@
-"""`CoreAdapters`: the LoRA adapters that sequences may use, and their change between two steps of the engine core.
+"""`CoreAdapters`: the LoRA adapters of an engine core, which are attached and removed between two steps.
 
-An adapter's files are read in a thread of their own while steps run; what was read comes back through the input queue.
+A separate thread reads an adapter's files while steps run. The result is put on the input queue.
 """
 
 import logging
@@ -20,18 +20,18 @@ class CoreAdapters:
     def __init__(
         self, names: Iterable[str], runner: ModelRunnerInterface, input_queue: InputQueue, output_queue: OutputQueue
     ) -> None:
-        """`names`: of the adapters that were loaded with the model, which have the numbers from 1 on."""
+        """`names` are the adapters that were loaded with the model. They have the numbers from 1."""
         self.names = dict(enumerate(names, 1))
         """Names by number."""
         self._runner, self._input_queue, self._output_queue = runner, input_queue, output_queue
 
     def check(self, number: int) -> None:
-        """Raise `ValueError`, a sentence, unless `number` is 0 or that of an adapter."""
+        """Raise `ValueError` with a sentence unless `number` is 0 or the number of an adapter."""
         if number and number not in self.names:
             raise ValueError("the LoRA adapter of this request is not loaded in the engine; load it again")
 
     def change(self, message: LoadAdapter | UnloadAdapter | AdapterRead) -> None:
-        """Attach or remove an adapter and answer, or begin to read one."""
+        """Attach or remove an adapter and answer, or begin to read an adapter."""
         match message:
             case UnloadAdapter():
                 if self.names.pop(message.number, None) is not None:
@@ -44,7 +44,7 @@ class CoreAdapters:
             case LoadAdapter() if message.at_once:
                 self._attach(self._read(message))
             case LoadAdapter():
-                # Its end is not waited for when the core ends: it changes nothing.
+                # A daemon thread: the core does not wait for it at its end, since it changes nothing.
                 threading.Thread(
                     target=lambda: self._input_queue.put(self._read(message)), name="adapter", daemon=True
                 ).start()

@@ -1,9 +1,10 @@
 """`DPEngineCoreProc`: an engine core that takes each step in lockstep with those of other replicas.
 
-For mixtures of experts whose experts are spread over replicas: their layers exchange tokens, so a pass of one replica
-is a pass of all. Before each pass the replicas agree on how many tokens each computes. A replica that has none
-computes a dummy; when none has any, all sleep, and a replica that gets work wakes the others. The replicas agree on
-the host and need no token for it, so each may be a step ahead of what it has read.
+For mixtures of experts whose experts are distributed over replicas: their layers exchange tokens, so a forward pass of
+one replica is a pass of all. Before each pass the replicas agree on the number of tokens that each computes. A replica
+without tokens computes a dummy batch. If no replica has tokens, all sleep, and a replica that gets work wakes the
+others. The agreement is made on the host and needs no sampled tokens, so each replica may launch a step before it has
+read the previous one.
 """
 
 import contextlib
@@ -26,32 +27,32 @@ from models.errors import ReplicaLeft
 logger = logging.getLogger(__name__)
 
 _SHUTS_DOWN = -1
-"""Sent by a replica that shuts down instead of a number of tokens."""
+"""Announced instead of a number of tokens by a replica that shuts down."""
 _HEARTBEAT_SECONDS = 1.0
-"""Between two messages of a core that computes dummies."""
+"""Seconds between two messages of a core that computes dummy batches."""
 
 
 class ReplicasShutdown(Exception):
-    """A replica shuts down, and all others with it."""
+    """A replica shuts down, and therefore all replicas do."""
 
 
 class World(Protocol):
     """The group of the first ranks of all replicas: `ReplicaWorld` or `SharedMemoryExchange`."""
 
     def agree(self, own: int) -> tuple[int, ...]:
-        """Wait for all replicas; the number of each. Raises `ReplicaLeft` or another `RuntimeError`."""
+        """Wait for all replicas, and return the number of each. Raises `ReplicaLeft` or another `RuntimeError`."""
 
     def leave(self) -> bool:
-        """Leave the group; whether replicas that wait for this one get `ReplicaLeft`."""
+        """Leave the group. Returns whether replicas that wait for this one get `ReplicaLeft`."""
 
 
 class Pass(NamedTuple):
-    """What the replicas agreed on."""
+    """The agreement of the replicas about the next pass."""
 
     num_tokens: tuple[int, ...]
-    """Of each replica; 0 for one that computes a dummy."""
+    """Number of tokens of each replica; 0 for a replica that computes a dummy batch."""
     may_replay: bool
-    """Whether a graph may replay every replica's part."""
+    """Whether every replica may replay a graph."""
 
 
 class Lockstep:
@@ -62,21 +63,22 @@ class Lockstep:
         self.round = 0
         """Number of the next round."""
         self.is_asleep = False
-        """Whether no replica had work in the last round: the next is when one has, which wakes the others."""
+        """Whether no replica had work in the last round. The next round begins when a replica gets work and wakes the
+        others."""
         self._has_shut_down = False
 
     def meet(self, num_tokens: int, *, can_replay: bool = True, is_woken: bool = False) -> "Pass":
-        """What the replicas compute next. Raises `ReplicasShutdown` when they shut down.
+        """Agree on the next pass. Raises `ReplicasShutdown` when the replicas shut down.
 
-        `can_replay`: whether a graph may replay this one's part. `is_woken`: another replica, which has work, woke
-        them all.
+        `can_replay`: whether this replica may replay a graph. `is_woken`: whether another replica, which has work,
+        woke this one.
         """
         if self.is_asleep and not is_woken:
             self.peers.ring(self.round)
-        # The lowest bit says that the step must be eager.
+        # The lowest bit means that the step must run eagerly.
         own = num_tokens if num_tokens == _SHUTS_DOWN else 2 * num_tokens + (not can_replay)
         announced = self._world.agree(own)
-        self.round += 1  # A wake-up call for the last round, even one that comes after it, has no effect from here on.
+        self.round += 1  # From now on, a late wake-up call for the last round has no effect.
         self.is_asleep = not any(announced)
         if _SHUTS_DOWN in announced:
             self._has_shut_down = True
@@ -85,18 +87,19 @@ class Lockstep:
         return Pass(tuple(each >> 1 for each in announced), not any(each & 1 for each in announced))
 
     def leave(self, *, is_woken: bool = False) -> None:
-        """Shut all replicas down, unless they do already. `is_woken`: as in `meet`."""
+        """Shut down all replicas, unless they are shutting down already. `is_woken` as in `meet`."""
         if not self._has_shut_down:
-            # A replica that is gone needs no announcement.
+            # If a replica is gone, the announcement is not needed.
             with contextlib.suppress(ReplicasShutdown, RuntimeError):
                 self.meet(_SHUTS_DOWN, is_woken=is_woken)
 
     def abandon(self, error: BaseException) -> None:
-        """End the other replicas, since this one fails. Raises `PeerLostError` where another one caused the error."""
+        """End the other replicas because this one fails. Raises `PeerLostError` if another replica caused the
+        error."""
         if isinstance(error, ReplicaLeft):
             raise PeerLostError(error.replica) from error
         if self._world.leave():
-            # They end because of this one, which must not report that they ended first.
+            # The others end because of this replica, so this one must not report that they ended first.
             self.peers.announce_shutdown()
             return
         gone = self.peers.wait_gone(PEER_END_SECONDS)
@@ -105,7 +108,7 @@ class Lockstep:
 
 
 class DPEngineCoreProc(EngineCore):
-    """As `EngineCore`, but each pass of its model is a pass of all replicas."""
+    """An `EngineCore` in which each forward pass is a pass of all replicas."""
 
     def __init__(
         self,
@@ -116,15 +119,15 @@ class DPEngineCoreProc(EngineCore):
         lockstep: Lockstep,
         **options: Any,
     ) -> None:
-        """As in `EngineCore`, with its `options`; `lockstep` joins it to the other replicas."""
+        """As in `EngineCore`, with its `options`. `lockstep` connects it to the other replicas."""
         super().__init__(config, runner, input_queue, output_queue, **options)
         self._lockstep = lockstep
         self._is_woken = False
         self._last_sent = 0.0
-        """When the last message was sent, on the monotonic clock."""
+        """Time at which the last message was sent, on the monotonic clock."""
 
     def pull_and_process_input_queue(self) -> None:
-        """As in `EngineCore`; while another replica has work, this one computes dummies."""
+        """As in `EngineCore`, but compute dummy batches while another replica has work."""
         while True:
             self._take_in(self._arrived())
             if self._stopping:
@@ -139,14 +142,14 @@ class DPEngineCoreProc(EngineCore):
                 self.dummy_prefill_execution()
 
     def dummy_prefill_execution(self) -> None:
-        """Take part in the next pass of the replicas that have work, if any. No sequence may be running."""
+        """Take part in the next pass, if any replica has work. No sequence may be running."""
         if not self._may_sleep and any(self._meet(0, can_replay=True)):
             try:
                 self.runner.dummy_prefill()
             except Exception as error:  # noqa: BLE001, it ends this core, whatever it is
                 self._raise_broken(error)
             if time.monotonic() > self._last_sent + _HEARTBEAT_SECONDS:
-                # The watchdog gets no step's message from here meanwhile.
+                # The watchdog needs a message, because dummy batches send no outputs.
                 self._send([], "idle", 0.0)
 
     def _send(self, outputs: list[RequestOutput], step_kind: str, step_seconds: float) -> None:
@@ -160,7 +163,7 @@ class DPEngineCoreProc(EngineCore):
             logger.debug("the replicas shut down together")
 
     def _process_engine_step(self) -> None:
-        """As in `EngineCore`; where there is nothing to compute now, compute a dummy."""
+        """As in `EngineCore`, but compute a dummy batch if there is nothing to compute now."""
         before = self._lockstep.round
         super()._process_engine_step()
         if self._lockstep.round == before and not self.scheduler.running and not self._steps:
@@ -169,7 +172,7 @@ class DPEngineCoreProc(EngineCore):
     def _advance(self) -> FailedStep | None:
         scheduled = self.scheduler.schedule()
         if scheduled is None:
-            # What has run already is read without the other replicas.
+            # Reading launched steps does not need the other replicas.
             failed = self._steps.drain(self._send)
         else:
             batch, seqs = scheduled
@@ -181,7 +184,7 @@ class DPEngineCoreProc(EngineCore):
     def _compute(
         self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead | None = None
     ) -> FailedStep | None:
-        """As in `EngineCore`. A step that raises ends this core, because the other replicas are still in it."""
+        """As in `EngineCore`. A step that raises ends this core, because the other replicas are still in that step."""
         self._meet(batch.total_tokens_num, can_replay=self.runner.can_replay(batch))
         self._end_with(super()._compute(batch, seqs, on_read))
         return None
@@ -192,7 +195,7 @@ class DPEngineCoreProc(EngineCore):
     def _end_with(self, failed: FailedStep | None) -> None:
         """End this core if a step raised."""
         if failed is not None:
-            # The supervisor needs to know which sequences this core broke on.
+            # Record for the supervisor the sequences that this core failed on.
             self._record.begin([seq.id for seq in failed.seqs])
             self._raise_broken(failed.error)
 
@@ -200,7 +203,7 @@ class DPEngineCoreProc(EngineCore):
         super()._take_in(message for message in messages if not self._is_wake(message))
 
     def _is_wake(self, message: Incoming) -> bool:
-        """Whether it is a wake-up call; one for an earlier round came when this core was awake already."""
+        """Return whether `message` is a wake-up call for this round; a call for an earlier round is obsolete."""
         if not isinstance(message, Wake):
             return False
         if message.round == self._lockstep.round:
@@ -221,6 +224,7 @@ class DPEngineCoreProc(EngineCore):
         return agreed.num_tokens
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
-        """Leave the lockstep for good. Raises `PeerLostError` where another replica caused the error."""
+        """Leave the lockstep permanently. Raises `PeerLostError` if another replica caused the error, else
+        `RuntimeError`."""
         self._lockstep.abandon(error)
         raise RuntimeError(f"a step failed that all replicas compute together: {error}") from error

@@ -1,6 +1,6 @@
-"""`EngineCore`: the busy loop that takes in requests, runs the scheduler's steps, and sends their outputs.
+"""`EngineCore`: the busy loop that receives requests, runs the scheduler's steps, and sends their outputs.
 
-`engine.core.main` runs it in a process of its own, between the queues of `engine.core.sockets`.
+`engine.core.main` runs it in a separate process, between the queues of `engine.core.sockets`.
 """
 
 import contextlib
@@ -40,22 +40,23 @@ logger = logging.getLogger("engine.core.engine_core")
 
 _CANARY_ID = -1
 _CANARY_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-"""Parameters of the request that shows at the start whether the engine works."""
+"""Parameters of the canary request, which tests at the start whether the engine works."""
 
 _PREPARE_AFTER_IDLE_SECONDS = 0.05
-"""An idle core calls `prepare_ahead` after this long: not between two requests of one client."""
+"""Idle time after which a core calls `prepare_ahead`: longer than between two requests of one client."""
 
 _MEMORY_SECONDS = 5.0
-"""Between two looks at the device's memory, which take a call of the driver each."""
+"""Seconds between two queries of the device's memory, each of which is a call of the driver."""
 
 _CHECK_AFTER_IDLE_SECONDS = 1.0
-"""An idle core checks its own integrity after this long: never between two requests of a busy one."""
+"""Idle time after which a core checks its own integrity: longer than between two requests of a busy core."""
 
 
 class EngineCore:
-    """Feeds the scheduler from `input_queue`, runs its steps, and puts one `StepOutputs` a step on `output_queue`.
+    """Adds requests from `input_queue` to the scheduler, runs steps, and puts one `StepOutputs` per step on
+    `output_queue`.
 
-    Every sequence taken in ends in exactly one terminal output. `config` has its `num_kvcache_blocks` filled in.
+    Every received sequence ends in exactly one terminal output. `num_kvcache_blocks` of `config` must be set.
     """
 
     def __init__(
@@ -78,15 +79,16 @@ class EngineCore:
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """The parameters before `prepare_ahead` are the scheduler's, except `generates`: False if the model only pools
-        prompts. `record` names the sequences in the steps that run. `kv_events` publishes which blocks are
-        cached.
+        """The parameters before `prepare_ahead` are passed to the scheduler, except `generates`, which is false if the
+        model only pools prompts. `record` stores the ids of the sequences in running steps. `kv_events` publishes
+        which blocks are cached.
 
-        `device_memory` returns the bytes of a GPU that this process holds, and all of its bytes; None: on a CPU.
+        `device_memory` returns the GPU memory that this process uses and the total, in bytes; None on a CPU.
 
-        `sentinel_counts` returns how many served results were compared with torch, and how many were wrong.
+        `sentinel_counts` returns the number of served results that were compared with torch, and of wrong ones.
 
-        `prepare_ahead`, called while the core is idle, makes later steps faster, and returns whether to call it again.
+        `prepare_ahead` is called while the core is idle. It does work that makes later steps faster, and returns
+        whether to call it again.
         """
         self.scheduler = Scheduler(
             config,
@@ -108,16 +110,16 @@ class EngineCore:
         self.output_queue = output_queue
         self._block_size = config.kv_cache_block_size
         self._outputs: list[RequestOutput] = []
-        """Outputs that no step brought, which are sent with the next step's."""
+        """Outputs that did not come from a step. They are sent with those of the next step."""
         self._record = record or FlightRecord.of_its_own(config.max_num_seqs)
         self._isolation = Isolation(self.scheduler)
         depth = 2 if config.async_scheduling == "on" else 1
         on_pause = self._take_in_during_step if max_interposed_tokens else None
         self._steps = StepPipeline(self.scheduler, runner, self._record, depth, on_pause)
         self._deferred: deque[Incoming] = deque()
-        """Messages that arrived during a step and are taken in after it."""
+        """Messages that were received during a step, to be processed after it."""
         self._suspects: deque[Sequence] = deque()
-        """Sequences that an earlier core died on; each is computed alone first."""
+        """Sequences in whose step an earlier core died. Each is first computed alone."""
         self._stopping = False
         self._prepare_ahead = prepare_ahead
         self._device_memory = device_memory
@@ -126,7 +128,7 @@ class EngineCore:
         self._next_memory_time = 0.0
 
     def busy_loop(self) -> None:
-        """Serve until a `Shutdown` arrives; then abort all sequences, send `Stopped`, and return."""
+        """Serve until a `Shutdown` message; then abort all sequences, send `Stopped`, and return."""
         self._serve()
         self._drain()
         live = (*self.scheduler.running, *self.scheduler.waiting)
@@ -141,14 +143,15 @@ class EngineCore:
             self.pull_and_process_input_queue()
 
     def produce_token(self) -> None:
-        """Run one request of one token through scheduler and model. Raises `RuntimeError` if that does not work."""
+        """Run a request of one token through scheduler and model. Raises `RuntimeError` if it fails."""
         error = self._try_canary()
         if error is not None:
             what = "token" if self._canary_pooling is None else "vector"
             raise RuntimeError(f"the model produced no {what}: {error}")
 
     def pull_and_process_input_queue(self) -> None:
-        """Take in all messages that have arrived. With nothing to compute, answer them and wait for another."""
+        """Process all received messages. If there is nothing to compute, send pending outputs and wait for a
+        message."""
         while True:
             self._take_in(self._arrived())
             if self._stopping or self._steps or self.scheduler.has_requests():
@@ -157,17 +160,17 @@ class EngineCore:
             self._take_in([self._wait_idle()])
 
     def interrupt_for(self, seq: Sequence) -> None:
-        """Pause the running step if a sequence that was put on the input queue is to be interposed.
+        """Pause the running step if a new sequence on the input queue is to be interposed.
 
-        Called in another thread than the busy loop's.
+        Called from another thread than the busy loop's.
         """
         if self.scheduler.would_interpose(seq.owner):
             self.runner.interrupt()
 
     def _take_in_during_step(self) -> None:
-        """Take in the sequences that have arrived; other messages wait for the step's end.
+        """Add the received sequences to the scheduler. Other messages wait until the end of the step.
 
-        Sequences after a release of the cache wait, too: it would release what they have cached.
+        Sequences after a message that releases the cache wait too, because it would release their cached blocks.
         """
         is_releasing = any(isinstance(each, ReleaseCache) for each in self._deferred)
         while not self.input_queue.empty():
@@ -195,7 +198,7 @@ class EngineCore:
         return self.input_queue.get()
 
     def _take_in(self, messages: Iterable[Incoming]) -> None:
-        """Aborts come last and together, because the scheduler goes through all live sequences for any number."""
+        """Process messages. Aborts are collected to one call at the end, since each call scans all live sequences."""
         aborted: list[int] = []
         releases_cache = False
         for message in messages:
@@ -205,7 +208,7 @@ class EngineCore:
                 case AbortRequests():
                     aborted += message.request_ids
                 case LoadAdapter() | UnloadAdapter() | AdapterRead():
-                    # Adapters change between steps only.
+                    # Adapters may change only between steps.
                     self._drain()
                     self.adapters.change(message)
                 case ReleaseCache():
@@ -221,7 +224,7 @@ class EngineCore:
             self.output_queue.put(CacheReleased())
 
     def _take_in_sequence(self, seq: Sequence) -> None:
-        # Should taking it in end this process, the record names it.
+        # If adding it crashes this process, the record has its id.
         self._record.begin([seq.id])
         try:
             if seq.pooling is None and not self._generates:
@@ -236,10 +239,10 @@ class EngineCore:
         self._steps.restore_record()
 
     def _process_engine_step(self) -> None:
-        """Run a step, or with steps ahead submit one and read another, and send the outputs."""
+        """Run a step (with `async_scheduling`: submit one and read an earlier one), and send the outputs."""
         if self._suspects:
             self._drain()
-            # One alone: should it end this process too, the record names it.
+            # Computed alone: if it crashes this process again, the record has only its id.
             failed = self._isolation.run([self._suspects.popleft()], self._compute)
         else:
             failed = self._advance()
@@ -248,37 +251,39 @@ class EngineCore:
             self._send_rest()
 
     def _advance(self) -> FailedStep | None:
-        """Schedule and submit the next step; the step that raised, if one did."""
+        """Schedule and submit the next step. Returns a step that raised, or None."""
         return self._steps.advance(self._send)
 
     def _compute(
         self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead | None = None
     ) -> FailedStep | None:
-        """Compute a scheduled step and read it; outputs are sent, so that no client waits for several steps."""
+        """Compute a scheduled step, read it, and send its outputs at once, so that no client waits for several
+        steps."""
         on_read = on_read or self._send
         return self._steps.submit(batch, seqs, on_read) or self._steps.drain(on_read)
 
     def _drain(self) -> None:
-        """Read the steps that run."""
+        """Read all running steps."""
         failed = self._steps.drain(self._send)
         if failed is not None:
             self._fail_step(failed)
 
     def _fail_step(self, failed: FailedStep) -> None:
-        """End the sequences that made a step raise; the others continue. Raises `RuntimeError` if every step raises.
+        """End the sequences that make the step raise; others continue. Raises `RuntimeError` if every step raises.
 
-        Where the step ran out of memory, smaller ones are tried first.
+        If the step ran out of memory, smaller steps are tried first.
         """
         if isinstance(failed.error, StepOutOfMemory) and self.scheduler.shrink_steps(
             failed.num_tokens, len(failed.seqs)
         ):
-            # The front end's watchdog counts the time without a word from here: this step's must not count twice.
+            # Reset the front end's watchdog: it measures the time without a message, and must not count this step
+            # twice.
             self._send([], "idle", 0.0)
             return
         for seq, error in self._isolation.failing_sequences(failed, self._compute):
             canary_error = self._try_canary()
             if canary_error is not None:
-                # The supervisor needs to know with which sequences this core broke.
+                # Record for the supervisor the sequences that this core failed on.
                 self._record.begin([each.id for each in failed.seqs])
                 raise RuntimeError(f"steps fail whatever they compute: {canary_error}") from error
             sentence = f"the step that computed this request failed: {str(error) or type(error).__name__}"
@@ -288,7 +293,7 @@ class EngineCore:
             self._outputs += outputs
 
     def _try_canary(self) -> str | None:
-        """Compute a request of one token, which is no client's and whose outputs are not sent; its error, if any."""
+        """Compute an internal request of one token, whose outputs are not sent. Returns its error, or None."""
         outputs: list[RequestOutput] = []
 
         def compute(batch: ScheduledBatch, seqs: dict[int, Sequence]) -> FailedStep | None:
@@ -304,12 +309,12 @@ class EngineCore:
         return output.error
 
     def _send_rest(self) -> None:
-        """Send the outputs that no step brought, if there are any."""
+        """Send the outputs that did not come from a step, if there are any."""
         if self._outputs:
             self._send([], "idle", 0.0)
 
     def _send(self, outputs: list[RequestOutput], step_kind: str, step_seconds: float) -> None:
-        """Send the outputs of a step, after those that no step brought."""
+        """Send the outputs of a step, preceded by those that did not come from a step."""
         if self._outputs:
             outputs, self._outputs = self._outputs + outputs, []
         stats = self.scheduler.stats(step_kind, step_seconds)

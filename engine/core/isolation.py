@@ -1,6 +1,6 @@
-"""`Isolation`: finds the sequences that make a step raise, by computing them apart from each other.
+"""`Isolation`: finds the sequences that make a step raise, by computing them separately.
 
-Used by the engine core after a step that raised, and for sequences that an earlier core died on.
+The engine core uses it after a step that raised, and for sequences in whose step an earlier core died.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,15 +17,15 @@ class FailedStep(NamedTuple):
     seqs: list[Sequence]
     error: BaseException
     num_tokens: int = 0
-    """Number of tokens that it computed."""
+    """Number of tokens that the step computed."""
 
 
 Compute: TypeAlias = Callable[[ScheduledBatch, dict[int, Sequence]], FailedStep | None]
-"""Computes a scheduled step and reads it; the step, if it raised, whose sequences are requeued then."""
+"""Computes a scheduled step and reads it. Returns the step if it raised; then its sequences have been requeued."""
 
 
 class Isolation:
-    """Runs steps of chosen sequences, while all others wait. No step may be unread."""
+    """Runs steps of chosen sequences while all others wait. All submitted steps must have been read."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -47,13 +47,13 @@ class Isolation:
                 return failed
 
     def failing_sequences(self, failed: FailedStep, compute: Compute) -> Iterator[tuple[Sequence, BaseException]]:
-        """The sequences of a step that raised which raise alone too, with the error; the others have advanced.
+        """Yield the sequences of a failed step that also raise alone, with their errors. The others have advanced.
 
-        Bisects: halves are computed, and halves of those that raise, so that one failing sequence of n is found in
-        2 log n steps.
+        It bisects: it computes both halves, and again the halves of a half that raises. So one failing sequence of n
+        is found in 2 log n steps.
         """
         if len(failed.seqs) == 1:
-            # There is nothing to bisect; an error that does not come again is no fault of the sequence.
+            # There is nothing to bisect. If the error does not occur again, the sequence is not its cause.
             again = self.run(failed.seqs, compute)
             if again is None:
                 return

@@ -1,17 +1,18 @@
-"""`KVEventPublisher`: publishes which blocks an engine core caches, for routers that go by cached prefixes.
+"""`KVEventPublisher`: publishes which blocks an engine core caches, for routers that choose servers by cached
+prefixes.
 
-The wire format is that of vLLM's KV events, which llm-d and others read: on a PUB socket a message of three frames,
+The wire format is that of vLLM's KV events, which llm-d and others read. A PUB socket sends messages of three frames,
 
     topic | sequence number, 8 bytes big-endian | msgpack of [time, [event, ...], replica]
 
     event: ["BlockStored", hashes, parent hash, token ids, block size, adapter id, medium, adapter name]
            ["BlockRemoved", hashes, medium]   ["AllBlocksCleared"]
 
-and on a ROUTER socket the replay: a request with a sequence number is answered with all held messages from that number
-on, each as its number and its payload, and then the number -1. Numbers begin at 0 with each core, whose
-first message begins with AllBlocksCleared, because a new core caches nothing.
+and a ROUTER socket replays them: a request with a sequence number is answered with all stored messages from that
+number, each as its number and payload, followed by the number -1. Numbers begin at 0 in each core. Its first message
+begins with AllBlocksCleared, because a new core has an empty cache.
 
-Only the thread of the core's loop uses the PUB socket, since another thread would wake up while a step computes.
+Only the busy loop's thread uses the PUB socket: another thread would wake up while a step computes.
 """
 
 import contextlib
@@ -34,20 +35,20 @@ NO_ADAPTERS: Mapping[int, str] = MappingProxyType({})
 
 _HELD_MESSAGES = 10_000
 _HIGH_WATER_MARK = 100_000
-"""Messages that wait for a subscriber; further ones are dropped, which it sees by their numbers."""
+"""Most messages queued for a subscriber. Further ones are dropped, which it detects by the sequence numbers."""
 _REPLAY_HIGH_WATER_MARK = 1000
-"""Messages of a replay that wait for a client; the others follow as it reads."""
+"""Most messages of a replay queued for a client. The others follow as it reads."""
 _MOST_REPLAYS = 64
-"""The most replays at a time; further requests wait."""
+"""Most replays at a time; further requests wait."""
 _REQUESTS_PER_ROUND, _MESSAGES_PER_ROUND, _ROUND_SECONDS = 16, 128, 0.005
-"""A round takes at most so many requests, sends each client at most so many messages, and ends with a pause."""
+"""Most requests per round, most messages per client and round, and the pause after each round."""
 _UNREAD_SECONDS = 30.0
-"""The replay of a client that has read nothing for this time ends."""
+"""Seconds without reading after which a client's replay ends."""
 _WARNING_SECONDS = 10.0
-"""The least time between two log lines about malformed requests."""
+"""Least seconds between two log lines about malformed requests."""
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _MEDIUM = "GPU"
-"""vLLM's name of the cache that attention reads, which on a CPU is in the host's memory."""
+"""vLLM's name of the cache that attention reads, even if it is in the host's memory on a CPU."""
 
 
 class _BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
@@ -76,10 +77,10 @@ class _Batch(msgspec.Struct, array_like=True, gc=False):
 
 
 class KVEventPublisher:
-    """The sockets of one engine core. `publish` is called with the changes of each step."""
+    """The sockets of one engine core. It calls `publish` with the changes of each step."""
 
     def __init__(self, config: KVEventsConfig, replica: int, block_size: int) -> None:
-        """Raises `ValueError` for an address that cannot be used."""
+        """Open the sockets. Raises `ValueError` for an address that cannot be used."""
         assert config.kv_events_endpoint is not None
         self._topic = config.kv_events_topic.encode()
         self._replica = replica
@@ -99,7 +100,7 @@ class KVEventPublisher:
             threading.Thread(target=self._answer_replays, args=(replay,), name="kv-replay", daemon=True).start()
 
     def publish(self, changes: Sequence[Change], adapters: Mapping[int, str] = NO_ADAPTERS) -> None:
-        """Publish changes of the cache as one message. Never blocks. `adapters`: names by number."""
+        """Publish changes of the cache as one message. Never blocks. `adapters` has names by number."""
         if not changes:
             return
         events = self._events(changes, adapters)
@@ -113,14 +114,14 @@ class KVEventPublisher:
         self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the sockets; messages that wait for subscribers are dropped."""
+        """Close the sockets. Queued messages are dropped."""
         self._pub.close()
         self._context.term()
 
     def _events(
         self, changes: Sequence[Change], adapters: Mapping[int, str]
     ) -> list[_BlockStored | _BlockRemoved | _AllBlocksCleared]:
-        """The changes as events; successive blocks of one chain, and successive removals, are one event."""
+        """Convert changes to events. Consecutive blocks of one chain, and consecutive removals, become one event."""
         events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared] = []
         for change in changes:
             last = events[-1] if events else None
@@ -145,7 +146,7 @@ class KVEventPublisher:
         return _BlockStored([block.hash], block.parent_hash, tokens, self._block_size, adapter, _MEDIUM, name)
 
     def _answer_replays(self, socket: "zmq.Socket[bytes]") -> None:
-        # The context ends only once its sockets are closed, so this one is closed however the thread ends.
+        # The context ends only when all its sockets are closed, so this one is closed however the thread ends.
         with socket, contextlib.suppress(zmq.ContextTerminated):
             _Replays(socket, self._messages).run()
 
@@ -155,33 +156,33 @@ class KVEventPublisher:
 
 
 class _Replay:
-    """The messages that one client has not been sent yet."""
+    """The messages that have not been sent to one client."""
 
     def __init__(self, messages: "Iterable[tuple[bytes, zmq.Frame]]") -> None:
         self.messages = deque(messages)
         self.progress_time = time.monotonic()
-        """When a message was last sent."""
+        """Time at which a message was last sent."""
 
 
 class _Replays:
-    """Answers requests for replays on a ROUTER socket, all clients in turn, each as fast as it reads.
+    """Answers requests for replays on a ROUTER socket. Clients are served in turn, each as fast as it reads.
 
-    So much waits for a client as the socket's high-water mark says; none loses a message of its replay, and none
-    delays another's. The pause between two rounds leaves the interpreter to the thread of the core's loop, whatever
-    clients ask for. Messages are shared among the clients that they wait for.
+    The socket's high-water mark bounds the messages queued for a client. No client loses a message of its replay or
+    delays another client. The pause between two rounds leaves the interpreter lock to the busy loop's thread. Queues
+    of several clients share the message objects.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", messages: "Callable[[], list[tuple[bytes, zmq.Frame]]]") -> None:
-        """`messages` returns those that are held, in order, each with its number."""
+        """`messages` returns the stored messages in order, each with its number."""
         self._socket, self._messages = socket, messages
-        # A send to a client that does not read, or that has gone, is refused instead of dropping the message.
+        # Make a send to a client that does not read, or is gone, fail instead of dropping the message.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.set_hwm(_REPLAY_HIGH_WATER_MARK)
         self._replays: dict[bytes, _Replay] = {}
         self._warn_from = 0.0
 
     def run(self) -> None:
-        """Answer until the context ends, which raises `zmq.ContextTerminated`."""
+        """Answer requests until the context ends, which raises `zmq.ContextTerminated`."""
         while True:
             if self._replays:
                 time.sleep(_ROUND_SECONDS)
@@ -196,19 +197,20 @@ class _Replays:
                     del self._replays[client]
 
     def _begin(self, frames: list[bytes]) -> None:
-        """Take a request. It replaces an earlier request of the same client whose replay has not ended."""
+        """Begin a replay. It replaces an unfinished replay for the same client."""
         if len(frames) != 3 or len(frames[2]) != 8:
             if time.monotonic() >= self._warn_from:
                 self._warn_from = time.monotonic() + _WARNING_SECONDS
                 logger.warning("a replay of KV events must be asked for with a number of 8 bytes; others are ignored")
             return
         client, _, first = frames
-        # Bytes of equal length in big-endian order compare as their numbers do.
+        # Big-endian byte strings of equal length compare like their numbers.
         messages = [(number, payload) for number, payload in self._messages() if number >= first]
         self._replays[client] = _Replay([*messages, (_END_OF_REPLAY, zmq.Frame())])
 
     def _go_on(self, client: bytes, replay: _Replay) -> bool:
-        """Send a client what its queue has room for; False if it has all, has gone, or has not read for too long."""
+        """Send a client as many messages as its queue accepts. Returns False if it has all, is gone, or reads too
+        slowly."""
         for _ in range(_MESSAGES_PER_ROUND):
             number, payload = replay.messages[0]
             try:
@@ -227,7 +229,7 @@ class _Replays:
 
 
 def _open(socket: "zmq.Socket[bytes]", field: str, address: str, replica: int, *, listens: bool = False) -> None:
-    """Bind an address with a `*`, connect to any other, at the port of the replica. Raises `ValueError`."""
+    """Bind an address that contains `*`, or connect to any other, at the replica's port. Raises `ValueError`."""
     base, _, port = address.rpartition(":")
     address = f"{base}:{int(port) + replica}"
     try:

@@ -1,4 +1,4 @@
-"""The process of an engine core, `python -m engine.core.main`: it loads the model and runs `EngineCore`'s busy loop.
+"""The process of an engine core, `python -m engine.core.main`: loads the model and runs `EngineCore`'s busy loop.
 
 Started by `engine.distributed.core_process`.
 """
@@ -34,11 +34,11 @@ logger = logging.getLogger("engine.core.main")
 
 
 def main() -> NoReturn:
-    """Run one engine core for the parent process, which has the other end of standard input, and exit."""
+    """Run one engine core for the parent process, which holds the other end of standard input, and exit."""
     lifeline = begin_child()
     launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
     name_process(launch.name)
-    with contextlib.suppress(OSError):  # The system may have withdrawn them from all processes.
+    with contextlib.suppress(OSError):  # The system may have taken these CPUs offline.
         os.sched_setaffinity(0, launch.cpus)
     threading.excepthook = _end_process
     ranks = _Ranks(launch)
@@ -52,12 +52,12 @@ def main() -> NoReturn:
         sockets.output_queue.put(failure)
     sockets.close()
     logging.shutdown()
-    # An orderly exit would destroy objects that native threads still use, and free gigabytes object by object.
+    # A normal exit would destroy objects that native threads still use, and free gigabytes object by object.
     os._exit(0 if failure is None else 1)
 
 
 def _open_sockets(config: Config, launch: Launch) -> CoreSockets:
-    """The sockets to the front end. A front end on another host that is lost, now or later, ends this process."""
+    """Open the sockets to the front end. If a front end on another host is lost, this process ends."""
 
     def end(sentence: str) -> NoReturn:
         logger.critical("the engine core ends: %s", sentence)
@@ -75,7 +75,7 @@ def _open_sockets(config: Config, launch: Launch) -> CoreSockets:
 
 
 def _end_process(end: threading.ExceptHookArgs) -> None:
-    """End this process when a thread raised: without it, requests would wait for ever."""
+    """End this process because a thread raised: without that thread, requests would wait for ever."""
     name = end.thread.name if end.thread is not None else "?"
     logger.critical("the engine core ends, as its thread %s did", name, exc_info=end.exc_value)
     logging.shutdown()
@@ -85,7 +85,7 @@ def _end_process(end: threading.ExceptHookArgs) -> None:
 def _fail(
     sockets: CoreSockets, sentence: str, killed: bool = False, collateral: bool = False, usage: bool = False
 ) -> None:
-    """End this process from any thread, whatever the others do, after sending the reason."""
+    """Send the reason and end this process, from any thread."""
     logger.critical("the engine core ends: %s", sentence)
     sockets.output_queue.put(Failed(sentence, usage, killed=killed, collateral=collateral))
     sockets.close()
@@ -94,14 +94,14 @@ def _fail(
 
 
 class _Ranks:
-    """The ranks other than 0. Another thread may announce the end of this process to them."""
+    """The other ranks of this core. Another thread may announce the end of this process to them."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._manager: AsyncIOProcManager | None = None
 
     def start(self, config: Config, sockets: CoreSockets, path: Path) -> AsyncIOProcManager:
-        """Start them; see `AsyncIOProcManager`. `path`: of the checkpoint."""
+        """Start the ranks; see `AsyncIOProcManager`. `path` is the checkpoint."""
         launch = self._launch
         self._manager = AsyncIOProcManager(
             config,
@@ -114,18 +114,18 @@ class _Ranks:
         return self._manager
 
     def announce_shutdown(self, why: str) -> None:
-        """Notify those that were started that no core will follow; `why` is a sentence, or "" at an orderly end."""
+        """Notify the started ranks that no core will follow. `why` is a sentence, or "" at an orderly end."""
         if self._manager is not None:
             self._manager.announce_shutdown(why)
 
     def close(self) -> None:
-        """End those that were started."""
+        """End the started ranks."""
         if self._manager is not None:
             self._manager.close()
 
 
 def _run(config: Config, launch: Launch, sockets: CoreSockets, ranks: _Ranks) -> Failed | None:
-    """Load the model and serve it until a shutdown; the failure, if there was one."""
+    """Load the model and serve it until a shutdown. Returns the failure, or None."""
     try:
         failure = _load_and_serve(config, launch, sockets, ranks)
         if failure is None or failure.usage:
@@ -162,7 +162,7 @@ def _load_and_serve(config: Config, launch: Launch, sockets: CoreSockets, ranks:
         if gone is not None:
             return Failed(str(PeerLostError(gone)), collateral=True)
         return Failed(f"the engine core could not start: {type(error).__name__}: {error}")
-    # A full garbage collection would visit all of torch's objects, delay a step, and find nothing.
+    # Exclude torch's objects from garbage collection: a full collection would visit them all and delay a step.
     gc.freeze()
     phases.end("warm-up")
     matchers = Matchers(loaded.load_tokenizer, loaded.info.vocab_size, loaded.info.eos_token_ids)
@@ -179,7 +179,7 @@ def _load_and_serve(config: Config, launch: Launch, sockets: CoreSockets, ranks:
 
 
 def _links(lockstep_member: LockstepMember, sockets: CoreSockets) -> ReplicaLinks:
-    """The links to the cores of the other replicas in lockstep."""
+    """Open the links to the cores of the other replicas in lockstep."""
 
     def end(replica: int) -> None:
         _fail(sockets, str(PeerLostError(replica)), collateral=True)
@@ -190,7 +190,7 @@ def _links(lockstep_member: LockstepMember, sockets: CoreSockets) -> ReplicaLink
 def _core(
     loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None, replica: int
 ) -> EngineCore:
-    """The engine core over a loaded model. Raises `ValueError` where events cannot be published."""
+    """Create the engine core of a loaded model. Raises `ValueError` if KV events cannot be published."""
     config = loaded.config
     events = config.kv_events_config
     runner, queues = loaded.runner, (sockets.input_queue, sockets.output_queue)

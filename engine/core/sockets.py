@@ -1,7 +1,7 @@
-"""`CoreSockets`: the engine core's ends of its two sockets, a thread that reads one and a queue that writes the other.
+"""`CoreSockets`: the engine core's two sockets to the front end. A thread reads one, a queue writes to the other.
 
-`engine.core.main` makes them; the busy loop knows only the queues. Requests with a grammar pass through a
-`GrammarQueue` first, whose thread compiles, so that neither the busy loop nor another request waits for it.
+`engine.core.main` creates them; the busy loop uses only the queues. Requests with a grammar first pass through a
+`GrammarQueue`, whose thread compiles the grammar, so that neither the busy loop nor other requests wait for that.
 """
 
 import functools
@@ -44,17 +44,17 @@ logger = logging.getLogger(__name__)
 
 
 class Wake(NamedTuple):
-    """Another replica has work and waits for this one in that round; see `engine.core.dp_engine_core`."""
+    """Another replica has work and waits for this one in the given round; see `engine.core.dp_engine_core`."""
 
     round: int
 
 
 class AdapterRead(NamedTuple):
-    """A thread of the core has read the files of an adapter that is to be attached; see `engine.core.adapters`."""
+    """A thread has read the files of an adapter that is to be attached; see `engine.core.adapters`."""
 
     message: LoadAdapter
     adapter: Any
-    """What the runner read; None with an error."""
+    """The adapter as `ModelRunner.read_adapter` returned it; None after an error."""
     error: str | None = None
 
 
@@ -65,21 +65,21 @@ InputQueue: TypeAlias = SimpleQueue[Incoming]
 
 
 _LINGER_MS = 2000
-"""Most time for sending the last messages to a parent that does not read."""
+"""Most milliseconds for sending the last messages to a parent that does not read."""
 
 
 class OutputQueue:
-    """Sends the core's messages in the thread that puts them: another thread would wake up while a step computes."""
+    """Sends the core's messages in the calling thread: another thread would wake up while a step computes."""
 
     def __init__(self, send: Callable[[bytes], object]) -> None:
-        """`send` is called by one thread at a time. It must not block."""
+        """Calls of `send` are serialised. It must not block."""
         self._send = send
         self._encoder = msgspec.msgpack.Encoder()
         self._turn = threading.Lock()
         self._is_closed = False
 
     def put(self, message: Outbound) -> None:
-        """Send a message, unless closed. Never blocks."""
+        """Send a message unless the queue is closed. Never blocks."""
         with self._turn:
             if not self._is_closed:
                 self._send(self._encoder.encode(message))
@@ -91,7 +91,7 @@ class OutputQueue:
 
 
 class CoreSockets:
-    """The core's ends of the two sockets, with a queue for each direction."""
+    """The core's two sockets, with a queue for each direction."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class CoreSockets:
         front_end: "CoreAddress | None" = None,
         timeout: float = 0.0,
     ) -> None:
-        """`outputs`: the stream to the front end, which is taken over.
+        """`outputs` is the stream to the front end; this object closes it.
 
-        `front_end`: the address of one on another host, to connect to within `timeout` seconds; `input_address` is not
-        used then, and there are no `outputs`. Raises `ConnectionError`, a sentence, where that fails.
+        `front_end` is the address of a front end on another host, to which it connects within `timeout` seconds; then
+        `input_address` and `outputs` are not used. Raises `ConnectionError` with a sentence if that fails.
         """
         self.input_queue: InputQueue = SimpleQueue()
         self._block_size = block_size
@@ -119,7 +119,7 @@ class CoreSockets:
             self._writer = MessageWriter(outputs)
             self.output_queue = OutputQueue(self._writer.send)
             self._input = self._context.socket(zmq.DEALER)
-            # No high-water mark, at which a DEALER blocks or drops messages: none may be lost.
+            # No high-water mark: at the mark a DEALER blocks or drops messages, and none may be lost.
             self._input.set_hwm(0)
             self._input.connect(input_address)
         else:
@@ -131,25 +131,25 @@ class CoreSockets:
             self._output.setsockopt(zmq.LINGER, _LINGER_MS)
             self.output_queue = OutputQueue(functools.partial(self._output.send, flags=zmq.NOBLOCK))
         self._input.setsockopt(zmq.LINGER, _LINGER_MS)
-        # A ROUTER can address a peer only after a message from it.
+        # A ROUTER can address a peer only after it has received a message from it.
         self._input.send(b"")
         threading.Thread(target=self.process_input_sockets, name="input", daemon=True).start()
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """From now on, call `on_lost` from another thread when a front end on another host is lost."""
+        """Register `on_lost`, which another thread calls when a front end on another host is lost."""
         if self._call is not None:
             self._call.watch(on_lost)
 
     def serve(self, matchers: Matchers, on_sequence: Callable[[Sequence], object]) -> None:
-        """From now on, accept requests with a grammar, and call `on_sequence` in another thread after each sequence.
+        """Begin to accept requests with a grammar. Another thread calls `on_sequence` after each new sequence.
 
-        Call it before the first request can arrive.
+        Call it before the first request can be received.
         """
         self._on_sequence = on_sequence
         self._grammars = GrammarQueue(matchers, self._queue, self._refuse_sequence)
 
     def process_input_sockets(self) -> None:
-        """Decode arriving messages into the input queue, until the context ends."""
+        """Decode received messages into the input queue, until the context ends."""
         decoder = msgspec.msgpack.Decoder(Inbound)
         while True:
             try:
@@ -169,7 +169,7 @@ class CoreSockets:
                     self._refuse(frame, error)
 
     def close(self) -> None:
-        """Close both sockets, once all messages are sent."""
+        """Close both sockets when all messages have been sent."""
         if self._call is not None:
             self._call.close()
         self.output_queue.close()
@@ -181,8 +181,8 @@ class CoreSockets:
 
     def _accept(self, message: Inbound) -> None:
         if isinstance(message, AddRequest):
-            # Made here, so that its arrival time does not wait for the step that is running. The clock of a front end
-            # on another host is unknown: times count from the receipt then.
+            # Created in this thread, so that the arrival time does not include the rest of the running step. The clock
+            # of a front end on another host is unknown; then times count from the receipt.
             sent_time = message.sent_time if self._call is None else None
             seq = Sequence.from_request(message, self._block_size, sent_time=sent_time)
             if seq.sampling_params.grammar is None:
@@ -197,7 +197,7 @@ class CoreSockets:
             if taken_back:
                 outputs = [terminal_output(id, "abort") for id in taken_back]
                 self.output_queue.put(StepOutputs(outputs))
-                # Their ids may be used again as soon as they are answered, before the loop reads this message.
+                # These ids may be reused as soon as they are answered, before the loop reads this message.
                 message = AbortRequests([id for id in message.request_ids if id not in set(taken_back)])
         if isinstance(message, SetLogLevel):
             logging.getLogger().setLevel(message.level.upper())
@@ -210,11 +210,11 @@ class CoreSockets:
             self._on_sequence(seq)
 
     def _refuse_sequence(self, seq: Sequence, error: str, bad_request: bool) -> None:
-        """Answer a sequence that cannot be queued."""
+        """Answer a sequence that cannot be queued with an error."""
         self.output_queue.put(StepOutputs([terminal_output(seq.id, "error", error, bad_request=bad_request)]))
 
     def _refuse(self, frame: bytes, error: BaseException) -> None:
-        """Log a message that cannot be decoded; answer it where it has the id of the request that it was to add."""
+        """Log a message that cannot be decoded, and answer it if the id of its request can be read."""
         fault = not isinstance(error, ValueError)
         logger.error("a message to the engine core was refused: %s", error, exc_info=error if fault else None)
         request_id = _request_id(frame)
@@ -225,7 +225,7 @@ class CoreSockets:
 
 
 def _request_id(frame: bytes) -> int | None:
-    """The id of the request that an undecodable message was to add, if that much can be read."""
+    """Return the request id in an undecodable message; None if it cannot be read."""
     try:
         message = msgspec.msgpack.decode(frame)
     except msgspec.DecodeError:
@@ -235,11 +235,12 @@ def _request_id(frame: bytes) -> int | None:
 
 
 _STACK_BYTES = 64 * 2**20
-"""Far more than the front end's checking process has: a grammar that passed there cannot overflow the stack here."""
+"""Stack size of the compiling thread, far more than in the front end's checking process, so that a grammar that passed
+there cannot overflow the stack here."""
 
 
 class GrammarQueue:
-    """Gives sequences with a grammar their matchers before they are queued. Owned by the input thread."""
+    """Compiles the grammars of sequences before these are queued. Owned by the input thread."""
 
     def __init__(
         self,
@@ -247,9 +248,8 @@ class GrammarQueue:
         admit: Callable[[Sequence], object],
         refuse: Callable[[Sequence, str, bool], object],
     ) -> None:
-        """`admit` is called with sequences that can run; `refuse` with the others, why, and whether the request is at
-        fault.
-        """
+        """`admit` is called with each sequence that can run, `refuse` with any other, the error, and whether the
+        request is invalid."""
         self._matchers = matchers
         self._admit = admit
         self._refuse = refuse
@@ -263,7 +263,7 @@ class GrammarQueue:
             threading.stack_size(previous)
 
     def add(self, seq: Sequence) -> None:
-        """Admit a sequence with a grammar: at once if the grammar is compiled, otherwise as soon as it is."""
+        """Admit a sequence with a grammar, at once if the grammar is compiled, otherwise when it is."""
         assert seq.sampling_params.grammar is not None
         seq.matcher = self._matchers.cached(seq.sampling_params.grammar)
         if seq.matcher is not None:
@@ -278,7 +278,7 @@ class GrammarQueue:
         self._jobs.put(seq)
 
     def cancel(self, seq_ids: Collection[int]) -> list[int]:
-        """Drop those of these sequences that are not admitted yet; their ids."""
+        """Drop those of the given sequences that are not admitted yet. Returns their ids."""
         with self._lock:
             return [seq_id for seq_id in seq_ids if self._pending.pop(seq_id, None) is not None]
 
@@ -289,7 +289,7 @@ class GrammarQueue:
             if seq.id not in self._pending:
                 continue
             refusal = self._prepare(seq)
-            # Under the lock, so that an abort finds the sequence either here or in the queue before it.
+            # Under the lock, so that an abort finds the sequence either here or in the input queue.
             with self._lock:
                 if self._pending.pop(seq.id, None) is None:
                     continue
@@ -299,13 +299,13 @@ class GrammarQueue:
                     self._refuse(seq, *refusal)
 
     def _prepare(self, seq: Sequence) -> tuple[str, bool] | None:
-        """Give `seq` its matcher; otherwise why it can have none, and whether the request is at fault."""
+        """Create the matcher of `seq`. On failure, return the error and whether the request is invalid; else None."""
         assert seq.sampling_params.grammar is not None
         try:
             seq.matcher = self._matchers.matcher(seq.sampling_params.grammar)
         except InvalidGrammar as error:
             return str(error), True
-        except BaseException as error:  # a panic of the native library is no `Exception`, and must end no thread
+        except BaseException as error:  # a native panic is not an `Exception`, and must not end the thread
             logger.exception("a grammar cannot be compiled")
             return f"the grammar of this request cannot be compiled: {error}", False
         refusal = _catch_up(seq)
@@ -313,7 +313,7 @@ class GrammarQueue:
 
 
 def _catch_up(seq: Sequence) -> str | None:
-    """Advance the matcher over the tokens that a resumed sequence has generated; the error, if it refuses one."""
+    """Advance the matcher over the generated tokens of a resumed sequence. Returns an error if it rejects one."""
     assert seq.matcher is not None
     for token_id in seq.completion_token_ids:
         if not seq.matcher.accept(token_id):

@@ -1,6 +1,6 @@
-"""From a `Config` to a loaded `ModelRunner`: the engine core's start-up, phase by phase.
+"""The start-up of an engine core: loads the model that a `Config` names, in measured phases.
 
-Imports torch inside `load_model`, so that the core's loop and its tests do without.
+Imports torch inside `load_model`, so that the busy loop and its tests need no torch.
 """
 
 import logging
@@ -34,46 +34,46 @@ _CPU_STEP_SECONDS = 0.75
 
 
 class PhaseClock:
-    """Measures phases, in seconds, from `start` on the `time.monotonic` clock."""
+    """Measures the seconds of each phase, beginning at `start` on the `time.monotonic` clock."""
 
     def __init__(self, start: float) -> None:
         self.seconds: dict[str, float] = {}
         self._last = start
 
     def end(self, phase: str) -> None:
-        """Count the time since the last call as `phase`."""
+        """End a phase: record the time since the last call as `phase`."""
         now = time.monotonic()
         self.seconds[phase] = now - self._last
         self._last = now
 
 
 class LoadedModel(NamedTuple):
-    """A model with its KV cache. `config` has all fields that the checkpoint and the memory determine."""
+    """A model with its KV cache. In `config`, all fields that depend on the checkpoint and the memory are set."""
 
     runner: "ModelRunner"
     config: Config
     info: ModelInfo
     load_tokenizer: "Callable[[], Tokenizer]"
     window: int | None = None
-    """Tokens that a query sees in the widest layer, its own included; None: all before it."""
+    """Attention window of the layer with the longest one, in tokens including the query's own; None: no window."""
     rope: "RopeContext | None" = None
-    """How a sequence's rotary frequencies depend on its length; None: not at all."""
+    """How a sequence's rotary frequencies depend on its length; None if they do not."""
     blocks_at_first: int | None = None
-    """Initial blocks of a KV cache that grows with its use; None: all."""
+    """Initial number of blocks of a KV cache that grows with its use; None: all blocks."""
     world: "World | None" = None
-    """The group of the replicas that compute in lockstep."""
+    """The group of replicas that compute in lockstep; None without lockstep."""
     default_step_seconds: float = 0.0
-    """Bound of a step's duration where the settings have none; 0: none."""
+    """Bound of a step's seconds if the settings have none; 0 means no bound."""
     max_interposed_tokens: int = 0
-    """Most tokens of a step that is computed while another is paused; 0: no step is."""
+    """Most tokens of a step that is interposed in a paused step; 0: steps are not paused."""
     splits_prompts: bool = True
     """Whether a prompt may be computed in several steps."""
     generates: bool = True
     """Whether the model generates tokens; otherwise it only pools prompts."""
     device_memory: "Callable[[], tuple[int, int]] | None" = None
-    """Bytes of its GPU that this process holds, and all of them; None on a CPU."""
+    """Returns the GPU memory that this process uses and the total, in bytes; None on a CPU."""
     sentinel_counts: "Callable[[], tuple[int, int]] | None" = None
-    """Served results that were compared with torch, and those that were wrong."""
+    """Returns the number of served results that were compared with torch, and of wrong ones."""
 
 
 def load_model(
@@ -83,11 +83,11 @@ def load_model(
     links: ReplicaLinks | None = None,
     share: HostShare = HostShare(),  # noqa: B008, immutable
 ) -> LoadedModel:
-    """Load what `config` names and warm it up. Raises `ValueError`, a sentence, for what cannot be served.
+    """Load the model of `config` and warm it up. Raises `ValueError` with a sentence if it cannot be served.
 
-    `start_ranks` starts the processes that hold the other shards of the checkpoint at that path; None: there are none.
-    `links`: with the cores of other replicas, where they compute in lockstep; raises `RendezvousError` where not all
-    connect. `share`: what of the host is this replica's.
+    `start_ranks` starts the processes with the other shards of the checkpoint at the given path; None: there are none.
+    `links` connect the cores of replicas in lockstep; raises `RendezvousError` if not all connect. `share` is this
+    replica's share of the host's memory and CPUs.
     """
     path = resolve_checkpoint(config.model)
     ranks = None if start_ranks is None else start_ranks(path)
@@ -177,7 +177,7 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
 def _check_token_ids(asked: Config, vocab_size: int) -> None:
     """Raise `ValueError` for a token id of the settings beyond the vocabulary.
 
-    It would end no answer, or begin one with a row that the embedding does not have.
+    Such an id would never end an answer, or would index a missing row of the embedding.
     """
     for name, token_ids in (
         ("bos_token_id", (asked.bos_token_id,)),
@@ -192,7 +192,7 @@ def _check_token_ids(asked: Config, vocab_size: int) -> None:
 
 
 def _with_cache(config: Config, size: "KVCacheSize") -> Config:
-    """`config` with the KV cache's size, and a context that fits it."""
+    """Return `config` with the KV cache's size, and with a context length that fits it."""
     assert config.max_model_len is not None
     capacity = size.num_blocks * config.kv_cache_block_size
     if capacity < config.max_model_len:
@@ -211,8 +211,8 @@ def _with_cache(config: Config, size: "KVCacheSize") -> Config:
 
 
 def _with_async_scheduling(config: Config, device_type: str) -> Config:
-    """`config` with `async_scheduling` decided: a step of the CPU's is over when it is launched, so being ahead of it
-    would only hold its tokens back.
+    """Return `config` with `async_scheduling` resolved. A step on the CPU has ended when `launch` returns, so
+    launching the next one before reading it would only delay its tokens.
     """
     if config.async_scheduling != "auto":
         return config

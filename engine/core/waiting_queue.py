@@ -1,8 +1,8 @@
-"""`WaitingQueue`: the sequences that wait to be scheduled, by owner; `FairShares`: whose turn it is; `Holdings`: who
-holds more slots or blocks than its share.
+"""`WaitingQueue`: the sequences that wait to be scheduled, by owner. `FairShares`: which owner is served next.
+`Holdings`: which owner holds more slots or blocks than its share.
 
-Owners share the engine by tokens: whoever was served least is next (virtual-time fair queueing: P. Goyal et al.,
-"Start-time Fair Queueing", 1996). With one owner the order is that of priorities and arrivals alone.
+Owners share the engine by tokens: the owner with the least service is next (virtual-time fair queueing: P. Goyal et
+al., "Start-time Fair Queueing", 1996). With a single owner, the order depends on priority and arrival time alone.
 """
 
 import heapq
@@ -18,13 +18,13 @@ MAX_PRIORITY = 100
 """Priorities are limited to this, positive and negative, so that no request can be served first for ever."""
 
 _OWNERS_KEPT = 64
-"""Owners whose service is remembered before those that no longer matter are looked for."""
+"""Number of recorded owners beyond which obsolete ones are removed."""
 _CREDIT = 4096.0
-"""Tokens of its share that an owner may have later, and then before others."""
+"""Most unused tokens of its share that an owner may use later, with precedence over others."""
 _LATEST_OWNERS = 64
-"""How many owners are compared to find the one with least recent service."""
+"""Most owners that are compared to find the one with the least recent service."""
 _MOST_OWNERS = 4096
-"""Owners that are remembered, of those that have no sequence."""
+"""Most recorded owners without a sequence."""
 _RECENT_SECONDS = 5.0
 """Recent service is the service of the last one to two periods of this length."""
 
@@ -32,17 +32,17 @@ _RECENT_SECONDS = 5.0
 class FairShares:
     """Tokens computed for each owner, divided by its weight: the owner with the fewest is served next.
 
-    An owner that begins to wait starts at most `_CREDIT` tokens before the owner served latest: so much of what it did
-    not need lately it may have at once, so that a prompt now and then is computed without a round of the others
-    between two of its chunks, but none saves up turns without end.
+    An owner that begins to wait starts at most `_CREDIT` tokens before the owner served last. It may so use that much
+    of its recent unused share at once: an occasional prompt is computed without turns of others between its chunks.
+    But no owner can accumulate turns without bound.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._now = 0.0
-        """Where the owner whose turn came latest stood before it, at the most so far."""
+        """Virtual time: the largest service of an owner at the start of its turn so far."""
         self._furthest = 0.0
-        """Where the owner stands that got furthest by its turns."""
+        """Largest service that any owner reached by its turns."""
         self._most_kept = _OWNERS_KEPT
         self._recent: dict[str, float] = {}
         """Service of each owner in the current period."""
@@ -54,7 +54,7 @@ class FairShares:
         return len(self._served)
 
     def served(self, owner: str) -> float:
-        """Its tokens over its weight, from where it began to wait or, if later, from where its credit ends."""
+        """Return an owner's virtual time: its tokens over its weight, but at least that at which its credit ends."""
         return max(self._served.get(owner, -math.inf), self._now - _CREDIT)
 
     def join(self, owner: str) -> None:
@@ -62,11 +62,11 @@ class FairShares:
         self._served[owner] = self.served(owner)
 
     def forgo(self, owner: str) -> None:
-        """Note that an owner is passed over because it holds its share: it does not save up turns meanwhile."""
+        """Note that an owner is skipped because it holds its share, so that it accumulates no turns meanwhile."""
         self._served[owner] = max(self.served(owner), self._now)
 
     def serve(self, owner: str, cost: float) -> None:
-        """Note that it is an owner's turn, in which it gets tokens, divided by its weight."""
+        """Record an owner's turn. `cost` is its number of tokens divided by its weight."""
         at = self.served(owner)
         self._recent[owner] = self._recent.get(owner, 0.0) + cost
         self._now = max(self._now, at)
@@ -74,29 +74,29 @@ class FairShares:
         self._furthest = max(self._furthest, at + cost)
 
     def catch_up(self) -> None:
-        """Note that no owner waits for a turn: all that begin to wait from now on are equal."""
+        """Note that no owner waits for a turn: all owners that begin to wait later are equal."""
         self._now = max(self._now, self._furthest)
 
     def charge(self, owner: str, cost: float) -> None:
-        """Count tokens, divided by the owner's weight, that a step computes for it without a turn."""
+        """Add `cost`, tokens divided by the owner's weight, that a step computes for it without a turn."""
         self._served[owner] = self.served(owner) + cost
         self._recent[owner] = self._recent.get(owner, 0.0) + cost
 
     def begin_step(self, now: float) -> None:
-        """Note the time, in seconds on any clock that does not go back."""
+        """Set the time in seconds, on any monotonic clock."""
         if now >= self._period_ends:
             self._before, self._recent = self._recent, {}
             self._period_ends = now + _RECENT_SECONDS
 
     def lightest(self, owners: Iterable[str]) -> str | None:
-        """The owner among these with least recent service."""
+        """Return the owner among `owners` with the least recent service; None if there are none."""
         recent, before = self._recent, self._before
         return min(owners, key=lambda owner: recent.get(owner, 0.0) + before.get(owner, 0.0), default=None)
 
     def recent(self, owner: str) -> float:
-        """Recent service of an owner, where 1 is the mean of all owners. Called in any thread."""
+        """Return the recent service of an owner, relative to the mean of all owners. Thread-safe."""
         recent, before = self._recent, self._before
-        # Nothing here runs Python code between two entries, so that another thread cannot add one meanwhile.
+        # These calls run no Python code between two entries, so another thread cannot add an entry meanwhile.
         total, number = sum(recent.values()) + sum(before.values()), len(recent.keys() | before.keys())
         return (recent.get(owner, 0.0) + before.get(owner, 0.0)) * number / total if total else 0.0
 
@@ -106,7 +106,7 @@ class FairShares:
         return len(self._served) > self._most_kept
 
     def forget_all_but(self, live: Set[str]) -> None:
-        """Forget owners that have no sequence and that would start anew like anyone."""
+        """Remove the owners that have no sequence and no service that would matter if they returned."""
         kept = {owner: at for owner, at in self._served.items() if owner in live or at > self._now}
         if len(kept) > len(live) + _MOST_OWNERS:
             kept = {owner: at for owner, at in kept.items() if owner in live}
@@ -114,7 +114,7 @@ class FairShares:
         self._most_kept = _OWNERS_KEPT + 2 * len(self._served)
 
     def reset(self) -> None:
-        """Forget everything: nothing is left to compute."""
+        """Remove all owners, because nothing is left to compute."""
         self._served.clear()
         self._recent, self._before = {}, {}
         self._now = self._furthest = 0.0
@@ -122,7 +122,7 @@ class FairShares:
 
 
 class _OwnerQueue:
-    """Sequences of one owner by arrival time plus priority. Preempted ones come before all others."""
+    """Sequences of one owner, ordered by arrival time plus weighted priority. Preempted ones precede all others."""
 
     def __init__(self, owner: str, aging_seconds: float, count: Iterator[int]) -> None:
         self.owner = owner
@@ -131,7 +131,7 @@ class _OwnerQueue:
         self.front: deque[Sequence] = deque()
         self._heap: list[tuple[float, int, Sequence]] = []
         self._latest: dict[int, float] = {}
-        """By priority, the due time of the sequence added last."""
+        """Due time of the sequence added last, by priority."""
 
     def __len__(self) -> int:
         return len(self.front) + len(self._heap)
@@ -147,7 +147,7 @@ class _OwnerQueue:
 
     def append(self, seq: Sequence) -> None:
         priority = max(-MAX_PRIORITY, min(seq.priority, MAX_PRIORITY))
-        # Not before earlier ones of its priority, even where their arrival times are later.
+        # Not before earlier-added sequences of its priority, even if their arrival times are later.
         due = max(seq.arrive_time + priority * self._aging_seconds, self._latest.get(priority, -math.inf))
         self._latest[priority] = due
         heapq.heappush(self._heap, (due, next(self._count), seq))
@@ -164,11 +164,12 @@ class _OwnerQueue:
 
 
 class WaitingQueue:
-    """Sequences by owner, and of each owner by arrival time plus priority: a lower priority is served first.
+    """Waiting sequences by owner, ordered by arrival time plus weighted priority: a lower priority is served first.
 
-    A step of priority weighs as much as `aging_seconds` of waiting, so that later arrivals overtake a sequence for a
-    bounded time only; equal priorities are served in order of addition, and preempted sequences of an owner before
-    all its others. The owner that `shares` names is served next. Adding and taking cost O(log n).
+    One unit of priority weighs as much as `aging_seconds` of waiting, so later sequences can overtake a sequence only
+    for a bounded time. Sequences with equal priorities are served in the order of addition, and an owner's preempted
+    sequences before all its others. `shares` determines the owner that is served next. Adding and taking cost O(log
+    n).
     """
 
     def __init__(self, aging_seconds: float, shares: FairShares | None = None) -> None:
@@ -176,8 +177,8 @@ class WaitingQueue:
         self.shares = FairShares() if shares is None else shares
         self._queues: dict[str, _OwnerQueue] = {}
         self._order: list[tuple[float, int, _OwnerQueue]] = []
-        """Heap of the owners' queues, by what their owners had been served when they were put there, which only grows;
-        also of queues that were emptied since."""
+        """Heap of owner queues, ordered by the owner's service when the queue was pushed. Service only grows. Emptied
+        queues may still be in the heap."""
         self._size = 0
         self._count = itertools.count()
 
