@@ -216,7 +216,7 @@ def _runner(bench: Bench, batch: int, blocks: int, *, has_graphs: bool, **fields
     assert config.num_kvcache_blocks is not None
     runner = SizedRunner(loaded, config.num_kvcache_blocks)
     if runner.graphs is not None:
-        while runner.prepare_ahead():
+        while runner.prepare_while_idle():
             pass
         assert runner.graphs.captured_sizes, "the log says why no graph was captured"
     return runner

@@ -181,7 +181,7 @@ def runner_of(
         # Layer by layer: random numbers of all at once would take as much again.
         for page in range(pool.shape[1]):
             pool[:, page].normal_()
-    while runner.prepare_ahead():
+    while runner.prepare_while_idle():
         pass
     return runner
 

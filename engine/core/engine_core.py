@@ -43,7 +43,7 @@ _CANARY_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 """Parameters of the canary request, which tests at the start whether the engine works."""
 
 _PREPARE_AFTER_IDLE_SECONDS = 0.05
-"""Idle time after which a core calls `prepare_ahead`: longer than between two requests of one client."""
+"""Idle time after which a core calls `prepare_while_idle`: longer than between two requests of one client."""
 
 _MEMORY_SECONDS = 5.0
 """Seconds between two queries of the device's memory, each of which is a call of the driver."""
@@ -73,13 +73,13 @@ class EngineCore:
         generates: bool = True,
         default_step_seconds: float = 0.0,
         max_interposed_tokens: int = 0,
-        prepare_ahead: Callable[[], bool] | None = None,
+        prepare_while_idle: Callable[[], bool] | None = None,
         device_memory: Callable[[], tuple[int, int]] | None = None,
         sentinel_counts: Callable[[], tuple[int, int]] | None = None,
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """The parameters before `prepare_ahead` are passed to the scheduler, except `generates`, which is false if the
+        """The parameters before `prepare_while_idle` are passed to the scheduler, except `generates`, which is false if the
         model only pools prompts. `record` stores the ids of the sequences in running steps. `kv_events` publishes
         which blocks are cached.
 
@@ -87,7 +87,7 @@ class EngineCore:
 
         `sentinel_counts` returns the number of served results that were compared with torch, and of wrong ones.
 
-        `prepare_ahead` is called while the core is idle. It does work that makes later steps faster, and returns
+        `prepare_while_idle` is called while the core is idle. It does work that makes later steps faster, and returns
         whether to call it again.
         """
         self.scheduler = Scheduler(
@@ -121,7 +121,7 @@ class EngineCore:
         self._suspects: deque[Sequence] = deque()
         """Sequences in whose step an earlier core died. Each is first computed alone."""
         self._stopping = False
-        self._prepare_ahead = prepare_ahead
+        self._prepare_while_idle = prepare_while_idle
         self._device_memory = device_memory
         self._sentinel_counts = sentinel_counts
         self._memory = (0, 0)
@@ -190,7 +190,7 @@ class EngineCore:
     def _wait_idle(self) -> Incoming:
         with contextlib.suppress(Empty):
             return self.input_queue.get(timeout=_PREPARE_AFTER_IDLE_SECONDS)
-        while self._prepare_ahead is not None and self.input_queue.empty() and self._prepare_ahead():
+        while self._prepare_while_idle is not None and self.input_queue.empty() and self._prepare_while_idle():
             pass
         with contextlib.suppress(Empty):
             return self.input_queue.get(timeout=_CHECK_AFTER_IDLE_SECONDS)

@@ -202,7 +202,7 @@ def _core(
         "default_step_seconds": loaded.default_step_seconds,
         "max_interposed_tokens": loaded.max_interposed_tokens if links is None else 0,
         "generates": loaded.generates,
-        "prepare_ahead": runner.prepare_ahead,
+        "prepare_while_idle": runner.prepare_while_idle,
         "device_memory": loaded.device_memory,
         "sentinel_counts": loaded.sentinel_counts,
         "record": record,

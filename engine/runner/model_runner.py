@@ -558,7 +558,7 @@ class ModelRunner:
         token_ids = torch.empty_like(slots) if token_ids is None else token_ids.to(last_tokens.device)
         last_tokens.index_copy_(0, slots, self.parallel.broadcast(token_ids))
 
-    def prepare_ahead(self) -> bool:
+    def prepare_while_idle(self) -> bool:
         """While idle, do a little of what makes later steps quicker; whether there is more of it."""
         if self.sentinel is not None and self.sentinel.catch_up():
             return True

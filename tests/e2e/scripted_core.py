@@ -69,7 +69,7 @@ class ScriptedRunner:
     def launch(self, batch: ScheduledBatch, /) -> "ScriptedStep":
         return ScriptedStep(self.forward(batch))
 
-    def prepare_ahead(self) -> bool:
+    def prepare_while_idle(self) -> bool:
         return False
 
 

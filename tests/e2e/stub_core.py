@@ -57,7 +57,7 @@ class StubRunner:
     def launch(self, batch: ScheduledBatch, /) -> "StubStep":
         return StubStep(self.forward(batch))
 
-    def prepare_ahead(self) -> bool:
+    def prepare_while_idle(self) -> bool:
         return False
 
 

@@ -57,7 +57,7 @@ def test_graphs_and_steps_ahead_give_the_tokens_of_eager_steps(
     expected = answers(waiting(eager, sequences(lengths)))
     del eager
     runner = place.runner(checkpoint, cudagraph_capture_sizes=sizes)
-    while runner.prepare_ahead():
+    while runner.prepare_while_idle():
         pass
     assert runner.graphs is not None
     assert runner.graphs.captured_sizes == list(sizes)

@@ -195,7 +195,7 @@ def test_ranks_capture_by_counted_steps_and_give_up_together(
     for runner in ranks:
         assert runner.graphs is not None
         graphs.append(runner.graphs)
-        runner.prepare_ahead()
+        runner.prepare_while_idle()
         assert runner.graphs.captured_sizes == [], "an idle rank captures nothing by itself"
     scheduler = Scheduler(ranks[0].config)
     scheduler.extend(sequences())

@@ -98,7 +98,7 @@ def test_sizes_are_captured_largest_first_at_the_start_and_smallest_first_behind
     assert runner.graphs is not None
     captured: list[int] = []
     for _ in SIZES:
-        runner.prepare_ahead()
+        runner.prepare_while_idle()
         captured += set(runner.graphs.captured_sizes) - set(captured)
     assert captured == order
 

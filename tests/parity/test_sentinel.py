@@ -226,7 +226,7 @@ def test_what_would_delay_a_step_waits_until_the_engine_is_idle(checkpoint: Path
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     generate(runner, Scheduler(runner.config), [prompt(5)], params)
     assert runner.sentinel_counts() == (0, 0)
-    while runner.prepare_ahead():
+    while runner.prepare_while_idle():
         pass
     assert runner.sentinel_counts() == (3, 0)
 

@@ -158,7 +158,7 @@ def test_a_replayed_padded_decode_is_the_eager_one(checkpoint: Path, monkeypatch
     runner, _, eager = runner_of(checkpoint, enforce_eager=True)
     expected = answers(waiting(runner, sequences()))
     replaying, device, replayed = runner_of(checkpoint)
-    while replaying.prepare_ahead():
+    while replaying.prepare_while_idle():
         pass
     device.num_replayed = 0  # What tried the graphs does not count.
     assert replaying.graphs is not None
