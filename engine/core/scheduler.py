@@ -505,9 +505,9 @@ class Scheduler:
             rows, lengths = self.step_budget.take_turns(rows, lengths, 1 + self.mtp_k)
         self.drafts.propose(rows.seqs, step.budget)
         # A sequence grows by at most 1 + k tokens a step: only these may have filled a block, or may need another one.
-        size, k, ahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_ahead
+        size, k, lookahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_lookahead_tokens
         if self.drafts.is_idle(rows.seqs):
-            ahead = 0
+            lookahead = 0
             eventful = [i for i, length in enumerate(lengths) if length % size <= 1]
         else:
             # Without the prefix cache no block is published, and none of them waits for that.
@@ -515,13 +515,13 @@ class Scheduler:
             eventful = [
                 i
                 for i, (seq, length) in enumerate(zip(rows.seqs, lengths, strict=True))
-                if length + ahead + len(seq.spec_token_ids) > len(seq.block_table) * size
+                if length + lookahead + len(seq.spec_token_ids) > len(seq.block_table) * size
                 or length >= seq.num_published_blocks * size + offset
             ]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
-        if ahead and growths:
+        if lookahead and growths:
             # A drafter without blocks drafts less.
-            further = [(seq, count + min(ahead, seq.num_useful_drafts)) for seq, count in growths]
+            further = [(seq, count + min(lookahead, seq.num_useful_drafts)) for seq, count in growths]
             if self.block_manager.can_append_all(further, spare=len(rows.seqs)):
                 growths = further
         if k and growths and not self.block_manager.can_append_all(growths, spare=len(rows.seqs)):

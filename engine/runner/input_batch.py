@@ -185,11 +185,11 @@ class InputBatch:
         vocab_size: int,
         seed: int,
         device_has_tables: bool = False,
-        num_ahead: int = 0,
+        num_lookahead_tokens: int = 0,
         states_per_slot: int = 0,
     ) -> None:
         """`device_has_tables`: steps have no block tables; `table_changes` has what the device's copy lacks. Their
-        `num_blocks` reach `num_ahead` positions beyond a step, for a drafter that runs after it.
+        `num_blocks` reach `num_lookahead_tokens` positions beyond a step, for a drafter that runs after it.
 
         `states_per_slot`: states of a sequence that each recurrent layer keeps: one, and one for each draft that a
         step verifies, so that the one after the accepted drafts can be chosen; 0 where layers keep no states.
@@ -197,7 +197,7 @@ class InputBatch:
         self.block_size = block_size
         self._states_per_slot = states_per_slot
         self._device_has_tables = device_has_tables
-        self._num_ahead = num_ahead if device_has_tables else 0
+        self._num_lookahead_tokens = num_lookahead_tokens if device_has_tables else 0
         try:
             # One more: a token is sampled after a prompt that fills the context as well, and then dropped.
             self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -249,7 +249,7 @@ class InputBatch:
         scheduled = query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
         num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
         num_read, num_unread = self._num_read[slots], self._num_unread[slots]
-        if self._num_ahead and self.are_positions_unread(batch):
+        if self._num_lookahead_tokens and self.are_positions_unread(batch):
             return self._bounded_inputs(slots, seq_lens, scheduled, drafts)
         # Prompt spans refer to tokens of the step by index, so rows cannot grow.
         is_movable = not batch.prompt_spans
@@ -391,7 +391,7 @@ class InputBatch:
 
     def _num_table_blocks(self, seq_lens: npt.NDArray[np.int64]) -> int:
         """Columns of the block tables of a step with rows of these lengths. # [B]"""
-        return min(-(-(int(seq_lens.max()) + self._num_ahead) // self.block_size), self.max_blocks)
+        return min(-(-(int(seq_lens.max()) + self._num_lookahead_tokens) // self.block_size), self.max_blocks)
 
     def _states_after(
         self,

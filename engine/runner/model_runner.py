@@ -118,7 +118,7 @@ class ModelRunner:
             vocab_size=self.model_config.vocab_size,
             seed=config.seed,
             device_has_tables=self.backend.reads_tables_on_device,
-            num_ahead=config.num_drafts + 2 if loaded.drafter is not None else 0,
+            num_lookahead_tokens=config.num_drafts + 2 if loaded.drafter is not None else 0,
             states_per_slot=self.caches.states_per_slot if self.caches.have_states else 0,
         )
         self.device_batch = DeviceBatch(loaded.seam, config.max_num_seqs)

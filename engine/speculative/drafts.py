@@ -78,7 +78,7 @@ class Drafts:
         """When the last step began to be scheduled, and how long that took where a model drafts."""
 
     @property
-    def num_ahead(self) -> int:
+    def num_lookahead_tokens(self) -> int:
         """Positions after a step's tokens at which a drafter keeps keys and values of its drafts."""
         return self.max_drafts if self._drafts_by_model else 0
 
