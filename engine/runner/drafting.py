@@ -149,7 +149,7 @@ class ModelDrafter:
         self.reads_hidden = bool(model.hidden_layers)
         """Whether `draft` needs the target's hidden states."""
         self.hidden_layers = model.hidden_layers
-        self._is_ahead = int(self.reads_hidden)
+        self._token_offset = int(self.reads_hidden)
         """How many tokens an entry's token is after the entry's position."""
         self._has_skipped = False
         """Whether the last step was skipped."""
@@ -197,7 +197,7 @@ class ModelDrafter:
                 self._sampled.pop(slot, None)
         self._begin(slots, firsts, starting)
         self._end_idle_steps()
-        ends = np.where(is_sampled, computed + (1 - self._is_ahead), computed)
+        ends = np.where(is_sampled, computed + (1 - self._token_offset), computed)
         capacity = self._input_batch.capacity(slots)
         room = np.minimum(capacity - ends + 1, self._input_batch.max_model_len - computed - 1)
         num_drafts = np.where(is_sampled, np.clip(wanted, 0, np.maximum(room, 0)), 0)
@@ -354,7 +354,7 @@ class ModelDrafter:
             tokens = self._share_on_device(choices[-1])
             device_batch.drafts[on_device, depth] = tokens
             if depth + 1 < most:
-                at = accepted.lengths[:, None] + (depth - self._is_ahead)
+                at = accepted.lengths[:, None] + (depth - self._token_offset)
                 state = run(following, tokens[:, None], at, state if self.reads_hidden else None, is_first=False)
         if self._loaded.parallel.rank:
             return DraftsAhead(tables, [])
@@ -365,7 +365,7 @@ class ModelDrafter:
     def settle(self, inputs: StepInputs, wanted: list[int]) -> None:
         """Note the entries that `draft_ahead` has computed: the step's tokens are stored."""
         slots = inputs.slots
-        ends = self._input_batch.num_read(slots) - self._is_ahead
+        ends = self._input_batch.num_read(slots) - self._token_offset
         self._num_done[slots] = done = np.minimum(ends, self._input_batch.capacity(slots))
         guessed = np.zeros_like(done)
         if not self.reads_hidden:
@@ -531,7 +531,7 @@ class ModelDrafter:
                 states = self._states(part, hidden, inputs, firsts[chosen], rows[chosen])
             if part is entries and (output := self._replayed(part, states, is_first=True)) is not None:
                 return output
-            span = self._input_batch.draft_span(*part, self._is_ahead)
+            span = self._input_batch.draft_span(*part, self._token_offset)
             metadata = self._passes.prepare(span, part.ends - part.begins, part.ends)
             output = self._passes.run(metadata, span, states, is_first=True)
             is_last = part.ends == entries.ends[chosen]
@@ -554,7 +554,7 @@ class ModelDrafter:
         runner = graphs.runner_for(ends, length, is_first=is_first)
         if runner is None:
             return None
-        span = self._input_batch.draft_span(slots, ends - length, ends, self._is_ahead)
+        span = self._input_batch.draft_span(slots, ends - length, ends, self._token_offset)
         return graphs.draft(runner, span, begins, ends, states, tokens)
 
     def _draft_at_once(
@@ -589,7 +589,7 @@ class ModelDrafter:
         if self.reads_hidden:
             assert hidden is not None
             states = self._states(entries, hidden, inputs, firsts, rows)
-        span = self._input_batch.draft_span(slots, begins, ends, self._is_ahead, num_more=most)
+        span = self._input_batch.draft_span(slots, begins, ends, self._token_offset, num_more=most)
         metadata = self._passes.prepare(span, lengths, ends)
         assert metadata.step is not None, "recorded passes run where the operators read the step"
         found = chain.run(
@@ -646,12 +646,12 @@ class ModelDrafter:
         waits = self._loaded.seam.is_host or not is_greedy
         if waits and self._loaded.parallel.size == 1 and not self._loaded.seam.is_host:
             # Other ranks have no sampling parameters: only of greedy steps do they know that drafts are independent.
-            waits = self._input_batch.need_drafts(slots, ends + (self._is_ahead + most))
+            waits = self._input_batch.need_drafts(slots, ends + (self._token_offset + most))
         unread: list[_Choice] = []
         span: DraftSpan | None = None
         metadata: AttentionMetaData | None = None
         for depth in range(most):
-            positions = ends + (self._is_ahead + depth)
+            positions = ends + (self._token_offset + depth)
             choice = self._choose(state, rows, slots, positions, is_greedy=is_greedy)
             goes_on, tokens = num_drafts > depth + 1, None
             if waits:
@@ -679,12 +679,12 @@ class ModelDrafter:
                 continue
             if span is not None and metadata is not None and self._passes.are_recorded:
                 # A recorded pass reads the memory of its step anew.
-                span.token_ids[:] = self._input_batch.tokens_at(slots, begins + self._is_ahead)
+                span.token_ids[:] = self._input_batch.tokens_at(slots, begins + self._token_offset)
                 span.positions[:] += 1
                 span.slot_mapping[:] = self._input_batch.slot_mapping(slots, begins)
                 metadata.seq_lens += 1
             else:
-                span = self._input_batch.draft_span(slots, begins, begins + 1, self._is_ahead, num_more=most)
+                span = self._input_batch.draft_span(slots, begins, begins + 1, self._token_offset, num_more=most)
                 metadata = self._passes.prepare(span, np.ones(len(slots), dtype=np.int64), begins + 1)
             state = self._passes.run(metadata, span, states, tokens, is_first=False)
         if unread:

@@ -526,10 +526,12 @@ class InputBatch:
         slots: npt.NDArray[np.int64],
         begins: npt.NDArray[np.int64],
         ends: npt.NDArray[np.int64],
-        num_ahead: int,
+        token_offset: int,
         num_more: int = 0,
     ) -> DraftSpan:
-        """The entries at positions `[begins, ends)` of slots; an entry's token is `num_ahead` after it. # 3 x [B]
+        """The entries at positions `[begins, ends)` of slots; an entry's token is `token_offset` positions after it.
+
+        # 3 x [B]
 
         Block tables reach to `num_more` further positions, as far as there are blocks.
         """
@@ -542,7 +544,7 @@ class InputBatch:
             positions = np.arange(int(stops[-1])) + np.repeat(ends - stops, counts)
         num_blocks = -(-(int(ends.max()) + num_more) // self.block_size)
         return DraftSpan(
-            self._tokens[token_slots, positions + num_ahead].astype(np.int64),
+            self._tokens[token_slots, positions + token_offset].astype(np.int64),
             self.carried_positions(token_slots, positions),
             self.slot_mapping(token_slots, positions),
             self._block_table[:, :num_blocks][slots],

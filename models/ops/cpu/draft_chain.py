@@ -96,7 +96,7 @@ class DraftChain:
             self._states = torch.empty(max_rows, output.shape[1], dtype=output.dtype)
         else:
             self._states = following.states
-        self._ahead = int(following.states is not None)
+        self._token_offset = int(following.states is not None)
         """Positions from an entry to its token."""
         self._chains: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
         """The operators, and the memory for drafts, by the number of drafts and whether they are sampled."""
@@ -265,10 +265,10 @@ class DraftChain:
             block_size=self._block_size,
             slots=self._drafting_slots.ctypes.data,
             by=_sampling_of(head),
-            ahead=self._ahead,
+            token_offset=self._token_offset,
         )
         # The position of the entry is that of the next pass at first, and of the last one afterwards.
-        return [*_choice(head, self._drafting_slots, self._ahead + (depth > 0)), take]
+        return [*_choice(head, self._drafting_slots, self._token_offset + (depth > 0)), take]
 
 
 def _sampling_of(head: GreedyHead | SampledHead) -> int | None:
@@ -276,9 +276,9 @@ def _sampling_of(head: GreedyHead | SampledHead) -> int | None:
     return ctypes.addressof(head.by) if isinstance(head, SampledHead) else None
 
 
-def _choice(head: GreedyHead | SampledHead, slots: _Ints, ahead: int) -> tuple[Arguments, ...]:
+def _choice(head: GreedyHead | SampledHead, slots: _Ints, token_offset: int) -> tuple[Arguments, ...]:
     """A head's operators; the rest as of `SampledHead.choosing`."""
-    return head.choosing(slots, ahead) if isinstance(head, SampledHead) else head.arguments
+    return head.choosing(slots, token_offset) if isinstance(head, SampledHead) else head.arguments
 
 
 def _copy(program: Program, to: torch.Tensor, sources: _Ints | None) -> CopyRows:

@@ -242,14 +242,17 @@ class SampledHead(Head):
         """Have the operators choose from the first rows of `hidden`. # [rows, hidden_size]"""
         self._product.x, self._product.x_stride = hidden.data_ptr(), hidden.stride(0)
 
-    def choosing(self, slots: npt.NDArray[np.int64], ahead: int) -> tuple[structures.Arguments, ...]:
-        """The operators that choose a token `ahead` positions after each of a step's. # slots [max_rows], of those"""
+    def choosing(self, slots: npt.NDArray[np.int64], token_offset: int) -> tuple[structures.Arguments, ...]:
+        """The operators that choose a token `token_offset` positions after each of a step's.
+
+        # slots [max_rows], of those
+        """
         sample = structures.SampleTokens(
             self._logits.data_ptr(),
             self._vocab_size,
             ctypes.addressof(self.by),
             slots.ctypes.data,
-            ahead,
+            token_offset,
             self.peaks.ctypes.data,
             self.token_ids.ctypes.data,
         )
