@@ -48,7 +48,7 @@ class _SubmittedStep(NamedTuple):
     """Slots of sequences that left since; they are free once the step has been read."""
     time: float
     """When it was scheduled, on the scheduler's clock."""
-    drafts_ahead: bool
+    drafts_on_device: bool
     """Whether the device makes the next drafts of its rows, and knows what it accepts, before it is read."""
 
     verified: dict[int, list[int]]
@@ -280,7 +280,7 @@ class Scheduler:
         self.prev_prompt = step.num_prefills > 0
         if not step.seqs:
             return None
-        is_current = not self._submitted or self._are_ahead()
+        is_current = not self._submitted or self._has_device_drafts()
         step.num_next_drafts = self.drafts.num_next(step.seqs.values(), step.num_decodes, is_current=is_current)
         return step.batch()
 
@@ -493,12 +493,14 @@ class Scheduler:
             if self._decode_rows is None:
                 return self._schedule_decodes(step)
         if self._submitted:
-            if not self._are_ahead() and any(each.batch.scheduled_spec_decode_tokens for each in self._submitted):
+            if not self._has_device_drafts() and any(
+                each.batch.scheduled_spec_decode_tokens for each in self._submitted
+            ):
                 return False
             rows, lengths = rows.continuing()
             if not rows.seqs:
                 return True
-            if self._are_ahead() and max(lengths) + self.mtp_k > self.token_limit:
+            if self._has_device_drafts() and max(lengths) + self.mtp_k > self.token_limit:
                 # Rows are padded to one length, for which their contexts need room.
                 return False
         if self.step_budget is not None:
@@ -624,39 +626,39 @@ class Scheduler:
 
     # -- reading steps ------------------------------------------------------------------------------------------
 
-    def begin_step(self, batch: ScheduledBatch, *, drafts_ahead: bool = False) -> None:
+    def begin_step(self, batch: ScheduledBatch, *, drafts_on_device: bool = False) -> None:
         """Note that a step was submitted: sequences get placeholders for the tokens that it samples at most.
 
-        `drafts_ahead`: the next step of its rows may be scheduled before it is read, and verifies the drafts that the
-        device makes in the meantime.
+        `drafts_on_device`: the next step of its rows may be scheduled before it is read, and verifies the drafts that
+        the device makes in the meantime.
         """
         seqs, num_decodes = batch.sequences, batch.total_seqs_num_decode
         partial = frozenset(seq for seq in seqs[num_decodes:] if seq.num_computed_tokens < seq.num_tokens)
         verified = batch.scheduled_spec_decode_tokens
-        step = _SubmittedStep(batch, partial, [], self.prev_time, drafts_ahead, dict(verified))
+        step = _SubmittedStep(batch, partial, [], self.prev_time, drafts_on_device, dict(verified))
         for seq in seqs:
             seq.num_placeholder += step.most_tokens(seq) if verified else 1
         for seq in partial:
             seq.num_placeholder -= 1
         if self.use_spec:
             for seq, count in zip(seqs, batch.num_next_drafts or [0] * len(seqs), strict=True):
-                seq.spec_token_ids = [UNREAD_DRAFT] * count if drafts_ahead else []
+                seq.spec_token_ids = [UNREAD_DRAFT] * count if drafts_on_device else []
         self._submitted.append(step)
         self.block_manager.begin_step()
 
     def _may_follow(self, step: _SubmittedStep) -> bool:
         """Whether a step can be scheduled while this one is not read.
 
-        Where a model drafts once this step is read, the next one waits for that. A step that drafts ahead is followed
-        by decodes alone: only in steps of decodes does the device know where rows begin.
+        Where a model drafts once this step is read, the next one waits for that. A step whose drafts the device makes
+        is followed by decodes alone: only in steps of decodes does the device know where rows begin.
         """
-        if step.drafts_ahead:
+        if step.drafts_on_device:
             return not (self._prefilling or (self.waiting and self._has_slot()))
         return self.drafts.may_follow_unread(step.batch)
 
-    def _are_ahead(self) -> bool:
-        """Whether the step submitted last drafts ahead of the host."""
-        return bool(self._submitted) and self._submitted[-1].drafts_ahead
+    def _has_device_drafts(self) -> bool:
+        """Whether the device makes the drafts after the step submitted last, before that is read."""
+        return bool(self._submitted) and self._submitted[-1].drafts_on_device
 
     def read_step(self, fwd_output: ScheduledBatchOutput) -> list[RequestOutput]:
         """Take the tokens of the step that was submitted first; tokens of sequences that left are dropped.
@@ -676,7 +678,7 @@ class Scheduler:
             fwd_output.token_ids.pop(seq.id, None)
         if batch.total_seqs_num_prefill:
             self.last_prompt_latency = self._clock() - step.time
-        if step.drafts_ahead:
+        if step.drafts_on_device:
             made = fwd_output.draft_token_ids or {}
             for later in self._submitted:
                 for seq_id, drafts in later.verified.items():

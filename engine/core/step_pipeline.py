@@ -30,7 +30,7 @@ class LaunchedStep(Protocol):
     """A step that runs."""
 
     @property
-    def drafts_ahead(self) -> bool:
+    def drafts_on_device(self) -> bool:
         """See `Scheduler.begin_step`."""
 
     def sample(self) -> None:
@@ -90,7 +90,7 @@ class _ComputedStep(NamedTuple):
     """A step that was computed when it was submitted."""
 
     output: ScheduledBatchOutput
-    drafts_ahead: bool = False
+    drafts_on_device: bool = False
 
     def sample(self) -> None:
         """The step has sampled."""
@@ -165,7 +165,7 @@ class StepPipeline:
             self._update_record()
             live = [seq for seq in seqs.values() if not seq.is_finished]
             return failed or FailedStep(live, error, batch.total_tokens_num)
-        self._scheduler.begin_step(batch, drafts_ahead=step.drafts_ahead)
+        self._scheduler.begin_step(batch, drafts_on_device=step.drafts_on_device)
         self._computing = []
         self._flights.append(_Flight(batch, step, launched + self._interposed_seconds))
         if len(self._flights) == 1:

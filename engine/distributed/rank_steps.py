@@ -65,7 +65,7 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """Drafts to make of each row for its next step."""
     is_deferred: bool
     """Whether rank 0 broadcasts the tokens on the device, so that the next step can follow before they are read."""
-    drafts_ahead: bool
+    drafts_on_device: bool
     """Whether the ranks draft after it before that."""
 
 
@@ -107,7 +107,7 @@ def encode_step(
     tokens_across_dp: tuple[int, ...] = (),
     may_replay: bool = False,
     is_deferred: bool = False,
-    drafts_ahead: bool = False,
+    drafts_on_device: bool = False,
 ) -> bytes:
     """Encode the message of a step."""
     return _encoder.encode(
@@ -130,7 +130,7 @@ def encode_step(
             draft_tokens=batch.draft_tokens,
             num_next_drafts=batch.num_next_drafts,
             is_deferred=is_deferred,
-            drafts_ahead=drafts_ahead,
+            drafts_on_device=drafts_on_device,
         )
     )
 
@@ -227,11 +227,12 @@ class RankSteps:
         tokens_across_dp: tuple[int, ...] = (),
         may_replay: bool = False,
         is_deferred: bool = False,
-        drafts_ahead: bool = False,
+        drafts_on_device: bool = False,
     ) -> None:
         """Have the other ranks compute a step too. Ends this process where it cannot be sent to one of them.
 
-        `is_deferred`: this rank will broadcast the step's tokens. `drafts_ahead`: it also broadcasts the next drafts.
+        `is_deferred`: this rank will broadcast the step's tokens. `drafts_on_device`: it also broadcasts the next
+        drafts.
         """
         self._number += 1
         message = encode_step(
@@ -242,7 +243,7 @@ class RankSteps:
             tokens_across_dp=tokens_across_dp,
             may_replay=may_replay,
             is_deferred=is_deferred,
-            drafts_ahead=drafts_ahead,
+            drafts_on_device=drafts_on_device,
         )
         self._sampled = []
         try:

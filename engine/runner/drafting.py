@@ -43,7 +43,7 @@ _MAX_WAITING = KEPT_STEPS
 """Entries of a row that drafts nothing which are computed when it drafts again."""
 _SKIPPED = -1
 """Marks a slot, in place of its number of entries: the entries before its next step are left out."""
-_AHEAD = -2
+_ON_DEVICE = -2
 """Marks a slot whose entries are computed up to what an unread step has accepted."""
 _NO_SLOTS: _Ints = np.zeros(0, dtype=np.int64)
 
@@ -71,7 +71,7 @@ class _Choice(NamedTuple):
     """The distribution from which each row that samples at random was sampled. # [D, V] float32"""
 
 
-class DraftsAhead(NamedTuple):
+class DeviceDrafts(NamedTuple):
     """Drafts of B rows that the device has made after a step that was not read."""
 
     token_ids: torch.Tensor
@@ -268,13 +268,13 @@ class ModelDrafter:
             is_sampled=not is_greedy,
         )
 
-    # Ahead of the host
+    # Drafts on the device, before the host has read the step
 
-    def goes_ahead(self, batch: StepRows) -> bool:
+    def can_draft_on_device(self, batch: StepRows) -> bool:
         """Whether the drafts after a step, which is about to be launched, can be made before its tokens are read.
 
         They cannot after prompts, where entries have waited, and where a draft's sampling depends on those before it;
-        but a step launched while a step that was drafted ahead is unread is drafted ahead too.
+        but where the drafts of an unread step were made on the device, so are those of the next step.
         """
         wanted, slots = batch.num_next_drafts, batch.slots
         if not self._has_plain_positions or not isinstance(self._passes.backend, GPUAttentionBackend):
@@ -284,7 +284,7 @@ class ModelDrafter:
         if batch.total_seqs_num_decode < len(slots):
             return False
         done = self._num_done[slots]
-        if (done == _AHEAD).any():
+        if (done == _ON_DEVICE).any():
             return any(wanted) or self._input_batch.are_positions_unread(batch)
         ends = np.array(batch.context_lens, dtype=np.int64)
         if not any(wanted):
@@ -293,7 +293,7 @@ class ModelDrafter:
             return False
         return bool((done >= ends - np.array(batch.num_scheduled_tokens, dtype=np.int64)).all())
 
-    def draft_ahead(
+    def draft_on_device(
         self,
         inputs: StepInputs,
         step: DeviceInputs,
@@ -303,8 +303,10 @@ class ModelDrafter:
         wanted: list[int],
         *,
         is_greedy: bool,
-    ) -> DraftsAhead:
-        """Accept what a step has sampled and draft after it, all on the device; `take_ahead` follows once it is read.
+    ) -> DeviceDrafts:
+        """Accept what a step has sampled and draft after it, all on the device.
+
+        `take_from_device` follows once the step is read.
 
         `token_ids`: on the devices of all ranks, negative where none could be sampled. # [S]
         `inputs`: on rank 0, resolved. `hidden`, `wanted` and `is_greedy` as in `draft`.
@@ -312,7 +314,7 @@ class ModelDrafter:
         slots, most, backend = inputs.slots, max(wanted, default=0), self._passes.backend
         assert isinstance(backend, GPUAttentionBackend)
         accepted = device_batch.accept(inputs, step, token_ids, self._input_batch.states_per_slot)
-        self._num_done[slots] = _AHEAD
+        self._num_done[slots] = _ON_DEVICE
         longest, tables = inputs.seq_lens + (1 + most), step.metadata.block_tables[: len(slots)]
         upload = self._uploads.begin()
         on_device, capacity = upload.add([slots, self._input_batch.capacity(slots)])
@@ -357,13 +359,13 @@ class ModelDrafter:
                 at = accepted.lengths[:, None] + (depth - self._token_offset)
                 state = run(following, tokens[:, None], at, state if self.reads_hidden else None, is_first=False)
         if self._loaded.parallel.rank:
-            return DraftsAhead(tables, [])
+            return DeviceDrafts(tables, [])
         found = [each.launched.candidates for each in choices if each.launched is not None]
         columns = [each.tokens.masked_fill(~each.peaks.isfinite(), NO_TOKEN) for each in found]
-        return DraftsAhead(torch.stack(columns, 1) if columns else accepted.tokens[:, :0], choices)
+        return DeviceDrafts(torch.stack(columns, 1) if columns else accepted.tokens[:, :0], choices)
 
     def settle(self, inputs: StepInputs, wanted: list[int]) -> None:
-        """Note the entries that `draft_ahead` has computed: the step's tokens are stored."""
+        """Note the entries that `draft_on_device` has computed: the step's tokens are stored."""
         slots = inputs.slots
         ends = self._input_batch.num_read(slots) - self._token_offset
         self._num_done[slots] = done = np.minimum(ends, self._input_batch.capacity(slots))
@@ -373,8 +375,8 @@ class ModelDrafter:
             guessed = np.clip(computed, 0, self._input_batch.capacity(slots) - done)
         self._num_guessed[slots] = guessed
 
-    def take_ahead(self, inputs: StepInputs, made: DraftsAhead, wanted: list[int]) -> list[list[int]]:
-        """The drafts of each row that `draft_ahead` made, which are read; the step's tokens are stored. # [B]"""
+    def take_from_device(self, inputs: StepInputs, made: DeviceDrafts, wanted: list[int]) -> list[list[int]]:
+        """The drafts of each row that `draft_on_device` made, which are read; the step's tokens are stored. # [B]"""
         self.settle(inputs, wanted)
         slots, ends = inputs.slots, self._input_batch.num_read(inputs.slots)
         token_ids = made.on_host.reshape(len(slots), max(wanted, default=0))

@@ -9,7 +9,7 @@ from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
 from engine.runner.device import Download, oom_in_step
 from engine.runner.device_batch import DeviceInputs
-from engine.runner.drafting import DraftsAhead
+from engine.runner.drafting import DeviceDrafts
 from engine.runner.input_batch import StepInputs
 from engine.runner.pooling import PooledVectors
 from engine.sampling.parameters import SamplingRows
@@ -47,11 +47,11 @@ class LaunchedStep:
         on_device: DeviceInputs,
         result: StepResult,
         *,
-        drafts_ahead: bool,
+        drafts_on_device: bool,
     ) -> None:
         """`runner`: the `ModelRunner` that launches it, whose module imports this one."""
         self._runner, self._batch, self._inputs, self._on_device = runner, batch, inputs, on_device
-        self.drafts_ahead = drafts_ahead
+        self.drafts_on_device = drafts_on_device
         """Whether the drafts after it are made before it is read."""
         self._logits: torch.Tensor | LaunchedTokens | None = result.logits
         self._prompt_logprobs = result.prompt_logprobs
@@ -59,7 +59,7 @@ class LaunchedStep:
         self._pooled = result.pooled
         self._vectors = None if result.pooled is None else runner.device_batch.downloads.begin(_words(result.pooled))
         self._tokens: LaunchedTokens | None = None
-        self._drafts: DraftsAhead | None = None
+        self._drafts: DeviceDrafts | None = None
         self._downloads: list[Download] = []
         self._number = runner.ranks.number if runner.ranks is not None else 0
 
@@ -80,8 +80,8 @@ class LaunchedStep:
         assert self._logits is not None
         with torch.inference_mode(), oom_in_step():
             self._tokens = tokens = runner.launch_sampler(self._logits, self._inputs, rows)
-            if self.drafts_ahead:
-                self._drafts = runner.draft_ahead(
+            if self.drafts_on_device:
+                self._drafts = runner.draft_on_device(
                     self._batch, self._inputs, self._on_device, tokens, self._drafted_from
                 )
             else:
@@ -116,7 +116,7 @@ class LaunchedStep:
                 self._inputs,
                 sampled,
                 self._drafted_from,
-                ahead=None if self._drafts is None else self._drafts._replace(on_host=drafts),
+                device_drafts=None if self._drafts is None else self._drafts._replace(on_host=drafts),
                 is_launched=True,
             )
         output.prompt_logprobs = self._prompt_logprobs

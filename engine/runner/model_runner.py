@@ -1,7 +1,7 @@
 """`ModelRunner`: runs one rank's model step by step, with its KV cache and the rows of the running sequences.
 
 Complete once constructed; `engine.runner.start` has what comes before. The engine core calls `forward`, or `launch`
-to run ahead of what it has read; each step goes through `prepare_model`, `run_model` and sampling. Of several ranks,
+to schedule asynchronously; each step goes through `prepare_model`, `run_model` and sampling. Of several ranks,
 rank 0 schedules and samples: it sends each step to the others, which `follow`. They choose among their shards' argmax
 tokens where all rows are greedy, so that no logits move. The steps of the start, which measure memory and warm up, are
 run by each rank by itself, in the same order.
@@ -25,7 +25,7 @@ from engine.messages import PoolingParams, TokenLogprobs
 from engine.runner.device import DeviceMemory, oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
 from engine.runner.draft_passes import DraftPasses
-from engine.runner.drafting import DraftsAhead, ModelDrafter
+from engine.runner.drafting import DeviceDrafts, ModelDrafter
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kernel_checks import leave_to_torch
 from engine.runner.kv_cache import PageCommitter
@@ -122,7 +122,7 @@ class ModelRunner:
             states_per_slot=self.caches.states_per_slot if self.caches.have_states else 0,
         )
         self.device_batch = DeviceBatch(loaded.seam, config.max_num_seqs)
-        self._drafts_ahead = False
+        self._drafts_on_device = False
         """Whether the ranks draft after the running step before it is read."""
         self.tables: DeviceBlockTables | None = None
         """Block tables on the device, where the attention backend reads them there."""
@@ -350,8 +350,8 @@ class ModelRunner:
                 inputs, on_device = self.prepare_model(batch, is_launched=True)
                 result = self.run_model(inputs, on_device, batch.prompt_spans)
             self.input_batch.reserve_tokens(inputs)
-            step = LaunchedStep(self, batch, inputs, on_device, result, drafts_ahead=self._drafts_ahead)
-            if inputs.sampling is not None and not step.drafts_ahead:
+            step = LaunchedStep(self, batch, inputs, on_device, result, drafts_on_device=self._drafts_on_device)
+            if inputs.sampling is not None and not step.drafts_on_device:
                 step.launch_sampler(inputs.sampling)
         self._last_step_seconds = time.perf_counter() - start
         if self.sentinel is not None and not self.device_batch.device.is_host:
@@ -468,19 +468,19 @@ class ModelRunner:
         batch = rank_batch(message, self.config.kv_cache_block_size)
         self._chooses_by_shard = message.is_greedy
         self.tokens_across_dp, self.may_replay = message.tokens_across_dp, message.may_replay
-        self._drafts_ahead = message.drafts_ahead
+        self._drafts_on_device = message.drafts_on_device
         with torch.inference_mode(), self._leaving_what_is_unchecked():
             inputs, on_device = self.prepare_model(batch)
             result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.drafter is not None and not message.is_deferred:
                 self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
                 return
-            self._followed[message.number] = inputs, message.num_next_drafts if message.drafts_ahead else None
+            self._followed[message.number] = inputs, message.num_next_drafts if message.drafts_on_device else None
             if not message.is_deferred:
                 return
             self.input_batch.reserve_tokens(inputs)
-            if message.drafts_ahead:
-                self.draft_ahead(batch, inputs, on_device, None, result.drafted_from)
+            if message.drafts_on_device:
+                self.draft_on_device(batch, inputs, on_device, None, result.drafted_from)
             else:
                 self.keep_tokens(batch, inputs, on_device.sampled_slots, None, result.drafted_from)
 
@@ -495,14 +495,14 @@ class ModelRunner:
         if self.drafter is not None and drafted is not None:
             self.drafter.settle(inputs, drafted)
 
-    def draft_ahead(
+    def draft_on_device(
         self,
         batch: StepRows,
         inputs: StepInputs,
         on_device: DeviceInputs,
         sampled: LaunchedTokens | None,
         drafted_from: torch.Tensor | None,
-    ) -> DraftsAhead:
+    ) -> DeviceDrafts:
         """Accept what a step has sampled, and draft after it, on all ranks' devices. `sampled`: on rank 0."""
         assert self.drafter is not None
         if sampled is None:
@@ -515,7 +515,7 @@ class ModelRunner:
                 token_ids.index_fill_(0, refused, NO_TOKEN)
         if self.parallel.size > 1:
             token_ids = self.parallel.broadcast(token_ids)
-        return self.drafter.draft_ahead(
+        return self.drafter.draft_on_device(
             inputs,
             on_device,
             self.device_batch,
@@ -527,7 +527,7 @@ class ModelRunner:
 
     def _drafts_when_read(self, batch: StepRows) -> bool:
         """Whether drafts are made after a launched step, or could be, once its tokens are read."""
-        if self.drafter is None or self._drafts_ahead:
+        if self.drafter is None or self._drafts_on_device:
             return False
         return bool(batch.draft_tokens) or any(batch.num_next_drafts)
 
@@ -635,7 +635,9 @@ class ModelRunner:
             for operator in sorted(self.sentinel.take_found()):
                 self.leave_to_torch(operator)
         if isinstance(batch, ScheduledBatch):
-            self._drafts_ahead = is_launched and self.drafter is not None and self.drafter.goes_ahead(batch)
+            self._drafts_on_device = (
+                is_launched and self.drafter is not None and self.drafter.can_draft_on_device(batch)
+            )
         if self.ranks is not None and isinstance(batch, ScheduledBatch):
             self._chooses_by_shard = self.input_batch.are_greedy(batch.slots)
             is_deferred = is_launched and not self._drafts_when_read(batch)
@@ -645,7 +647,7 @@ class ModelRunner:
                 tokens_across_dp=self.tokens_across_dp,
                 may_replay=self.may_replay,
                 is_deferred=is_deferred,
-                drafts_ahead=self._drafts_ahead,
+                drafts_on_device=self._drafts_on_device,
             )
         if self.graphs is not None and not self.parallel.is_alone and not is_dummy:
             # All ranks count each step that rank 0 sends, whatever becomes of it, and so capture at the same time.
@@ -743,25 +745,25 @@ class ModelRunner:
         sampled: SampledTokens,
         drafted_from: torch.Tensor | None = None,
         verified: Verified | None = None,
-        ahead: DraftsAhead | None = None,
+        device_drafts: DeviceDrafts | None = None,
         *,
         is_launched: bool = False,
     ) -> ScheduledBatchOutput:
         """Keep a step's tokens for the next one, draft what may follow them, and report both by sequence.
 
         `drafted_from`: the hidden states that a drafter reads. # [T, features]
-        `verified`, `ahead`: what the drafter has made of the step already.
+        `verified`, `device_drafts`: what the drafter has made of the step already.
         """
         sampled = mark_unusable(sampled, inputs)
         drafts: list[list[int]] = []
         start = time.perf_counter()
-        drafts_now = self.drafter is not None and ahead is None
+        drafts_now = self.drafter is not None and device_drafts is None
         if drafts_now and is_launched:
             drafts_now = bool(inputs.has_drafts) or any(batch.num_next_drafts)
         if self.drafter is None or not drafts_now:
             accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
-            if self.drafter is not None and ahead is not None:
-                drafts = self.drafter.take_ahead(inputs, ahead, batch.num_next_drafts)
+            if self.drafter is not None and device_drafts is not None:
+                drafts = self.drafter.take_from_device(inputs, device_drafts, batch.num_next_drafts)
         elif verified is not None:
             start -= verified.seconds
             accepted = self.input_batch.store_tokens(inputs, sampled.token_ids)
@@ -775,7 +777,7 @@ class ModelRunner:
         output = output_of(batch, inputs, sampled, accepted, self.dtype)
         if any(drafts):
             output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
-        if any(drafts) and ahead is None:
+        if any(drafts) and device_drafts is None:
             assert self.drafter is not None
             depth = 0 if self.drafter.has_caught_up else max(map(len, drafts))
             output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), depth)

@@ -461,7 +461,7 @@ _LATEST_OPENING = 4
 class _Masked:
     """A slot that may sample some tokens only."""
 
-    __slots__ = ("_ahead", "_allowed", "_ends", "_late_ends", "_matcher", "_row", "_seq", "_unwanted_eos")
+    __slots__ = ("_allowed", "_ends", "_followed", "_late_ends", "_matcher", "_row", "_seq", "_unwanted_eos")
 
     def __init__(self, seq: EngineSequence, ends: list[int], vocab_size: int) -> None:
         self._seq = seq
@@ -475,7 +475,7 @@ class _Masked:
         self._late_ends = [*self._unwanted_eos, *ends]
         self._row: MaskedRow | None = None
         """The masked row of the last step: most sequences keep it for many steps."""
-        self._ahead: tuple[int, list[int], Matcher | None] = 0, [], None
+        self._followed: tuple[int, list[int], Matcher | None] = 0, [], None
         """The sequence's length, tokens after that, and the matcher after those: the next position's goes on there."""
 
     @property
@@ -492,12 +492,12 @@ class _Masked:
     ) -> MaskedRow:
         """As `row`, after tokens that the matcher has not read. Where these cannot be followed, any may be sampled."""
         assert self._matcher is not None
-        length, before, last = self._ahead
+        length, before, last = self._followed
         if last is not None and length == len(self._seq.token_ids) and before == unread[:-1]:
             matcher = last.after(unread[-1:])
         else:
             matcher = self._matcher.after(unread)
-        self._ahead = len(self._seq.token_ids), unread, matcher
+        self._followed = len(self._seq.token_ids), unread, matcher
         withheld = self._late_ends if too_short else self._unwanted_eos
         return MaskedRow(row, matcher, self._ends, withheld, self._allowed, due)
 

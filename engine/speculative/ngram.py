@@ -39,8 +39,8 @@ class PromptLookup:
         self._resume = 0
         """Length of the sequence at which drafting resumes."""
 
-    def propose(self, token_ids: list[int], count: int, ahead: int = 0) -> list[int]:
-        """At most `count` tokens that may follow `ahead` further ones, which are sampled but not read yet."""
+    def propose(self, token_ids: list[int], count: int, num_unread: int = 0) -> list[int]:
+        """At most `count` tokens that may follow `num_unread` further ones, which are sampled but not read yet."""
         length = len(token_ids)
         if length < max(self._resume, self._shortest + 1):
             return []
@@ -50,11 +50,11 @@ class PromptLookup:
             return []
         # The tokens after the match; past the end of the known tokens they repeat with the match's period.
         period = length - match
-        wanted = ahead + count
+        wanted = num_unread + count
         found = token_ids[match : match + wanted]
         while len(found) < wanted:
             found.append(found[len(found) - period])
-        return found[ahead:]
+        return found[num_unread:]
 
     def note(self, length: int, num_drafts: int, num_accepted: int) -> None:
         """Note a step's verified drafts, after which the sequence has this length."""

@@ -76,7 +76,7 @@ class ScriptedRunner:
 class ScriptedStep:
     """A step that was over when it was launched."""
 
-    drafts_ahead = False
+    drafts_on_device = False
 
     def __init__(self, output: ScheduledBatchOutput) -> None:
         self._output = output

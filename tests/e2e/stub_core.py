@@ -64,7 +64,7 @@ class StubRunner:
 class StubStep:
     """A step that was over when it was launched."""
 
-    drafts_ahead = False
+    drafts_on_device = False
 
     def __init__(self, output: ScheduledBatchOutput) -> None:
         self._output = output

@@ -39,7 +39,7 @@ class Unread:
     generations: dict[int, int]
     """Of the blocks that the step may touch."""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    drafts_ahead: bool
+    drafts_on_device: bool
     unknown: set[int]
     """Slots of rows that begin where an unread step ends them: `end` is the most that it may be."""
 
@@ -56,21 +56,21 @@ class LateWorker(FakeWorker):
         self.generations: Counter[int] = Counter()
         self.unread: deque[Unread] = deque()
 
-    def goes_ahead(self, batch: ScheduledBatch) -> bool:
+    def can_draft_on_device(self, batch: ScheduledBatch) -> bool:
         """Whether the device drafts after a step before it is read: it does where it must, and else by chance."""
         if not self.most_drafts or batch.total_seqs_num_prefill:
             return False
-        slots = {slot for step in self.unread if step.drafts_ahead for _, slot, _, _ in step.rows}
+        slots = {slot for step in self.unread if step.drafts_on_device for _, slot, _, _ in step.rows}
         if not slots.isdisjoint(batch.slot_list):
             return True
         return any(batch.num_next_drafts) and sum(batch.context_lens) % 4 > 0
 
-    def launch(self, batch: ScheduledBatch, *, drafts_ahead: bool = False) -> None:
+    def launch(self, batch: ScheduledBatch, *, drafts_on_device: bool = False) -> None:
         """Take a step in."""
         for step in self.unread:
             wants = any(step.batch.num_next_drafts) or step.batch.scheduled_spec_decode_tokens
-            assert step.drafts_ahead or not (self.most_drafts and wants), "it drafts once it is read"
-        unknown = {slot for step in self.unread if step.drafts_ahead for _, slot, _, _ in step.rows}
+            assert step.drafts_on_device or not (self.most_drafts and wants), "it drafts once it is read"
+        unknown = {slot for step in self.unread if step.drafts_on_device for _, slot, _, _ in step.rows}
         unknown &= set(batch.slot_list)
         for seq_id, drafts in batch.scheduled_spec_decode_tokens.items():
             slot = batch.slot_list[batch.req_ids.index(seq_id)]
@@ -92,7 +92,7 @@ class LateWorker(FakeWorker):
             for position in self.seen(end, end - len(self.tokens[slot]) if slot in unknown else count)
         }
         generations = {block_id: self.generations[block_id] for block_id in touched}
-        self.unread.append(Unread(batch, rows, generations, self.read_prompts(batch), drafts_ahead, unknown))
+        self.unread.append(Unread(batch, rows, generations, self.read_prompts(batch), drafts_on_device, unknown))
 
     def known_rows(self, step: Unread) -> list[tuple[Sequence, int, int, int, list[int]]]:
         """The rows of the oldest step, whose ends are known now, with what they verify."""
@@ -224,9 +224,9 @@ class DeferredMachine(SchedulingMachine):
             # What it computed until it raised is not there.
             self.scheduler.retract(seqs.values())
             return
-        drafts_ahead = self.worker.goes_ahead(batch)
-        self.worker.launch(batch, drafts_ahead=drafts_ahead)
-        self.scheduler.begin_step(batch, drafts_ahead=drafts_ahead)
+        drafts_on_device = self.worker.can_draft_on_device(batch)
+        self.worker.launch(batch, drafts_on_device=drafts_on_device)
+        self.scheduler.begin_step(batch, drafts_on_device=drafts_on_device)
         if len(self.worker.unread) > 1:
             self.read_step(fault)
 

@@ -49,7 +49,7 @@ class StubRunner:
 class StubStep:
     """A step of the stub's."""
 
-    drafts_ahead = False
+    drafts_on_device = False
 
     def __init__(self, runner: StubRunner, batch: ScheduledBatch) -> None:
         self._sees_at = runner.sees_at

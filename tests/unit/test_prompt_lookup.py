@@ -29,7 +29,7 @@ def test_what_repeats_goes_on_repeating() -> None:
 
 def test_tokens_that_are_not_known_yet_are_left_out() -> None:
     tokens = [*FIRST, 2, 3]
-    assert PromptLookup(2, 4).propose(tokens, 3, ahead=1) == [5, 6, 7]
+    assert PromptLookup(2, 4).propose(tokens, 3, num_unread=1) == [5, 6, 7]
 
 
 def test_drafts_pause_after_none_was_accepted() -> None:

@@ -265,7 +265,7 @@ class DraftChain:
             block_size=self._block_size,
             slots=self._drafting_slots.ctypes.data,
             by=_sampling_of(head),
-            token_offset=self._token_offset,
+            ahead=self._token_offset,
         )
         # The position of the entry is that of the next pass at first, and of the last one afterwards.
         return [*_choice(head, self._drafting_slots, self._token_offset + (depth > 0)), take]

@@ -226,7 +226,7 @@ class TakeDrafts(Arguments):
     """`struct take_drafts`."""
 
     kind = 38
-    _fields_: ClassVar = _declared("*peaks *chosen *next *counts depth *drafts block_size *slots *by token_offset")
+    _fields_: ClassVar = _declared("*peaks *chosen *next *counts depth *drafts block_size *slots *by ahead")
 
 
 class AcceptDrafts(Arguments):
@@ -411,7 +411,7 @@ class SampleTokens(Arguments):
     """`struct sample_tokens`."""
 
     kind = 48
-    _fields_: ClassVar = _declared("*logits width *by *slots token_offset *peaks *tokens")
+    _fields_: ClassVar = _declared("*logits width *by *slots ahead *peaks *tokens")
 
 
 # Structures of exchange.c.

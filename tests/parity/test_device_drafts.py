@@ -222,7 +222,7 @@ def test_on_two_ranks_the_devices_count_what_rank_0_accepts(name: str, tmp_path:
 
     ahead = ranks.run(lead)
     assert len(ahead.unknown) > 3
-    assert sum(message.drafts_ahead for message in ranks.messages) >= len(ahead.unknown)
+    assert sum(message.drafts_on_device for message in ranks.messages) >= len(ahead.unknown)
 
 
 @pytest.mark.parametrize("name", ["the model itself", "EAGLE", "EAGLE-3"])
