@@ -33,7 +33,7 @@ class DraftWork(NamedTuple):
 
     seconds: float
     num_rows: int
-    """Rows that drafted."""
+    """Rows that drafted; 0 where the drafter only computed prompts."""
     depth: int
     """Most drafts of a row; 0 where the drafter computed more than the step before and the drafts."""
 

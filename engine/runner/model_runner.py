@@ -777,9 +777,8 @@ class ModelRunner:
         output = output_of(batch, inputs, sampled, accepted, self.dtype)
         if any(drafts):
             output.draft_token_ids = dict(zip(batch.req_ids, drafts, strict=True))
-        if any(drafts) and device_drafts is None:
-            assert self.drafter is not None
-            depth = 0 if self.drafter.has_caught_up else max(map(len, drafts))
+        if self.drafter is not None and drafts_now and any(batch.num_next_drafts):
+            depth = 0 if self.drafter.has_caught_up else max(map(len, drafts), default=0)
             output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), depth)
         return output
 

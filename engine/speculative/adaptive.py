@@ -5,6 +5,9 @@ draft is accepted after those before it, `n` drafts bring `p + p^2 + ... + p^n` 
 plan takes the geometric mean of the sequences' tokens a second, compares it with that of no drafts, and gives drafts
 only where they win. While it gives none, a few sequences try drafts from time to time. The drafter keeps the hidden
 states of the steps before such a try, and computes nothing otherwise.
+
+The drafter also computes prompts, for drafts that come later. `NetGain` compares what that has cost with what drafts
+have gained since, and stops drafting for a while where prompts cost more.
 """
 
 import math
@@ -12,7 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
-from engine.batch import DraftWork
+from engine.batch import DraftWork, ScheduledBatch
 from engine.sequence import Sequence
 
 _FIRST_RATE = 0.7
@@ -46,6 +49,14 @@ _LARGEST_FACTOR = 1.5
 """Most that one measurement may raise a mean by, as its multiple."""
 _EXACT = 8
 """Sizes up to which each is measured by itself; above, those of each eighth of a power of two together."""
+_STEPS_JUDGED = 64
+"""Steps over which gains and costs are summed before drafting is stopped, or goes on; then half are forgotten."""
+_MOST_DRAFTING = 4.0
+"""Most that drafting after a step of decodes counts for, in plain steps: others may have interrupted it."""
+_LEAST_LOSS = 0.005
+"""Share of the time that drafts have to lose before they are stopped."""
+_FIRST_STOP, _LONGEST_STOP = 8.0, 64.0
+"""How long drafting is stopped at first, in units of the time in which it lost, and at most. Each stop doubles it."""
 _STALE_STEPS = 4096
 """Steps after which a cost that was not measured again is forgotten."""
 _STEPS_WITH_DRAFTS = 512
@@ -119,6 +130,8 @@ class StepCosts:
 
     def note_drafting(self, work: DraftWork) -> None:
         """Learn how long it took to draft."""
+        if not work.num_rows:
+            return
         size = _size(work.num_rows)
         if not work.depth:
             self._catching_up.note(size, work.seconds, self._num_steps)
@@ -202,6 +215,46 @@ def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) ->
     return low + (high - low) * share
 
 
+class NetGain:
+    """The seconds that drafts have gained lately in steps of decodes, less those that they have cost in steps with
+    prompts, where the drafter computes the prompts too and verification adds tokens to a step that is long anyway.
+
+    While the sum is negative, drafting is stopped: for as many seconds as it has lasted, times a factor that grows.
+    """
+
+    def __init__(self) -> None:
+        self._net, self._seconds, self._steps = 0.0, 0.0, 0
+        """Sums over the steps since drafting began, or since the older half was forgotten."""
+        self._left = 0.0
+        """Seconds for which drafting stays stopped."""
+        self._factor = _FIRST_STOP
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no sequence is to draft, and the drafter to compute no prompts."""
+        return self._left > 0.0
+
+    def note(self, seconds: float, gained: float) -> None:
+        """Count a step that took `seconds`, in which drafts gained so many; less than 0: they cost as many."""
+        if self._left > 0.0:
+            self._left -= seconds
+            return
+        self._net += gained
+        self._seconds += seconds
+        self._steps += 1
+        if self._steps < _STEPS_JUDGED:
+            return
+        if self._net < -_LEAST_LOSS * self._seconds:
+            self._left = self._factor * self._seconds
+            self._factor = min(2.0 * self._factor, _LONGEST_STOP)
+            self._net = self._seconds = 0.0
+            self._steps = 0
+        else:
+            if self._net > 0.0:
+                self._factor = _FIRST_STOP
+            self._net, self._seconds, self._steps = 0.5 * self._net, 0.5 * self._seconds, self._steps // 2
+
+
 class _Record:
     """What is known of one sequence's drafts."""
 
@@ -223,7 +276,7 @@ class DraftPlan:
 
     def __init__(self, max_drafts: int, *, by_model: bool = False) -> None:
         """`by_model`: a model drafts; more of its drafts are accepted if it has kept hidden states before."""
-        self.costs = StepCosts()
+        self.costs, self.net_gain = StepCosts(), NetGain()
         self._max_drafts, self._by_model = max_drafts, by_model
         self._rate = _FIRST_RATE
         """Of all sequences lately."""
@@ -253,29 +306,46 @@ class DraftPlan:
     @property
     def is_idle(self) -> bool:
         """Whether no sequence that it knows is to have drafts for now."""
-        return self._is_plain or not (self._trying or self._has_drafts)
+        return self._is_plain or self.net_gain.is_stopped or not (self._trying or self._has_drafts)
 
     @property
     def is_keeping(self) -> bool:
         """Whether the drafter is to keep the hidden states of the next step."""
-        return self._num_kept > 0
+        return self._num_kept > 0 and not self.net_gain.is_stopped
 
     def limit(self, seq: Sequence) -> int:
         """Most drafts of a sequence for now."""
-        if self._is_plain:
+        if self._is_plain or self.net_gain.is_stopped:
             return 0
         if seq.id in self._trying:
             return self._try_depth
         record = self._records.get(seq.id)
         return self._first_limit if record is None else record.limit
 
-    def note_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Learn how long the step took that was planned last, of decodes alone, without drafting."""
-        is_kept = self._by_model and self._num_kept > 0 and not (self._has_drafts or self._trying or self._is_plain)
+    def note_step(self, num_rows: int, num_tokens: int, seconds: float, *, is_kept: bool = False) -> None:
+        """Learn how long a step of decodes took, without drafting.
+
+        `is_kept`: nothing was drafted after it, but the drafter has kept its hidden states.
+        """
         if is_kept and num_tokens == num_rows:
             self.costs.note_kept_step(num_tokens, seconds)
         else:
             self.costs.note_step(num_tokens, seconds)
+
+    def note_gain(self, batch: ScheduledBatch, seconds: float, num_accepted: int, drafting_seconds: float) -> None:
+        """Learn what drafts have gained or cost in a step that took `seconds`, `drafting_seconds` of them included."""
+        num_rows, num_drafts = batch.total_seqs_num_decode, sum(map(len, batch.scheduled_spec_decode_tokens.values()))
+        if batch.total_seqs_num_prefill or not num_rows:
+            # Drafts take as long as prompt tokens there, and so would the accepted ones as tokens of later steps.
+            num_rejected, num_tokens = num_drafts - num_accepted, max(1, batch.total_tokens_num)
+            gained = -drafting_seconds - num_rejected / num_tokens * max(0.0, seconds - drafting_seconds)
+        elif num_drafts or drafting_seconds:
+            plain = self.costs.step(num_rows)
+            gained = plain * (1.0 + num_accepted / num_rows) - self.costs.step(num_rows + num_drafts)
+            gained -= min(drafting_seconds, _MOST_DRAFTING * plain)
+        else:
+            gained = 0.0
+        self.net_gain.note(seconds, gained)
 
     def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
         """Decide for the sequences of a step, which has room for `room` drafts, and for the next ones.
@@ -286,6 +356,11 @@ class DraftPlan:
         self._steps_left -= num_steps
         if num_steps > 1:
             self.costs.pass_steps(num_steps - 1)
+        if self.net_gain.is_stopped:
+            # What the drafter has kept is of no use after steps of which it keeps nothing.
+            self._has_drafts, self._is_awaited, self._num_kept, self._trying = False, False, 0, set()
+            self._first_limit, self._steps_left, self._planned_size = 0, _STEPS_PER_PLAN, 0
+            return
         # A few new or ended sequences hardly change which number of drafts pays, and neither do a few steps.
         if self._steps_left <= 0 or _size(len(seqs)) != self._planned_size:
             self._decide(seqs, room)
@@ -311,6 +386,8 @@ class DraftPlan:
         if self._num_kept or self._is_awaited or not self.is_idle:
             return 0
         steps = self._steps_left - 1
+        if self.net_gain.is_stopped:
+            return steps
         if self._try_cost is not None:
             until_kept = (self._try_cost - self._try_credit) / self._try_share - KEPT_STEPS
             steps = min(steps, int(until_kept) - 1)

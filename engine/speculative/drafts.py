@@ -74,6 +74,8 @@ class Drafts:
         self._max_sampled = max_sampled_tokens(max_num_seqs)
         self._draft_seconds = 0.0
         """What drafting took in the step that was read last."""
+        self._num_accepted = 0
+        """Drafts that this step accepted."""
         self._began, self._schedule_seconds = 0.0, 0.0
         """When the last step began to be scheduled, and how long that took where a model drafts."""
 
@@ -210,12 +212,13 @@ class Drafts:
         Returns the sequences that got no token because of their drafts: KV in their last blocks may be invalid.
         """
         without_token: list[Sequence] = []
+        self._draft_seconds, self._num_accepted = 0.0, 0
         if self._pause_left and not verified and not fwd_output.draft_token_ids:
             return without_token
         proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
         work = fwd_output.draft_work
-        self._draft_seconds = 0.0 if work is None else work.seconds
         if work is not None:
+            self._draft_seconds = work.seconds
             self.plan.costs.note_drafting(work)
         if not proposed and not verified:
             for seq in seqs:
@@ -231,6 +234,7 @@ class Drafts:
             num_new = len(fwd_output.token_ids.get(seq.id, ()))
             if num_new:
                 self.count(num_new, len(drafts))
+                self._num_accepted += num_new - 1
                 self.plan.note(seq, len(drafts), num_new - 1)
             else:
                 without_token.append(seq)
@@ -241,11 +245,16 @@ class Drafts:
 
     def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn how long the step took that was read last."""
+        if not self.are_on:
+            return
+        if self.plan.net_gain.is_stopped or not self._pause_left:
+            self.plan.note_gain(batch, seconds, self._num_accepted, self._draft_seconds)
         if self._pause_left % _MEASURED_EVERY:
             return
-        if self.are_on and batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
+        if batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
             seconds += self._schedule_seconds - self._draft_seconds
-            self.plan.note_step(batch.total_seqs_num_decode, batch.total_tokens_num, seconds)
+            is_kept = self._drafts_by_model and bool(batch.num_next_drafts) and not any(batch.num_next_drafts)
+            self.plan.note_step(batch.total_seqs_num_decode, batch.total_tokens_num, seconds, is_kept=is_kept)
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that finished."""

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from engine.batch import DraftWork
+from engine.batch import DraftWork, ScheduledBatch
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.speculative.adaptive import KEPT_STEPS, DraftPlan, StepCosts
@@ -43,7 +45,8 @@ class Simulation:
             self.plan.plan(self.seqs, self._room)
             drafts, num_rows = self._drafts, len(self.seqs)
             seconds = self._step(num_rows + sum(drafts))
-            self.plan.note_step(num_rows, num_rows + sum(drafts), seconds)
+            is_kept = self.plan.is_keeping and self.plan.is_idle
+            self.plan.note_step(num_rows, num_rows + sum(drafts), seconds, is_kept=is_kept)
             self._drafts = [self.plan.limit(seq) for seq in self.seqs]
             for seq, count in zip(self.seqs, drafts, strict=True):
                 accepted = 0
@@ -212,3 +215,87 @@ def test_the_gain_of_a_sequence_is_not_the_loss_of_many() -> None:
     simulation.run(200)
     assert simulation.run(400) > 0.95
     assert sum(simulation.verified[::16]) < 400
+
+
+class Prompts:
+    """Steps of which every few have a prompt; a drafter computes it unless it is stopped."""
+
+    def __init__(self, every: int, drafting: float, accepted: int) -> None:
+        """`drafting`: the drafter's seconds for a prompt. `accepted`: of three drafts in a step of decodes."""
+        self.plan = DraftPlan(K, by_model=True)
+        for num_tokens in (1, 4):
+            self.plan.costs.note_step(num_tokens, 0.001)
+        self._every, self._drafting, self._accepted = every, drafting, accepted
+        self.num_stopped = self._num_steps = 0
+
+    def run(self, steps: int) -> float:
+        """Tokens a second in units of those without a drafter."""
+        tokens, seconds, plain_seconds = 0, 0.0, 0.0
+        for _ in range(steps):
+            self._num_steps += 1
+            is_stopped = self.plan.net_gain.is_stopped
+            self.num_stopped += is_stopped
+            if self._num_steps % self._every == 0:
+                drafting, accepted, plain, rows = 0.0 if is_stopped else self._drafting, 0, 0.010, 100
+                batch = step_of(prefills=1, tokens=rows)
+            else:
+                drafting, accepted, plain = 0.0, 0 if is_stopped else self._accepted, 0.001
+                batch = step_of(decodes=1, drafts=0 if is_stopped else 3)
+            self.plan.note_gain(batch, plain + drafting, accepted, drafting)
+            tokens += 1 + accepted
+            seconds += plain + drafting
+            # Prompts come as they do; each accepted token saves a step of decodes.
+            plain_seconds += plain + accepted * 0.001
+        return plain_seconds / seconds
+
+
+def step_of(prefills: int = 0, decodes: int = 0, drafts: int = 0, tokens: int = 0) -> ScheduledBatch:
+    made = SimpleNamespace(
+        total_seqs_num_prefill=prefills,
+        total_seqs_num_decode=decodes,
+        scheduled_spec_decode_tokens={0: [1] * drafts} if drafts else {},
+        total_tokens_num=tokens or decodes + drafts,
+    )
+    return cast(ScheduledBatch, made)
+
+
+def test_drafting_stops_where_the_drafter_computes_more_prompts_than_drafts_save() -> None:
+    loses = Prompts(every=2, drafting=0.003, accepted=1)
+    loses.run(200)
+    assert loses.run(4000) > 0.99
+    assert 0 < loses.num_stopped < 4200, "it is tried again"
+
+
+def test_drafting_goes_on_where_drafts_save_more_than_prompts_cost() -> None:
+    gains = Prompts(every=10, drafting=0.002, accepted=2)
+    assert gains.run(4000) > 1.2
+    assert not gains.num_stopped
+
+
+def test_drafting_that_was_stopped_begins_again_when_prompts_end() -> None:
+    changes = Prompts(every=2, drafting=0.003, accepted=2)
+    changes.run(500)
+    assert changes.num_stopped
+    changes._every = 10**9
+    changes.run(200_000)
+    stopped = changes.num_stopped
+    changes.run(1000)
+    assert changes.num_stopped == stopped
+
+
+def test_nothing_is_planned_or_kept_while_drafting_is_stopped_and_states_are_kept_before_the_next_drafts() -> None:
+    simulation = by_model(4, lambda _: 0.95)
+    simulation.run(100)
+    gain = simulation.plan.net_gain
+    while not gain.is_stopped:
+        gain.note(0.01, -0.01)
+    while gain.is_stopped:
+        simulation.run(1)
+        assert simulation.plan.is_idle or not gain.is_stopped
+        gain.note(0.01, 0.0)
+    kept, drafted = 0, 0
+    while not drafted:
+        simulation.run(1)
+        drafted = sum(simulation._drafts)
+        kept += simulation.plan.is_keeping
+    assert kept >= KEPT_STEPS
