@@ -155,12 +155,15 @@ class ModelDrafter:
         """Whether the last step was skipped."""
         self._num_done = np.zeros(num_slots, dtype=np.int64)
         """Entries of each slot that are computed."""
+        self._num_stored = np.zeros(num_slots, dtype=np.int64)
+        """Positions of each slot that had blocks when `draft_on_device` computed its entries."""
         self._num_guessed = np.zeros(num_slots, dtype=np.int64)
         """Entries after those that are computed of drafts, which count where these were accepted."""
         self._waiting: torch.Tensor | None = None  # [num_slots * _MAX_WAITING, features]
         """The target's hidden states for entries that wait, each at its position modulo `_MAX_WAITING`."""
-        self._idle_steps: deque[tuple[_Ints, _Ints, torch.Tensor | npt.NDArray[np.uint8]]] = deque(maxlen=_MAX_WAITING)
-        """Slots, positions and hidden states of the latest steps, in which no row drafted, as `_copy` makes them."""
+        self._idle_steps: deque[tuple[_Ints, _Ints, torch.Tensor | npt.NDArray[np.uint8]]] = deque()
+        """Slots, positions and hidden states of the latest steps, in which no row drafted, as `_copy` makes them; at
+        most `_MAX_WAITING` of them."""
         self.has_caught_up = False
         """Whether the last `draft` computed entries that had waited, or of prompts, and took longer for it."""
         self._num_slots = num_slots
@@ -317,7 +320,8 @@ class ModelDrafter:
         self._num_done[slots] = _ON_DEVICE
         longest, tables = inputs.seq_lens + (1 + most), step.metadata.block_tables[: len(slots)]
         upload = self._uploads.begin()
-        on_device, capacity = upload.add([slots, self._input_batch.capacity(slots)])
+        self._num_stored[slots] = self._input_batch.capacity(slots)
+        on_device, capacity = upload.add([slots, self._num_stored[slots]])
         following = backend.build_bounded(longest, tables, 1, upload.add)
         latest = None if self.reads_hidden else backend.build_bounded(longest, tables, 2, upload.add)
         upload.go()
@@ -367,12 +371,12 @@ class ModelDrafter:
     def settle(self, inputs: StepInputs, wanted: list[int]) -> None:
         """Note the entries that `draft_on_device` has computed: the step's tokens are stored."""
         slots = inputs.slots
-        ends = self._input_batch.num_read(slots) - self._token_offset
-        self._num_done[slots] = done = np.minimum(ends, self._input_batch.capacity(slots))
+        ends, stored = self._input_batch.num_read(slots) - self._token_offset, self._num_stored[slots]
+        self._num_done[slots] = done = np.minimum(ends, stored)
         guessed = np.zeros_like(done)
         if not self.reads_hidden:
             computed = np.minimum(wanted or 0, max(wanted, default=1) - 1)
-            guessed = np.clip(computed, 0, self._input_batch.capacity(slots) - done)
+            guessed = np.clip(computed, 0, stored - done)
         self._num_guessed[slots] = guessed
 
     def take_from_device(self, inputs: StepInputs, made: DeviceDrafts, wanted: list[int]) -> list[list[int]]:
@@ -455,6 +459,9 @@ class ModelDrafter:
             return True
         assert hidden is not None
         self._room_to_wait(hidden)
+        if len(self._idle_steps) == _MAX_WAITING:
+            # A step that is interposed is one more than the plan counts.
+            self._end_idle_step()
         if len(hidden) == len(slots):
             self._idle_steps.append((slots, inputs.positions, _copy(hidden)))
             return True
@@ -492,18 +499,18 @@ class ModelDrafter:
 
     def _end_idle_steps(self) -> None:
         """Bring the states of idle steps to where those of other waiting entries are."""
-        steps = self._idle_steps
-        if not steps:
-            return
+        while self._idle_steps:
+            self._end_idle_step()
+
+    def _end_idle_step(self) -> None:
+        slots, positions, states = self._idle_steps.popleft()
         room = self._waiting
         assert room is not None, "`wait` makes room"
-        for slots, positions, states in steps:
-            where = slots * _MAX_WAITING + positions % _MAX_WAITING
-            if isinstance(states, torch.Tensor):
-                _write_rows(room, where, states)
-            else:
-                room.view(torch.uint8).numpy()[where] = states.reshape(len(slots), -1)
-        steps.clear()
+        where = slots * _MAX_WAITING + positions % _MAX_WAITING
+        if isinstance(states, torch.Tensor):
+            _write_rows(room, where, states)
+        else:
+            room.view(torch.uint8).numpy()[where] = states.reshape(len(slots), -1)
 
     def _room_to_wait(self, hidden: torch.Tensor) -> torch.Tensor:
         """The memory of waiting states. # [num_slots * _MAX_WAITING, features]"""
