@@ -79,9 +79,9 @@ class EngineCore:
         record: FlightRecord | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """The parameters before `prepare_while_idle` are passed to the scheduler, except `generates`, which is false if the
-        model only pools prompts. `record` stores the ids of the sequences in running steps. `kv_events` publishes
-        which blocks are cached.
+        """The parameters before `prepare_while_idle` are passed to the scheduler, except `generates`, which is false
+        if the model only pools prompts. `record` stores the ids of the sequences in running steps. `kv_events`
+        publishes which blocks are cached.
 
         `device_memory` returns the GPU memory that this process uses and the total, in bytes; None on a CPU.
 
