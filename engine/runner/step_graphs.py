@@ -25,6 +25,7 @@ from models.layers.block_sparse import BlockSparseAttention
 from models.layers.compressed import CompressedAttention
 from models.layers.rotary import RotaryByLength
 from models.lora.adapters import capture_obstacle
+from models.ops import triton
 from models.parallel.tensor_parallel import TensorParallel
 
 _log = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, mode
             "transformers computes rotary positions by lengths that it reads on the host; set max_model_len to "
             "the original context"
         )
-    if any(isinstance(module, BlockSparseAttention | CompressedAttention) for module in modules):
+    is_selective = any(isinstance(module, BlockSparseAttention | CompressedAttention) for module in modules)
+    if is_selective and not triton.takes("attention"):
         return "torch computes block-sparse and compressed attention, from lengths that it reads on the host"
     if parallel.token_exchange is not None and config.compilation_config.capture != "start":
         return "replicas that exchange tokens capture graphs together, at the start; set capture to start"

@@ -128,7 +128,7 @@ class MiniMaxM3Attention(Qwen3Attention):
             name,
             num_kv_heads=self.num_kv_heads,
             head_dim=config.head_dim,
-            index_name=self.indexer.cache_spec.name,
+            indexer=self.indexer,
             index_heads=slice(first, first + self.num_kv_heads),
             choice=BlockChoice(fields.integer("index_block_size"), top_k, num_local),
         )

@@ -97,9 +97,9 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         """
         assert isinstance(metadata, NativeMetaData)
         rank = kv_b.shape[-1]
-        if selected is not None:
-            return _attend_selected(q, latent, kv_b, cache, metadata, options, selected, inputs)
         if inputs is None or inputs.heads is None or not latent_ops.attends(q, cache.vectors, rank):
+            if selected is not None:
+                return _attend_selected(q, latent, kv_b, cache, metadata, options, selected, inputs)
             return super().latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
         heads, step = inputs.heads, metadata.step
         latent_q = latent_ops.latent_queries(q, heads, cache.vectors.shape[2] - rank)
@@ -113,7 +113,11 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
             rotation=inputs.rotation,
             is_interleaved=inputs.is_interleaved,
         )
-        attended = latent_ops.latent_attention(latent_q, cache.vectors, step, rank, options.scale)
+        if selected is None:
+            attended = latent_ops.latent_attention(latent_q, cache.vectors, step, rank, options.scale)
+        else:
+            entries = latent_ops.Entries(cache.vectors, cache.vectors.shape[1], 1, _in_order(selected))
+            attended = latent_ops.latent_attention(latent_q, None, step, rank, options.scale, entries=entries)
         return latent_ops.latent_values(attended, heads)
 
     def index_top_k(
@@ -145,6 +149,15 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         return selected
 
 
+def _in_order(selected: torch.Tensor) -> torch.Tensor:
+    """Positions as operators read them: they made them so, or torch did in any order. # [T, K] -> [T, K] int32"""
+    if selected.dtype is torch.int32:
+        return selected
+    last = torch.iinfo(torch.int32).max
+    ascending = torch.where(selected < 0, last, selected).sort().values
+    return torch.where(ascending == last, -1, ascending).int()
+
+
 def _attend_selected(
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -166,7 +179,7 @@ def _attend_selected(
     to_value = kv_b[:, nope:].float().transpose(1, 2)  # [H, rank, v]
     out = q.new_empty(*q.shape[:2], kv_b.shape[1] - nope)
     for token, row in enumerate(_rows_of_tokens(metadata)):
-        positions = selected[token][selected[token] >= 0]
+        positions = selected[token][selected[token] >= 0].long()
         latents = from_cache(_vectors_at(cache, metadata, row, positions), torch.float32, options.k_scale)
         own = q[token].float()
         absorbed = torch.cat(((own[:, None, :nope] @ to_latent)[:, 0], own[:, nope:]), -1)

@@ -1,18 +1,24 @@
 """Block-sparse attention (MiniMax-M3, 2026): each KV head attends to the blocks of keys that an indexer selects.
 
-The layer caches keys and values as any other, and one index key a token. Torch computes it, a row at a time, from the
-rows' lengths on the host.
+The layer caches keys and values as any other, and one index key a token. The CPU's operators compute it where a block
+has a multiple of 16 keys; elsewhere torch does, all decodes of a step on a GPU together, others a row at a time.
 """
 
 import torch
 from torch import nn
 
-from models.attention.context import between_graphs, get_forward_context
+from models.attention.context import ForwardContext, between_graphs, get_forward_context
 from models.layers.attention import Attention
 from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear
 from models.layers.norm import OffsetRMSNorm
-from models.ops.block_selection import BlockChoice, attend_to_blocks
+from models.ops import triton
+from models.ops.block_selection import BlockChoice, attend_decodes, attend_to_blocks
+from models.ops.compression import tokens_of
+from models.ops.cpu import attention as attention_ops
+from models.ops.cpu import runtime
+from models.ops.cpu import selection as selection_ops
+from models.ops.cpu.structures import Step
 from models.ops.paged_attention import store, store_vectors
 from models.ops.torch_ops import moved
 from models.ops.types import HeadNorms, KVCacheTensor, Rotation, VectorCache
@@ -31,10 +37,17 @@ class BlockIndexer(nn.Module):
         self.q_norm, self.k_norm = OffsetRMSNorm(head_dim, eps), OffsetRMSNorm(head_dim, eps)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """# [tokens, hidden_size] -> [tokens, heads, head_dim], [tokens, head_dim]"""
+        """# [tokens, hidden_size] -> [tokens, heads, head_dim], [tokens, head_dim]
+
+        Where the CPU's operators run, `BlockSparseAttention` normalises and rotates them.
+        """
         q = self.q_proj(hidden).view(len(hidden), self.num_heads, self.head_dim)
-        k = self.k_proj(hidden)[:, None]
-        return moved(q, self.q_norm.operand, rotation), moved(k, self.k_norm.operand, rotation)[:, 0]
+        k = self.k_proj(hidden)
+        return (q, k) if runtime.runs(q) else self.moved(q, k, rotation)
+
+    def moved(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised and rotated. # as `forward` returns them"""
+        return moved(q, self.q_norm.operand, rotation), moved(k[:, None], self.k_norm.operand, rotation)[:, 0]
 
 
 class BlockSparseAttention(Attention):
@@ -46,13 +59,15 @@ class BlockSparseAttention(Attention):
         *,
         num_kv_heads: int,
         head_dim: int,
-        index_name: str,
+        indexer: BlockIndexer,
         index_heads: slice,
         choice: BlockChoice,
     ) -> None:
-        """`index_name` is the key of the index keys' cache. `index_heads`: those of this rank's KV heads."""
+        """`indexer`: the owner of the index keys' cache. `index_heads`: those of this rank's KV heads."""
         super().__init__(layer_name, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        self.index_name, self.index_heads, self.choice = index_name, index_heads, choice
+        self.index_heads, self.choice = index_heads, choice
+        # A list, so that the indexer is a part of the model once.
+        self._indexer = [indexer]
 
     def over_blocks(
         self,
@@ -67,7 +82,7 @@ class BlockSparseAttention(Attention):
     ) -> torch.Tensor:
         """# q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]
 
-        `index_q` [tokens, index heads, index dim], `index_k` [tokens, index dim]: normalised and rotated.
+        `index_q` [tokens, index heads, index dim], `index_k` [tokens, index dim]: as `BlockIndexer` returns them.
         """
 
         def attend(
@@ -80,10 +95,19 @@ class BlockSparseAttention(Attention):
         ) -> torch.Tensor:
             context = get_forward_context()
             metadata = context.attn_metadata
-            cache, index_cache = context.kv_cache_data[self.layer_name], context.kv_cache_data[self.index_name]
+            (indexer,) = self._indexer
+            cache = context.kv_cache_data[self.layer_name]
+            index_cache = context.kv_cache_data[indexer.cache_spec.name]
             assert isinstance(cache, KVCacheTensor)
             assert isinstance(index_cache, VectorCache)
             cos, sin = rotation
+            if runtime.runs(index_q):
+                index = index_q, index_k, index_cache.vectors
+                if metadata.step is not None and self._runs(q, cache, index_q, index_cache):
+                    return self._by_operators(q, k, v, cache, norms, (cos, sin), metadata.step, *index)
+                index_q, index_k = indexer.moved(index_q, index_k, (cos, sin))
+            if metadata.num_decodes == len(metadata.seq_lens) and triton.runs(q, index_q, operator="attention"):
+                return self._attend_decodes(q, k, v, index_q, index_k, norms, (cos, sin), context)
             q = store(q, k, v, cache, metadata.slot_mapping, self.options, norms, (cos, sin))
             store_vectors(index_k, index_cache.vectors, metadata.slot_mapping)
             return attend_to_blocks(
@@ -98,3 +122,57 @@ class BlockSparseAttention(Attention):
             )
 
         return between_graphs(attend, q, k, v, index_q, index_k, shared=rotation)
+
+    def _attend_decodes(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        index_q: torch.Tensor,
+        index_k: torch.Tensor,
+        norms: HeadNorms,
+        rotation: Rotation,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """A step of decodes on a GPU, from the device's lengths alone, so that graphs capture it."""
+        from models.ops.triton import cache_store as kernels
+
+        metadata, (indexer,) = context.attn_metadata, self._indexer
+        cache, index_cache = context.kv_cache_data[self.layer_name], context.kv_cache_data[indexer.cache_spec.name]
+        assert isinstance(cache, KVCacheTensor)
+        assert isinstance(index_cache, VectorCache)
+        tokens = tokens_of(metadata.block_tables, metadata.seq_lens, metadata.slot_mapping, metadata.query_len)
+        cache, options = kernels.as_hardware_reads(cache, self.options, q.device)
+        q = kernels.store(q, k, v, cache, tokens.slots, options, norms, rotation)
+        kernels.vector_store(index_k, index_cache.vectors, tokens.slots)
+        caches = cache, index_cache
+        return attend_decodes(q, index_q[:, self.index_heads], caches, tokens, options, self.choice)
+
+    def _runs(self, q: torch.Tensor, cache: KVCacheTensor, index_q: torch.Tensor, index_cache: VectorCache) -> bool:
+        size, top_k, _ = self.choice
+        selects = selection_ops.selects_blocks(index_q, index_cache.vectors, size, top_k)
+        return selects and attention_ops.attends(q, cache.k_cache, cache.v_cache)
+
+    def _by_operators(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCacheTensor,
+        norms: HeadNorms,
+        rotation: Rotation,
+        step: Step,
+        index_q: torch.Tensor,
+        index_k: torch.Tensor,
+        index_pages: torch.Tensor,
+    ) -> torch.Tensor:
+        (indexer,), (size, top_k, num_local) = self._indexer, self.choice
+        selection_ops.rotate_heads(index_k[:, None], rotation, step, norm=indexer.k_norm.operand, pages=index_pages)
+        index_q = selection_ops.rotate_heads(index_q, rotation, norm=indexer.q_norm.operand)
+        selected = selection_ops.select_blocks(
+            index_q[:, self.index_heads], index_pages, step, block=size, top_k=top_k, num_local=num_local
+        )
+        attention_ops.rope_store(q, k, v, cache.k_cache, cache.v_cache, step, norms=norms, rotation=rotation)
+        return attention_ops.attention(
+            q, cache.k_cache, cache.v_cache, step, self.options, selected=selected, block=size
+        )

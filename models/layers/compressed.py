@@ -2,10 +2,14 @@
 
 Keys are values too, one vector a token for all heads. A layer caches, each by its own name: that vector; of each token
 what entries are made of, since a window may end in a later step; the entries; and the same two of an indexer, which
-selects entries, in layers with one. Torch computes it, from the rows' lengths on the host.
+selects entries, in layers with one. Torch makes the entries. The CPU's operators select and attend; on GPUs all
+decodes of a step do together, so that graphs capture them, and other steps a row at a time.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from models.attention.context import ForwardContext, between_graphs, get_forward_context
@@ -13,19 +17,35 @@ from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.moe import grouped_linear
 from models.layers.norm import RMSNorm
-from models.layers.parameter import WeightPart, empty_parameter, fill_rows, load_whole, require_shape
+from models.layers.parameter import (
+    WeightPart,
+    empty_parameter,
+    fill_rows,
+    load_whole,
+    packed_of,
+    require_shape,
+)
 from models.layers.rotary import RotaryEmbedding
+from models.ops import triton
 from models.ops.compression import (
     Index,
     StepRows,
+    StepTokens,
+    Windows,
     attend,
+    attend_tokens,
+    choose_entries,
     compress,
     entries_of_row,
     queries_at_once,
     rotate_last_pairs,
     store_entries,
+    tokens_of,
 )
+from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu import runtime
+from models.ops.cpu import selection as selection_ops
+from models.ops.cpu.structures import Step
 from models.ops.paged_attention import store_vectors
 from models.ops.types import Rotation, VectorCache
 from models.parallel.tensor_parallel import TensorParallel
@@ -69,12 +89,27 @@ class Compressor(nn.Module):
         windows = rows.windows(self.rate)
         if len(windows.rows) == 0:
             return
-        made = compress(pages, windows, rows, self.position_bias, overlaps=self.overlaps)
-        # One rounding, of what the norm returns, as in the model's other norms.
-        made = self.kv_norm(made.to(tokens.dtype))
-        cos, sin = self._rotary[0](windows.numbers * self.rate)
-        made = rotate_last_pairs(made[:, None], cos, sin)[:, 0]
+        made = self._entries_of(pages, windows, rows.tables, tokens.dtype)
         store_entries(made, entries, windows, rows, self.rate, pages.shape[1])
+
+    def update_tokens(self, made: torch.Tensor, tokens: StepTokens, context: ForwardContext) -> None:
+        """The same of a step of decodes, by kernels, without its lengths on the host."""
+        from models.ops.triton.cache_store import vector_store
+
+        pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
+        vector_store(made, pages, tokens.slots)
+        completed = self._entries_of(pages, tokens.windows(self.rate), tokens.tables, made.dtype)
+        vector_store(completed, entries, tokens.entry_slots(self.rate, pages.shape[1]))
+
+    def _entries_of(
+        self, pages: torch.Tensor, windows: Windows, tables: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Entries of windows. # -> [N, dim]"""
+        made = compress(pages, windows, tables, self.position_bias, overlaps=self.overlaps)
+        # One rounding, of what the norm returns, as in the model's other norms.
+        made = self.kv_norm(made.to(dtype))
+        cos, sin = self._rotary[0](windows.numbers * self.rate)
+        return rotate_last_pairs(made[:, None], cos, sin)[:, 0]
 
     def entries(self, row: int, length: int, rows: StepRows, context: ForwardContext) -> torch.Tensor:
         """A row's entries that are complete with its first `length` tokens. # -> [entries, dim] float32"""
@@ -110,16 +145,19 @@ class EntryIndexer(Compressor):
         """`top_k` entries are selected."""
         super().__init__(layer_name, hidden_size, dim, rate, rotary, eps, overlaps=True)
         self.num_heads, self.head_dim, self.top_k = num_heads, dim, top_k
+        self.scale = (num_heads * dim) ** -0.5
         self.q_b_proj = ColumnParallelLinear(q_lora_rank, num_heads * dim)
         self.scorer = EntryScorer(hidden_size, num_heads)
 
     def queries(
         self, hidden: torch.Tensor, q_latent: torch.Tensor, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """# [tokens, hidden_size], [tokens, q_lora_rank] -> [tokens, heads, dim], [tokens, heads] float32"""
+        """Queries, and weights that are still to be multiplied by `scale`.
+
+        # [tokens, hidden_size], [tokens, q_lora_rank] -> [tokens, heads, dim], [tokens, heads]
+        """
         q = self.q_b_proj(q_latent).view(len(hidden), self.num_heads, self.head_dim)
-        weights: torch.Tensor = self.scorer.weights_proj(hidden).float()
-        return rotate_last_pairs(q, *rotation), weights * (self.num_heads * self.head_dim) ** -0.5
+        return rotate_last_pairs(q, *rotation), self.scorer.weights_proj(hidden)
 
 
 class GroupedLinear(nn.Module):
@@ -138,9 +176,11 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [tokens, the rank's groups * in_features] -> [tokens, the rank's groups * out_features]"""
         tokens, groups = len(x), self.local
-        rows = x.view(tokens, groups, -1).transpose(0, 1).reshape(tokens * groups, -1)
-        counts = torch.full((groups,), tokens, dtype=torch.int64, device=x.device)
-        products = grouped_linear(rows, self.weight, None, counts)
+        by_group = x.view(tokens, groups, -1).unbind(1)
+        if packed_of(self.weight) is None:
+            return torch.cat([F.linear(each, weight) for each, weight in zip(by_group, self.weight, strict=True)], -1)
+        counts = torch.full((groups,), tokens, dtype=torch.int64)
+        products = grouped_linear(torch.cat(by_group), self.weight, None, counts)
         return products.view(groups, tokens, -1).transpose(0, 1).reshape(tokens, -1)
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
@@ -218,6 +258,8 @@ class CompressedAttention(nn.Module):
         """
         context = get_forward_context()
         metadata = context.attn_metadata
+        if metadata.num_decodes == len(metadata.seq_lens) and triton.runs(q, kv, operator="attention"):
+            return self._attend_tokens(q, kv, others, context)
         rows = StepRows(
             metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist(), metadata.block_tables, metadata.slot_mapping
         )
@@ -228,6 +270,8 @@ class CompressedAttention(nn.Module):
         for maker, tokens in zip(makers, others, strict=False):
             maker.update(tokens, rows, context)
         indexed = others[2:]
+        if metadata.step is not None and self._runs(q, indexed, context):
+            return self._by_operators(q, indexed, context, metadata.step)
         out = torch.empty_like(q)
         for row, length in enumerate(rows.lengths):
             start, stop = rows.starts[row : row + 2]
@@ -238,6 +282,75 @@ class CompressedAttention(nn.Module):
                 seen = first + some.stop - start
                 out[some] = self._attend_some(q[some], row, seen, rows, context, [each[some] for each in indexed])
         return out
+
+    def _attend_tokens(
+        self, q: torch.Tensor, kv: torch.Tensor, others: Sequence[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
+        """A step of decodes on a GPU, from the device's lengths alone, so that graphs capture it."""
+        from models.ops.triton.cache_store import vector_store
+
+        metadata, pages = context.attn_metadata, _pages(context, self.cache_spec)
+        tokens = tokens_of(metadata.block_tables, metadata.seq_lens, metadata.slot_mapping, metadata.query_len)
+        vector_store(kv, pages, tokens.slots)
+        makers = [each for each in (self.compressor, *self._indexer) if each is not None]
+        for maker, made in zip(makers, others, strict=False):
+            maker.update_tokens(made, tokens, context)
+        chosen, entries, rate, block_size = None, None, 1, pages.shape[1]
+        for indexer in self._indexer:
+            q_index, weights = others[2:]
+            chosen = choose_entries(
+                q_index,
+                weights.float() * indexer.scale,
+                _pages(context, indexer.entries_spec),
+                tokens,
+                top_k=indexer.top_k,
+                rate=indexer.rate,
+                block_size=block_size,
+            )
+        if self.compressor is not None:
+            entries, rate = _pages(context, self.compressor.entries_spec), self.compressor.rate
+        return attend_tokens(
+            q,
+            pages,
+            tokens,
+            window=self.window,
+            scale=self.scale,
+            sinks=self.sinks,
+            entries=entries,
+            rate=rate,
+            chosen=chosen,
+        )
+
+    def _runs(self, q: torch.Tensor, indexed: Sequence[torch.Tensor], context: ForwardContext) -> bool:
+        """Whether the CPU's operators attend. # q [tokens, heads, head_dim], the indexer's queries and weights"""
+        return latent_ops.attends(q, _pages(context, self.cache_spec), self.head_dim) and all(
+            selection_ops.selects(indexed[0], _pages(context, each.entries_spec), each.top_k) for each in self._indexer
+        )
+
+    def _by_operators(
+        self, q: torch.Tensor, indexed: Sequence[torch.Tensor], context: ForwardContext, step: Step
+    ) -> torch.Tensor:
+        pages = _pages(context, self.cache_spec)
+        block_size, selected, entries = pages.shape[1], None, None
+        for indexer in self._indexer:
+            keys = _pages(context, indexer.entries_spec)
+            q_index, weights = indexed
+            selected = selection_ops.select_keys(
+                q_index,
+                weights,
+                indexer.scale,
+                keys,
+                step,
+                indexer.top_k,
+                block_size=block_size,
+                rate=indexer.rate,
+            )
+        if self.compressor is not None:
+            vectors = _pages(context, self.compressor.entries_spec)
+            entries = latent_ops.Entries(vectors, block_size, self.compressor.rate, selected)
+        return latent_ops.latent_attention(
+            q, pages, step, self.head_dim, self.scale, window=self.window, entries=entries, sinks=self.sinks
+        )
 
     def _attend_some(
         self,
@@ -259,7 +372,9 @@ class CompressedAttention(nn.Module):
             entries, rate = self.compressor.entries(row, seen, rows, context), self.compressor.rate
         for indexer in self._indexer:
             q_index, weights = indexed
-            index = Index(q_index, weights, indexer.entries(row, seen, rows, context), indexer.top_k)
+            index = Index(
+                q_index, weights.float() * indexer.scale, indexer.entries(row, seen, rows, context), indexer.top_k
+            )
         return attend(
             q,
             keys,

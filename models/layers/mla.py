@@ -15,9 +15,11 @@ from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear, round_for
 from models.layers.norm import LayerNorm, RMSNorm
 from models.layers.parameter import mark_read_directly
+from models.ops.cpu import runtime
+from models.ops.cpu import selection as ops
 from models.ops.cpu.latent_attention import PackedHeads
 from models.ops.torch_ops import rotate
-from models.ops.types import AttentionOptions, LatentInputs, VectorCache
+from models.ops.types import AttentionOptions, LatentInputs, Rotation, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _KEY_NORM_EPS = 1e-6
@@ -46,6 +48,7 @@ class LightningIndexer(nn.Module):
         self.interleaved = interleaved
         self.layer_name = layer_name
         self.num_heads, self.head_dim, self.top_k = num_heads, head_dim, top_k
+        self.scale = (num_heads * head_dim) ** -0.5
         self.cache_spec = VectorCacheSpec(layer_name, head_dim)
         self.wq_b = ColumnParallelLinear(q_lora_rank, num_heads * head_dim)
         self.wk = ColumnParallelLinear(hidden_size, head_dim)
@@ -62,24 +65,40 @@ class LightningIndexer(nn.Module):
 
         # [tokens, hidden_size], [tokens, q_lora_rank], 2 x [tokens, 1, rotary_dim]
         # -> [tokens, heads, head_dim], [tokens, heads] float32, [tokens, head_dim]
+
+        Where the CPU's operators run, `select` rotates and scales.
         """
         q = self.wq_b(q_latent).view(len(hidden), self.num_heads, self.head_dim)
-        k = self.k_norm(self.wk(hidden))[:, None]
+        k, weights = self.k_norm(self.wk(hidden)), self.weights_proj(hidden)
+        return (q, weights, k) if runtime.runs(q) else self._rotated(q, weights, k, (cos, sin))
+
+    def _rotated(
+        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        (cos, sin), k = rotation, k[:, None]
         if self.interleaved:
             # Queries and keys in another order have the same products.
             q, k = _in_halves(q, cos.shape[-1]), _in_halves(k, cos.shape[-1])
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)[:, 0]
-        weights = self.weights_proj(hidden).float()
-        return q, weights * (self.num_heads * self.head_dim) ** -0.5, k
+        return rotate(q, cos, sin), weights.float() * self.scale, rotate(k, cos, sin)[:, 0]
 
-    def select(self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    def select(
+        self, rotation: Rotation, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor | None:
         """Positions each token attends to, -1 for none; None: all before it. See `AttentionBackend.index_top_k`.
 
-        # as `forward` returns them -> [tokens, selected] int64
+        # as `forward` returns them -> [tokens, selected] int64, or int32 from the CPU's operators
         """
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, VectorCache)
+        if runtime.runs(q):
+            step = metadata.step
+            if step is not None and ops.selects(q, cache.vectors, self.top_k):
+                ops.rotate_heads(k[:, None], rotation, step, is_interleaved=self.interleaved, pages=cache.vectors)
+                q = ops.rotate_heads(q, rotation, is_interleaved=self.interleaved)
+                block_size = cache.vectors.shape[1]
+                return ops.select_keys(q, weights, self.scale, cache.vectors, step, self.top_k, block_size=block_size)
+            q, weights, k = self._rotated(q, weights, k, rotation)
         return metadata.backend.index_top_k(q, weights, k, cache, metadata, self.top_k)
 
 
@@ -158,10 +177,9 @@ class MLAAttention(nn.Module):
         return self.q_proj if self.shape.q_lora_rank is None else self.q_a_proj
 
     def pack_heads(self) -> None:
-        """Copy the loaded weights for the CPU operators, which attend unless an indexer selects tokens."""
-        if self.indexer is None and not self.shares_selection:
-            kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
-            self.packed_heads = PackedHeads(kv_b, self.shape.qk_nope_head_dim)
+        """Copy the loaded weights for the CPU operators."""
+        kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
+        self.packed_heads = PackedHeads(kv_b, self.shape.qk_nope_head_dim)
 
     def scale_cache(self, k_scale: float, _v_scale: float) -> None:
         """Set the checkpoint's scale for latents in an 8-bit cache: that of keys."""
@@ -193,7 +211,7 @@ class MLAAttention(nn.Module):
         context = get_forward_context()
         *indexed, cos, sin = others
         if self.indexer is not None:
-            context.selected = self.indexer.select(*indexed)
+            context.selected = self.indexer.select((cos, sin), *indexed)
         selected = None if self.indexer is None and not self.shares_selection else context.selected
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, VectorCache)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from models.ops.compression import StepTokens
 from models.ops.cpu import runtime
 from models.ops.paged_attention import row_vectors
 from models.ops.torch_ops import top_k_lower_first
@@ -18,6 +19,8 @@ from models.ops.types import AttentionOptions, KVCacheTensor, VectorCache
 
 _MAX_SCORES = 1 << 23
 """The most scores by head in memory at a time: 32 MiB. One query over a long context may take more."""
+_MAX_GATHERED = 1 << 25
+"""The most elements of gathered keys at a time: 128 MiB. One token may take more."""
 
 
 class BlockChoice(NamedTuple):
@@ -87,6 +90,78 @@ def attend_to_blocks(
             else:
                 out[some] = _attend_some(q[some], cache, blocks, seen, options, choice, chosen)
     return out
+
+
+def attend_decodes(
+    q: torch.Tensor,
+    index_q: torch.Tensor,
+    caches: tuple[KVCacheTensor, VectorCache],
+    tokens: StepTokens,
+    options: AttentionOptions,
+    choice: BlockChoice,
+) -> torch.Tensor:
+    """`attend_to_blocks` of a step of decodes on a GPU, of which the host knows shapes alone: graphs capture it.
+
+    # q [T, Hq, D], index_q [T, Hkv, Di] -> [T, Hq, D]
+    """
+    cache, index_cache = caches
+    size, top_k, _ = choice
+    num_kv_heads, page = cache.k_cache.shape[1:3]
+    most = tokens.tables.shape[1] * page
+    all_blocks = -(-most // size)
+    if all_blocks > top_k:
+        blocks = _best_of_decodes(index_q, index_cache.vectors, tokens, choice, all_blocks)
+    else:
+        blocks = torch.arange(all_blocks, device=q.device).expand(len(q), num_kv_heads, -1)
+    # Blocks past a row's end are -1, keys past it are not seen.
+    offsets = torch.arange(size, device=q.device)
+    out, count = torch.empty_like(q), blocks.shape[2] * size
+    step = max(1, _MAX_GATHERED // (num_kv_heads * count * q.shape[2]))
+    for first in range(0, len(q), step):
+        some = slice(first, first + step)
+        chosen, tables = blocks[some, ..., None], tokens.tables[some]
+        positions = (chosen * size + offsets).flatten(2)  # [n, Hkv, keys]
+        hidden = (chosen < 0).expand(-1, -1, -1, size).flatten(2) | (positions >= tokens.seen[some, None, None])
+        at = positions.clamp(min=0, max=most - 1)
+        where = tables.gather(1, (at // page).flatten(1)).view(at.shape).long()
+        heads = torch.arange(num_kv_heads, device=q.device)[:, None]
+        k, v = (_at(pages, where, heads, at % page) for pages in (cache.k_cache, cache.v_cache))
+        queries = q[some].float().view(len(chosen), num_kv_heads, -1, q.shape[2])
+        scores = queries @ k.mT * (options.scale * options.k_scale)
+        # Minus infinity would make a padding row's weights no numbers.
+        shares = scores.masked_fill_(hidden[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
+        out[some] = (shares @ v * options.v_scale).view(q[some].shape).to(q.dtype)
+    return out
+
+
+def _best_of_decodes(
+    q: torch.Tensor, keys: torch.Tensor, tokens: StepTokens, choice: BlockChoice, num_blocks: int
+) -> torch.Tensor:
+    """Each head's best blocks, -1 for those past the end. # [T, H, Di], [blocks, page, Di] -> [T, H, top_k] int64"""
+    from models.ops.triton.latent_attention import indexer_scores
+
+    size, top_k, num_local = choice
+    most = tokens.tables.shape[1] * keys.shape[1]
+    rows = torch.arange(len(q), dtype=torch.int32, device=q.device)
+    # relu(a) - relu(-a) is a: an indexer of two heads computes products as they are.
+    signs = 1.0 - 2 * torch.arange(2, device=q.device)
+    found = []
+    for head in q.unbind(1):
+        both = torch.stack((head, -head), 1)
+        scores = indexer_scores(both, signs.expand(len(q), 2), keys, tokens.tables, rows, tokens.seen.int(), most)
+        found.append(F.pad(scores, (0, num_blocks * size - most), value=-torch.inf).view(len(q), -1, size).amax(-1))
+    by_block = torch.stack(found, 1)
+    local = ((tokens.seen[:, None] - 1) // size - torch.arange(num_local, device=q.device)).clamp(min=0)
+    by_block.scatter_(-1, local[:, None].expand(-1, q.shape[1], -1), torch.inf)
+    best, blocks = top_k_lower_first(by_block.flatten(0, 1), top_k)
+    return blocks.masked_fill(best == -torch.inf, -1).view(*q.shape[:2], top_k)
+
+
+def _at(pages: torch.Tensor, blocks: torch.Tensor, heads: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """# [num_blocks, Hkv, block, D], 3 x [n, Hkv, keys] -> [n, Hkv, keys, D] float32"""
+    if pages.dtype.itemsize > 1:
+        return pages[blocks, heads, offsets].float()
+    return pages.view(torch.uint8)[blocks, heads, offsets].view(pages.dtype).float()
 
 
 def _attend_one(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from models.ops import triton
 from models.ops.cpu import runtime
 from models.ops.torch_ops import top_k_lower_first
 
@@ -53,6 +54,36 @@ class StepRows(NamedTuple):
         return Windows(*found[:, self.slots[found[2]] >= 0])
 
 
+class StepTokens(NamedTuple):
+    """A step of decodes by token, of which the host knows shapes alone: what a captured graph reads."""
+
+    tables: torch.Tensor  # [T, max_blocks] int32, that of each token's row
+    seen: torch.Tensor  # [T] int64, tokens that each sees, its own included; 0: padding
+    slots: torch.Tensor  # [T] int64
+
+    def windows(self, rate: int) -> Windows:
+        """For each token the window that it completes, or else any: `entry_slots` has -1 for these."""
+        indexes = torch.arange(len(self.seen), device=self.seen.device)
+        return Windows(indexes, (self.seen // rate - 1).clamp(min=0), indexes)
+
+    def entry_slots(self, rate: int, block_size: int) -> torch.Tensor:
+        """Where the entries of `windows` go: block * entries of a block + offset; -1 for none. # [T] int64"""
+        per_block = -(-block_size // rate)
+        block, offset = _place(self.windows(rate).numbers, rate, block_size)
+        slots = (
+            self.tables.gather(1, block[:, None].clamp(max=self.tables.shape[1] - 1))[:, 0].long() * per_block + offset
+        )
+        return slots.masked_fill((self.seen % rate != 0) | (self.slots < 0), -1)
+
+
+def tokens_of(tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, query_len: int) -> StepTokens:
+    """A step whose rows have `query_len` tokens each. # [B, max_blocks], [B], [T]"""
+    later = torch.arange(query_len - 1, -1, -1, device=lengths.device)
+    # A padding row stays empty.
+    seen = (lengths[:, None].long() - later).clamp_(min=0).flatten()
+    return StepTokens(tables.repeat_interleave(query_len, 0, output_size=len(seen)), seen, slots)
+
+
 def vectors_at(pages: torch.Tensor, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Vectors of tokens, each in its block. # [num_blocks, block, dim], 2 x [...] -> [..., dim] float32"""
     return pages[blocks.long(), positions % pages.shape[1]].float()
@@ -80,14 +111,14 @@ def _place(numbers: torch.Tensor, rate: int, block_size: int) -> tuple[torch.Ten
 
 
 def compress(
-    pages: torch.Tensor, windows: Windows, rows: StepRows, bias: torch.Tensor, *, overlaps: bool
+    pages: torch.Tensor, windows: Windows, tables: torch.Tensor, bias: torch.Tensor, *, overlaps: bool
 ) -> torch.Tensor:
     """The entries of windows, without their norm and rotation. # -> [N, dim] float32
 
-    `pages` [num_blocks, block, 2 * series]: each token's values, then its gates. `bias` [rate, series]: of the gates
-    by a token's offset in its window. An entry is the mean of the window's values by the softmax of the gates of its
-    tokens, channel by channel. `overlaps`: there are two series of `dim`; an entry also takes the window before, which
-    has the first series where the window itself has the second.
+    `pages` [num_blocks, block, 2 * series]: each token's values, then its gates. `tables`: of the windows' rows.
+    `bias` [rate, series]: of the gates by a token's offset in its window. An entry is the mean of the window's values
+    by the softmax of the gates of its tokens, channel by channel. `overlaps`: there are two series of `dim`; an entry
+    also takes the window before, which has the first series where the window itself has the second.
     """
     rate, series = bias.shape
     dim = series // 2 if overlaps else series
@@ -101,7 +132,9 @@ def compress(
         positions = (windows.numbers[some, None] + 1) * rate - span + offsets
         # Before the first window there are no tokens; their gates are set to minus infinity below.
         seen = positions.clamp(min=0)
-        tokens = vectors_at(pages, rows.tables[windows.rows[some, None], seen // block_size], seen)
+        # Of a token that completes no window, any tokens: its row may be shorter than one.
+        blocks = (seen // block_size).clamp(max=tables.shape[1] - 1)
+        tokens = vectors_at(pages, tables[windows.rows[some, None], blocks], seen)
         values, gates = tokens[..., :series], tokens[..., series:]
         if overlaps:
             values = torch.cat((values[:, :rate, :dim], values[:, rate:, dim:]), 1)
@@ -167,6 +200,80 @@ def attend(
         scores.masked_fill_(hidden[:, None], -torch.inf)
     scores = torch.cat((scores, sinks[:, None].expand(n, -1, 1)), -1)
     return (scores.softmax(-1)[..., :-1] @ attended).to(q.dtype)
+
+
+def _gathered(pages: torch.Tensor, tables: torch.Tensor, numbers: torch.Tensor, rate: int, size: int) -> torch.Tensor:
+    """Entries of each token's row by number, of blocks of `size` tokens. # [T, max_blocks], [T, n] -> [T, n, dim]"""
+    block, offset = _place(numbers, rate, size)
+    return pages[tables.gather(1, block).long(), offset].float()
+
+
+def choose_entries(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: StepTokens,
+    *,
+    top_k: int,
+    rate: int,
+    block_size: int,
+) -> torch.Tensor | None:
+    """The entries that an indexer selects for each token; None: all that are complete. # -> [T, top_k] int64, -1: none
+
+    # q [T, heads, dim], weights [T, heads] float32, pages [num_blocks, entries, dim]
+    """
+    most = tokens.tables.shape[1] * block_size // rate
+    if most <= top_k:
+        return None
+    counts = tokens.seen // rate
+    if block_size % rate == 0 and triton.runs(q, pages, operator="attention"):
+        from models.ops.triton.latent_attention import indexer_scores
+
+        # Blocks of so many entries are paged as blocks of so many tokens.
+        rows = torch.arange(len(q), dtype=torch.int32, device=q.device)
+        scores = indexer_scores(q, weights, pages, tokens.tables, rows, counts.int(), most)
+    else:
+        numbers = torch.arange(most, device=q.device).expand(len(q), -1)
+        keys = _gathered(pages, tokens.tables, numbers, rate, block_size)
+        scores = (weights[:, None] @ (q.float() @ keys.mT).relu_())[:, 0]
+        scores.masked_fill_(numbers >= counts[:, None], -torch.inf)
+    best, chosen = top_k_lower_first(scores, top_k)
+    return chosen.masked_fill(best == -torch.inf, -1)
+
+
+def attend_tokens(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tokens: StepTokens,
+    *,
+    window: int,
+    scale: float,
+    sinks: torch.Tensor,
+    entries: torch.Tensor | None = None,
+    rate: int = 1,
+    chosen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `attend`, for the tokens of a step of decodes. # q [T, H, D], pages [num_blocks, block, D] -> [T, H, D]
+
+    `entries` [num_blocks, entries, D]: their pages; `chosen`: as `choose_entries` returns them.
+    """
+    out, size = torch.empty_like(q), pages.shape[1]
+    back = torch.arange(window - 1, -1, -1, device=q.device)
+    most = tokens.tables.shape[1] * size // rate if chosen is None else chosen.shape[1]
+    step = max(1, _MAX_WINDOW_ELEMENTS // ((window + most) * q.shape[2]))
+    for first in range(0, len(q), step):
+        some = slice(first, first + step)
+        tables, seen = tokens.tables[some], tokens.seen[some, None]
+        positions = seen - 1 - back
+        attended, hidden = _gathered(pages, tables, positions.clamp(min=0), 1, size), positions < 0
+        if entries is not None:
+            numbers = torch.arange(most, device=q.device).expand(len(seen), -1) if chosen is None else chosen[some]
+            attended = torch.cat((attended, _gathered(entries, tables, numbers.clamp(min=0), rate, size)), 1)
+            hidden = torch.cat((hidden, (numbers < 0) | (numbers >= seen // rate)), 1)
+        scores = (q[some].float() @ attended.mT * scale).masked_fill_(hidden[:, None], -torch.inf)
+        scores = torch.cat((scores, sinks[:, None].expand(len(seen), -1, 1)), -1)
+        out[some] = (scores.softmax(-1)[..., :-1] @ attended).to(q.dtype)
+    return out
 
 
 def queries_at_once(q: torch.Tensor, length: int) -> int:

@@ -146,8 +146,10 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         tags = [tag.name for tag in _REFUSED_TAGS if tag in function.tags]
-        if "index_put" in function._schema.name and any(index.dtype is torch.bool for index in _tensors(args[1])):
-            tags.append("a mask is made positions, whose number the host waits for")
+        if function is torch.ops.aten.index.Tensor or "index_put" in function._schema.name:
+            # The shape of what positions index follows from theirs.
+            is_masked = any(index.dtype is torch.bool for index in _tensors(args[1]))
+            tags = ["a mask is made positions, whose number the host waits for"] if is_masked else []
         if tags:
             raise NotCapturable(f"{function}: {', '.join(tags)}")
         results = function(*args, **(kwargs or {}))

@@ -58,6 +58,10 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": {"head_dim": 32, "intermediate_size": 64},
     "DeepseekV2ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 32},
     "DeepseekV3ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64},
+    "DeepseekV32ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 32, "index_head_dim": 64},
+    "DeepseekV4ForCausalLM": {"head_dim": 32, "index_head_dim": 32, "moe_intermediate_size": 32},
+    "GlmMoeDsaForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64, "index_head_dim": 32},
+    "MiniMaxM3VLForCausalLM": {"head_dim": 32, "index_head_dim": 32, "index_block_size": 16},
     "Qwen3NextForCausalLM": {"head_dim": 32, "moe_intermediate_size": 48},
     "SeedOssForCausalLM": {"head_dim": 32},
     "Ministral3ForCausalLM": {"head_dim": 32},
@@ -94,7 +98,9 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Zamba2ForCausalLM": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "n_mamba_heads": 8},
 }
 # One token of these goes to another expert, nearly as good a choice, than in float32, and those after it attend to it.
-TURNS_TO_ANOTHER_EXPERT = {("torch", "Qwen3MoeForCausalLM")}
+TURNS_TO_ANOTHER_EXPERT = {("torch", "Qwen3MoeForCausalLM"), ("operators", "DeepseekV4ForCausalLM")}
+# Most queries of this one attend to another token than in float32, nearly as good, in some layer.
+SELECTS_OTHERS = {("GlmMoeDsaForCausalLM", "every layer selects five, biases, keys all rotated")}
 VARIANTS = [each for each in all_variants() if each.architecture in _SIZES]
 
 
@@ -141,7 +147,7 @@ def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, 
     if by == "operators":
         runtime.start(2)
     ours = errors_by_token(exact, PagedModel(checkpoint, dtype=torch.bfloat16))
-    assert ours.median() < 1.25 * theirs.median()
+    assert ours.median() < (1.5 if variant[:2] in SELECTS_OTHERS else 1.25) * theirs.median()
     if (by, variant.architecture) not in TURNS_TO_ANOTHER_EXPERT:
         assert ours.quantile(0.9) < 1.5 * theirs.quantile(0.9)
 
@@ -180,7 +186,7 @@ def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: 
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     together = runner(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
-    assert together.program is not None
+    assert (together.program is None) == (variant.architecture in PARTLY_TORCH)
     found = generate(together, prompts)
     alone = [
         generate(runner(checkpoint, enable_prefix_caching=False), [tokens], preempted_at=None)[0] for tokens in prompts

@@ -21,6 +21,13 @@ struct units {
     const bf16 *at[UNITS];
 };
 
+/* A row's vector of that number. */
+static inline const bf16 *vector_at(const struct paged *pages, const int32_t *blocks, int64_t number, int64_t dim) {
+    int64_t block = ((number + 1) * pages->rate - 1) / pages->page_tokens;
+    return pages->vectors + blocks[block] * pages->page_stride +
+           (number - block * pages->page_tokens / pages->rate) * dim;
+}
+
 #define AT_ONCE 4   /* lines */
 #define TOGETHER 16 /* units */
 

@@ -106,10 +106,15 @@ def attention(
     step: Step,
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
+    block: int = 0,
 ) -> torch.Tensor:
     """Attend to what `rope_store` wrote, this step's tokens included.
 
     # [T, heads, dim], sinks [heads] f32 -> [T, heads, value_dim]
+
+    `selected` [T * kv_heads, k] int32: the blocks of `block` keys that each KV head of a token sees, as
+    `selection.select_blocks` returns them; None: all.
     """
     runtime = current()
     num_tokens, heads, dim = q.shape
@@ -134,8 +139,11 @@ def attention(
         options.is_chunked,
         options.soft_cap or 0.0,
         pointer(sinks),
+        pointer(selected),
+        0 if selected is None else selected.shape[1],
+        block,
     )
-    runtime.run(arguments, step, (q, k_cache, v_cache, sinks, out))
+    runtime.run(arguments, step, (q, k_cache, v_cache, sinks, selected, out))
     return out.view(num_tokens, heads, value_dim)
 
 

@@ -56,16 +56,39 @@ int reach_task(const struct attention *op, const struct step *step, int threads,
         at->before += at->of_row, at->row += at->rows;
         at->of_row = at->rows = 0;
         if (at->row == step->num_rows) return 0;
-        at->rows = count_together(op, step, at->row, threads, &at->shared);
+        at->rows = op->selected ? 1 : count_together(op, step, at->row, threads, &at->shared);
+        if (op->selected) {
+            at->of_row = (step->query_starts[at->row + 1] - step->query_starts[at->row]) * op->kv_heads;
+            continue;
+        }
         at->tiles = parts((step->query_starts[at->row + 1] - step->query_starts[at->row]) * group, LANES);
         at->of_row = (at->rows > 1 ? 1 : parts(at->tiles, TILES)) * op->kv_heads;
     }
     return 1;
 }
 
+/* One token and KV head, whose keys are those of the selected blocks up to the token's own. */
+static void find_selected(const struct attention *op, const struct step *step, int64_t index, const struct cursor *at,
+                          struct task *task) {
+    int64_t tokens = at->of_row / op->kv_heads, token = index % tokens, count = 0;
+    int64_t group = op->heads / op->kv_heads, position = step->seq_lens[at->row] - tokens + token;
+    *task = (struct task){.op = op, .group = group, .row = at->row, .rows = 1, .query_len = 1};
+    task->kv_head = index / tokens, task->start = step->query_starts[at->row] + token;
+    task->blocks = step->block_tables + at->row * step->max_blocks;
+    task->selected = op->selected + (task->start * op->kv_heads + task->kv_head) * op->top_k;
+    while (count < op->top_k && task->selected[count] >= 0) count++;
+    if (count) task->past = (count - 1) * op->block + min64(op->block, position + 1 - task->selected[count - 1] * op->block);
+    task->context = task->past - 1, task->tiles = parts(group, LANES);
+}
+
 int find_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at,
               struct task *task) {
     if (!reach_task(op, step, threads, number, at)) return 0;
+    if (op->selected) {
+        find_selected(op, step, number - at->before, at, task);
+        return 1;
+    }
+    task->selected = NULL;
     int64_t group = op->heads / op->kv_heads;
     int64_t of_head = at->of_row / op->kv_heads, first_tile = (number - at->before) % of_head * TILES;
     task->op = op, task->group = group, task->row = at->row, task->rows = at->rows, task->shared = at->shared;
@@ -90,6 +113,7 @@ void locate(const struct task *task, int64_t first_key, struct units *keys, stru
         int64_t key = first_key + unit * UNIT;
         keys->at[unit] = values->at[unit] = NULL;
         if (key >= task->past || key + UNIT <= task->least) continue;
+        if (task->selected) key = task->selected[key / op->block] * op->block + key % op->block;
         int64_t block = task->blocks[key / op->block_size], row = task->kv_head * op->block_size + key % op->block_size;
         keys->at[unit] = op->k_cache + block * op->block_stride + row * op->dim;
         values->at[unit] = op->v_cache + block * op->value_stride + row * op->value_dim;

@@ -14,6 +14,7 @@ struct task {
     const int32_t *blocks;     /* of the row */
     int64_t start, query_len;  /* its tokens in the step */
     int64_t context;           /* and before it */
+    const int32_t *selected;   /* blocks of keys, which lie next to each other in the columns' sight; NULL: all keys */
     int64_t row, rows, shared; /* how many rows share their first keys, 1 for none, and how many keys */
     int64_t first_column, tiles;
     int64_t least, past;       /* keys that any of the columns sees */
@@ -22,7 +23,7 @@ struct task {
     char *queries;
 };
 
-/* A thread's position in the list of tasks. */
+/* A thread's position in the list of tasks. With selected blocks a task is one token and KV head. */
 struct cursor {
     int64_t row, rows, shared;    /* as of a task */
     int64_t before, of_row, tiles; /* tasks before the row's, and of it; tiles of its columns */

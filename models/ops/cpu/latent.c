@@ -71,8 +71,10 @@ struct latent_task {
     const struct latent_attention *op;
     struct attention as; /* how the products see it */
     const int32_t *blocks;
-    int64_t start, query_len; /* the row's tokens in the step */
+    int64_t start, query_len; /* the row's tokens in the step; or one of them, with a window or entries */
     int64_t first_column, tiles, past;
+    int64_t first_recent, num_recent; /* of that token's vectors, which are numbered from 0, the first ones */
+    const int32_t *selected;          /* then these entries, or all */
 };
 
 /* What a thread needs for one. */
@@ -82,6 +84,7 @@ struct latent_room {
     ALIGNED bf16 values[KEYS * MAX_VALUE_DIM];
     ALIGNED float scores[PAIR][KEYS][LANES];
     ALIGNED float weights[PAIR * KEYS * LANES]; /* or bfloat16 */
+    ALIGNED bf16 keys[KEYS * MAX_LATENT_DIM];   /* of vectors that do not lie together */
 };
 _Static_assert(sizeof(struct latent_room) <= SCRATCH, "a thread's scratch holds a task");
 
@@ -96,6 +99,24 @@ static void locate(const struct latent_task *task, int64_t first_key, struct uni
         keys->at[unit] = op->cache + block * op->block_stride + key % op->block_size * op->dim;
     }
 }
+
+/* The same of a token with a window or entries: copies, and zeros after the last. */
+static void copy_together(const struct latent_task *task, int64_t first_key, bf16 *to, struct units *keys) {
+    const struct latent_attention *op = task->op;
+    const struct paged recent = {op->cache, op->block_stride, op->block_size, 1};
+    int64_t count = min64(KEYS, task->past - first_key);
+    for (int unit = 0; unit < UNITS; unit++) keys->at[unit] = unit * UNIT < count ? to + unit * UNIT * op->dim : NULL;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t number = first_key + i, entry = number - task->num_recent;
+        const bf16 *from;
+        if (entry < 0) from = vector_at(&recent, task->blocks, task->first_recent + number, op->dim);
+        else from = vector_at(&op->entries, task->blocks, task->selected ? task->selected[entry] : entry, op->dim);
+        memcpy(to + i * op->dim, from, op->dim * sizeof(bf16));
+    }
+    memset(to + count * op->dim, 0, (-count & (UNIT - 1)) * op->dim * sizeof(bf16));
+}
+
+static inline int is_by_token(const struct latent_attention *op) { return op->window || op->entries.vectors; }
 
 /* The first elements of keys, to the tiles [span][rank / 16][16 pairs of keys][16][2]. */
 CLONES static void pair_values(const struct units *keys, int64_t rank, int64_t dim, bf16 *tiles) {
@@ -129,7 +150,8 @@ static void take_step(const struct latent_task *task, const struct attention_pro
     const struct latent_attention *op = task->op;
     struct units keys;
     struct fetches none = {.units = 0};
-    locate(task, first_key, &keys);
+    if (is_by_token(op)) copy_together(task, first_key, room->keys, &keys);
+    else locate(task, first_key, &keys);
     pair_values(&keys, op->rank, op->dim, room->values);
     const struct values values = values_of_tiles(room->values, &keys, op->rank);
     for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
@@ -172,16 +194,45 @@ static void attend(struct latent_task *task, int64_t context, struct worker *wor
         }
 }
 
+/* The tasks of a token with a window or entries. */
+static void attend_by_token(const struct latent_attention *op, const struct step *step, struct worker *worker,
+                            struct latent_task *task) {
+    int64_t tiles = parts(op->heads, LANES), row = step->num_rows - 1;
+    int64_t at_once = min64(TILES, max64(PAIR, parts(tiles * step->num_tokens, 2 * worker->threads)));
+    int64_t of_token = parts(tiles, at_once);
+    for (int64_t number; (number = take_task(worker)) < step->num_tokens * of_token;) {
+        int64_t token = step->num_tokens - 1 - number / of_token, first_tile = number % of_token * at_once;
+        while (row > 0 && step->query_starts[row] > token) row--;
+        int64_t position = step->seq_lens[row] - step->query_starts[row + 1] + token, count = 0;
+        task->start = token, task->query_len = 1;
+        task->blocks = step->block_tables + row * step->max_blocks;
+        task->first_column = first_tile * LANES, task->tiles = min64(at_once, tiles - first_tile);
+        task->num_recent = op->cache ? min64(op->window, position + 1) : 0;
+        task->first_recent = position + 1 - task->num_recent;
+        task->selected = op->selected ? op->selected + token * op->top_k : NULL;
+        if (op->selected)
+            while (count < op->top_k && task->selected[count] >= 0) count++;
+        else if (op->entries.vectors) count = (position + 1) / op->entries.rate;
+        attend(task, task->num_recent + count - 1, worker);
+    }
+}
+
 /* Tiles of a task: as many as there is room for, fewer where threads would have none. */
 static int64_t tiles_of_task(const struct latent_attention *op, const struct step *step, int threads) {
     return max64(1, min64(TILES, parts(step->num_tokens * op->heads, LANES * 2 * threads)));
 }
 
-/* Tasks: by row its columns, some tiles at a time. */
+/* Tasks: by row its columns, some tiles at a time; or by token, the last first, which sees most. */
 void latent_attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct latent_attention *op = arguments;
     struct latent_task task = {.op = op};
     task.as = (struct attention){.heads = op->heads, .kv_heads = 1, .value_dim = op->rank, .scale = op->scale};
+    task.as.sinks = op->sinks;
+    if (is_by_token(op)) {
+        prepare_tiles(worker->isa);
+        attend_by_token(op, step, worker, &task);
+        return;
+    }
     int64_t row = 0, before = 0, of_row = 0, tiles = 0, at_once = tiles_of_task(op, step, worker->threads);
     prepare_tiles(worker->isa);
     for (int64_t number; number = take_task(worker), row < step->num_rows;) {

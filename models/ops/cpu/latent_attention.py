@@ -1,10 +1,12 @@
 """CPU operators of latent attention (DeepSeek-V2, 2024)."""
 
+from typing import NamedTuple
+
 import torch
 
 from models.ops.cpu import structures
 from models.ops.cpu.dense import DEPTH, PANEL, PackedWeight
-from models.ops.cpu.runtime import current, runs
+from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 
 
@@ -116,23 +118,56 @@ def latent_store(
     current().run(arguments, step, (q, latent, latent_q, weight, cos, sin, cache))
 
 
-def latent_attention(q: torch.Tensor, cache: torch.Tensor, step: Step, rank: int, scale: float) -> torch.Tensor:
-    """Attention to the cached vectors, whose first elements are the values. # [T, H, dim] -> [T, H, rank]"""
+class Entries(NamedTuple):
+    """Cached vectors that stand for `rate` tokens each, which a token sees in addition to its window."""
+
+    vectors: torch.Tensor  # [blocks, vectors of a block, dim]
+    block_size: int
+    """Tokens of a block."""
+    rate: int
+    selected: torch.Tensor | None
+    """Those that each token sees, as `selection.select_keys` returns them; None: all that are complete."""
+
+
+def latent_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor | None,
+    step: Step,
+    rank: int,
+    scale: float,
+    *,
+    window: int = 0,
+    entries: Entries | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention to cached vectors, whose first elements are the values. # [T, H, dim] -> [T, H, rank]
+
+    To all of `cache`, or with `window` to the last of them, and to `entries`. `sinks` [H] float32.
+    """
     runtime = current()
     num_tokens, heads, dim = q.shape
     out = runtime.rows(num_tokens, heads * rank)
+    selected = None if entries is None else entries.selected
     arguments = structures.LatentAttention(
         q.data_ptr(),
         q.stride(0),
         out.data_ptr(),
         out.stride(0),
-        cache.data_ptr(),
+        pointer(cache),
         heads,
         rank,
         dim,
-        cache.shape[1],
-        cache.stride(0),
+        0 if cache is None else cache.shape[1],
+        0 if cache is None else cache.stride(0),
         scale,
+        window,
+        None if entries is None else entries.vectors.data_ptr(),
+        0 if entries is None else entries.vectors.stride(0),
+        0 if entries is None else entries.block_size,
+        0 if entries is None else entries.rate,
+        pointer(selected),
+        0 if selected is None else selected.shape[1],
+        pointer(sinks),
     )
-    runtime.run(arguments, step, (q, cache, out))
+    runtime.run(arguments, step, (q, cache, None if entries is None else entries.vectors, selected, sinks, out))
     return out.view(num_tokens, heads, rank)

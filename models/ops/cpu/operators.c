@@ -22,7 +22,7 @@ operator *const operators[OPERATORS] = {
     [SHORT_CONV] = short_conv, [STATE_SPACE] = state_space, [GROUP_NORM] = group_norm, [SCALE_ROWS] = scale_rows,
     [DELTA_RULE] = delta_rule, [SELECTIVE_SCAN] = selective_scan,
     [QUANTIZED_GATED_LINEAR] = quantized_gated_linear,
-    [SAMPLE_TOKENS] = sample_tokens,
+    [SAMPLE_TOKENS] = sample_tokens, [ROTATE_HEADS] = rotate_heads, [SELECT_KEYS] = select_keys,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -75,6 +75,8 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [SELECTIVE_SCAN] = sizeof(struct selective_scan),
     [QUANTIZED_GATED_LINEAR] = sizeof(struct quantized_gated_linear),
     [SAMPLE_TOKENS] = sizeof(struct sample_tokens),
+    [ROTATE_HEADS] = sizeof(struct rotate_heads),
+    [SELECT_KEYS] = sizeof(struct select_keys),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

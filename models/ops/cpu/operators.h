@@ -33,6 +33,7 @@ enum {
     DELTA_RULE, SELECTIVE_SCAN,
     QUANTIZED_GATED_LINEAR,
     SAMPLE_TOKENS,
+    ROTATE_HEADS, SELECT_KEYS,
     OPERATORS
 };
 
@@ -139,6 +140,9 @@ struct attention {
     int64_t is_chunked; /* whether it sees those of its own chunk of `window` positions */
     double soft_cap; /* 0: none */
     const float *sinks; /* [heads], or NULL */
+    const int32_t *selected; /* [tokens, kv_heads, top_k] blocks of keys that are seen, ascending, -1 past the last; or
+                              * NULL: all keys */
+    int64_t top_k, block;    /* keys of such a block, a multiple of UNIT */
 };
 
 /* act(gate) * up. */
@@ -206,16 +210,63 @@ struct latent_store {
     int64_t block_size, block_stride;
 };
 
-/* Attention of all heads to the same cached vectors, of which the first `rank` elements are also the values. */
+/* Cached vectors of a sequence, one for each `rate` tokens, in the block that has the last of these. */
+struct paged {
+    const bf16 *vectors; /* [blocks, vectors of a block, dim], or NULL */
+    int64_t page_stride; /* from block to block */
+    int64_t page_tokens; /* of a block */
+    int64_t rate;
+};
+
+/* Attention of all heads to the same cached vectors, of which the first `rank` elements are also the values: to all of
+ * `cache`, or with a window to the last of them, and to all or the selected ones of `entries`. */
 struct latent_attention {
     const bf16 *q; /* [tokens, heads, dim] */
     int64_t q_stride;
     bf16 *out; /* [tokens, heads, rank] */
     int64_t out_stride;
-    const bf16 *cache; /* [blocks, block_size, dim] */
+    const bf16 *cache; /* [blocks, block_size, dim], or NULL */
     int64_t heads, rank, dim, block_size, block_stride;
     double scale;
+    int64_t window; /* 0: all */
+    struct paged entries;
+    const int32_t *selected; /* [tokens, top_k] entries ascending, -1 past the last; or NULL: all that are complete */
+    int64_t top_k;
+    const float *sinks; /* [heads], or NULL */
 };
+
+/* Some dimensions of each head rotated, by pairs of neighbours or of halves, after a norm where `eps` is not 0. */
+struct rotate_heads {
+    const bf16 *x; /* [tokens, heads, dim] */
+    int64_t x_stride;
+    const bf16 *norm; /* [dim], to which `offset` is added; NULL: 1 */
+    double offset, eps;
+    const float *cos, *sin; /* as of rope_table */
+    int64_t rotary_dim, first; /* the rotated dimensions, and the index of the first of them */
+    int64_t is_interleaved, is_back; /* `is_back`: by the negative angles */
+    bf16 *out; /* [tokens, heads, dim]; with `block_size` [blocks, block_size, dim], by the tokens' slots */
+    int64_t out_stride, block_size; /* to the next token, or block */
+    int64_t heads, dim;
+};
+
+/* Indexes of the best of the cached keys that a token sees, or of blocks of keys; all of them where they are few enough.
+ * With weights a key's score is the sum over heads of weight * relu(q . k), and of equal ones the first is taken.
+ * Without, each head selects blocks for itself, each as good as its best key, and takes the last ones always. */
+struct select_keys {
+    const bf16 *q; /* [tokens, heads, dim] */
+    int64_t q_stride;
+    const bf16 *weights; /* [tokens, heads], or NULL */
+    int64_t weight_stride;
+    double scale; /* of the weights */
+    struct paged keys;
+    int64_t heads, dim; /* at most INDEX_HEADS and MAX_INDEX_DIM */
+    int64_t block, num_local; /* without weights: keys of a block, and blocks that are always taken */
+    int32_t *selected; /* [tokens, heads or 1, top_k] ascending, -1 past the last */
+    int64_t top_k;
+};
+#define INDEX_HEADS 128
+#define MAX_INDEX_DIM 256
+#define MAX_INDEXED (1 << 20) /* keys of a sequence */
 
 /* Concatenates heads, each element times the sigmoid of its gate where there are gates. */
 struct gate_heads {
@@ -641,6 +692,7 @@ operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_li
 operator coded_linear, expand_codes, coded_pack, coded_grouped_linear;
 operator float_linear, route, sort_pairs, combine;
 operator largest, draw, sample_tokens;
+operator rotate_heads, select_keys;
 operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
 
 extern operator *const operators[OPERATORS];

@@ -24,6 +24,10 @@ SOFTMAX, SIGMOID = range(2)
 """Scorings of `Route`."""
 MAX_HEAD_DIM = 512
 MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
+INDEX_HEADS, MAX_INDEX_DIM = 128, 256
+"""The most heads of an indexer, and elements of its keys."""
+MAX_INDEXED = 1 << 20
+"""The most keys of a sequence among which `SelectKeys` selects."""
 MAX_IN_FEATURES = 1 << 16
 """Most inputs of a row: a thread's scratch holds sixteen rows."""
 MAX_LARGEST = 1024
@@ -106,7 +110,8 @@ class Attention(Arguments):
     kind = 6
     _fields_: ClassVar = _declared(
         "*q q_stride *out out_stride *k_cache *v_cache heads kv_heads dim value_dim block_size block_stride "
-        "value_stride scale:double window is_chunked soft_cap:double *sinks"
+        "value_stride scale:double window is_chunked soft_cap:double *sinks "
+        "*selected top_k block"
     )
 
 
@@ -185,7 +190,28 @@ class LatentAttention(Arguments):
 
     kind = 15
     _fields_: ClassVar = _declared(
-        "*q q_stride *out out_stride *cache heads rank dim block_size block_stride scale:double"
+        "*q q_stride *out out_stride *cache heads rank dim block_size block_stride scale:double window *vectors "
+        "page_stride page_tokens rate *selected top_k *sinks"
+    )
+
+
+class RotateHeads(Arguments):
+    """`struct rotate_heads`."""
+
+    kind = 49
+    _fields_: ClassVar = _declared(
+        "*x x_stride *norm offset:double eps:double *cos *sin rotary_dim first is_interleaved is_back *out out_stride "
+        "block_size heads dim"
+    )
+
+
+class SelectKeys(Arguments):
+    """`struct select_keys`."""
+
+    kind = 50
+    _fields_: ClassVar = _declared(
+        "*q q_stride *weights weight_stride scale:double *vectors page_stride page_tokens rate heads dim block "
+        "num_local *selected top_k"
     )
 
 

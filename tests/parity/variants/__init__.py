@@ -22,12 +22,7 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
-PARTLY_TORCH = frozenset(
-    {
-        *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "GlmMoeDsaForCausalLM"),
-        *("MiniMaxM3VLForCausalLM", "PhimoeForCausalLM"),
-    }
-)
+PARTLY_TORCH = frozenset({"DeepseekV4ForCausalLM", "Gemma3nForCausalLM", "PhimoeForCausalLM"})
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
 
 DERIVED = frozenset(
