@@ -1,1 +1,2 @@
-"""The inference engine: client side, text, scheduling core, model runner and what joins their processes."""
+"""The inference engine: client, text processing, scheduling core, model runner, and the transports between
+processes."""

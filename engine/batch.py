@@ -1,6 +1,6 @@
-"""`ScheduledBatch`: one step's work, from the scheduler to the workers; `ScheduledBatchOutput`: its tokens.
+"""`ScheduledBatch`: the work of one step, from the scheduler to the workers. `ScheduledBatchOutput`: its results.
 
-`StepBuilder` gathers a batch for the scheduler, with `DecodeRows`, the part of it that most steps share.
+The scheduler builds a batch with `StepBuilder` and `DecodeRows`, the part that is equal in most successive steps.
 """
 
 import math
@@ -17,11 +17,11 @@ from engine.messages import TokenLogprobs
 from engine.sequence import Sequence, SequenceType
 
 UNREAD_DRAFT = -1
-"""A draft that the device has made and the host has not read."""
+"""Placeholder for a draft token that the device has computed and the host has not read."""
 
 
 class AppendedBlocks(NamedTuple):
-    """Blocks that a running row gained: `block_ids` go at `start` of the row's block table."""
+    """Blocks appended to a running row: `block_ids` are written at index `start` of the row's block table."""
 
     slot: int
     start: int
@@ -29,21 +29,21 @@ class AppendedBlocks(NamedTuple):
 
 
 class DraftWork(NamedTuple):
-    """What drafting by a model took in a step."""
+    """The work of drafting by a model in a step."""
 
     seconds: float
     num_rows: int
-    """Rows that drafted; 0 where the drafter only computed prompts."""
+    """Number of rows that drafted; 0 if the drafter computed only prompts."""
     depth: int
-    """Most drafts of a row; 0 where the drafter computed more than the step before and the drafts."""
+    """Most drafts of a row; 0 if the drafter computed more than the previous step's tokens and the drafts."""
 
 
 class PromptSpan(NamedTuple):
-    """Prompt tokens whose log probabilities a row must report, each computed at the position before it."""
+    """Prompt tokens whose log probabilities a row must report. Each is computed at the previous position."""
 
     seq_id: int
     first: int
-    """Index, among the step's tokens, of the position before the first of `token_ids`."""
+    """Index, among the step's tokens, of the position that precedes the first of `token_ids`."""
     token_ids: list[int]
     num_alternatives: int
 
@@ -52,9 +52,9 @@ class ScheduledBatch:
     """A frozen snapshot of one step, rows in batch order: decodes first, then prefill spans.
 
     Row `i` computes its sequence's tokens `[context_lens[i] - num_scheduled_tokens[i], context_lens[i])`. The
-    worker keeps rows between steps by `slot`: it needs `new_seqs` whole and, of the others, only
-    `appended_blocks`. Tokens and block tables are kept as a reference and a length, which is exact because
-    both only grow in place. The contract is docs/specification.md#scheduledbatch.
+    worker stores rows between steps by `slot`: it needs `new_seqs` completely, and only `appended_blocks` of the
+    others. Tokens and block tables are stored as a reference and a length, which is exact because both only grow in
+    place. The contract is docs/specification.md#scheduledbatch.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class ScheduledBatch:
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
         self.context_lens = [seq.num_tokens for seq in rows] if context_lens is None else context_lens
         self.num_cached_tokens = [seq.num_cached_tokens for seq in rows]
-        """Tokens of each row that came from the prefix cache."""
+        """Number of tokens of each row that were found in the prefix cache."""
         self.new_seqs = new_seqs
         self.appended_blocks = appended_blocks
         self.prompt_spans = _prompt_spans(rows, num_scheduled_tokens, self.context_lens, total_seqs_num_decode)
         """Prompt tokens whose log probabilities the step must report."""
         self.num_next_drafts = [num_spec_step] * len(rows) if num_next_drafts is None else num_next_drafts
-        """Drafts that a drafter in the worker is to make of each row for its next step."""
+        """Number of drafts that a drafter in the worker computes for each row's next step."""
         self._rows = rows
         self._slots = [seq.slot for seq in rows]
         self._tables = [seq.block_table for seq in rows]
@@ -112,12 +112,12 @@ class ScheduledBatch:
 
     @property
     def tables(self) -> list[list[int]]:
-        """Block table of each row, whole: it may have grown since the step was scheduled."""
+        """The complete block table of each row, which may have grown since the step was scheduled."""
         return self._tables
 
     @property
     def slots(self) -> npt.NDArray[np.int64]:
-        """Worker row of each sequence. # [num_seqs]"""
+        """Slot (worker row) of each sequence. # [num_seqs]"""
         return np.array(self._slots, dtype=np.int64)
 
     @property
@@ -127,7 +127,7 @@ class ScheduledBatch:
 
     @property
     def scheduled_tokens(self) -> list[list[int]]:
-        """The token ids that each row computes, drafts included."""
+        """Token ids that each row computes, including drafts."""
         tokens = []
         for seq, end, count in zip(self._rows, self.context_lens, self.num_scheduled_tokens, strict=True):
             drafts = self.scheduled_spec_decode_tokens.get(seq.id, [])
@@ -136,7 +136,7 @@ class ScheduledBatch:
 
     @property
     def draft_tokens(self) -> list[int]:
-        """The drafts of all rows, in order; each row's are the last of the tokens that it computes."""
+        """Drafts of all rows, in order. A row's drafts are the last of its scheduled tokens."""
         if not self.scheduled_spec_decode_tokens:
             return []
         drafts = self.scheduled_spec_decode_tokens
@@ -144,25 +144,25 @@ class ScheduledBatch:
 
     @property
     def temperatures(self) -> list[float]:
-        """Sampling temperature of each row. Part of the contract; workers keep it by slot."""
+        """Sampling temperature of each row. Part of the contract; workers store it by slot."""
         return [seq.temperature for seq in self._rows]
 
     @property
     def block_tables(self) -> list[list[int]]:
-        """Block ids that hold each row's context, of the rows that have blocks."""
+        """Block ids of each row's context, for the rows that have blocks."""
         size = self._rows[0].block_size if self._rows else 1
         lengths = (-(-length // size) for length in self.context_lens)
         return [table[:length] for table, length in zip(self._tables, lengths, strict=True) if table]
 
     @property
     def last_block_num_tokens(self) -> list[int]:
-        """Valid tokens in each row's last block once the step has run. Part of the contract."""
+        """Number of valid tokens in each row's last block after the step. Part of the contract."""
         size = self._rows[0].block_size if self._rows else 1
         return [(length - 1) % size + 1 for length in self.context_lens]
 
     @property
     def written_blocks(self) -> set[int]:
-        """The blocks to which the step writes keys and values."""
+        """Return the blocks to which the step writes keys and values."""
         size = self._rows[0].block_size if self._rows else 1
         rows = zip(self._tables, self.num_scheduled_tokens, self.context_lens, strict=True)
         return {table[index] for table, count, end in rows for index in range((end - count) // size, -(-end // size))}
@@ -181,13 +181,12 @@ class ScheduledBatch:
 class ScheduledBatchOutput:
     """Tokens sampled in one step; every field is keyed by sequence id.
 
-    `token_ids` has the tokens accepted for a sequence; a row whose prompt is not yet fully computed is absent.
-    `draft_token_ids` has the drafts for its next step, of drafters that run in the worker. `logprobs` has one entry a
-    token, for the rows that asked for them; `prompt_logprobs` one entry a token of the batch's `prompt_spans`.
-    `vectors` has the vector, as float32 in bytes, of each row whose prompt is pooled and is now fully computed.
-    `draft_work` says what drafting took, where a model did.
-    `errors` has the reason for each row that could not be sampled, which is absent from the other fields, and
-    `refusals` the same where the request itself left no token to sample.
+    `token_ids` has the sampled or accepted tokens of a sequence; a row whose prompt is not fully computed is absent.
+    `draft_token_ids` has the drafts for its next step, from drafters in the worker. `logprobs` has one entry per
+    token, for rows that asked for them; `prompt_logprobs` has one entry per token of the batch's `prompt_spans`.
+    `vectors` has the vector, as bytes of float32, of each pooled row whose prompt is now fully computed. `draft_work`
+    describes the work of drafting, if a model drafts. `errors` has the reason for each row that could not be sampled,
+    which is absent from the other fields; `refusals` has the same if the request itself excluded every token.
     """
 
     token_ids: dict[int, tuple[int, ...]]
@@ -205,18 +204,18 @@ class ScheduledBatchOutput:
 
 
 class StepOutOfMemory(MemoryError):
-    """A step needed more of the device's memory than was free."""
+    """A step needed more device memory than was free."""
 
 
 def _prompt_spans(
     rows: Rows[Sequence], counts: list[int], context_lens: list[int], num_decodes: int
 ) -> list[PromptSpan]:
-    """The spans of the prefill rows, after the decodes, that still owe log probabilities of their prompts."""
+    """Return the spans of the prefill rows, which follow the decodes, whose prompt log probabilities are pending."""
     spans = []
     first = sum(counts[:num_decodes])
     for seq, count, end in zip(rows[num_decodes:], counts[num_decodes:], context_lens[num_decodes:], strict=True):
         if seq.prompt_logprobs is not None:
-            # A sequence preempted half-way through its prompt computes its beginning again.
+            # A sequence that was preempted within its prompt computes the beginning of the prompt again.
             begin = max(end - count, len(seq.prompt_logprobs))
             token_ids = seq.token_ids[begin + 1 : min(end + 1, seq.num_prompt_tokens)]
             if token_ids:
@@ -228,7 +227,7 @@ def _prompt_spans(
 
 
 class DecodeRows:
-    """The sequences that decode, with the lists about them that stay the same from step to step."""
+    """The decoding sequences, with the per-row lists that do not change from step to step."""
 
     def __init__(self, seqs: Iterable[Sequence]) -> None:
         self.seqs = list(seqs)
@@ -237,13 +236,14 @@ class DecodeRows:
         self.counts = [1] * len(self.seqs)
         self.limits = [seq.decode_limit for seq in self.seqs]
         self.costs: dict[str, float] = {}
-        """By owner: a token of each of its rows, divided by the owner's weight."""
+        """Cost of one token of each of an owner's rows, divided by the owner's weight, by owner."""
         for seq in self.seqs:
             seq.type = SequenceType.DECODE
             self.costs[seq.owner] = self.costs.get(seq.owner, 0.0) + 1.0 / seq.weight
 
     def continuing(self) -> tuple["DecodeRows", list[int]]:
-        """The rows that their unread tokens do not bring to their limit, and their lengths with these tokens."""
+        """Return the rows that do not reach their limit by their unread tokens, and their lengths with these
+        tokens."""
         lengths = [len(seq.token_ids) + seq.num_placeholder for seq in self.seqs]
         if not any(map(operator.ge, lengths, self.limits)):
             return self, lengths
@@ -252,12 +252,12 @@ class DecodeRows:
 
 
 class StepBuilder:
-    """The step being scheduled: what it computes so far, and the token budget that is left."""
+    """The step that is being scheduled: its work so far, and the rest of the token budget."""
 
     def __init__(self, budget: int, num_drafts: int) -> None:
         self.budget = budget
         self.seconds = math.inf
-        """Time that is left for prompts."""
+        """Seconds left for prompts."""
         self.num_drafts = num_drafts
         self.seqs: dict[int, Sequence] = {}
         self.counts: list[int] = []
@@ -267,7 +267,7 @@ class StepBuilder:
         self.num_decode_tokens = 0
         self.num_prompt_tokens = 0
         self.num_next_drafts: list[int] | None = None
-        """Drafts that the runner is to make of each row; None: as many as a step has at most."""
+        """Number of drafts that the runner computes for each row; None: the largest number."""
         self.new_seqs: list[Sequence] = []
         self.appended_blocks: list[AppendedBlocks] = []
 
@@ -276,7 +276,7 @@ class StepBuilder:
         return len(self.seqs) - self.num_decodes
 
     def add_prefill(self, seq: Sequence, count: int) -> None:
-        """Compute the next `count` tokens of a prompt; `seq.num_computed_tokens` counts them already."""
+        """Add the next `count` tokens of a prompt, which `seq.num_computed_tokens` already includes."""
         self.seqs[seq.id] = seq
         self.counts.append(count)
         self.context_lens.append(seq.num_computed_tokens)
@@ -284,7 +284,7 @@ class StepBuilder:
         self.budget -= count
 
     def add_decodes(self, rows: DecodeRows, lengths: list[int]) -> None:
-        """Compute the last token of running sequences of these lengths, and their drafts. Call it before prefills."""
+        """Add the last token of running sequences of these lengths, and their drafts. Call it before `add_prefill`."""
         for seq, length in zip(rows.seqs, lengths, strict=True):
             seq.num_computed_tokens = length
         self.seqs = rows.by_id.copy()
@@ -297,11 +297,11 @@ class StepBuilder:
             self.counts = [1 + count for count in drafted]
             self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
         self.num_decode_tokens = sum(self.counts)
-        # A device may compute as many tokens of each row as the longest one has.
+        # A device may compute as many tokens of each row as the longest row has.
         self.budget -= self.num_decodes * max(self.counts, default=0)
 
     def batch(self) -> tuple[ScheduledBatch, dict[int, Sequence]]:
-        """The step as it is now, and its sequences by id."""
+        """Return the step built so far, and its sequences by id."""
         total = sum(self.counts)
         batch = ScheduledBatch(
             self.seqs,

@@ -1,4 +1,4 @@
-"""What `kaon doctor` found and what is wrong with it, a sentence each. Needs no torch: the API side prints it."""
+"""The facts that `kaon doctor` found, and its sentences about problems. Needs no torch: the API process prints it."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ ANOTHER_TRITON = (
     "another release of Triton, and of torch with it, may help; on NVIDIA's GPUs also another ptxas, by "
     "TRITON_PTXAS_PATH"
 )
-"""What to do about kernels that are wrong."""
+"""Remedy for wrong kernels."""
 _LITTLE_GIB = 2.0
 """GiB of host memory below which only the smallest models can be served."""
 _LITTLE_SHARED_MIB = 128.0
@@ -25,7 +25,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found."""
+    """The facts about this machine."""
 
     user: str = ""
     python: str = ""
@@ -33,43 +33,43 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Its version; None: it could not be imported."""
     torch_error: str | None = None
     build: str = "CPU"
-    """What torch was built for: `CPU`, `ROCm 7.0`, `CUDA 13.0`."""
+    """Platform that torch was built for: `CPU`, `ROCm 7.0`, `CUDA 13.0`."""
     gpus: tuple[Gpu, ...] = ()
     gpu_error: str | None = None
-    """What torch says when it is asked for a GPU that it does not see."""
+    """torch's error when it finds no GPU."""
     has_kfd: bool = False
-    """Whether the driver of AMD's GPUs is there: /dev/kfd."""
+    """Whether the driver of AMD's GPUs is present: /dev/kfd."""
     closed_devices: tuple[str, ...] = ()
     """Device files of AMD's GPUs that the user may not open."""
     closed_groups: tuple[str, ...] = ()
-    """The groups that may."""
+    """Groups that may open them."""
     has_nvidia: bool = False
-    """Whether the driver of NVIDIA's is there: /dev/nvidia0, or another number."""
+    """Whether the driver of NVIDIA's GPUs is present: /dev/nvidia0, or another number."""
     triton: str | None = None
     triton_reason: str | None = None
-    """Why its kernels do not run on the first GPU."""
+    """Reason why Triton's kernels do not run on the first GPU; None if they do."""
     ptxas: str | None = None
     """The release of NVIDIA's assembler that Triton uses for the first GPU."""
     kernels_checked: tuple[str, ...] = ()
-    """Operators whose kernels were compared with torch there, at usual sizes."""
+    """Operators whose kernels were compared with torch on the first GPU, at usual sizes."""
     kernels_like: str | None = None
-    """The target whose tiles they have: that of the first GPU, or the nearest."""
+    """The target whose tile sizes they use: that of the first GPU, or the nearest one."""
     kernel_reasons: dict[str, str] = {}
-    """By operator, what is wrong with its kernels there, compared with torch at usual sizes."""
+    """By operator, the difference of its kernels from torch on the first GPU, at usual sizes."""
     aiter: str | None = None
     """Its version; None: it is not installed."""
     aiter_reasons: dict[str, str | None] = {}
-    """By operator, why it is not used; None where it is. Empty where it is not made for the first GPU."""
+    """By operator, the reason why aiter is not used; None if it is. Empty if aiter does not support the first GPU."""
     aiter_when_asked: tuple[str, ...] = ()
-    """Operators among them that it computes only where that is asked for."""
+    """Operators among them that aiter computes only if a setting asks for it."""
     operators: tuple[str, ...] = ()
-    """What computes each operator, `norm by triton`."""
+    """The implementation of each operator, such as `norm by triton`."""
     cpu_library: str | None = None
     """The instruction set of the CPU's compiled operators; None: they were not built."""
     cpu_paths: tuple[str, ...] = ()
     """All instruction sets that this processor runs, from the slowest to the fastest."""
     cpu_isa_problem: str | None = None
-    """What is wrong with the instruction set that KAON_CPU_ISA asks for."""
+    """Problem with the instruction set that KAON_CPU_ISA asks for; None without a problem."""
     cpu_limits: tuple[float, float, float, float] | None = None
     """GB/s that a plain loop reads and that a product of one row reads, GFLOP/s of a plain loop of products and of a
     product of many rows, on all threads; None: not measured."""
@@ -78,20 +78,21 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory_mib: float | None = None
     """Size of /dev/shm; None: there is none."""
     sandbox_gaps: tuple[str, ...] = ()
-    """What the kernel or container lacks to confine the processes that handle untrusted input, a sentence each."""
+    """Features that the kernel or container lacks to confine the processes that handle untrusted input, as
+    sentences."""
     has_numa_balancing: bool = False
     """Whether the kernel moves memory to the processors that use it."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found, and what is wrong, a sentence each."""
+    """The facts, and a sentence about each problem."""
 
     facts: Facts
     problems: list[str]
 
 
 def problems(facts: Facts) -> list[str]:
-    """What keeps a model from running, or from running where it should, in words."""
+    """Return sentences about everything that prevents a model from running, or from running on the right device."""
     found: list[str] = []
     if facts.torch is None:
         return [f"torch cannot be imported: {facts.torch_error}; install it, then Kaon"]
@@ -111,7 +112,7 @@ def problems(facts: Facts) -> list[str]:
             f"torch is built for {facts.build}, but there is no /dev/kfd: load the amdgpu driver, or start the "
             "container with --device /dev/kfd --device /dev/dri"
         )
-    # In addition to GPUs that are found, others may be closed on purpose.
+    # If other GPUs are found, these may be closed on purpose.
     if facts.closed_devices and not facts.gpus:
         groups = ",".join(facts.closed_groups)
         found.append(

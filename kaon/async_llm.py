@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the Python API for asyncio programs: the server's own front end, without HTTP."""
+"""`AsyncLLM`: the Python API for asyncio programs. It uses the server's front end, without HTTP."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 class AsyncLLM:
-    """A model in an engine process of its own, for asyncio programs. Any number of tasks may call it at a time.
+    """A model in a separate engine process, for asyncio programs. Any number of tasks may call it concurrently.
 
     The process starts with the object; `start`, or `async with`, waits until it serves::
 
@@ -35,15 +35,15 @@ class AsyncLLM:
             async for chunk in llm.stream_chat([{"role": "user", "content": "Hello"}]):
                 print(chunk.choices[0].delta.content or "", end="")
 
-    All calls come from the event loop that awaited `start`. A task that is cancelled aborts what it waits for. When
-    the engine dies, it is started again and every call goes on where it was.
+    All calls must come from the event loop that awaited `start`. Cancelling a task aborts its request. If the engine
+    dies, it is started again, and every call continues after its last token.
     """
 
     def __init__(self, model: str | None = None, *, config: Config | None = None, **config_fields: Any) -> None:
-        """Begin to load `model`: a checkpoint directory or hub id; none: the embedded one.
+        """Begin to load `model`, a checkpoint directory or hub id; None: the embedded model.
 
-        Takes `Config`'s fields and those of its sections by name, or a whole `config`. Requests wait without a bound,
-        unless `max_queued_requests` or `max_queued_tokens` is given. Raises `ValueError` for a wrong field.
+        Takes fields of `Config` and of its sections by name, or a whole `config`. The queue of requests is unbounded,
+        unless `max_queued_requests` or `max_queued_tokens` is given. Raises `ValueError` for an invalid field.
         """
         if config is None:
             limits = {"max_queued_requests": _NO_LIMIT, "max_queued_tokens": _NO_LIMIT}
@@ -53,10 +53,10 @@ class AsyncLLM:
         self._core = CoreManager(config)
         self._frontend = Frontend(config, self._core)
         self._loop: asyncio.AbstractEventLoop | None = None
-        """In which it was started."""
+        """The event loop that awaited `start`."""
 
     async def start(self) -> None:
-        """Wait until the model is loaded. Raises `EngineDeadError` if it cannot be; the object is closed then."""
+        """Wait until the model is loaded. If that fails, the object is closed and `EngineDeadError` is raised."""
         self._loop = asyncio.get_running_loop()
         await self._frontend.start(lambda names: None)
         if self._frontend.why_ended is not None:
@@ -65,9 +65,9 @@ class AsyncLLM:
             raise EngineDeadError(why)
 
     async def close(self) -> None:
-        """End the engine process. What runs ends with an error."""
+        """End the engine process. Running requests end with an error."""
         self._frontend.close()
-        # In the loop's own thread: its readers would otherwise process the core's end at the same time.
+        # In the loop's thread: in another one, the loop's readers would process the core's end at the same time.
         self._core.shutdown()
 
     async def __aenter__(self) -> Self:
@@ -84,7 +84,7 @@ class AsyncLLM:
     ) -> RequestResult:
         """Complete a text or a list of token ids.
 
-        `sampling_params`: default: what the checkpoint's generation config recommends. `lora` names an adapter. Raises
+        `sampling_params` defaults to the checkpoint's generation config. `lora` names an adapter. Raises
         `InvalidRequest`, a `ValueError`, and `EngineDeadError`.
         """
         with self._refusals():
@@ -94,7 +94,8 @@ class AsyncLLM:
     async def stream(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None, *, lora: str | None = None
     ) -> AsyncIterator[RequestDelta]:
-        """Complete a prompt; what is added to its text, as it comes. Takes and raises what `generate` does."""
+        """Complete a prompt, and yield a delta after each engine step. Arguments and errors are those of
+        `generate`."""
         with self._refusals():
             async with aclosing(self._generation(prompt, sampling_params, lora).deltas(_new_id())) as deltas:
                 async for each in deltas:
@@ -108,7 +109,7 @@ class AsyncLLM:
         prompt_name: str | None = None,
         normalize: bool = True,
     ) -> list[list[float]]:
-        """The vector of each text, of an embedding model; see `LLM.embed`.
+        """Return the embedding vector of each text, by an embedding model; see `LLM.embed`.
 
         Raises `InvalidRequest`, a `ValueError`, and `EngineDeadError`.
         """
@@ -121,7 +122,7 @@ class AsyncLLM:
         return [numbers_of(vector) for vector in vectors]
 
     async def score(self, query: str, documents: list[str], *, instruction: str | None = None) -> list[float]:
-        """How relevant each document is to `query`, of a reranker or an embedding model; see `LLM.score`."""
+        """Return the relevance of each document to `query`, by a reranker or an embedding model; see `LLM.score`."""
         with self._refusals():
             processor = self._frontend.pooling_for("classify", "embed")
             processor.check_scores()
@@ -143,7 +144,7 @@ class AsyncLLM:
         return answer
 
     async def stream_chat(self, messages: Messages, **fields: Any) -> AsyncIterator[ChatChunk]:
-        """Answer a conversation; its chunks as they come. Takes and raises what `chat` does."""
+        """Answer a conversation, and yield its chunks. Arguments and errors are those of `chat`."""
         with self._refusals():
             generation, renderer = await self._chat({**fields, "messages": list(messages), "stream": True})
             async with aclosing(generation.deltas(renderer.head.id)) as deltas:
@@ -157,14 +158,15 @@ class AsyncLLM:
                 yield chunk
 
     def _refusals(self) -> AbstractContextManager[None]:
-        """What every call is made in. Raises `RuntimeError` in another event loop, which would never get an output."""
+        """Return the context of every call. Raises `RuntimeError` in another event loop, which would get no
+        outputs."""
         if self._loop is not asyncio.get_running_loop():
             why = "was not started" if self._loop is None else "was started in another event loop"
             raise RuntimeError(f"this AsyncLLM {why}; use it in the event loop that awaits its start, by async with")
         return refusals_as_invalid_requests(self._frontend)
 
     async def _pool(self, prompts: Sequence[PooledPrompt], processor: PoolingProcessor, **how: Any) -> list[bytes]:
-        """The vectors of prompts."""
+        """Return the pooled vectors of prompts."""
         hub, ids = self._frontend.hub, self._frontend.hub.new_ids(len(prompts))
         sequences = [processor.sequence(*each, **how) for each in zip(prompts, ids, strict=True)]
         states = await Generation(hub, self._frontend.config, sequences, 1).complete(_new_id())

@@ -1,4 +1,4 @@
-"""`ChatChunk`: a chunk of a streamed chat, as `/v1/chat/completions` sends it; `chunks` reads them from its events."""
+"""`ChatChunk`: a chunk of a streamed chat in the form of `/v1/chat/completions`. `chunks` parses them from events."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +7,15 @@ import msgspec
 
 
 class ChatDelta(msgspec.Struct):
-    """What a chunk adds to a choice."""
+    """The part of a choice that a chunk adds."""
 
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     """The model's reasoning before the answer."""
     tool_calls: list[dict[str, Any]] | None = None
-    """Parts of calls: `index`, at first `id` and the function's name, then pieces of its `arguments`."""
+    """Pieces of calls, each with the `index` of the call: first `id` and the function's name, then pieces of its
+    `arguments`."""
 
 
 class ChunkChoice(msgspec.Struct):
@@ -27,7 +28,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """A chunk of a streamed chat; fields that a request must ask for are None without."""
+    """A chunk of a streamed chat. Fields that a request did not ask for are None."""
 
     id: str
     choices: list[ChunkChoice]
@@ -38,7 +39,7 @@ _decode = msgspec.json.Decoder(ChatChunk).decode
 
 
 def chunks(events: bytes) -> Iterator[ChatChunk]:
-    """The chunks in whole server-sent events."""
+    """Parse the chunks in complete server-sent events."""
     for event in events.split(b"\n\n"):
         data = event.removeprefix(b"data: ")
         if data and data != b"[DONE]":

@@ -1,4 +1,4 @@
-"""`LLM`: the blocking Python API. What an engine does with prompts is `LLMEngine`'s; chats are those of the server."""
+"""`LLM`: the blocking Python API. It adds chats, processed as by the server, to the prompts of `LLMEngine`."""
 
 import asyncio
 import time
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""A conversation, as `/v1/chat/completions` takes it in `messages`."""
+"""A conversation in the form of the field `messages` of `/v1/chat/completions`."""
 
 
 class LLM(LLMEngine):
-    """A model in an engine process of its own, for scripts. All calls come from one thread.
+    """A model in a separate engine process, for scripts. All calls come from one thread.
 
     `generate` and `stream` take prompts and `SamplingParams`; `chat` and `stream_chat` take conversations and the
     fields of `/v1/chat/completions`, with tools and structured output. Use it in a `with`, or `close` it.
@@ -42,7 +42,7 @@ class LLM(LLMEngine):
     def chat(
         self, messages: Messages | Sequence[Messages], *, use_tqdm: bool = False, **fields: Any
     ) -> "ChatCompletion | list[ChatCompletion]":
-        """Answer a conversation, or each of several; the answers as the server gives them.
+        """Answer a conversation, or each of several. Returns the answers in the server's form.
 
         `fields` are those of `/v1/chat/completions` (docs/api.md), for instance `temperature`, `max_tokens`, `tools`,
         `tool_choice`, `response_format`; `model` may name a LoRA adapter; `timeout` has no effect here. Raises
@@ -68,9 +68,9 @@ class LLM(LLMEngine):
         return answers if several else answers[0]
 
     def stream_chat(self, messages: Messages, **fields: Any) -> "Iterator[ChatChunk]":
-        """Answer a conversation; its chunks as they come, in the form of the server's.
+        """Answer a conversation, and yield its chunks in the server's form.
 
-        Takes and raises what `chat` does. Closing the iterator aborts the answer::
+        Arguments and errors are those of `chat`. Closing the iterator aborts the answer::
 
             for chunk in llm.stream_chat([{"role": "user", "content": "Hello"}]):
                 print(chunk.choices[0].delta.content or "", end="")
@@ -90,14 +90,14 @@ class LLM(LLMEngine):
         yield from chunks(renderer.closing(usage_of(states, len(states))))
 
     def close(self) -> None:
-        """End the engine process. What runs is aborted."""
+        """End the engine process. Running requests are aborted."""
         if "_frontend" in vars(self):
             self._frontend.close()
         super().close()
 
     @cached_property
     def _frontend(self) -> "Frontend":
-        """Prepares chats; made with the first one, because it imports the server."""
+        """The front end that prepares chats. Created at the first chat, because it imports the server."""
         from server.frontend import Frontend
 
         frontend = Frontend(self.config, self._core, self._ids)
@@ -107,7 +107,7 @@ class LLM(LLMEngine):
         return frontend
 
     async def _prepare(self, bodies: Sequence[dict[str, Any]]) -> "list[tuple[list[NewSequence], ChatRenderer]]":
-        """The sequences of each chat, and what writes its answer."""
+        """Create the sequences and the renderer of each chat."""
         from server.limits.owners import ANYONE
         from server.routes.chat import prepare
 
@@ -119,7 +119,7 @@ class LLM(LLMEngine):
 
 
 def validated_chat(body: Mapping[str, Any], frontend: "Frontend") -> Any:
-    """The chat request of a body without a model's name. Raises the server's errors."""
+    """Validate the body of a chat, which need not name a model. Raises the server's errors."""
     from server.schemas.body import validate
     from server.schemas.chat import ChatCompletionRequest
 
@@ -129,7 +129,7 @@ def validated_chat(body: Mapping[str, Any], frontend: "Frontend") -> Any:
 
 
 def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `coroutine`. Where an event loop runs already, as in a notebook, it gets a thread of its own."""
+    """Run `coroutine` and return its result. If an event loop runs already, as in a notebook, use another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -140,10 +140,9 @@ def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 @contextmanager
 def refusals_as_invalid_requests(frontend: "Frontend") -> Iterator[None]:
-    """Raise `InvalidRequest` in place of a 4xx of the server.
+    """Convert the server's errors: a 4xx to `InvalidRequest`.
 
-    In place of a 5xx, raise `EngineDeadError` if no engine can serve, else the `RuntimeError` of a request that failed
-    by itself.
+    A 5xx becomes `EngineDeadError` if no engine can serve, else a `RuntimeError` about the failed request.
     """
     from server.errors import ApiError, NotReady
 

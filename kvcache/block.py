@@ -5,29 +5,30 @@ from typing import NamedTuple, TypeAlias
 from kvcache.hashing import NO_HASH
 
 UNPUBLISHED = -1
-"""`uid` of a block that no other sequence may share."""
+"""`uid` of a block that is not published, so that no other sequence may share it."""
 
 
 class StoredBlock(NamedTuple):
-    """A block that became findable: what `BlockManager.take_changes` reports of it."""
+    """A block that became findable by prefix look-ups, as `BlockManager.take_changes` reports it."""
 
     hash: int
     parent_hash: int | None
-    """Digest of the block before it; None: it begins a chain."""
+    """Digest of the previous block of its chain; None for the first block."""
     token_ids: list[int]
     adapter: int
-    """Number of the LoRA adapter; 0: the base model alone."""
+    """Number of the LoRA adapter; 0 for the base model alone."""
 
 
 Change: TypeAlias = StoredBlock | int
-"""A block that became findable, or the digest of one that is findable no more."""
+"""A block that became findable, or the digest of one that is no longer findable."""
 
 
 class Block:
-    """KV cache of `block_size` tokens.
+    """The state of one block, which holds the keys and values of `block_size` tokens.
 
-    A published block has a `hash`, its `token_ids`, and the uid of its `parent`, the block before it: tokens and
-    parent prove a hit. `uid` is new at each publication, so that no child refers to a parent whose block was reused.
+    A published block has a `hash`, its `token_ids`, and the uid of its `parent`, the previous block: equal tokens and
+    an equal parent prove a cache hit. Each publication has a new `uid`, so that no child refers to a block that was
+    reused.
     """
 
     __slots__ = ("block_id", "hash", "parent", "ref_count", "token_ids", "uid")
@@ -38,14 +39,14 @@ class Block:
         self.update(NO_HASH, [])
 
     def update(self, hash: int, token_ids: list[int], uid: int = UNPUBLISHED, parent: int = UNPUBLISHED) -> None:
-        """Set the block's digest and content, its `uid`, and the uid of its parent, or the root of its chain."""
+        """Set the block's digest, tokens and `uid`, and the uid of its parent or the root of its chain."""
         self.hash = hash
         self.token_ids = token_ids
         self.uid = uid
         self.parent = parent
 
     def reset(self) -> None:
-        """Make this a fresh block with one reference."""
+        """Make this an unpublished block with one reference."""
         self.ref_count = 1
         self.update(NO_HASH, [])
 

@@ -1,4 +1,4 @@
-"""`BlockManager`: gives sequences their KV-cache blocks and shares those of equal prefixes.
+"""`BlockManager`: allocates KV-cache blocks to sequences, which share the blocks of equal prefixes.
 
 The contract is docs/specification.md#block-manager.
 
@@ -16,11 +16,11 @@ from kvcache.hashing import NO_HASH, adapter_of, compute_hash, first_parent
 __all__ = ["RELEASED", "Block", "BlockManager", "BlockOwner"]
 
 RELEASED = -1
-"""Entry of a block table for a released block, which no later token of the sequence sees."""
+"""Entry of a block table for a released block, which no later token of the sequence attends to."""
 
 
 class BlockOwner(Protocol):
-    """What the block manager needs of a `Sequence`, which is a layer above it."""
+    """The interface of a `Sequence`, a layer above, that the block manager uses."""
 
     block_size: int
     token_ids: list[int]
@@ -50,13 +50,14 @@ class BlockManager:
     """
 
     def __init__(self, config: Any, *, blocks_at_first: int | None = None) -> None:
-        """`blocks_at_first`: see `BlockPool`; None: all."""
+        """`blocks_at_first` as `at_first` of `BlockPool`; None: all blocks."""
         self.block_size: int = config.kv_cache_block_size
         self.enable_prefix_caching: bool = config.enable_prefix_caching
         self.pool = BlockPool(config.num_kvcache_blocks, blocks_at_first)
         self._match: tuple[BlockOwner, int, list[int]] | None = None
         self._left: deque[list[int]] = deque()
-        """For each submitted step: blocks that were released since, which are free once it has been read."""
+        """For each submitted step, the blocks released since its submission. They become free when it has been
+        read."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -76,15 +77,15 @@ class BlockManager:
 
     @classmethod
     def compute_hash(cls, token_ids: list[int], prefix: int = NO_HASH) -> int:
-        """Digest of a full block after the block with digest `prefix`; see `kvcache.hashing`."""
+        """Return the digest of a full block whose previous block has the digest `prefix`; see `kvcache.hashing`."""
         return compute_hash(token_ids, prefix)
 
     def count_cached_tokens(self, seq: BlockOwner) -> int:
-        """Leading tokens of a waiting sequence whose KV `allocate` would find in the cache."""
+        """Return the length in tokens of the prefix of a waiting sequence that `allocate` would find in the cache."""
         return len(self.find_prefix(seq)) * self.block_size
 
     def can_allocate(self, seq: BlockOwner) -> bool:
-        """Whether enough blocks are free for a whole waiting sequence."""
+        """Return whether enough blocks are free for all tokens of a waiting sequence."""
         free = len(self.pool.free_block_ids)
         if free >= seq.num_blocks:
             return True
@@ -92,7 +93,7 @@ class BlockManager:
         return free >= seq.num_blocks - in_use
 
     def allocate(self, seq: BlockOwner, num_computed: int | None = None) -> None:
-        """Give a waiting sequence all its blocks, cached ones where its prefix is known.
+        """Allocate all blocks of a waiting sequence, cached ones for its known prefix.
 
         Publishes the full blocks among the first `num_computed` tokens, which the step being scheduled computes; all
         tokens by default. Equal prompts in one step share blocks, because each layer writes K and V before it attends.
@@ -122,11 +123,11 @@ class BlockManager:
                 self.pool.changes.append(StoredBlock(block.hash, parent, tokens, adapter_of(seq.cache_salt)))
 
     def record_changes(self) -> None:
-        """From now on, record which blocks become findable and which cease to be, for `take_changes`."""
+        """Begin to record which blocks become findable and which no longer are, for `take_changes`."""
         self.pool.changes = []
 
     def take_changes(self) -> list[Change]:
-        """The changes since the last call, in order; none where they are not recorded."""
+        """Return the changes since the last call, in order; none if they are not recorded."""
         changes = self.pool.changes
         if not changes:
             return []
@@ -134,14 +135,15 @@ class BlockManager:
         return changes
 
     def can_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> bool:
-        """Whether a step can compute `num_new_tokens` tokens, the first of them the sequence's last known one."""
+        """Return whether enough blocks are free to compute `num_new_tokens` tokens, from the sequence's last known
+        one."""
         return len(self.pool.free_block_ids) >= self._missing_blocks(seq, num_new_tokens)
 
     def may_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> list[int] | None:
-        """Reserve blocks for those tokens and publish those that the known tokens fill; the added block ids.
+        """Reserve blocks for those tokens, and publish the blocks that known tokens fill. Returns the added block ids.
 
-        None, without any change, where `can_append` is false. Drafts may be rejected, so a block that they would fill
-        is published once its tokens are known.
+        Returns None, without any change, if `can_append` is false. Drafts may be rejected, so a block that they fill
+        is published only when its tokens are known.
         """
         added: list[int] = []
         missing = self._missing_blocks(seq, num_new_tokens)
@@ -154,16 +156,16 @@ class BlockManager:
         return added
 
     def can_append_all(self, growths: Iterable[tuple[BlockOwner, int]], spare: int = 0) -> bool:
-        """Whether a step can compute each sequence's number of new tokens and leave `spare` blocks free."""
+        """Return whether a step can compute each sequence's number of new tokens and leave `spare` blocks free."""
         missing = sum(self._missing_blocks(seq, count) for seq, count in growths)
         return not missing or len(self.pool.free_block_ids) >= missing + spare
 
     def begin_step(self) -> None:
-        """Note a submitted step: blocks released from here on may be read or written until it has ended."""
+        """Note a submitted step: blocks released from now on may be read or written until it has ended."""
         self._left.append([])
 
     def end_step(self) -> None:
-        """Free the blocks that were released while the step submitted first ran."""
+        """Note that the oldest submitted step has ended, and free the blocks that were released while it ran."""
         for block_id in self._left.popleft():
             self.pool.release(block_id)
 
@@ -183,7 +185,7 @@ class BlockManager:
         seq.num_released_blocks = last
 
     def deallocate(self, seq: BlockOwner) -> None:
-        """Release a sequence's blocks, last one first, so that the head of its prefix stays cached longest."""
+        """Release a sequence's blocks, last one first, so that the beginning of its prefix stays cached longest."""
         self._release(seq.block_table[seq.num_released_blocks :])
         seq.block_table = []
         seq.num_cached_tokens = 0
@@ -191,7 +193,7 @@ class BlockManager:
         seq.num_released_blocks = 0
 
     def forget(self, seq: BlockOwner) -> None:
-        """Unpublish a sequence's blocks, because a step that should have filled them may not have."""
+        """Unpublish a sequence's blocks, because the step that should have filled them failed."""
         released = seq.num_released_blocks
         self.forget_blocks(seq.block_table)
         for index, digest in enumerate(seq.block_hashes[:released]):
@@ -206,7 +208,7 @@ class BlockManager:
                 self.pool.unpublish(self.pool.blocks[block_id])
 
     def forget_all(self) -> None:
-        """Unpublish all blocks, so that no prefix is found, and take those that are free in ascending order."""
+        """Unpublish all blocks, so that no prefix is found, and allocate free blocks in ascending order again."""
         self.forget_blocks(list(self.pool.hash_to_block_id.values()))
         self.pool.free_block_ids.start_over()
 
@@ -234,7 +236,7 @@ class BlockManager:
         return -(-beyond // self.block_size) if beyond > 0 else 0
 
     def find_prefix(self, seq: BlockOwner) -> list[int]:
-        """Blocks of the longest cached prefix, kept until the cache changes."""
+        """Return the blocks of the longest cached prefix. The result is memoised until the cache changes."""
         if not self.enable_prefix_caching or seq.skips_cached_prefix:
             return []
         if self._match is not None and self._match[0] is seq and self._match[1] == self.pool.version:
@@ -253,7 +255,7 @@ class BlockManager:
 
 
 def _digest(seq: BlockOwner, index: int, tokens: list[int]) -> int:
-    """Digest of a sequence's block of these tokens; computed at most once in the sequence's life."""
+    """Return the digest of a sequence's block `index` with these tokens. It is computed once per sequence."""
     if index == len(seq.block_hashes):
         prefix = seq.block_hashes[-1] if index else first_parent(seq.cache_salt)
         seq.block_hashes.append(compute_hash(tokens, prefix))
@@ -261,5 +263,5 @@ def _digest(seq: BlockOwner, index: int, tokens: list[int]) -> int:
 
 
 def _chain_root(seq: BlockOwner) -> int:
-    """The parent of a chain's first block: its salt, which differs from every block's uid by its sign."""
+    """Return the parent of a chain's first block: its salt, whose sign differs from that of every block's uid."""
     return -2 if seq.cache_salt is None else -3 - seq.cache_salt

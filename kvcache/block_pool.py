@@ -1,6 +1,6 @@
-"""`BlockPool`: which blocks are free, in what order they are taken, and which hold a prefix that can be shared.
+"""`BlockPool`: manages the free list of blocks, their reference counts, and the index of cached prefixes.
 
-The block manager decides for sequences; the pool knows only blocks.
+The block manager works on sequences; the pool works on blocks.
 """
 
 from collections import OrderedDict, deque
@@ -13,25 +13,25 @@ from kvcache.hashing import NO_HASH
 class FreeBlocks:
     """The free list: vacant blocks first, then cached ones, least recently used first. Every operation is O(1).
 
-    Once `at_first` blocks have been used, cached blocks are taken before unused ones, until the cache must grow.
+    When `at_first` blocks have been used, cached blocks are taken before unused ones, until the cache must grow.
     """
 
     def __init__(self, num_blocks: int, at_first: int | None = None) -> None:
-        """`at_first`: blocks that are used before a cached one is taken; None: all."""
+        """`at_first` is the number of blocks that are used before a cached one is taken; None: all blocks."""
         self._vacant: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_blocks = num_blocks
         self._num_open = 0
         self._at_ease = num_blocks if at_first is None else min(at_first, num_blocks)
-        """Blocks that are used before a cached one is taken."""
+        """Number of blocks that are used before a cached one is taken."""
 
     @property
     def may_grow(self) -> bool:
-        """Whether cached blocks are taken although some were never used."""
+        """Whether cached blocks are taken although some blocks were never used."""
         return self._at_ease < self._num_blocks
 
     def grow(self) -> None:
-        """Let twice as many blocks be used before a cached one is taken."""
+        """Double the number of blocks that are used before a cached one is taken."""
         self._at_ease = min(2 * self._at_ease, self._num_blocks)
 
     def pop(self) -> int:
@@ -43,7 +43,7 @@ class FreeBlocks:
         return block_id
 
     def claim(self, block_id: int) -> None:
-        """Take this cached block for its content."""
+        """Remove this cached block from the free list, in order to use its content."""
         del self._cached[block_id]
 
     def push(self, block_id: int, *, cached: bool) -> None:
@@ -51,11 +51,11 @@ class FreeBlocks:
         if cached:
             self._cached[block_id] = None
         else:
-            # Taken first again: on a host, its memory is committed and may still be in the processor's cache.
+            # Taken again first: on a host, its memory is committed and may still be in the processor's cache.
             self._vacant.appendleft(block_id)
 
     def start_over(self) -> None:
-        """Take the free blocks, which cache nothing any more, in ascending order, as if none had been used."""
+        """Order the free blocks, none of which is cached, in ascending order, as if none had been used."""
         self._vacant = deque(sorted((*self._vacant, *self._cached)))
         self._cached.clear()
         self._num_open = 0
@@ -64,9 +64,9 @@ class FreeBlocks:
         return len(self._vacant) + len(self._cached)
 
     def __iter__(self) -> Iterator[int]:
-        """The blocks in the order in which they would be taken."""
+        """Iterate over the free blocks in the order in which they would be taken."""
         vacant = list(self._vacant)
-        # Vacated blocks come before unused ones, which are in ascending order.
+        # Vacated blocks precede unused ones, which are in ascending order.
         ready = sum(block_id < self._num_ready for block_id in vacant)
         yield from vacant[:ready]
         yield from self._cached
@@ -74,7 +74,7 @@ class FreeBlocks:
 
     @property
     def _num_ready(self) -> int:
-        """Number of leading blocks that are taken, while vacant, before any cached one."""
+        """Number of leading block ids that are taken, if vacant, before any cached block."""
         return max(self._num_open, self._at_ease)
 
     def __contains__(self, block_id: object) -> bool:
@@ -85,13 +85,14 @@ class FreeBlocks:
 
 
 class BlockPool:
-    """All blocks of one KV cache. Callers check that a block is free, else `IndexError` or `KeyError` is raised."""
+    """All blocks of one KV cache. Callers must check that blocks are free; else `IndexError` or `KeyError` is
+    raised."""
 
     def __init__(self, num_blocks: int, at_first: int | None = None) -> None:
-        """`at_first`: blocks that are used before cached ones are taken; None: all.
+        """`at_first` is the number of blocks that are used before cached ones are taken; None: all blocks.
 
-        More are used where running sequences need them, and twice as many after the look-up of a prefix that would
-        still be cached if more had been used.
+        More are used if running sequences need them, and twice as many after a look-up of an evicted prefix that would
+        still be cached if more blocks had been used.
         """
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_block_ids = FreeBlocks(num_blocks, at_first)
@@ -100,13 +101,14 @@ class BlockPool:
         self.version = 0
         """Incremented whenever the result of a prefix look-up may have changed."""
         self.changes: list[Change] | None = None
-        """What became findable, added by the block manager, and what ceased to be; None: changes are not recorded."""
+        """Recorded changes: blocks that became findable, added by the block manager, and digests that no longer are;
+        None if changes are not recorded."""
         self._next_uid = 0
         self._dropped: OrderedDict[int, None] = OrderedDict()
         """Digests of evicted blocks that would still be cached if unused blocks had been taken instead."""
 
     def take(self) -> Block:
-        """A fresh block with one reference; the content that it cached, if any, is evicted."""
+        """Take a free block, with one reference. Content that it cached is evicted."""
         block = self.blocks[self.free_block_ids.pop()]
         if block.uid != UNPUBLISHED:
             self._remember(block.hash)
@@ -125,7 +127,7 @@ class BlockPool:
         return block
 
     def release(self, block_id: int) -> None:
-        """Drop a reference; a block without any is free, and keeps its content until it is taken."""
+        """Drop a reference. A block without references is free, and its content stays findable until it is taken."""
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count == 0:
@@ -133,7 +135,8 @@ class BlockPool:
             self.free_block_ids.push(block_id, cached=block.uid != UNPUBLISHED)
 
     def find(self, hash: int, token_ids: list[int], parent: int) -> Block | None:
-        """The published block with this digest, exactly these tokens and exactly this parent; None without one."""
+        """Return the published block with this digest, exactly these tokens and exactly this parent; None if none
+        has."""
         block_id = self.hash_to_block_id.get(hash)
         if block_id is None:
             if hash in self._dropped:
@@ -144,10 +147,11 @@ class BlockPool:
         return block if block.parent == parent and block.token_ids == token_ids else None
 
     def publish(self, block: Block, hash: int, token_ids: list[int], parent: int) -> int:
-        """Make a full block findable; returns the uid that is the parent of the chain's next block.
+        """Make a full block findable. Returns the uid that is the parent of the chain's next block.
 
-        Where an equal block is findable already, that is its uid, and both chains continue as one. A digest that other
-        content has keeps its first block, and this chain ends in a uid that no look-up finds.
+        If an equal block is already findable, the result is its uid, so that both chains continue as one. If other
+        content has the same digest, that block stays findable, and this chain continues with a uid that no look-up
+        finds.
         """
         owner = self.blocks[self.hash_to_block_id.setdefault(hash, block.block_id)]
         if owner is not block and owner.parent == parent and owner.token_ids == token_ids:
@@ -160,7 +164,7 @@ class BlockPool:
         return uid
 
     def unpublish(self, block: Block) -> None:
-        """Make a block's content unfindable; sequences that have the block keep it."""
+        """Make a block's content unfindable. Sequences that use the block still have it."""
         if block.uid != UNPUBLISHED:
             if self.changes is not None:
                 self.changes.append(block.hash)
@@ -198,6 +202,6 @@ class BlockPool:
 
 
 def _check(condition: bool, message: str) -> None:
-    """Like `assert`, but kept under `python -O`: a wrong block table would answer with another request's text."""
+    """Like `assert`, but not removed by `python -O`: a wrong block table would answer with another request's text."""
     if not condition:
         raise AssertionError(f"KV-cache bookkeeping is broken: {message}")

@@ -186,7 +186,7 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The sequences, owner by owner."""
+        """Iterate over the sequences, grouped by owner."""
         for owner in sorted(self._queues, key=self.shares.served):
             yield from self._queues[owner]
 
@@ -200,11 +200,11 @@ class WaitingQueue:
 
     @property
     def owners(self) -> KeysView[str]:
-        """The owners of sequences that wait."""
+        """Owners of waiting sequences."""
         return self._queues.keys()
 
     def next_owner(self, passed_over: Collection[str] = ()) -> str | None:
-        """The owner to serve next, but for those passed over; None: no other waits."""
+        """Return the owner to serve next that is not in `passed_over`; None if no other owner waits."""
         order, aside, found = self._order, list[tuple[float, int, _OwnerQueue]](), None
         while order:
             at, _, queue = order[0]
@@ -223,11 +223,11 @@ class WaitingQueue:
 
     @property
     def latest_owners(self) -> Iterator[str]:
-        """Waiting owners, the one that began to wait last first."""
+        """Iterate over the waiting owners, beginning with the one that began to wait last."""
         return itertools.islice(reversed(self._queues), _LATEST_OWNERS)
 
     def first_of(self, owner: str) -> Sequence:
-        """The sequence of an owner that waits which is served next."""
+        """Return the next sequence of a waiting owner, without taking it."""
         return self._queues[owner].first
 
     def append(self, seq: Sequence) -> None:
@@ -235,7 +235,7 @@ class WaitingQueue:
         self._queue_of(seq).append(seq)
 
     def append_front(self, seq: Sequence) -> None:
-        """Add a sequence that ran in an earlier core: after others of that kind, before new ones of its owner."""
+        """Add a sequence that ran in an earlier core: after earlier such sequences, before new ones of its owner."""
         self._queue_of(seq).front.append(seq)
 
     def appendleft(self, seq: Sequence) -> None:
@@ -259,7 +259,7 @@ class WaitingQueue:
         return seq
 
     def only(self, wanted: Collection[Sequence]) -> "WaitingQueue":
-        """A new queue of those of `wanted` that wait, in order; this one is unchanged."""
+        """Return a new queue with the waiting sequences among `wanted`, in order. This queue is not changed."""
         part = WaitingQueue(self._aging_seconds, self.shares)
         for seq in self:
             if seq in wanted:
@@ -275,7 +275,7 @@ class WaitingQueue:
         self._size = sum(map(len, self._queues.values()))
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless every owner that waits is in the order once, and the size is right."""
+        """Raise `AssertionError` unless every waiting owner is in the order exactly once, and the size is right."""
         ordered = sorted(queue.owner for _, _, queue in self._order if self._queues.get(queue.owner) is queue)
         if ordered != sorted(self._queues):
             raise AssertionError(f"owners that wait are {sorted(self._queues)}, but the order has {ordered}")
@@ -283,7 +283,7 @@ class WaitingQueue:
             raise AssertionError(f"the queue counts {self._size} sequences")
 
     def _queue_of(self, seq: Sequence) -> _OwnerQueue:
-        """The queue of a sequence that is about to be added."""
+        """Return the owner's queue for a sequence to be added; create it if there is none."""
         self._size += 1
         queue = self._queues.get(seq.owner)
         if queue is None:
@@ -297,18 +297,18 @@ class WaitingQueue:
 
 @dataclass(slots=True)
 class Holding:
-    """What an owner's running sequences hold, as parts of all slots and of all blocks."""
+    """The shares of all slots and of all blocks that an owner's running sequences hold."""
 
     weight: float
     sequences: int = 0
     slots: float = 0.0
     blocks: float = 0.0
     share: float = 1.0
-    """Its fair part, by weight, among the owners that have sequences."""
+    """Its fair share, by weight, among the owners that have sequences."""
 
     @property
     def part(self) -> float:
-        """The larger of the two parts."""
+        """The larger of the two shares."""
         return max(self.slots, self.blocks)
 
     @property
@@ -320,9 +320,9 @@ _NOTHING = Holding(1.0)
 
 
 class Holdings:
-    """What each owner's running sequences hold now. A block that several sequences share counts for each.
+    """The holdings of each owner's running sequences. A block that several sequences share counts for each of them.
 
-    `running` is in order of admission; `num_slots` and `num_blocks` are all that there are.
+    `running` is in order of admission; `num_slots` and `num_blocks` are the totals.
     """
 
     def __init__(self, running: Reversible[Sequence], waiting: WaitingQueue, num_slots: int, num_blocks: int) -> None:
@@ -343,9 +343,10 @@ class Holdings:
         return self._by_owner.get(owner, _NOTHING)
 
     def newest_of_largest(self, above: float) -> Sequence | None:
-        """The sequence that started last of the owner that holds most, where that is more than `above` fair shares.
+        """Return the newest sequence of the owner with the largest holding, if that exceeds `above` fair shares.
 
-        An owner keeps its only sequence: two owners would take a single slot from each other for ever.
+        An owner's only sequence is never returned: two owners would otherwise preempt each other for ever in a single
+        slot.
         """
         over = [owner for owner, each in self._by_owner.items() if each.sequences > 1 and each.in_shares > above]
         if not over:
@@ -354,20 +355,20 @@ class Holdings:
         return next(seq for seq in reversed(self._running) if seq.owner == owner)
 
     def newest_of_most_blocks(self) -> Sequence:
-        """The sequence that started last of the owner that holds most blocks for its share.
+        """Return the newest sequence of the owner that holds the most blocks relative to its share.
 
-        It makes room where a decode needs a block, so that no owner below its share loses one to another's growth.
+        It is preempted when a decode needs a block, so that no owner below its share loses blocks to another's growth.
         """
         return max(
             reversed(self._running), key=lambda seq: self._by_owner[seq.owner].blocks / self._by_owner[seq.owner].share
         )
 
     def wait_with(self, owner: str) -> set[str]:
-        """The owners that wait with one whose sequence found no slot or blocks; empty for all of them.
+        """Return the owners that must wait when an owner's sequence found no slot or blocks; empty means all owners.
 
-        One that holds its share waits alone. One that holds less has others that hold something wait with it, so that
-        what becomes free is not taken by smaller sequences for ever. Those that hold nothing wait for it only where it
-        holds nothing either.
+        An owner that holds its share waits alone. With an owner that holds less, other owners that hold something wait
+        too, so that smaller sequences do not always take the freed blocks. Owners that hold nothing wait for it only
+        if it holds nothing either.
         """
         if self[owner].in_shares >= 1.0:
             return {owner}
