@@ -1,9 +1,9 @@
-"""The hosts of one server: the key they share, the settings they must agree on, and what runs on which of them.
+"""The hosts of one server: their common key, the settings that must be equal, and the placement of ranks and replicas.
 
-The cluster key, from which both ends of a connection derive their CURVE keys, comes from the environment or a file.
-There is no flag for it: a process list shows flags. When a host joins, its `HostAgreement` (Kaon's version, the
-settings that ranks compute by, the checkpoint) is compared with the first host's. `Cluster` says which rank or replica
-runs on which host, and starts the hosts.
+Both ends of a connection derive their CURVE keys from the cluster key, which comes from the environment or a file.
+There is no flag for it, because a process list shows flags. When a host joins, its `HostAgreement` (Kaon's version,
+settings that affect computation, the checkpoint) is compared with the first host's. `Cluster` places ranks or replicas
+on hosts, and starts the hosts.
 """
 
 import hashlib
@@ -45,23 +45,23 @@ class CurvePair(NamedTuple):
 
 
 class ClusterKeys(NamedTuple):
-    """What two hosts prove to each other, each knowing both of them."""
+    """The key pairs of both ends of a connection. Every host derives both from the cluster key."""
 
     core: CurvePair
     host: CurvePair
 
     @classmethod
     def of(cls, key: str) -> "ClusterKeys":
-        """The pairs that everybody who knows `key` makes of it (scrypt, RFC 7914; a pair by its own salt)."""
+        """Derive the pairs from `key` by scrypt (RFC 7914), each with its own salt."""
         return cls(_pair(key, b"kaon cluster: core"), _pair(key, b"kaon cluster: host"))
 
 
 def read_cluster_key(file: str | None, master_addr: str) -> str:
-    """The key of `file`, or else of the environment; "" where there is none and `master_addr` is a loopback address.
+    """Read the key from `file` or else the environment; "" if there is none and `master_addr` is a loopback address.
 
-    Raises `ValueError`, which shows no key, where one is needed and missing, or cannot be used.
+    Raises `ValueError`, which does not show the key, if a needed key is missing or unusable.
     """
-    # What comes from a file, by whatever way, ends in a new line.
+    # The content of a file ends with a line break, even if it was passed through a variable.
     key, name = os.environ.get(CLUSTER_KEY_ENV, "").strip(), CLUSTER_KEY_ENV
     if file is not None:
         name = "cluster_key_file"
@@ -84,7 +84,7 @@ def read_cluster_key(file: str | None, master_addr: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -110,13 +110,13 @@ _OF_ONE_HOST = {
     "stall_timeout",
     "rank_start_timeout",
 }
-"""Settings that each host may have its own value of, or that only the first one looks at.
+"""Settings that may differ between hosts, or that only the first host uses.
 
-The checkpoint may lie elsewhere on each; `num_kvcache_blocks` is agreed on later."""
+The checkpoint's path may differ too; `num_kvcache_blocks` is agreed on later."""
 
 
 class HostAgreement(msgspec.Struct, frozen=True):
-    """One host's version of it."""
+    """The version, settings and checkpoint of one host, which must be equal on all hosts."""
 
     version: str
     settings: dict[str, str]
@@ -130,7 +130,7 @@ class HostAgreement(msgspec.Struct, frozen=True):
         return cls(release(), _leaves(config.model_dump(mode="json")), digest)
 
     def difference(self, other: "HostAgreement") -> str | None:
-        """What first differs on `other`, as the end of a sentence about that host; None where nothing does."""
+        """Return the first difference of `other`, as the end of a sentence about that host; None if there is none."""
         if other.version != self.version:
             return f"runs Kaon {other.version}, and the first host {self.version}; install the same on both"
         for name in sorted(self.settings.keys() | other.settings.keys()):
@@ -143,7 +143,7 @@ class HostAgreement(msgspec.Struct, frozen=True):
 
 
 def _leaves(section: dict[str, Any]) -> dict[str, str]:
-    """Every setting as text, by its flat name."""
+    """Return every setting as text, by its flat name."""
     leaves: dict[str, str] = {}
     for name, value in section.items():
         if name in _OF_ONE_HOST:
@@ -156,18 +156,18 @@ def _leaves(section: dict[str, Any]) -> dict[str, str]:
 
 
 class Placement(NamedTuple):
-    """Where a rank or a replica runs."""
+    """The host of a rank or a replica, and its index there."""
 
     node: int
     """Number of its host; host 0 runs rank 0, or the front end."""
     local_index: int
-    """Among the ranks or replicas of its host, which share out its GPUs or its cores."""
+    """Index among the ranks or replicas of its host, which divide its GPUs or cores."""
     num_local: int
-    """How many those are."""
+    """Number of ranks or replicas on its host."""
 
 
 def place_evenly(count: int, nnodes: int) -> list[Placement]:
-    """By rank or replica: as many on each host, neighbours together. `nnodes` divides `count`."""
+    """Place an equal number of ranks or replicas on each host, consecutive ones together. `nnodes` divides `count`."""
     per_node = count // nnodes
     return [Placement(*divmod(index, per_node), per_node) for index in range(count)]
 
@@ -176,23 +176,22 @@ class Cluster:
     """The hosts of one server, each started by `kaon serve` with a `node_rank`. `RayCluster` starts its own."""
 
     def __init__(self, placements: Sequence[Placement], address: str = "", keys: ClusterKeys | None = None) -> None:
-        """`placements`: by rank or replica. The others are for several hosts: where they reach the first, by which
-        keys.
-        """
+        """`placements` are by rank or replica. With several hosts, `address` is that of the first one, and `keys` are
+        those of its connections."""
         self.placements, self.address, self.keys = placements, address, keys
 
     @classmethod
     def of_hosts(cls, parallel: ParallelConfig, count: int) -> "Cluster":
-        """That many ranks or replicas on `nnodes` hosts. Raises `ValueError`, a sentence, for a missing key."""
+        """Place `count` ranks or replicas on `nnodes` hosts. Raises `ValueError` with a sentence if the key is
+        missing."""
         keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
         return cls(place_evenly(count, parallel.nnodes), parallel.master_addr, keys)
 
     def start(self, joining: str, on_failure: Callable[[int, str], object]) -> None:
-        """Start the hosts other than 0, which join at `joining`. `on_failure` is given the number of a host that
-        cannot, and why.
-        """
+        """Start the hosts other than 0, which join at `joining`. `on_failure` is called with the number of a host that
+        cannot join, and the reason."""
         num_hosts = 1 + max(placement.node for placement in self.placements)
         _log.info("waiting for %d of %d hosts to join at %s", num_hosts - 1, num_hosts, joining)
 
     def close(self) -> None:
-        """End the hosts that `start` has started."""
+        """End the hosts that `start` started."""

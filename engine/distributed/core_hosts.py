@@ -1,4 +1,4 @@
-"""`CoreHosts`: the other hosts that run engine cores, as the front end sees them. Owned by `CoreManager`.
+"""`CoreHosts`: the front end's connections to other hosts that run engine cores. Owned by `CoreManager`.
 
 Hosts join at `master_port`. The core of replica r connects to port `master_port` + r, so that its requests and outputs
 do not pass through its host's agent.
@@ -27,25 +27,25 @@ from engine.distributed.remote_core import RemoteCore, ReplicaEndpoint
 _log = logging.getLogger(__name__)
 
 _LARGEST_BYTES = 1 << 30
-"""Largest message of a core: above any real one, but bounded, since a stranger may claim any length."""
+"""Largest message of a core in bytes: more than any real one, but bounded, since any peer may claim any length."""
 
 
 class CoreHosts:
-    """The hosts of the replicas that are not on node 0. All calls come from one thread; the router has another."""
+    """The hosts of the replicas that are not on node 0. All calls come from one thread; the router runs in another."""
 
     def __init__(self, config: Config, cluster: Cluster) -> None:
-        """Listen for the hosts of `cluster`, of which it takes ownership, start them, and return at once.
+        """Listen for the hosts of `cluster`, start them, and return at once. Takes ownership of `cluster`.
 
-        Raises `ValueError`, a sentence, for an address that is none and a port that is taken.
+        Raises `ValueError` with a sentence for an invalid address or a port that is in use.
         """
         assert cluster.keys is not None
         self.placements = cluster.placements
-        """By replica."""
+        """Placement of each replica."""
         self._config = config
         self._numbers = itertools.count()
         self._pair = CurvePair.new()
         self._keys: dict[int, bytes] = {}
-        """Public key of the last core of each replica."""
+        """Public key of the latest core of each replica."""
         self._begun: set[int] = set()
         self._cores: dict[int, ReplicaEndpoint] = {}
         with ExitStack() as undo:
@@ -83,9 +83,9 @@ class CoreHosts:
 
     @classmethod
     def of(cls, config: Config) -> "CoreHosts":
-        """The other hosts that `config` speaks of.
+        """Create it for the other hosts of `config`.
 
-        Raises `ValueError`, a sentence, also for a missing key, and for a Ray cluster that has no room.
+        Raises `ValueError` with a sentence, also for a missing key, or a Ray cluster without room.
         """
         parallel = config.parallel_config
         size = parallel.data_parallel_size
@@ -97,11 +97,11 @@ class CoreHosts:
         return cls(config, Cluster.of_hosts(parallel, size))
 
     def runs(self, replica: int) -> bool:
-        """Whether another host runs that replica."""
+        """Return whether another host runs the replica."""
         return replica in self._cores
 
     def core(self, replica: int, name: str, num_kvcache_blocks: int | None) -> RemoteCore:
-        """A new core of a replica that another host runs, not yet started. `name` is its name in messages."""
+        """Create a core, not yet started, of a replica on another host. `name` is its name in messages."""
         place = self._cores[replica]
         pair = CurvePair.new()
         self._authenticator.revoke(self._keys.pop(replica, b""))
@@ -122,18 +122,18 @@ class CoreHosts:
         return core
 
     def announce_shutdown(self, why: str) -> None:
-        """Notify the hosts that no other core will come, so that they end. `why` is "" at an orderly end."""
+        """Notify the hosts that no other core will follow, so that they end. `why` is "" at an orderly end."""
         self._router.announce_shutdown(why)
 
     def close(self) -> None:
-        """End all connections; the second time, nothing."""
+        """End all connections. Idempotent."""
         self._end()
 
 
 def _find_agreement(config: Config, router: HostRouter) -> None:
-    """Give the router the agreement that other hosts are compared with."""
+    """Compute the agreement that other hosts are compared with, and pass it to the router."""
     try:
         router.compare_with(HostAgreement.of(config, resolve_checkpoint(config.model)))
     except (OSError, ValueError) as error:
-        # The cores of this host fail for the same reason, and end the server.
+        # The cores of this host fail for the same reason, which ends the server.
         _log.debug("no host can join: %s", error)

@@ -1,7 +1,7 @@
-"""An engine core as the front end sees it: `CoreHandle`, its process, and `CoreTransport`, the way of its messages.
+"""The front end's view of an engine core: `CoreHandle`, its process, and `CoreTransport`, which carries its messages.
 
-`CoreProcess` and `LocalTransport` are those of a core on this host. Of a core on another host they are `RemoteCore`
-and `RemoteTransport`; that host's agent starts it as a `CoreProcess` too.
+`CoreProcess` and `LocalTransport` are for a core on this host, `RemoteCore` and `RemoteTransport` for a core on
+another host, where that host's agent starts it as a `CoreProcess`.
 """
 
 import contextlib
@@ -33,30 +33,30 @@ from models.child_environment import code_environment
 
 
 class CoreTransport(Protocol):
-    """The front end's side of the messages to and from one core. All calls come from one thread."""
+    """The front end's end of the connection to one core. All calls come from one thread."""
 
     @property
     def descriptor(self) -> int:
-        """Readable when something has happened: there may be messages."""
+        """Descriptor that is readable when there may be messages."""
 
     @property
     def is_one_socket(self) -> bool:
         """Whether `send` may consume the descriptor's signal that there are messages, so that a waiter must poll."""
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have `poller` wake when there is a message."""
+        """Register with `poller`, which wakes when there is a message."""
 
     def poll(self, milliseconds: int) -> bool:
-        """Block until there may be a message; False if none came in that time."""
+        """Wait until there may be a message. Returns False after the time."""
 
     def receive(self) -> bytes | None:
-        """The next message that has arrived; None if there is none."""
+        """Return the next received message; None if there is none."""
 
     def connected(self) -> None:
-        """The core is ready: messages can be sent to it from now on."""
+        """Note that the core is ready, so that messages can be sent."""
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send one multipart message. One to a core that has just ended is lost. Never blocks."""
+        """Send one multipart message. Never blocks. If the core has just ended, the message is lost."""
 
     def close(self) -> None:
         """Stop sending and receiving."""
@@ -66,7 +66,7 @@ class CoreHandle(Protocol):
     """One core's process, from its start to its end."""
 
     lifeline: socket.socket
-    """Readable when the core has ended."""
+    """Socket that is readable when the core has ended."""
     pid: int
     """The process id on its own host; -1 until it is known."""
 
@@ -76,44 +76,45 @@ class CoreHandle(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, or is about to end."""
+        """Return whether it has ended or is ending."""
 
     def open_transport(self, context: "zmq.Context[zmq.Socket[bytes]]") -> CoreTransport:
-        """The transport to it, to be opened before it starts; sockets are made of `context`."""
+        """Open the transport, before the core starts. Sockets are created in `context`."""
 
     def start(self) -> None:
-        """Start it, and return at once. Raises `OSError` when it cannot be started."""
+        """Start the core, and return at once. Raises `OSError` if it cannot be started."""
 
     def connected(self) -> None:
-        """It is ready, and has connected all its sockets."""
+        """Note that the core is ready and has connected all its sockets."""
 
     def wait(self) -> int:
-        """Block until the process has exited; its exit code, or minus the number of a signal."""
+        """Wait until the process has exited. Returns its exit code, or the negative number of a signal."""
 
     def why_gone(self) -> Failed | None:
-        """Why it has ended, where more is known than the exit code."""
+        """Return why the core has ended, if more is known than the exit code; else None."""
 
     def running_step(self) -> Sequence[int] | None:
-        """Ids of the requests in the step in which it ended; None if that is not known, or no request is at fault."""
+        """Return the ids of the requests in the step in which it ended; None if unknown, or no request is the
+        cause."""
 
     def stopped_process(self) -> int | None:
-        """One of its processes that a signal has stopped, where that can be seen."""
+        """Return the id of one of its processes that a signal has stopped; None if none is known."""
 
     def dump_stacks(self) -> None:
-        """Have it and its ranks write the stacks of all threads to the log, even of stuck or stopped ones."""
+        """Make the core and its ranks log the stacks of all threads, even of blocked or stopped ones."""
 
     def kill(self) -> None:
-        """Kill it. Nothing happens if it has ended."""
+        """Kill the core. No effect if it has ended."""
 
     def stop(self, timeout: float, why: str = "") -> None:
-        """End it, after `timeout` seconds by force, and remove its files.
+        """End the core, after `timeout` seconds by force, and remove its files.
 
-        `why` is for hosts that run ranks of it: a sentence, or "" at an orderly end.
+        `why` is sent to hosts that run its ranks: a sentence, or "" at an orderly end.
         """
 
 
 class LocalTransport:
-    """See `CoreTransport`: to the core, a socket that is named in a private directory; from it, a stream."""
+    """See `CoreTransport`. Messages to the core use a socket in a private directory, messages from it a stream."""
 
     is_one_socket = False
 
@@ -121,7 +122,7 @@ class LocalTransport:
         """Takes over `outputs`, the stream that the core writes to."""
         self._identity = b""
         self._outputs = MessageReader(outputs)
-        # Without a high-water mark it never blocks the front end and never drops.
+        # Without a high-water mark, the socket never blocks the front end and never drops messages.
         self._input = context.socket(zmq.ROUTER)
         try:
             self._input.set_hwm(0)
@@ -162,10 +163,10 @@ class LocalTransport:
 
 
 class RemoteTransport:
-    """See `CoreTransport`: one socket for all cores of a replica in turn, since a port cannot be reused at once.
+    """See `CoreTransport`. Successive cores of a replica use the same socket, since a port cannot be reused at once.
 
-    A core makes two connections, since it receives by one thread and sends by others. Their names are this core's
-    alone, which distinguishes its messages from those that its predecessor left.
+    A core opens two connections, because it receives in one thread and sends in others. Their names are unique to the
+    core, which distinguishes its messages from unread ones of its predecessor.
     """
 
     is_one_socket = True
@@ -175,13 +176,13 @@ class RemoteTransport:
         self._socket = socket
         self._input, self._output = (own.encode() for own in connection_names(name))
         self._is_heard = False
-        """Whether the connection by which the core receives is there."""
+        """Whether the connection by which the core receives is open."""
         self._frames: deque[bytes] = deque()
-        """Messages that have arrived before."""
+        """Messages that were received earlier and not returned yet."""
 
     @property
     def has_called(self) -> bool:
-        """Whether anything has arrived from it."""
+        """Whether any message was received from the core."""
         return self._is_heard or bool(self._frames)
 
     @property
@@ -210,7 +211,7 @@ class RemoteTransport:
         return self._frames.popleft() if self._is_heard and self._frames else None
 
     def connected(self) -> None:
-        """See `CoreTransport`: nothing is received before that."""
+        """See `CoreTransport`. No message is received before this call."""
 
     def send(self, frames: Sequence[bytes]) -> None:
         """See `CoreTransport`."""
@@ -221,31 +222,32 @@ class RemoteTransport:
 
 
 def connection_names(name: str) -> tuple[str, str]:
-    """Names of the connections by which a core receives, and sends."""
+    """Return the names of the two connections by which a core receives and sends."""
     return f"{name}.in", f"{name}.out"
 
 
 CORE_MODULE = "engine.core.main"
-"""What the process runs."""
+"""Module that the process runs."""
 
 LOST_FRONT_END = 69
 """Exit code of a core that did not reach its front end, or lost it (`EX_UNAVAILABLE` of sysexits.h)."""
 
 _SHUTDOWN_MESSAGE_SECONDS = 3.0
-"""For a core to send a shutdown message to the hosts of its ranks, also while an import keeps Python from running."""
+"""Seconds that a core has to send a shutdown message to the hosts of its ranks, even while an import blocks Python."""
 
 _MAX_SOCKET_PATH = 107
-"""Largest length of a unix socket's address, in bytes."""
+"""Largest length of a Unix socket's address, in bytes."""
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a core is started with: the first line on the lifeline, as JSON. `config` is `Config.model_dump_json()`."""
+    """The parameters of a core's start: the first line on the lifeline, as JSON. `config` is
+    `Config.model_dump_json()`."""
 
     name: str
     config: str
     directory: str
     started: float
-    """When the core was started, on `time.monotonic`'s clock."""
+    """Time at which the core was started, on `time.monotonic`'s clock."""
     flight_record: int
     """Descriptor of its `FlightRecord`."""
     cpus: list[int]
@@ -255,21 +257,21 @@ class Launch(msgspec.Struct, frozen=True):
     lockstep_member: LockstepMember | None = None
     """Its replica among those that compute in lockstep."""
     front_end: CoreAddress | None = None
-    """Where the core connects; None: at the address below, on this host."""
+    """Address that the core connects to on another host; None: `input_address`, on this host."""
     outputs: int | None = None
-    """Descriptor that a core on the front end's host writes its messages to."""
+    """Descriptor that a core on the front end's host writes its messages to, else None."""
 
     @property
     def input_address(self) -> str:
-        """Where the core's DEALER connects."""
+        """Address that the core's DEALER connects to."""
         return f"ipc://{self.directory}/{self.name}.in"
 
 
 class CoreProcess:
     """A core's process, its socket directory (0700, of a unique name) and its lifeline.
 
-    Made by `Replica`, and on other hosts by `HostedCores`. The lifeline is a socket pair. It carries the launch; after
-    that, its end of file reports to each side that the other process has ended, for whatever reason.
+    Created by `Replica`, and on other hosts by `HostedCores`. The lifeline is a socket pair. It carries the `Launch`;
+    after that, its end of file reports to each process that the other one has ended, for whatever reason.
     """
 
     def __init__(
@@ -281,15 +283,15 @@ class CoreProcess:
         lockstep_member: LockstepMember | None = None,
         front_end: CoreAddress | None = None,
     ) -> None:
-        """Make the directory; nothing runs before `start`. Raises `ValueError` when TMPDIR is too long a path.
+        """Create the directory. The process starts at `start`. Raises `ValueError` if TMPDIR is too long.
 
-        See `Launch` for the arguments; without `cpus` it may use those of its parent.
+        See `Launch` for the arguments. Without `cpus`, the core may use the CPUs of its parent.
         """
         self._record_descriptor = FlightRecord.create(config.max_num_seqs)
         self._outputs, self._their_outputs = socket.socketpair()
         self._has_remote_ranks = config.parallel_config.has_remote_ranks
         self.flight_record = FlightRecord(self._record_descriptor)
-        """Readable also when the process has ended."""
+        """The flight record, which can be read even after the process has ended."""
         self.launch = Launch(
             name=f"kaon-engine-{share.replica}",
             config=config.model_dump_json(),
@@ -320,8 +322,8 @@ class CoreProcess:
         return LocalTransport(context, self.launch.input_address, self._outputs)
 
     def start(self) -> None:
-        """See `CoreHandle`. It gets a process group of its own, so that the terminal's Ctrl-C does not reach it."""
-        # The kernel takes the end of the thread that starts a process for the end of its parent.
+        """See `CoreHandle`. The process gets a new process group, so that Ctrl-C in the terminal does not reach it."""
+        # To the kernel, the parent of a process ends with the thread that started the process.
         self._starter_lives_on = threading.current_thread() is threading.main_thread()
         lockstep_member = self.launch.lockstep_member
         self._process = subprocess.Popen(
@@ -336,7 +338,7 @@ class CoreProcess:
             process_group=0,
         )
         self._close_theirs()
-        # The end of the lifeline reports a process that has ended already.
+        # If the process has already ended, the lifeline reports it.
         with contextlib.suppress(BrokenPipeError):
             self.lifeline.sendall(msgspec.json.encode(self.launch) + b"\n")
         self.pid = self._process.pid
@@ -346,7 +348,8 @@ class CoreProcess:
         return 0 if self._process is None else self._process.wait()
 
     def connected(self) -> None:
-        """See `CoreHandle`. Connected sockets need no names: without the directory not even SIGKILL leaves files."""
+        """See `CoreHandle`. Connected sockets need no path, so the directory is removed: then even SIGKILL leaves no
+        file."""
         self._remove_directory()
         if self._starter_lives_on:
             with contextlib.suppress(BrokenPipeError):
@@ -354,7 +357,7 @@ class CoreProcess:
 
     @property
     def is_gone(self) -> bool:
-        """See `CoreHandle`: whether the process has closed the lifeline."""
+        """See `CoreHandle`. Returns whether the process has closed the lifeline."""
         return bool(self._lifeline_poll.poll(0))
 
     @property
@@ -367,7 +370,7 @@ class CoreProcess:
         return None
 
     def running_step(self) -> list[int]:
-        """See `CoreHandle`; while it runs, those of the current step."""
+        """See `CoreHandle`. While the core runs, these are the requests of the current step."""
         return self.flight_record.read()
 
     def stopped_process(self) -> int | None:
@@ -393,9 +396,9 @@ class CoreProcess:
             self._process.send_signal(number)
 
     def stop(self, timeout: float, why: str = "") -> None:
-        """End the process, by its lifeline and after `timeout` seconds by SIGKILL, and remove its files.
+        """End the process by closing its lifeline, after `timeout` seconds by SIGKILL, and remove its files.
 
-        One that has ranks on other hosts is given the time to send them a shutdown message, with `why`.
+        A core with ranks on other hosts first gets time to send them a shutdown message with `why`.
         """
         self._close_theirs()
         if self._has_remote_ranks:

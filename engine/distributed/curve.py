@@ -1,4 +1,4 @@
-"""TCP sockets between hosts, whose ends authenticate each other by CURVE keys, and the addresses that they need."""
+"""TCP sockets between hosts, which authenticate each other by CURVE keys, and resolution of their addresses."""
 
 import errno
 import functools
@@ -16,21 +16,21 @@ _log = logging.getLogger(__name__)
 _DOMAIN = "kaon"
 _HEARTBEAT_SECONDS = 2.0
 _SILENCE_SECONDS = 10.0
-"""After which a peer that answers no heartbeat counts as gone: its host has lost power, or the network between."""
+"""Seconds after which a peer that answers no heartbeat counts as gone: its host or the network has failed."""
 _RECONNECT_SECONDS = (0.1, 1.0)
 AGAIN_SECONDS = 0.25
-"""Between two attempts to resolve a name, or to reach a port."""
+"""Seconds between two attempts to resolve a name, or to connect to a port."""
 CONNECT_SECONDS = 3.0
-"""For a connection to be accepted: the system itself would retry at ever longer intervals."""
+"""Time limit for connecting: the system itself would retry at increasing intervals."""
 _MAX_HEARD_BYTES = 64 << 20
-"""Largest message that a listening socket accepts: a stranger may claim any length."""
+"""Largest message in bytes that a listening socket accepts: any peer may claim any length."""
 
 
 class CurveAuthenticator:
     """Admits clients by their public keys, on every listening socket of a context."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        # It brings asyncio, which cores of one host need not import.
+        # Imports asyncio, which cores on a single host do not need.
         from zmq.auth.thread import ThreadAuthenticator
 
         self._keys: set[bytes] = set()
@@ -39,15 +39,15 @@ class CurveAuthenticator:
         self._authenticator.configure_curve_callback(_DOMAIN, self)
 
     def allow(self, public: bytes) -> None:
-        """Admit clients of that public key from now on."""
+        """Admit clients with this public key from now on."""
         self._keys.add(public)
 
     def revoke(self, public: bytes) -> None:
-        """Admit clients of that key no longer; nothing happens if they were not admitted."""
+        """Stop admitting clients with this key. No effect if they were not admitted."""
         self._keys.discard(public)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether clients of that public key are admitted; called by the authenticator's thread."""
+        """Return whether clients with this public key are admitted. Called by the authenticator's thread."""
         return key in self._keys
 
     def close(self) -> None:
@@ -63,9 +63,9 @@ def bind_curve(
     *,
     longest: int = _MAX_HEARD_BYTES,
 ) -> "zmq.Socket[bytes]":
-    """A socket that listens at `tcp://` an address. Raises `OSError`, a sentence, when it cannot listen there.
+    """Create a socket that listens at `tcp://` + `address`. Raises `OSError` with a sentence if that is impossible.
 
-    Who sends it more than `longest` bytes in one message is cut off; -1 for any number.
+    A peer that sends more than `longest` bytes in one message is disconnected; -1 means no limit.
     """
     socket = context.socket(kind)
     _keep_alive(socket)
@@ -82,10 +82,10 @@ def bind_curve(
 
 
 def resolve(host: str, patience: float = 0.0) -> str:
-    """The address of this machine that a name stands for. Raises `ValueError`, a sentence, where it has none.
+    """Resolve a name to an address of this machine. Raises `ValueError` with a sentence if it has no address.
 
-    Of several it is the first that is one of this machine's; where none is, who listens there will say so. `patience`:
-    seconds for a name that has no address yet, as that of a pod which has just been made.
+    Of several addresses, the first one of this machine is returned. If none is, listening fails later with an error.
+    `patience` is the time in seconds to wait for a name without an address, such as that of a new pod.
     """
     deadline = time.monotonic() + patience
     found = None
@@ -116,7 +116,7 @@ def _warn(sentence: str) -> None:
 
 
 def warn_no_address(host: str, error: sockets.gaierror) -> None:
-    """Log once that a name has no address yet."""
+    """Log, once per name, that it has no address yet."""
     _warn(f"master_addr is {host}, which has no address yet: {error.strerror}")
 
 
@@ -130,12 +130,12 @@ def _is_own(address: str) -> bool:
 
 
 def endpoint(host: str, port: int) -> str:
-    """A host and a port as ZMQ and torch write them."""
+    """Format host and port as ZMQ and torch do."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def why_not(address: str, number: int, words: str) -> str:
-    """Why nothing can listen at an address, as a sentence."""
+    """Return a sentence that says why a socket cannot listen at an address."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if number == errno.EADDRINUSE:
         return f"port {port} on {host} is taken; stop what listens there or choose another master_port"
@@ -147,9 +147,9 @@ def why_not(address: str, number: int, words: str) -> str:
 def curve_client(
     context: "zmq.Context[zmq.Socket[bytes]]", own: CurvePair, server_public: bytes, name: bytes
 ) -> "zmq.Socket[bytes]":
-    """A socket to be connected to a listening one. It connects again whenever the connection breaks.
+    """Create a socket to connect to a listening one. It reconnects whenever the connection breaks.
 
-    `name` is how the other side addresses it.
+    The other side addresses it by `name`.
     """
     socket = context.socket(zmq.DEALER)
     _keep_alive(socket)
@@ -166,7 +166,7 @@ def curve_client(
 
 def _keep_alive(socket: "zmq.Socket[bytes]") -> None:
     socket.set_hwm(0)
-    # Messages that cannot be sent any more must not delay the end of the process.
+    # Unsent messages must not delay the end of the process.
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(1e3 * _HEARTBEAT_SECONDS))

@@ -1,8 +1,8 @@
-"""`HostAgent`: runs the ranks or the engine cores of a host other than the first, for one server after the other.
+"""`HostAgent`: runs the ranks or engine cores of a host other than the first, for successive servers.
 
-Used by `kaon serve` with a `node_rank`, and by the actors of Ray. It joins the engine core whose ranks it runs, or the
-front end whose cores it runs (`HostedCores`), and executes the commands that arrive by that connection. It does not
-import torch: what it runs are processes.
+`kaon serve` with a `node_rank` and Ray's actors use it. It joins the engine core whose ranks it runs, or the front end
+whose cores it runs (`HostedCores`), and executes the commands that it receives. It starts processes and does not
+import torch.
 """
 
 import logging
@@ -47,25 +47,26 @@ _FAILED = 1
 
 
 class HostedCores:
-    """The engine cores that a host runs for the front end of another, by the numbers that the front end gives them.
+    """The engine cores that a host runs for a front end on another host, by the numbers that the front end assigns.
 
-    Each is the process that it would be on the first host; only its sockets connect to another host. All calls come
-    from one thread, with which the cores end.
+    Each is a process as on the first host, except that its sockets connect to another host. All calls come from one
+    thread, and the cores end with it.
     """
 
     def __init__(self, config: Config) -> None:
-        """`config` is that of this host."""
+        """`config` is this host's configuration."""
         self._config = config
         self._cores: dict[int, CoreProcess] = {}
         self._serving: set[int] = set()
 
     @property
     def lifelines(self) -> Collection[int]:
-        """Descriptors, one of which is readable when a core has ended."""
+        """Descriptors of the lifelines. The descriptor of an ended core is readable."""
         return [core.lifeline.fileno() for core in self._cores.values()]
 
     def execute(self, message: CoreCommand) -> CoreStarted | CoreEnded | None:
-        """Execute a command of the front end; its answer, if there is one. A core that has ended is ignored."""
+        """Execute a command of the front end, and return its answer, or None. Commands for an ended core are
+        ignored."""
         if isinstance(message, LaunchCore):
             return self._start(message)
         core = self._cores.get(message.core)
@@ -84,7 +85,7 @@ class HostedCores:
         return None
 
     def reap(self, readable: Collection[object]) -> Iterable[CoreEnded]:
-        """Remove the cores whose lifelines are among the readable descriptors, and report how they ended."""
+        """Remove the cores whose lifelines are readable, and report how they ended."""
         for number, core in list(self._cores.items()):
             if core.lifeline.fileno() in readable:
                 code = core.wait()
@@ -95,14 +96,14 @@ class HostedCores:
                 yield ended
 
     def close(self) -> None:
-        """End all cores, at the same time."""
+        """End all cores in parallel."""
         for core in self._cores.values():
             core.lifeline.close()
         for number in list(self._cores):
             self._stop(number)
 
     def _start(self, launch: LaunchCore) -> CoreStarted | CoreEnded:
-        # Requests are checked against the same number of blocks on every host; the rest is this host's configuration.
+        # The number of blocks must be equal on all hosts, since requests are checked against it.
         config = self._config.model_copy(update={"num_kvcache_blocks": launch.num_kvcache_blocks})
         share = launch.share
         if launch.is_first:
@@ -131,23 +132,23 @@ _HANDSHAKE_FAILED = (
 )
 _EVENTS = sum(_HANDSHAKE_FAILED) | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _REFUSALS = 5
-"""Handshakes that fail in a row before the key is blamed: a core that ends also breaks one off."""
+"""Successive failed handshakes after which the key counts as wrong: a core that ends also breaks a handshake."""
 _END_SECONDS = 2.0
-"""For a rank or a core to end by itself; a core that never served is killed at once."""
+"""Seconds that a rank or a core has to end by itself. A core that never served is killed at once."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ToHost)
 
 
 def _with_own_settings(first: Config, own: Config) -> Config:
-    """The first host's configuration, with those settings of this host's own that its ranks compute by."""
+    """Return the first host's configuration, with this host's values of the settings that may differ between hosts."""
     interface = {"cluster_interface": own.parallel_config.cluster_interface}
     parallel = first.parallel_config.model_copy(update=interface)
     return first.model_copy(update={"cpu_threads": own.cpu_threads, "parallel_config": parallel})
 
 
 def host_of(config: Config, path: Path) -> "HostAgent":
-    """The agent of this host. Raises `ValueError`, a sentence, where it cannot join, and `OSError`."""
+    """Create the agent of this host. Raises `ValueError` with a sentence if it cannot join, and `OSError`."""
     parallel = config.parallel_config
     keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
     address = endpoint(parallel.master_addr, parallel.master_port)
@@ -155,16 +156,15 @@ def host_of(config: Config, path: Path) -> "HostAgent":
 
 
 class HostError(RuntimeError):
-    """This host cannot join, or must not; one sentence for the user."""
+    """This host cannot join, or must not. The message is a sentence for the user."""
 
 
 class HostAgent:
-    """The ranks or cores of one host. All calls come from one thread, with which these end."""
+    """The ranks or cores of one host. All calls come from one thread, and the processes end with it."""
 
     def __init__(self, config: Config, path: Path, *, node: int, address: str, keys: ClusterKeys) -> None:
-        """`config`: this host's, by which cores compute, and how many threads each rank has. `path`: of the checkpoint
-        here. `address`: `tcp://` where this host, of that number, joins. Raises `OSError` for a checkpoint that cannot
-        be read.
+        """`config` is this host's configuration. `path` is its checkpoint. The host, with number `node`, joins at the
+        `tcp://` address `address`. Raises `OSError` if the checkpoint cannot be read.
         """
         self.address = address
         self._config, self._path = config, path
@@ -172,12 +172,12 @@ class HostAgent:
         self._agreement = HostAgreement.of(config, path)
         self._timeout = config.parallel_config.rank_start_timeout
         self._has_served = False
-        """Whether a core, or a core with ranks here, has been ready once."""
+        """Whether a core here, or a core with ranks here, has been ready once."""
 
     def serve(self, *, rejoins: bool) -> None:
-        """Serve one core, or one after the other, until a shutdown message comes.
+        """Serve one core, or with `rejoins` successive cores, until a shutdown message.
 
-        Raises `HostError` when no core is there in time, and for whatever keeps this host from joining.
+        Raises `HostError` if no core is reached in time, or this host cannot join.
         """
         while True:
             deadline = time.monotonic() + self._timeout
@@ -195,7 +195,8 @@ class HostAgent:
             _log.warning("the engine core at %s is gone; this host waits for the next", self.address)
 
     def _follow(self, core: "_Joined") -> ShutdownMessage | None:
-        """Execute the commands of the core until it is gone, or sends a shutdown message."""
+        """Execute the commands of the core until it is gone (returns None), or sends a shutdown message (returns
+        it)."""
         failure: RankFailed | None = None
         while True:
             lost, frames, procs = core.wait()
@@ -231,7 +232,7 @@ class HostAgent:
 
     def _to_rank(self, core: "_Joined", rank: int, message: ToRank) -> None:
         if isinstance(message, RankLaunch):
-            # The memory, threads and checkpoint are those of this host.
+            # Use the memory, threads and checkpoint of this host.
             shard = message.shard._replace(available_bytes=available_host_memory() // message.shard.local_size)
             config = _with_own_settings(Config.model_validate_json(message.config), self._config).model_dump_json()
             core.start(msgspec.structs.replace(message, path=str(self._path), shard=shard, config=config))
@@ -240,9 +241,9 @@ class HostAgent:
 
 
 def _reach(address: str, timeout: float, deadline: float) -> str:
-    """Wait until something listens at `address`, whose name may have no address before, or another one each time.
+    """Wait until a socket listens at `address`, whose name may have no IP address yet, or change it.
 
-    The address by which it was reached. Raises `HostError` after `deadline`, which was `timeout` seconds away.
+    Returns the IP address that was reached. Raises `HostError` after `deadline`, `timeout` seconds from the start.
     """
     where = urlsplit(address)
     assert where.hostname is not None
@@ -256,18 +257,18 @@ def _reach(address: str, timeout: float, deadline: float) -> str:
             missing = f": {where.hostname} has no address ({error.strerror})"
             warn_no_address(where.hostname, error)
         except OSError:
-            pass  # Nothing listens there yet, or there is no route.
+            pass  # No socket listens there yet, or there is no route.
         if time.monotonic() + AGAIN_SECONDS >= deadline:
             raise HostError(f"no engine core came to {address} within rank_start_timeout {timeout:g} s{missing}")
         time.sleep(AGAIN_SECONDS)
 
 
 class _Joined:
-    """One connection to a core, and the processes that were started for it, which end with it."""
+    """A connection to a core, and the processes that were started for it, which end with it."""
 
     def __init__(self, node: int, address: str, keys: ClusterKeys, cores: HostedCores) -> None:
         self._node, self._address = node, address
-        # A new name each time: a core that lost this host must not take the next connection for the last one.
+        # A new name each time: a core that lost this host must not mistake the next connection for the last one.
         self._socket = curve_client(
             zmq.Context.instance(), keys.host, keys.core.public, uuid.uuid4().bytes.hex().encode()
         )
@@ -280,7 +281,7 @@ class _Joined:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # First, since the end of the connection confirms a shutdown message.
+        # Must be first, since the end of the connection confirms a shutdown message.
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -289,7 +290,7 @@ class _Joined:
         self._cores.close()
 
     def join(self, timeout: float, deadline: float, agreement: HostAgreement) -> None:
-        """Wait for a core, and send it a hello. Raises `HostError` when none comes in time, or it has another key."""
+        """Wait for a core, and send it a hello. Raises `HostError` after the time, or if the core has another key."""
         refusals = 0
         while True:
             if not self._monitor.poll(max(0, round(1e3 * (deadline - time.monotonic())))):
@@ -307,7 +308,7 @@ class _Joined:
         self.send(Hello(self._node, socket.gethostname(), agreement))
 
     def wait(self) -> tuple[bool, list[bytes], list[RankProc]]:
-        """Block until something happens: whether the core is gone, its messages, ranks to receive from."""
+        """Wait for an event. Returns whether the core is gone, its messages, and the ranks with messages."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -325,7 +326,7 @@ class _Joined:
         while lost and self._socket.poll(0):
             frames.append(self._socket.recv())
         if b"" in frames:
-            # The question whether this host is still there.
+            # Answer the check whether this host is alive.
             self._socket.send(b"")
         return lost, [frame for frame in frames if frame], [p for p in self.procs.values() if p.descriptor in readable]
 
@@ -344,7 +345,7 @@ class _Joined:
         self.procs[launch.shard.rank] = RankProc(launch, ())
 
     def report_end(self, proc: RankProc) -> None:
-        """Remove a rank that has ended, and report to the core how."""
+        """Remove a rank that has ended, and report its end to the core."""
         how, killed = proc.exit_reason()
         self.procs.pop(proc.rank).close(_END_SECONDS)
         _log.error("tensor-parallel rank %d %s", proc.rank, how)

@@ -1,5 +1,5 @@
-"""Messages between hosts, over TCP: of the first host's engine core and the hosts of its ranks, or of the first host's
-front end and the hosts of its engine cores. Messages of ranks are mostly those of `rank_link`, forwarded.
+"""Messages between hosts over TCP: between the first host's engine core and the hosts of its ranks, or between the
+first host's front end and the hosts of its engine cores. Messages of ranks are mostly forwarded ones of `rank_link`.
 """
 
 from typing import TypeAlias
@@ -12,10 +12,10 @@ from engine.distributed.rank_link import FromRank, ToRank
 
 
 class CoreAddress(msgspec.Struct, frozen=True):
-    """Where a core on another host connects to the front end; the CURVE keys are made for this core alone."""
+    """The address at which a core on another host connects to the front end, with CURVE keys for this core alone."""
 
     address: str
-    """`tcp://` a host and the port of its replica."""
+    """`tcp://` address: the front end's host and the port of the replica."""
     name: str
     """Name of its connections; see `connection_names`."""
     front_end_public: bytes
@@ -33,7 +33,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class RankReport(msgspec.Struct, tag="rank_report", frozen=True):
-    """A message of one of its ranks."""
+    """A message from one of the host's ranks."""
 
     rank: int
     message: FromRank
@@ -48,21 +48,21 @@ class RankGone(msgspec.Struct, tag="rank_gone", frozen=True):
 
 
 class RankCommand(msgspec.Struct, tag="rank_command", frozen=True):
-    """A message to one of its ranks; the first is the launch, which starts the process."""
+    """A message to one of the host's ranks. The first one is the launch, which starts the process."""
 
     rank: int
     message: ToRank
 
 
 class LaunchCore(msgspec.Struct, tag="launch_core", frozen=True, kw_only=True):
-    """Start a core, by the settings of its host."""
+    """Start a core, with the settings of its host."""
 
     core: int
-    """Its number among all cores that were ever started."""
+    """Its number among all cores ever started."""
     share: HostShare
-    """Share of its replica, without the memory, which the host knows."""
+    """Share of the replica, without the memory, which the host determines."""
     num_kvcache_blocks: int | None
-    """Number that requests were checked against; None: as the settings say."""
+    """Number of blocks that requests were checked against; None: as configured."""
     is_first: bool
     """Whether it is the first core of its replica, and loads at the same time as those of the others."""
     front_end: CoreAddress
@@ -75,7 +75,7 @@ class CoreServes(msgspec.Struct, tag="core_serves", frozen=True):
 
 
 class DumpStacks(msgspec.Struct, tag="dump_stacks", frozen=True):
-    """Have the core and its ranks write the stacks of their threads to the log."""
+    """Make the core and its ranks log the stacks of their threads."""
 
     core: int
 
@@ -104,11 +104,11 @@ class CoreEnded(msgspec.Struct, tag="core_ended", frozen=True):
 
     core: int
     exit_code: int
-    """Or minus the number of a signal."""
+    """Exit code, or the negative number of a signal."""
     in_step: list[int]
-    """Its flight record."""
+    """Ids in its flight record."""
     error: str = ""
-    """Why it could not be started."""
+    """Reason why it could not be started, else empty."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -118,7 +118,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class ShutdownMessage(msgspec.Struct, tag="shutdown", frozen=True):
-    """There will be no other core; `why` is a sentence, or "" at an orderly end."""
+    """No other core will follow. `why` is a sentence, or "" at an orderly end."""
 
     why: str = ""
 

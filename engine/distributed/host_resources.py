@@ -1,8 +1,8 @@
-"""What a process may use of its host: memory, cores, and its share among ranks and replicas.
+"""The memory and cores of the host that a process may use, and their division among ranks and replicas.
 
-In that order: control groups and the memory they leave, `plan_cores` (how many threads compute, on which cores, next
-to which memory), and `Shard` and `HostShare`, which rank and which replica a process is. `root` holds `proc` and `sys`
-everywhere. No torch here.
+In this order: control groups and the memory that they allow; `plan_cores`, the number of computing threads, their
+cores and NUMA node; and `Shard` and `HostShare`, the rank and replica of a process. `root` is always the directory
+with `proc` and `sys`. Imports no torch.
 """
 
 import os
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 
 def group_directories(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
-    """Directories whose limits on `controller` bind this process, own group first, and whether they are version 2.
+    """Yield the control group directories that limit `controller` for this process, its own group first, each with
+    whether it is version 2.
 
     `root` holds `proc` and `sys`.
     """
@@ -28,7 +29,7 @@ def group_directories(controller: str, root: Path) -> Iterator[tuple[Path, bool]
             base = root / "sys/fs/cgroup" / controller
         else:
             continue
-        # A group's parents limit it too. In a container the path may name groups that only the host sees.
+        # A group's parents limit it too. In a container, the path may contain groups that only the host can see.
         group = base / path.strip("/")
         for directory in (group, *group.parents):
             yield directory, unified
@@ -37,7 +38,7 @@ def group_directories(controller: str, root: Path) -> Iterator[tuple[Path, bool]
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that the nearest quota on this process leaves it; None where there is none."""
+    """Return the lowest CPU quota of this process in cores; None without a quota."""
     quotas = []
     for directory, unified in group_directories("cpu", root):
         try:
@@ -54,14 +55,15 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
-    """Bytes this process can still use: the system's MemAvailable, or less where a control group's limit is nearer."""
+    """Return the bytes that this process can still use: MemAvailable, or less if a control group's limit is lower."""
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     return max(0, min((available, *_control_group_headrooms(root))))
 
 
 def _control_group_headrooms(root: Path) -> Iterator[int]:
-    """What each limit on this process leaves (cgroup v2 and v1); reclaimable page cache counts as free."""
+    """Yield the bytes below each memory limit of this process (cgroup v1, v2). Reclaimable page cache counts as
+    free."""
     for directory, unified in group_directories("memory", root):
         if unified:
             headroom = _headroom(directory, "memory.max", "memory.current", "inactive_file")
@@ -85,22 +87,22 @@ def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable: st
 
 
 SPARE_FROM = 4
-"""With this many cores, one is left to the API process; with fewer, a step would lose more than the API gains."""
+"""From this number of cores, one is left to the API process. With fewer, steps would lose more than the API gains."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """Where the threads of one engine run."""
+    """The number and the CPUs of an engine's threads."""
 
     threads: int
     cpus: frozenset[int]
-    """CPUs that they may run on."""
+    """CPUs that the threads may run on."""
     pins: tuple[int, ...] = ()
-    """One CPU a thread; none where threads move within `cpus`."""
+    """One CPU per thread; empty if threads are not pinned."""
     own: frozenset[int] = frozenset()
-    """CPUs that all other threads avoid: the cores of the pins, with all their hardware threads."""
+    """CPUs that all other threads avoid: all hardware threads of the pinned cores."""
     node: int | None = None
-    """NUMA node of all these CPUs, where there are several nodes."""
+    """NUMA node of all these CPUs, if the host has several nodes, else None."""
 
     def __str__(self) -> str:
         words = "1 thread computes" if self.threads == 1 else f"{self.threads} threads compute"
@@ -112,11 +114,11 @@ class CorePlan:
 
 
 def plan_cores(asked: int | None, allowed: Collection[int], root: Path = Path("/"), *, ranks: int = 1) -> CorePlan:
-    """One thread a physical core of one NUMA node, or `asked`, on the CPUs that the process is `allowed`.
+    """Plan one thread per physical core of one NUMA node, or `asked` threads, on the CPUs in `allowed`.
 
-    Of four cores or more, one is left to the API process, and then threads are pinned. They are not where a control
-    group's quota, which `ranks` share, or `asked`, leaves cores to others: which these are is the system's choice.
-    Raises `ValueError` for more threads than CPUs.
+    With four or more cores, one is left to the API process, and threads are pinned. They are not pinned if a control
+    group's quota, which `ranks` share, or `asked` leaves further cores free: the system chooses which. Raises
+    `ValueError` for more threads than CPUs.
     """
     if asked is not None and asked > len(allowed):
         who = "this process" if ranks == 1 else f"each of {ranks} ranks"
@@ -127,15 +129,15 @@ def plan_cores(asked: int | None, allowed: Collection[int], root: Path = Path("/
     quota = cpu_quota(root)
     node, local = (None, cores) if quota is not None else _widest_node(cores, root)
     if asked is not None and asked > len(local):
-        # More threads than one node has, or than one a core.
+        # More threads than cores of one node.
         return CorePlan(asked, frozenset(allowed))
-    # A thread beyond the quota would be delayed by tens of milliseconds, and each operator waits for all threads.
+    # A thread beyond the quota would be throttled for tens of milliseconds, and each operator waits for all threads.
     room = len(local) if quota is None else max(1, min(len(local), int(quota) // ranks))
     threads = asked or (room - 1 if room >= SPARE_FROM else room)
     cpus = frozenset(cpu for core in local for cpu in core)
     if quota is not None or threads < room - 1 or threads == len(cores) or room < SPARE_FROM:
         return CorePlan(threads, cpus, node=node)
-    # The first core is where systems handle most interrupts.
+    # Most systems handle interrupts on the first core.
     pinned = local[-threads:]
     return CorePlan(
         threads, cpus, tuple(core[0] for core in pinned), frozenset(cpu for core in pinned for cpu in core), node
@@ -143,7 +145,8 @@ def plan_cores(asked: int | None, allowed: Collection[int], root: Path = Path("/
 
 
 def physical_cores(allowed: Collection[int], root: Path = Path("/")) -> list[tuple[int, ...]]:
-    """The allowed CPUs of each core, in order of the first; a CPU whose siblings the system does not tell is one."""
+    """Return the allowed CPUs of each core, in order of the first CPU. A CPU with unknown siblings counts as a
+    core."""
     cores: dict[int, tuple[int, ...]] = {}
     for cpu in sorted(allowed):
         siblings = _read_list(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") | {cpu}
@@ -153,12 +156,12 @@ def physical_cores(allowed: Collection[int], root: Path = Path("/")) -> list[tup
 
 
 def num_nodes(root: Path = Path("/")) -> int:
-    """NUMA nodes of this host."""
+    """Return the number of NUMA nodes of this host."""
     return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
 
 
 def _widest_node(cores: list[tuple[int, ...]], root: Path) -> tuple[int | None, list[tuple[int, ...]]]:
-    """The NUMA node with most of the cores, and those; no node where there is only one to choose from."""
+    """Return the NUMA node with the most of `cores`, and those; None as node if there is only one."""
     by_node: dict[int, list[tuple[int, ...]]] = {}
     for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = _read_list(path / "cpulist")
@@ -172,7 +175,7 @@ def _widest_node(cores: list[tuple[int, ...]], root: Path) -> tuple[int | None, 
 
 
 def _read_list(path: Path) -> set[int]:
-    """The numbers of a list such as 0-3,8; empty where there is no such file."""
+    """Parse a file with a list such as 0-3,8; empty if there is no such file."""
     try:
         parts = [part.partition("-") for part in path.read_text().strip().split(",") if part]
     except OSError:
@@ -186,43 +189,44 @@ class Shard(NamedTuple):
     rank: int
     size: int
     local_rank: int
-    """Among those of this host, which share out its GPUs or its cores."""
+    """Index among the ranks of this host, which divide its GPUs or cores."""
     local_size: int
     store: str
-    """Where torch.distributed's process groups meet: `file://` a path, or `tcp://` a host and a port."""
+    """Rendezvous of torch.distributed's process groups: a `file://` path, or a `tcp://` host and port."""
     memory: int | None
-    """Descriptor of the memory for collectives on the CPU; None where not all ranks are on this host."""
+    """Descriptor of the shared memory for collectives on the CPU; None if not all ranks are on this host."""
     available_bytes: int
     """Bytes of the host's memory for this rank's weights."""
     listener: int | None = None
-    """On rank 0 the descriptor of the socket that listens at a `tcp://` store."""
+    """On rank 0, the descriptor of the socket that listens at a `tcp://` store."""
 
 
 class HostShare(NamedTuple):
-    """One data-parallel replica, and the share of the host that it has."""
+    """One data-parallel replica, and its share of the host."""
 
     replica: int = 0
     """Number of the replica, among those of all hosts."""
     local_index: int = 0
-    """Its index among those of this host, which share out its GPUs or its cores."""
+    """Index among the replicas of this host, which divide its GPUs or cores."""
     num_local: int = 1
-    """How many those are."""
+    """Number of replicas on this host."""
     available_bytes: int | None = None
-    """Bytes of the host's memory for its weights; None: what is available when they are loaded."""
+    """Bytes of the host's memory for its weights; None: the memory available when they are loaded."""
     model: str = ""
-    """Name of its model, where the server has several."""
+    """Name of its model, if the server has several, else empty."""
 
     def titled(self, process: str) -> str:
-        """The name of one of its processes in logs."""
+        """Return the name of one of its processes in logs."""
         return f"{process} [{self.model}]" if self.model else process
 
     def command(self, module: str, process: str) -> list[str]:
-        """The command of one of its processes, which `module` runs; `ps` shows its name, and the model's."""
+        """Return the command that runs `module` as one of its processes. `ps` shows the process' and the model's
+        name."""
         return [sys.executable, "-P", "-m", module, process, *filter(None, (self.model,))]
 
 
 def own_cpus(rank: int, size: int, root: Path = Path("/")) -> Collection[int]:
-    """The CPUs that a rank computes on: an equal number of adjacent cores; all cores where there are too few."""
+    """Return the CPUs of a rank: an equal number of adjacent cores each, or all cores if there are too few."""
     allowed = os.sched_getaffinity(0)
     cores = physical_cores(allowed, root)
     if len(cores) < size:

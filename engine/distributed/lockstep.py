@@ -1,10 +1,10 @@
-"""How engine cores that compute in lockstep find each other, wake each other, and notice that one has ended.
+"""Rendezvous, wake-up calls and failure detection between engine cores that compute in lockstep.
 
-`LockstepRendezvous`, owned by `CoreManager`, gives each core that it starts a `LockstepMember`: its number, a
-directory to meet in, and shared memory. A core that replaces another cannot join the cores of the round before: all
-begin a new round, in a directory of its own. `BarrierCounters`, in the shared memory, show which replicas the others
-wait for. `ReplicaLinks` connects every two cores: a core wakes the others, which sleep while there is no work, and
-learns at once when another has ended, without which it cannot continue. No torch here.
+`LockstepRendezvous`, owned by `CoreManager`, creates a `LockstepMember` for each core: its number, a directory for the
+rendezvous, and shared memory. A restarted core cannot join the cores of the previous round, so all cores begin a new
+round with a new directory. `BarrierCounters`, in the shared memory, show which replicas the others wait for.
+`ReplicaLinks` connects every two cores: a core wakes the others, which sleep while there is no work, and detects at
+once that another core has ended, without which it cannot continue. Imports no torch.
 """
 
 import contextlib
@@ -28,34 +28,35 @@ import msgspec
 from engine.distributed.processes import anonymous_file
 
 _LINE = 64
-"""Bytes of a replica's counter; the first line is not a replica's. As in exchange.c."""
+"""Bytes per counter: a cache line. The first line belongs to no replica. As in exchange.c."""
 _NUMBER = struct.Struct("=q")
 
 
 class BarrierCounters:
-    """How many barriers each replica has reached: a counter for each, in memory that all of them and their parent map.
+    """The number of barriers that each replica has reached, in memory that all replicas and their parent map.
 
-    The ranks of one number in their replicas share one such memory. They write it, by exchange.c or here; the parent
-    reads it when replicas have stalled.
+    Ranks with the same number in all replicas share one such memory. They write it, in exchange.c or here; the parent
+    reads it when replicas stall.
     """
 
     def __init__(self, descriptor: int, num_replicas: int) -> None:
-        """Map the file of that descriptor, which stays the caller's to close."""
+        """Map the file of `descriptor`, which the caller closes."""
         self._num_replicas = num_replicas
         self._memory = mmap.mmap(descriptor, _LINE * (1 + num_replicas))
 
     @staticmethod
     def create(num_replicas: int) -> int:
-        """A descriptor of an anonymous file that holds the counters. Ranks extend it by what else they share."""
+        """Create an anonymous file for the counters. Returns its descriptor. Ranks extend the file by other shared
+        data."""
         return anonymous_file("kaon-replicas", _LINE * (1 + num_replicas))
 
     def count(self, replica: int) -> None:
-        """The replica has reached another barrier."""
+        """Count another barrier of a replica."""
         (number,) = _NUMBER.unpack_from(self._memory, _LINE * (1 + replica))
         _NUMBER.pack_into(self._memory, _LINE * (1 + replica), number + 1)
 
     def stragglers(self) -> set[int]:
-        """The replicas that have reached fewer barriers than others, which wait for them."""
+        """Return the replicas that have reached fewer barriers than others, so that the others wait for them."""
         numbers = [_NUMBER.unpack_from(self._memory, _LINE * (1 + each))[0] for each in range(self._num_replicas)]
         return {replica for replica, number in enumerate(numbers) if number < max(numbers)}
 
@@ -70,16 +71,16 @@ class LockstepMember(msgspec.Struct, frozen=True):
     replica: int
     num_replicas: int
     directory: str
-    """Private to the user; removed when the replicas of this round cannot all meet any more."""
+    """Directory of the rendezvous, private to the user. It is removed when not all replicas of this round can meet."""
     memory: tuple[int, ...] = ()
-    """By rank, a descriptor of what it shares with the same rank of the other replicas: see `BarrierCounters`."""
+    """By rank, the descriptor of the memory shared with the same rank of the other replicas: see `BarrierCounters`."""
 
 
 class LockstepRendezvous:
-    """The rounds in which cores meet. When a core has ended, the others of its round end by themselves."""
+    """Manages the rounds of rendezvous. When a core has ended, the other cores of its round end by themselves."""
 
     def __init__(self, num_replicas: int, num_ranks: int = 1) -> None:
-        """`num_ranks`: ranks of each replica."""
+        """`num_ranks` is the number of ranks per replica."""
         self._num_replicas, self._num_ranks = num_replicas, num_ranks
         self._directories: list[str] = []
         self._memory: list[int] = []
@@ -87,12 +88,12 @@ class LockstepRendezvous:
         self._remove = weakref.finalize(self, _remove, self._directories, self._memory)
 
     def new_member(self, replica: int) -> LockstepMember:
-        """What a core is started with that is about to be started; it inherits the descriptors.
+        """Create the member for a core that is about to start and inherits the descriptors.
 
-        Raises `OSError` where no directory can be made.
+        Raises `OSError` if no directory can be created.
         """
         if not self._directories or replica in self._members:
-            # A core that still waits for the one that has ended sees by this that it will not come.
+            # This shows a core that still waits for the ended one that it will not come.
             _remove(self._directories, self._memory)
             self._members.clear()
             self._directories.append(tempfile.mkdtemp(prefix="kaon-"))
@@ -101,7 +102,7 @@ class LockstepRendezvous:
         return LockstepMember(replica, self._num_replicas, self._directories[-1], tuple(self._memory))
 
     def waits_for_peers(self, replica: int) -> bool:
-        """Whether it waits for others and none waits for it, or another core of its round has ended."""
+        """Return whether a replica waits for others and none waits for it, or another core of its round has ended."""
         if replica not in self._members:
             return True
         late: set[int] = set()
@@ -112,7 +113,7 @@ class LockstepRendezvous:
         return bool(late) and replica not in late
 
     def close(self) -> None:
-        """Remove the directory: there will be no more cores."""
+        """Remove the directory, because no more cores will be started."""
         self._remove()
 
 
@@ -121,23 +122,23 @@ def _remove(directories: list[str], memory: list[int]) -> None:
         os.close(memory.pop())
     while directories:
         directory = directories.pop()
-        # Renamed first: the directory is gone at once, even while a core makes a file in it.
+        # Renamed first, so that the directory is gone at once, even while a core creates a file in it.
         with contextlib.suppress(FileNotFoundError):
             os.rename(directory, f"{directory}.over")
         shutil.rmtree(f"{directory}.over", ignore_errors=True)
 
 
 PEER_END_SECONDS = 1.0
-"""After a failure that another core's end has caused, this end is known within this time."""
+"""Seconds within which the end of another core is detected, after a failure that it caused."""
 
 _POLL_SECONDS = 0.05
-"""Between two attempts to reach a core that does not listen yet."""
+"""Seconds between two attempts to connect to a core that does not listen yet."""
 _SHUTDOWN_SECONDS = 0.2
-"""From another core's end to the message that all were to end."""
+"""Most seconds between another core's end and its announcement that all cores shut down."""
 
 
 class RendezvousError(RuntimeError):
-    """Not all replicas have connected; one sentence. `is_over`: they never will, since one has ended already."""
+    """Not all replicas have connected. The message is a sentence. `is_over`: one has ended, so they never will."""
 
     def __init__(self, sentence: str, *, is_over: bool = False) -> None:
         super().__init__(sentence)
@@ -145,19 +146,19 @@ class RendezvousError(RuntimeError):
 
 
 class PeerLostError(RuntimeError):
-    """This core ends because another replica has ended."""
+    """This core must end because another replica has ended."""
 
     def __init__(self, replica: int) -> None:
         super().__init__(f"replica {replica} is gone, with which this one computes in lockstep")
 
 
 class ReplicaLinks:
-    """This core's connections to the others, after `connect`. A thread of its own is the only one that reads."""
+    """This core's connections to the other cores, after `connect`. Only a thread of this object reads them."""
 
     def __init__(
         self, lockstep_member: LockstepMember, on_ring: Callable[[int], object], on_gone: Callable[[int], object]
     ) -> None:
-        """A thread calls `on_ring` with the number of each `ring`, and `on_gone` with a replica that has ended."""
+        """A thread calls `on_ring` with the number of each `ring`, and `on_gone` with each replica that has ended."""
         self.member = lockstep_member
         self._on_ring, self._on_gone = on_ring, on_gone
         self._peers: dict[int, socket.socket] = {}
@@ -165,7 +166,7 @@ class ReplicaLinks:
         self._ends_together = Event()
 
     def connect(self, timeout: float) -> None:
-        """Wait for all other cores, `timeout` seconds. Raises `RendezvousError` where one does not come."""
+        """Wait up to `timeout` seconds for all other cores. Raises `RendezvousError` if one does not connect."""
         deadline = time.monotonic() + timeout
         directory = Path(self.member.directory)
         own = directory / str(self.member.replica)
@@ -174,7 +175,7 @@ class ReplicaLinks:
             callers: list[socket.socket] = []
             stack.callback(_close_all, callers)
             try:
-                # Renamed when it listens, so that no core finds it before.
+                # Renamed when it listens, so that no core finds it earlier.
                 listener.bind(f"{own}.new")
                 listener.listen(self.member.num_replicas)
                 os.rename(f"{own}.new", own)
@@ -188,7 +189,7 @@ class ReplicaLinks:
                         f"replica {min(missing)} did not meet replica {self.member.replica} within rank_start_timeout "
                         f"{timeout:g} s"
                     )
-                # Each connects to those of lower numbers, and accepts those of higher ones.
+                # Each core connects to those with lower numbers, and accepts those with higher ones.
                 for replica in sorted(missing):
                     if replica < self.member.replica:
                         self._connect_to(replica, directory / str(replica))
@@ -201,21 +202,21 @@ class ReplicaLinks:
         Thread(target=self._read, name="replicas", daemon=True).start()
 
     def ring(self, number: int) -> None:
-        """Wake the other cores. The end of the connection reports one that is gone."""
+        """Wake the other cores. A core that is gone is detected by the end of its connection."""
         for peer in self._peers.values():
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 peer.send(_NUMBER.pack(number))
 
     def announce_shutdown(self) -> None:
-        """All cores end together: from now on the end of one is no failure."""
+        """Note that all cores shut down, so that the end of one is no failure from now on."""
         self._ends_together.set()
 
     def remove_directory(self) -> None:
-        """Remove the directory, which nothing needs once all have connected and computed."""
+        """Remove the directory, which is not needed once all cores have connected and computed."""
         shutil.rmtree(self.member.directory, ignore_errors=True)
 
     def wait_gone(self, timeout: float) -> int | None:
-        """A replica whose core has ended, or ends within `timeout` seconds; None where there is none."""
+        """Return a replica whose core has ended or ends within `timeout` seconds; None if there is none."""
         with contextlib.suppress(Empty):
             return self._gone.get(timeout=timeout)
         return None
@@ -226,13 +227,13 @@ class ReplicaLinks:
             peer.connect(str(path))
             peer.send(_NUMBER.pack(self.member.replica))
         except OSError:
-            # It does not listen yet; if it has ended, the directory is removed.
+            # It does not listen yet. If it has ended, the directory is removed.
             peer.close()
             return
         self._peers[replica] = peer
 
     def _accept(self, listener: socket.socket, callers: list[socket.socket]) -> None:
-        """Wait a while for one that connects, or that has connected and sends its number."""
+        """Wait a moment for a core that connects, or that has connected and sends its number."""
         poller = poll()
         for each in (listener, *callers):
             poller.register(each, POLLIN)
@@ -244,7 +245,7 @@ class ReplicaLinks:
             callers.append(listener.accept()[0])
 
     def _identify(self, peer: socket.socket) -> None:
-        """Take the number that it sends. One that is gone already, or that is not expected, is disconnected."""
+        """Receive the number of a connected core. Disconnect it if it is gone or not expected."""
         try:
             packet = peer.recv(_NUMBER.size)
         except ConnectionResetError:
@@ -275,7 +276,7 @@ class ReplicaLinks:
                     continue
                 poller.unregister(descriptor)
                 replica = replicas.pop(descriptor)
-                # This core may be about to learn that all end.
+                # The announcement that all cores shut down may be about to arrive.
                 if not self._ends_together.wait(_SHUTDOWN_SECONDS):
                     self._gone.put(replica)
                     self._on_gone(replica)

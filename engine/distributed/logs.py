@@ -1,7 +1,8 @@
-"""Logging of every Kaon process: a thread writes the lines to standard error, so that nothing waits for their reader.
+"""Logging of every Kaon process: a thread writes the lines to standard error, so that no other thread waits for a
+reader.
 
-A pipe whose reader has stalled blocks whoever writes to it. Here the thread that logs only formats its line and queues
-it; when the queue is full the line is dropped and counted, and one line reports the count once writing works again.
+A pipe whose reader has stalled blocks its writers. Here the logging thread only formats its line and queues it. If the
+queue is full, the line is dropped and counted, and one line reports the count when writing works again.
 """
 
 import logging
@@ -13,7 +14,7 @@ import threading
 from types import TracebackType
 
 BARE = {"is_bare": True}
-"""`extra` of a record whose message is the whole line: no time, no process, no level."""
+"""`extra` of a record that is written as the bare message, without time, process and level."""
 
 _MAX_WAITING_BYTES = 4 * 2**20
 """Most characters of queued lines; a thousand lines a second fill it in about 40 s."""
@@ -22,16 +23,16 @@ _MAX_WRITE = 256
 """Most lines that one system call writes."""
 
 _FLUSH_SECONDS = 2.0
-"""How long the end of a process waits for lines that are still queued."""
+"""Seconds that the end of a process waits for queued lines."""
 
 _STDERR = 2
 
 
 def configure_logging(process: str, level: str, more: str = "") -> logging.Handler:
-    """Have this process log to standard error from `level` on, and name itself so; what writes the lines.
+    """Configure the log of this process with its name and `level`. Returns the handler that writes the lines.
 
-    An exception that ends the process is logged too. `more`: of the record, for the end of each line. A process that
-    ends by `os._exit` calls `logging.shutdown` first.
+    An exception that ends the process is logged too. `more` is a format that is appended to each line. A process that
+    ends by `os._exit` must call `logging.shutdown` first.
     """
     name = process.replace("%", "%%")
     form = _LineFormatter(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s{more}")
@@ -44,25 +45,25 @@ def configure_logging(process: str, level: str, more: str = "") -> logging.Handl
 
 
 def dropped_lines() -> int:
-    """Lines that this process has dropped so far."""
+    """Return the number of lines that this process has dropped so far."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, LogWriter))
 
 
 class LogWriter(logging.Handler):
-    """Queues lines; a thread of its own writes them to a descriptor."""
+    """Queues lines, which a separate thread writes to a descriptor."""
 
     def __init__(self, descriptor: int = _STDERR, max_bytes: int = _MAX_WAITING_BYTES) -> None:
         super().__init__()
         self.dropped = 0
-        """Lines dropped so far, because the queue was full or the descriptor refused them."""
+        """Number of lines dropped so far, because the queue was full or writing failed."""
         self._descriptor = descriptor
         self._max_bytes = max_bytes
         self._lines: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
-        """Lines, and events to set once all lines before them are written."""
-        # Each of the two has one writer: `emit`, which the handler's lock serialises, and the thread.
+        """Lines, and events that are set when all earlier lines are written."""
+        # Each of the two counts has one writer: `emit`, serialised by the handler's lock, and the thread.
         self._queued = self._written = 0
         self._reported = 0
-        """Of the dropped lines, those that a line has reported."""
+        """Number of dropped lines that were reported."""
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -78,7 +79,7 @@ class LogWriter(logging.Handler):
         self._lines.put(line)
 
     def flush(self) -> None:
-        """Wait until what was logged is written, or for two seconds if it cannot be."""
+        """Wait until the queued lines are written, at most two seconds."""
         done = threading.Event()
         self._lines.put(done)
         done.wait(_FLUSH_SECONDS)
@@ -109,7 +110,7 @@ class LogWriter(logging.Handler):
             self._write_out(self.format(record) + "\n")
 
     def _write_out(self, text: str) -> bool:
-        """Write all of `text`, however long that takes; whether the descriptor took it."""
+        """Write all of `text`, however long that takes. Returns whether it succeeded."""
         rest = memoryview(text.encode("utf-8", "backslashreplace"))
         while rest:
             try:
@@ -127,7 +128,7 @@ class _LineFormatter(logging.Formatter):
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Log what ends the process. Written to `sys.stderr`, a traceback would wait for a reader that has stalled."""
+    """Log the exception that ends the process. Writing it to `sys.stderr` would block if the reader has stalled."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -1,9 +1,9 @@
-"""`MessageWriter` and `MessageReader`: messages over a pair of connected stream sockets of one host, without threads.
+"""`MessageWriter` and `MessageReader`: send messages over connected stream sockets on one host, without threads.
 
-A core's outputs take this way to a front end on the same host. ZeroMQ's sockets have an I/O thread at each end: each
-message would wake both of them, on CPUs that compute the next step, before it wakes the reader.
+A core sends its outputs in this way to a front end on the same host. ZeroMQ's sockets have an I/O thread at each end:
+each message would first wake both threads, on CPUs that compute the next step, and then the reader.
 
-On the stream, a message is its length as 8 bytes, little-endian, and then its bytes.
+On the stream, a message is its length as 8 bytes, little-endian, followed by its bytes.
 """
 
 import select
@@ -16,18 +16,18 @@ _PIECE = 2**16
 
 
 class MessageWriter:
-    """The sending end. Never blocks: what the socket does not take at once, a thread sends as the reader reads."""
+    """The sending end. Never blocks: a thread sends the bytes that the socket does not accept at once."""
 
     def __init__(self, stream: socket.socket) -> None:
-        """Takes over `stream`, which stays open until this process ends, so that the reader sees both ends at once."""
+        """Takes over `stream`. It stays open until the process ends, so that the reader detects both ends together."""
         stream.setblocking(False)
         self._stream = stream
         self._unsent: deque[memoryview] = deque()
-        """Not empty while a thread sends."""
+        """Bytes that a thread is sending; empty if none runs."""
         self._changed = threading.Condition()
 
     def send(self, message: bytes) -> None:
-        """Send a message, after those before it. Without a reader it is lost."""
+        """Send a message after all earlier ones. Without a reader it is lost."""
         frame = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         with self._changed:
             if not self._unsent:
@@ -40,7 +40,7 @@ class MessageWriter:
                 self._unsent.append(memoryview(frame))
 
     def flush(self, seconds: float) -> None:
-        """Wait until everything is sent, at most so long."""
+        """Wait until all messages are sent, at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unsent, seconds)
 
