@@ -32,8 +32,9 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have small models be kept."""
+    """Have small models be kept, also on a disk that is nearly full."""
     monkeypatch.setattr(packs, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(packs, "_FREE_SHARE", 0.0)
     runtime.start(2)
 
 
@@ -237,7 +238,7 @@ def test_processes_of_any_hash_seed_find_the_same_file(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; import torch; from models.architectures.config import ModelConfig\n"
         "from models.loading import loader, packs; from models.ops.cpu import runtime; runtime.start(1)\n"
-        "packs._LEAST_BYTES = 0; path = Path(sys.argv[1])\n"
+        "packs._LEAST_BYTES = 0; packs._FREE_SHARE = 0.0; path = Path(sys.argv[1])\n"
         "cache = packs.PackCache(Path(sys.argv[2]), 1 << 30); cpu = torch.device('cpu')\n"
         "loader.load_model(path, ModelConfig.from_checkpoint(path), dtype=torch.bfloat16, device=cpu, progress=False,"
         " packs=cache)\n"
