@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS, ConfigFacts
+from models.config.defaults import with_left_out
 from models.config.fields import Fields, read_config, read_generation_config
 from models.config.rope import RopeConfig, RopeContext, parse_rope, rotated_whole
 from models.quantization.config import ROUNDING_FIELD, QuantizationConfig
@@ -117,6 +118,7 @@ class ModelConfig(CheckpointConfig):
         facts = ARCHITECTURES[architecture].facts
         config = config.with_names(facts.renamed).with_defaults(facts.defaults)
         config = Fields({**facts.absent, **config.values}, config.where)
+        config = with_left_out(config, architecture, is_text_part=text_architecture is not None)
         if facts.complete is not None:
             config = facts.complete(config)
         if not facts.rotates_parts:
@@ -180,7 +182,18 @@ _OF_THE_WHOLE = (
     "eos_token_id",
 )
 """Fields that a checkpoint of several parts may have outside `text_config`."""
-_TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+_TEXT_PREFIXES = (
+    ("model.language_model.", "model."),
+    # As transformers 5 saves Kimi-K2.5 and Qianfan-OCR, whose old names of vision layers it applies to all.
+    ("language_model.model.blocks.", "model.layers."),
+    ("language_model.model.encoder.layers.", "model.layers."),
+    ("language_model.model.", "model."),
+    ("language_model.", ""),
+    ("model.text_model.", "model."),
+    ("model.layers.", "model.layers."),
+    ("model.embed_tokens.", "model.embed_tokens."),
+    ("model.norm.", "model.norm."),
+)
 """How the names of the text part's modules begin in checkpoints of several parts, and in those of text alone."""
 
 
@@ -190,10 +203,13 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
     Raises `CheckpointError` for a text part that has no model here.
     """
     names = config.values.get("architectures")
-    section = config.section("text_config")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_PARTS or section is None:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_PARTS:
         return config, None
     known = TEXT_PARTS[names[0]]
+    section = config.section("text_config")
+    if section is None:
+        # Qwen2-VL was published with the text part's fields next to the others.
+        return config, next(iter(known.values()))
     kind = section.string("model_type", next(iter(known)))
     if kind not in known:
         raise section.invalid("model_type", f"one of {', '.join(known)}")

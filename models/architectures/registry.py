@@ -172,6 +172,78 @@ ARCHITECTURES: Registry[Architecture] = Registry(
 )
 
 
+_LANGUAGE_MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        "cohere2": "Cohere2ForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+        "exaone4": "Exaone4ForCausalLM",
+        "gemma2": "Gemma2ForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
+        "granite": "GraniteForCausalLM",
+        "lfm2": "Lfm2ForCausalLM",
+        "lfm2_moe": "Lfm2MoeForCausalLM",
+        "lfm3": "Lfm3ForCausalLM",
+        "llama": "LlamaForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "nemotron_h": "NemotronHForCausalLM",
+        "phi3": "Phi3ForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "smollm3": "SmolLM3ForCausalLM",
+    }
+)
+"""By `model_type`: language models that architectures of images or sounds are built on."""
+_BUILT_ON: Mapping[str, str] = MappingProxyType(
+    {
+        "AudioFlamingo3ForConditionalGeneration": "qwen2",
+        "AyaVisionForConditionalGeneration": "cohere2",
+        "Cohere2VisionForConditionalGeneration": "cohere2",
+        "DeepseekVLForConditionalGeneration": "llama",
+        "DeepseekVLHybridForConditionalGeneration": "llama",
+        "Exaone4_5_ForConditionalGeneration": "exaone4",
+        "FastVlmForConditionalGeneration": "qwen2",
+        "FunAsrNanoForConditionalGeneration": "qwen3",
+        "GlmAsrForConditionalGeneration": "llama",
+        "GotOcr2ForConditionalGeneration": "qwen2",
+        "GraniteSpeechForConditionalGeneration": "granite",
+        "GraniteSpeechPlusForConditionalGeneration": "granite",
+        "Idefics2ForConditionalGeneration": "mistral",
+        "Idefics3ForConditionalGeneration": "llama",
+        "InternVLForConditionalGeneration": "qwen2",
+        "JanusForConditionalGeneration": "llama",
+        "Lfm2VlForConditionalGeneration": "lfm2",
+        "Lfm3VlForConditionalGeneration": "lfm3",
+        "LightOnOcrForConditionalGeneration": "qwen3",
+        "LlavaForConditionalGeneration": "llama",
+        "LlavaNextForConditionalGeneration": "llama",
+        "LlavaNextVideoForConditionalGeneration": "llama",
+        "LlavaOnevisionForConditionalGeneration": "qwen2",
+        "MiniCPMOcrForConditionalGeneration": "qwen3_5_text",
+        "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
+        "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
+        "MossTranscribeDiarizeForConditionalGeneration": "qwen3",
+        "MusicFlamingoForConditionalGeneration": "qwen2",
+        "NemotronH_Omni_Reasoning_V3": "nemotron_h",
+        "Ovis2ForConditionalGeneration": "qwen2",
+        "PerceptionLMForConditionalGeneration": "llama",
+        "QianfanOCRForConditionalGeneration": "qwen3",
+        "Qwen2AudioForConditionalGeneration": "qwen2",
+        "Qwen3ASRForConditionalGeneration": "qwen3",
+        "SmolVLMForConditionalGeneration": "llama",
+        "VibeVoiceAsrForConditionalGeneration": "qwen2",
+        "VideoLlama3ForConditionalGeneration": "qwen2",
+        "VideoLlavaForConditionalGeneration": "llama",
+        "VipLlavaForConditionalGeneration": "llama",
+        "VoxtralForConditionalGeneration": "llama",
+    }
+)
+"""Architectures that take any of these: the `model_type` of a `text_config` that names none."""
+
 TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
@@ -182,16 +254,23 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "kimi_k2": "DeepseekV3ForCausalLM",
             "deepseek_v3": "DeepseekV3ForCausalLM",
         },
+        "Kimi_K25ForConditionalGeneration": {
+            "deepseek_v3": "DeepseekV3ForCausalLM",
+            "kimi_k2": "DeepseekV3ForCausalLM",
+        },
         "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
         "MiniMaxM3SparseForConditionalGeneration": {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
         "Mistral3ForConditionalGeneration": {
             "ministral3": "Ministral3ForCausalLM",
             "mistral": "MistralForCausalLM",
         },
+        "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": "Qwen2ForCausalLM"},
+        "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
         "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
         "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
         "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
         "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+        **{whole: {kind: _LANGUAGE_MODELS[kind], **_LANGUAGE_MODELS} for whole, kind in _BUILT_ON.items()},
     }
 )
 """Of architectures that read images or sounds too: that of the text part, by `model_type` of `text_config`."""

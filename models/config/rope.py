@@ -12,7 +12,8 @@ from models.config.fields import Fields
 from models.errors import CheckpointError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-_OLD_NAMES = {"su": "longrope"}
+_OLD_NAMES = {"su": "longrope", "mrope": "default"}
+"""Qwen-VL's positions of text are the same in all three parts of a head, as with the default."""
 _DEFAULT_THETA = 10000.0
 _LENGTH_BITS = 32
 _Positions = TypeVar("_Positions", bound=Any)

@@ -35,10 +35,16 @@ def architectures_table() -> str:
 
 def text_parts_table() -> str:
     """Architectures that read more than text, and the one that computes the text part."""
-    rows = [
-        (f"`{whole}`", ", ".join(f"`{text}`" for text in sorted(set(kinds.values()))))
-        for whole, kinds in sorted(TEXT_PARTS.items())
-    ]
+    rows = []
+    for whole, kinds in sorted(TEXT_PARTS.items()):
+        first, *others = dict.fromkeys(kinds.values())
+        is_any = len(others) > 1
+        named = (
+            f"`{first}`, or as `text_config` says"
+            if is_any
+            else ", ".join(f"`{text}`" for text in sorted((first, *others)))
+        )
+        rows.append((f"`{whole}`", named))
     return _table(("Architecture", "Its text part runs as"), rows)
 
 

@@ -18,6 +18,8 @@ from tests.parity.variants import Variant, all_variants, first_of_each, short_fo
 
 VARIANTS = all_variants()
 GREEDY_TOKENS = 40
+LONG_TOKENS = 64
+"""In the long form."""
 
 
 @pytest.fixture(
@@ -53,15 +55,18 @@ def test_prompt_log_probabilities_are_those_of_transformers(checkpoint: Path, re
 
 
 @first_of_each(VARIANTS)
-def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(checkpoint: Path, reference: Reference) -> None:
+@pytest.mark.parametrize("count", [GREEDY_TOKENS, pytest.param(LONG_TOKENS, marks=pytest.mark.slow)])
+def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(
+    checkpoint: Path, reference: Reference, count: int
+) -> None:
     """In company: chunks of prompts next to decodes, prefixes found in the cache, one preemption of all."""
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     runner = runner_for(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
-    found = generate(runner, prompts)
-    assert {len(tokens) for tokens in found} == {GREEDY_TOKENS}
+    found = generate(runner, prompts, count=count)
+    assert {len(tokens) for tokens in found} == {count}
     assert found == reference.likeliest(prompts, found)
-    assert PagedModel(checkpoint).greedy(prompts[0], GREEDY_TOKENS) == found[0]
+    assert PagedModel(checkpoint).greedy(prompts[0], count) == found[0]
 
 
 @first_of_each(VARIANTS)
@@ -79,10 +84,14 @@ def errors_by_token(exact: Reference, model: PagedModel | Reference) -> torch.Te
     return torch.cat([(a.log_softmax(-1) - b.float().log_softmax(-1)).abs().mean(-1) for a, b in pairs])
 
 
-def generate(runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int | None = 20) -> list[list[int]]:
-    """Greedy completions of the prompts, which arrive two by two; all that run are preempted once, at that step."""
+def generate(
+    runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int | None = 20, count: int = GREEDY_TOKENS
+) -> list[list[int]]:
+    """Greedy completions of the prompts, of `count` tokens. They arrive two by two; all that run are preempted once,
+    at that step.
+    """
     scheduler = Scheduler(runner.config, window=runner.window, rope=runner.rope)
-    params = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     size = runner.config.kv_cache_block_size
     seqs = [Sequence(list(tokens), size, params, id=number) for number, tokens in enumerate(prompts)]
     arrivals = {0: seqs[:2], 6: seqs[2:]}

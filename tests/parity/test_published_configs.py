@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.architectures.config import ModelConfig
 from tests.parity.checkpoints import Family, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
+from tests.parity.variants import all_variants
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 307,
@@ -908,3 +910,24 @@ def test_a_published_configuration_gives_the_log_probabilities_of_transformers(n
     (tmp_path / "config.json").write_text(published)
     tokens = prompt(48, seed=3)
     assert_computes(Reference(tmp_path), tokens, PagedModel(tmp_path, max_model_len=256).logits(tokens))
+
+
+_LEFT_OUT = (
+    *("max_position_embeddings", "num_key_value_heads", "qk_rope_head_dim", "rms_norm_eps", "rope_parameters"),
+    *("head_dim", "hidden_act", "sliding_window", "tie_word_embeddings", "attention_bias", "layer_types"),
+)
+
+
+def test_fields_that_are_left_out_have_the_values_of_transformers(tmp_path: Path) -> None:
+    def read(values: dict[str, Any]) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return ModelConfig.from_checkpoint(tmp_path)
+
+    for variant in {each.architecture: each for each in all_variants()}.values():
+        # transformers' own default is not one that Kaon takes.
+        own = {"head_dim": 128} if variant.architecture == "Glm4MoeForCausalLM" else {}
+        config = variant.family.config_class(**own).to_dict() | {"architectures": [variant.architecture]}
+        whole = read(config)
+        for name in config.keys() & _LEFT_OUT - own.keys():
+            left_out = read({field: value for field, value in config.items() if field != name})
+            assert left_out == whole, (variant.architecture, name)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.architectures.config import ModelConfig
+from models.architectures.config import ModelConfig, text_name
 from models.architectures.registry import ARCHITECTURES, TEXT_PARTS
 from models.errors import CheckpointError
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.variants import all_variants, recurrent
 
-_OLD, _NEW = "language_model.", "model.language_model."
+_OLD, _NEW, _TEXT_MODEL = "language_model.", "model.language_model.", "model.text_model."
 _TEXT_FIELDS_OF_THE_WHOLE = ("architectures", "dtype", "eos_token_id", "tie_word_embeddings")
 
 
@@ -24,8 +24,9 @@ def wrap(text: Path, whole: Path, architecture: str, kind: str, *, prefix: str, 
     whole.mkdir()
     tensors = {}
     for name, tensor in load_file(text / "model.safetensors").items():
-        is_head = prefix == _NEW and name.startswith("lm_head")
-        tensors[name if is_head else prefix + name.removeprefix("model." if prefix == _NEW else "")] = tensor
+        is_head = prefix != _OLD and name.startswith("lm_head")
+        inner = name if prefix == _OLD else name.removeprefix("model.").removeprefix("backbone.")
+        tensors[name if is_head else prefix + inner] = tensor
     tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
     fields = json.loads((text / "config.json").read_text())
@@ -34,7 +35,15 @@ def wrap(text: Path, whole: Path, architecture: str, kind: str, *, prefix: str, 
     (whole / "config.json").write_text(json.dumps({**config, **further}))
 
 
-_CASES = [(whole, kind, text) for whole, kinds in TEXT_PARTS.items() for kind, text in kinds.items()]
+_LANGUAGE_MODELS = 3
+"""An architecture of more kinds of text parts takes any."""
+SHORT = ("Idefics3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration")
+_CASES = [
+    pytest.param(whole, kind, text, marks=() if len(kinds) <= _LANGUAGE_MODELS or whole in SHORT else pytest.mark.slow)
+    for whole, kinds in TEXT_PARTS.items()
+    for number, (kind, text) in enumerate(kinds.items())
+    if number == 0 or len(kinds) <= _LANGUAGE_MODELS or whole == SHORT[1]
+]
 
 
 @pytest.mark.parametrize(("whole", "kind", "text"), _CASES, ids=lambda name: name)
@@ -43,11 +52,52 @@ def test_the_text_part_computes_what_the_text_model_computes(whole: str, kind: s
     alone = make_checkpoint(tmp_path / "text", variant.family, **variant.overrides)
     tokens = prompt(20)
     expected = PagedModel(alone).logits(tokens)
-    for number, prefix in enumerate((_OLD, _NEW)):
+    for number, prefix in enumerate((_OLD, _NEW, _TEXT_MODEL) if whole == SHORT[0] else (_OLD, _NEW)):
         wrap(alone, tmp_path / str(number), whole, kind, prefix=prefix)
         model = PagedModel(tmp_path / str(number))
         assert model.config.architecture == text
         assert torch.equal(model.logits(tokens), expected)
+
+
+@pytest.mark.parametrize("layers", ["blocks", "encoder.layers"])
+def test_names_as_transformers_saves_them_are_those_of_the_text_part(layers: str) -> None:
+    name = "0.self_attn.o_proj.weight"
+    assert text_name(f"language_model.model.{layers}.{name}") == f"model.layers.{name}"
+    assert text_name(f"model.vision_tower.{layers}.{name}") is None
+
+
+def test_qwen2_vl_is_read_as_it_was_published(tmp_path: Path) -> None:
+    """The fields of the text part are next to the others, and its tensors have the names of a text model's."""
+    variant = next(each for each in all_variants() if each.architecture == "Qwen2ForCausalLM")
+    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    tokens = prompt(20)
+    expected = PagedModel(path).logits(tokens)
+    tensors = load_file(path / "model.safetensors") | {"visual.patch_embed.proj.weight": torch.zeros(4, 4)}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    edit_json(
+        path / "config.json",
+        architectures=["Qwen2VLForConditionalGeneration"],
+        model_type="qwen2_vl",
+        rope_parameters=None,
+        rope_theta=10000.0,
+        rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]},
+        vision_config={"depth": 2},
+    )
+    assert torch.equal(PagedModel(path).logits(tokens), expected)
+
+
+def test_a_text_configuration_may_name_only_what_differs_from_the_default(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlavaForConditionalGeneration"],
+                "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+            }
+        )
+    )
+    found = ModelConfig.from_checkpoint(tmp_path)
+    assert (found.hidden_size, found.num_hidden_layers, found.vocab_size) == (4096, 32, 32000)
+    assert found.is_text_part
 
 
 def test_what_a_quantised_whole_excludes_is_named_as_the_text_part_has_it(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""Values of fields that a config.json may leave out, as transformers' config classes have them. Imports no torch.
+
+Those that only one architecture reads are in its `ConfigFacts`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from models.config.fields import Fields
+
+_LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "ArceeForCausalLM": {"max_position_embeddings": 4096},
+        "CwmForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "DeepseekV2ForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-06, "qk_rope_head_dim": 64},
+        "DeepseekV32ForCausalLM": {"qk_rope_head_dim": 64, "max_position_embeddings": 163840, "rms_norm_eps": 1e-06},
+        "DeepseekV3ForCausalLM": {"qk_rope_head_dim": 64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-06},
+        "Dots1ForCausalLM": {"max_position_embeddings": 2048},
+        "Ernie4_5ForCausalLM": {"num_key_value_heads": 2, "max_position_embeddings": 131072},
+        "Ernie4_5_MoeForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 131072},
+        "Exaone4ForCausalLM": {"max_position_embeddings": 2048},
+        "ExaoneMoeForCausalLM": {"max_position_embeddings": 2048},
+        "Glm4ForCausalLM": {"num_key_value_heads": 2, "max_position_embeddings": 131072},
+        "Glm4MoeForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05},
+        "Glm4MoeLiteForCausalLM": {"qk_rope_head_dim": 64, "max_position_embeddings": 202752, "rms_norm_eps": 1e-05},
+        "GlmForCausalLM": {"num_key_value_heads": 2, "max_position_embeddings": 131072},
+        "GlmMoeDsaForCausalLM": {"qk_rope_head_dim": 64, "max_position_embeddings": 202752, "rms_norm_eps": 1e-05},
+        "GptOssForCausalLM": {
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        "GraniteForCausalLM": {"max_position_embeddings": 2048},
+        "GraniteMoeForCausalLM": {"max_position_embeddings": 2048},
+        "HYV3ForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "HunYuanDenseV1ForCausalLM": {"max_position_embeddings": 2048},
+        "HunYuanMoEV1ForCausalLM": {"max_position_embeddings": 2048},
+        "KimiLinearForCausalLM": {"qk_rope_head_dim": 64, "max_position_embeddings": 1048576},
+        "Llama4ForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "LlamaForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-06},
+        "MiMoV2FlashForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 131072},
+        "MiniMaxForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "MiniMaxM2ForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 196608},
+        "MiniMaxM3VLForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 524288},
+        "Ministral3ForCausalLM": {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        "MinistralForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-06},
+        "MistralForCausalLM": {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-06,
+            "sliding_window": 4096,
+        },
+        "MixtralForCausalLM": {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+        },
+        "NemotronForCausalLM": {"max_position_embeddings": 4096},
+        "Olmo2ForCausalLM": {"max_position_embeddings": 2048},
+        "Olmo3ForCausalLM": {"max_position_embeddings": 2048},
+        "OlmoHybridForCausalLM": {"max_position_embeddings": 65536},
+        "OlmoeForCausalLM": {"max_position_embeddings": 4096},
+        "Phi3ForCausalLM": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05},
+        "PhimoeForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-06},
+        "Qwen2MoeForCausalLM": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-06},
+        "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-06},
+        "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06},
+        "Qwen3NextForCausalLM": {"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06},
+        "Qwen3_5ForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06},
+        "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06},
+        "SeedOssForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 524288, "rms_norm_eps": 1e-06},
+        "SmolLM3ForCausalLM": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-06},
+        "SolarOpenForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        "StableLmForCausalLM": {"max_position_embeddings": 4096},
+        "Starcoder2ForCausalLM": {"num_key_value_heads": 2, "max_position_embeddings": 4096},
+    }
+)
+_SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "GemmaForCausalLM": {
+            "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "head_dim": 256, "vocab_size": 256000, "max_position_embeddings": 8192,
+        },
+        "LlamaForCausalLM": {
+            "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "vocab_size": 32000,
+        },
+        "MistralForCausalLM": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "vocab_size": 32000,
+        },
+        "Qwen2ForCausalLM": {
+            "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "vocab_size": 151936,
+        },
+    }
+)  # fmt: skip
+"""Of text parts alone, whose configurations name what differs from the default."""
+_ROPES = frozenset({"rope_parameters", "rope_scaling"})
+
+
+def with_left_out(config: Fields, architecture: str, *, is_text_part: bool) -> Fields:
+    """`config` with values of fields that it does not have; a field that is null has a value."""
+    values = {**_LEFT_OUT.get(architecture, {}), **(_SIZES.get(architecture, {}) if is_text_part else {})}
+    if not _ROPES.isdisjoint(config.values):
+        values.pop("rope_parameters", None)
+    return Fields({**values, **config.values}, config.where)
