@@ -85,6 +85,10 @@ class GptOssExperts(FusedMoE):
             fill_rows(parameter, 0, mine[0::2], index)
             fill_rows(parameter, local, mine[1::2], index)
 
+    @staticmethod
+    def _rows_of_first(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1)
+
     def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         if parameter is not self.w2_bias:
             require_shape(loaded, (self.num_experts, self.intermediate_size, parameter.shape[1]))

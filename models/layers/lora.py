@@ -194,3 +194,28 @@ class LinearLoRA:
         owners = [number for number, adapter in self._adapters.items() for _ in range(len(adapter.a))]
         a = torch.cat([adapter.a for adapter in self._adapters.values()])
         return _FusedAdapters(a, b, torch.tensor(owners, device=first.device))
+
+
+class ExpertProducts(NamedTuple):
+    """An adapter's products of one projection of all experts on this rank, with its scale applied."""
+
+    a: torch.Tensor  # [experts, rank, the rank's in_features]
+    b: torch.Tensor  # [experts, the rank's out_features, rank]
+
+    def add(self, output: torch.Tensor, x: torch.Tensor, counts: list[int]) -> None:
+        """Add to the outputs of runs of rows, `counts[e]` of expert e. # [pairs, out], [pairs, in]"""
+        start = 0
+        for expert, count in enumerate(counts):
+            run = slice(start, start + count)
+            if count:
+                output[run].addmm_(x[run] @ self.a[expert].T, self.b[expert].T)
+            start += count
+
+
+class ExpertAdapter(NamedTuple):
+    """One adapter of a layer of experts."""
+
+    first: ExpertProducts | None = None
+    """Of the gates and ups."""
+    second: ExpertProducts | None = None
+    """Of the downs."""

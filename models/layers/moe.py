@@ -14,6 +14,7 @@ from torch import nn
 
 from models.attention.context import get_forward_context
 from models.layers.linear import PackedLinear, RowParallelLinear
+from models.layers.lora import ExpertAdapter, ExpertProducts
 from models.layers.norm import RMSNorm
 from models.layers.parameter import SourceNames, WeightPart, empty_parameter, fill_rows, packed_of, require_shape
 from models.ops import triton
@@ -168,6 +169,20 @@ class SparseMoE(nn.Module):
         return self.experts(hidden, *self.gate(hidden), shared, rounded=rounded)  # type: ignore[no-any-return]
 
 
+class StackProduct(NamedTuple):
+    """Of which stack of experts an adapter's product is."""
+
+    name: str
+    is_first: bool
+    """Whether it is that of gates and ups."""
+    is_exchanged: bool
+    """Whether its halves have the stack's outputs and inputs in exchange."""
+
+
+class AdapterError(Exception):
+    """A layer of experts takes no adapter in the form in which it is computed, with the reason."""
+
+
 class ExpertRow(NamedTuple):
     """One token's row by one expert of this rank, for an observer."""
 
@@ -247,6 +262,8 @@ class FusedMoE(nn.Module):
             )
         self._routed: set[tuple[int, bool, bool]] = set()
         """Calls with suspended kernels: experts of a token, and whether there were shared experts and a gate."""
+        self.adapters: dict[int, ExpertAdapter] = {}
+        """By number: adapters that change the experts."""
         self.shuffled: aiter_experts.ExpertWeights | None = None
         """The weights as aiter reads them, where it computes the layer."""
         self.expert_map: torch.Tensor | None
@@ -269,7 +286,106 @@ class FusedMoE(nn.Module):
         `shared`: this rank's part. `gate` [tokens, 1] float32: logits of the share of `shared` that is added; None:
         all of it. `rounded`: `hidden`, where it is rounded already.
         """
-        return self._sum(self._part(Routed(hidden, weights, ids, shared, gate, rounded)))
+        routed = Routed(hidden, weights, ids, shared, gate, rounded)
+        part = self._part(routed)
+        if self.adapters:
+            self._replace_adapted(part, routed)
+        return self._sum(part)
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """The names of the stacks of gates and ups, and of downs, in transformers' layer of experts."""
+        first, second = (name.rpartition(".")[2] for name in (self.names.stacked_gate_up, self.names.stacked_down))
+        return first, second
+
+    def stack_of(self, a: torch.Tensor, b: torch.Tensor) -> "StackProduct | None":
+        """The stack that an adapter's product is of, by its shape; None: of neither.
+
+        PEFT before 0.19 exchanges inputs and outputs of most families. # [.., in_features], [out_features, ..]
+        """
+        hidden_size, inner = self.w13.shape[-1], self.intermediate_size
+        whole = self.first_parts * inner
+        gate_up, down = self.stacks
+        shapes = {
+            (whole, hidden_size): StackProduct(gate_up, is_first=True, is_exchanged=True),
+            (hidden_size, inner): StackProduct(down, is_first=False, is_exchanged=True),
+            (hidden_size, whole): StackProduct(gate_up, is_first=True, is_exchanged=False),
+            (inner, hidden_size): StackProduct(down, is_first=False, is_exchanged=False),
+        }
+        return shapes.get((a.shape[-1], len(b)))
+
+    def add_adapter(
+        self, adapter: int, stack: "StackProduct", halves: tuple[torch.Tensor, torch.Tensor], scale: float, rank: int
+    ) -> None:
+        """Add adapter number `adapter`'s product of one stack, as PEFT saves it.
+
+        # halves: [experts * rank, in_features], [out_features, rank * experts]
+
+        Raises:
+            WeightShapeError: The product has another rank.
+            AdapterError: The layer is computed in a form that takes no such adapter.
+        """
+        reason = self._takes_no_adapter()
+        if reason is not None:
+            raise AdapterError(reason)
+        a, b = halves
+        require_shape(a, (self.num_experts * rank, a.shape[-1]))
+        require_shape(b, (len(b), rank * self.num_experts))
+        downs = a.reshape(self.num_experts, rank, -1)  # [experts, rank, in_features]
+        ups = b.reshape(len(b), rank, self.num_experts).permute(2, 0, 1)  # [experts, out_features, rank]
+        if stack.is_exchanged:
+            downs, ups = ups.transpose(1, 2), downs.transpose(1, 2)
+        local = self.w2.shape[2]
+        mine = slice(self.split.rank * local, (self.split.rank + 1) * local)
+        if stack.is_first:
+            parts = self._rows_of_first(ups).reshape(self.num_experts, self.first_parts, self.intermediate_size, rank)
+            ups = parts[:, :, mine].flatten(1, 2)
+        else:
+            downs = downs[:, :, mine]
+        dtype = a.dtype
+        product = ExpertProducts(downs.contiguous(), (ups.float() * scale).to(dtype).contiguous())
+        before = self.adapters.get(adapter, ExpertAdapter())
+        self.adapters[adapter] = before._replace(**{"first" if stack.is_first else "second": product})
+
+    @staticmethod
+    def _rows_of_first(rows: torch.Tensor) -> torch.Tensor:
+        """Rows of gates and ups, in the checkpoint's order, as the layer has them. # [experts, rows, rank]"""
+        return rows
+
+    def _takes_no_adapter(self) -> str | None:
+        """Why the layer takes no adapter; None: it does."""
+        if self.parallel.experts is not None:
+            return "enable_expert_parallel spreads the experts; leave it out"
+        if self.shuffled is not None:
+            return "aiter computes the experts; set attention_backend to triton"
+        if not self._is_packed and _are_stored(self.w13, self.w2):
+            return "the experts are computed from quantised weights; serve a checkpoint in 16 bits"
+        return None
+
+    def _replace_adapted(self, part: torch.Tensor, routed: Routed) -> None:
+        """Compute the rows of tokens whose adapter changes the experts again, with its products."""
+        for number, tokens in get_forward_context().lora or ():
+            adapter = self.adapters.get(number)
+            if adapter is not None:
+                rows = Routed(*(None if each is None else each[tokens] for each in routed[:5]))  # type: ignore[arg-type]
+                part[tokens] = self._adapted_part(rows, adapter)
+
+    def _adapted_part(self, routed: Routed, adapter: ExpertAdapter) -> torch.Tensor:
+        top_k = routed.ids.shape[1]
+        experts = routed.ids.flatten()
+        order = experts.argsort(stable=True)
+        counts, tokens = experts.bincount(minlength=self.num_experts), order // top_k
+        runs = counts.tolist()
+        first = grouped_linear(routed.hidden, self.w13, self.w13_bias, counts, tokens=tokens)
+        if adapter.first is not None:
+            adapter.first.add(first, routed.hidden[tokens], runs)
+        inner = self.activation(first)
+        products = grouped_linear(inner, self.w2, self.outer_bias, counts)
+        if adapter.second is not None:
+            adapter.second.add(products, inner, runs)
+        by_token = torch.empty_like(products)
+        by_token[order] = products
+        return self._weighted_sum(by_token.view(-1, top_k, products.shape[1]), routed)
 
     def _part(self, routed: Routed) -> torch.Tensor:
         """This rank's part of the sum over the ranks. # -> [tokens, hidden_size]"""
@@ -521,6 +637,10 @@ class FusedMoE(nn.Module):
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().view(torch.uint8)
+
+
+def _are_stored(*weights: nn.Parameter) -> bool:
+    return any(stored_of(weight) is not None for weight in weights)
 
 
 def _are_for_kernels(*weights: nn.Parameter) -> bool:

@@ -23,6 +23,7 @@ from models.layers.base import CausalLM
 from models.layers.linear import ParallelLinear
 from models.layers.lora import LinearLoRA, OutputPart, Span
 from models.layers.mla import MLAAttention
+from models.layers.moe import AdapterError, FusedMoE
 from models.layers.parameter import WeightShapeError, checkpoint_name, packed_parts
 from models.lora.config import LoRAConfig
 
@@ -54,6 +55,8 @@ class Adapter(NamedTuple):
     file: Path
     products: Mapping[str, Mapping[str, torch.Tensor]]
     """The halves A and B of each module, on the host."""
+    experts: Mapping[str, Mapping[str, torch.Tensor]]
+    """Those of stacks of experts, by the name of the layer that holds them, with `.base_layer` after all but one."""
 
     @classmethod
     def read(cls, model: CausalLM, path: Path) -> Self:
@@ -70,8 +73,11 @@ class Adapter(NamedTuple):
             products = {with_parts(parts, module): halves for module, halves in products.items()}
         if prefix is not None:
             products = {body_name(prefix, module): halves for module, halves in products.items()}
-        _require_all(products, config, targets, file)
-        return cls(config, file, products)
+        layers = _expert_layers(cast(nn.Module, model))
+        experts = {name: products.pop(name) for name in list(products) if _layer_name(name) in layers}
+        _require_all(products, config, targets, file, experts)
+        _require_stacks(experts, config, layers, file)
+        return cls(config, file, products, experts)
 
 
 def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -88,6 +94,21 @@ def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype
                 raise CheckpointError(
                     f"{module} in {adapter.file} has a product with {error} by its rank and config.json"
                 ) from error
+        layers = _expert_layers(cast(nn.Module, model))
+        for name, halves in adapter.experts.items():
+            experts, a, b = layers[_layer_name(name)], halves["A"], halves["B"]
+            stack = experts.stack_of(a, b)
+            assert stack is not None, "an adapter that was read fits the model"
+            parameter = f"{_layer_name(name)}.{stack.name}"
+            scale, rank = adapter.config.scale_of(parameter), adapter.config.rank_of(parameter)
+            try:
+                experts.add_adapter(number, stack, (a.to(device, dtype), b.to(device, dtype)), scale, rank)
+            except WeightShapeError as error:
+                raise CheckpointError(
+                    f"{parameter} in {adapter.file} has a product with {error} by its rank and config.json"
+                ) from error
+            except AdapterError as error:
+                raise CheckpointError(f"{adapter.file} changes {parameter}, but {error}") from error
     except BaseException:
         detach(model, number)
         raise
@@ -96,6 +117,8 @@ def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype
 def detach(model: CausalLM, number: int) -> None:
     """Remove the adapter of that number, which no row uses any more."""
     for module in cast(nn.Module, model).modules():
+        if isinstance(module, FusedMoE):
+            module.adapters.pop(number, None)
         lora = getattr(module, "lora", None)
         if isinstance(lora, LinearLoRA):
             lora.remove(number)
@@ -154,6 +177,52 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     return targets
 
 
+_NESTED = ".base_layer"
+"""PEFT nests the second adapter of a module's parameters, and says in no name which parameter one is of."""
+
+
+def _layer_name(name: str) -> str:
+    while name.endswith(_NESTED):
+        name = name.removesuffix(_NESTED)
+    return name
+
+
+def _expert_layers(model: nn.Module) -> dict[str, FusedMoE]:
+    """Each layer of experts by its names: transformers' and, where that differs, the checkpoint's."""
+    layers: dict[str, FusedMoE] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FusedMoE):
+            layers[name] = layers[checkpoint_name(name, model)] = module
+    return layers
+
+
+def _require_stacks(
+    experts: Mapping[str, Mapping[str, torch.Tensor]],
+    config: LoRAConfig,
+    layers: Mapping[str, FusedMoE],
+    file: Path,
+) -> None:
+    """Raise `CheckpointError` unless each product is of a stack of experts, and none is missing."""
+    found: set[tuple[FusedMoE, str]] = set()
+    for name, halves in experts.items():
+        layer = layers[_layer_name(name)]
+        stack = layer.stack_of(halves["A"], halves["B"])
+        if stack is None:
+            raise CheckpointError(
+                f"{name} in {file} has a product of {halves['A'].shape[-1]} inputs and {len(halves['B'])} outputs, "
+                f"which no stack of experts of the model has"
+            )
+        found.add((layer, stack.name))
+    missing = [
+        f"{name}.{stack}"
+        for name, layer in layers.items()
+        for stack in layer.stacks
+        if config.targets_parameter(f"{name}.{stack}") and (layer, stack) not in found
+    ]
+    if missing:
+        raise CheckpointError(f"{file} lacks {_some(missing)}; save the adapter again")
+
+
 def _products(file: Path) -> dict[str, dict[str, torch.Tensor]]:
     """The halves A and B of each module in an adapter's file, by the module's name."""
     if not file.is_file():
@@ -180,7 +249,11 @@ def _products(file: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _require_all(
-    products: Mapping[str, Mapping[str, torch.Tensor]], config: LoRAConfig, targets: Mapping[str, _Target], file: Path
+    products: Mapping[str, Mapping[str, torch.Tensor]],
+    config: LoRAConfig,
+    targets: Mapping[str, _Target],
+    file: Path,
+    experts: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> None:
     """Raise `CheckpointError` unless the products fit the model, and none is missing."""
     foreign = [module for module in products if module not in targets]
@@ -189,9 +262,14 @@ def _require_all(
             f"{file} holds {_some(foreign)}, of which the model makes no linear layer that takes adapters; it takes "
             f"them in {', '.join(sorted({name.rpartition('.')[2] for name in targets}))}"
         )
-    halved = [f"{module}.lora_{half}" for module, halves in products.items() for half in "AB" if half not in halves]
+    halved = [
+        f"{module}.lora_{half}"
+        for module, halves in (*products.items(), *experts.items())
+        for half in "AB"
+        if half not in halves
+    ]
     missing = [module for module in targets if module not in products and config.targets(module)]
-    if halved or missing or not products:
+    if halved or missing or not (products or experts):
         raise CheckpointError(f"{file} lacks {_some([*halved, *missing]) or 'every product'}; save the adapter again")
 
 
@@ -223,6 +301,8 @@ def group_by_adapter(
 def capture_obstacle(model: CausalLM) -> str | None:
     """Why graphs cannot capture decodes with adapters; None: they can."""
     for module in cast(nn.Module, model).modules():
+        if isinstance(module, FusedMoE) and module.adapters:
+            return "an adapter changes experts, whose tokens are counted on the host"
         if isinstance(module, MLAAttention) and module.kv_b_proj.lora is not None:
             return "an adapter changes kv_b_proj, so that its rows attend twice"
         lora = getattr(module, "lora", None)

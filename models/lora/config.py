@@ -6,7 +6,7 @@ Rank and scale of a module are as in PEFT: LoRA (Hu et al. 2021) scales by alpha
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,6 @@ _UNSUPPORTED = {
     "use_dora": "DoRA rescales the merged weights",
     "modules_to_save": "whole modules cannot be exchanged by request",
     "lora_bias": "a low-rank product has no bias here",
-    "target_parameters": "parameters outside of linear layers take no adapter",
     "trainable_token_indices": "embeddings take no adapter",
     "layer_replication": "the base model's layers are as they are",
     "alora_invocation_tokens": "an adapter holds for a whole request",
@@ -40,6 +39,8 @@ class LoRAConfig:
     rank_stabilized: bool
     target_modules: tuple[str, ...] | str
     """Names of modules or of their last parts, or one regular expression for whole names."""
+    target_parameters: tuple[str, ...] = ()
+    """Names of stacked experts, or their last parts."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     """Exceptions, by regular expression for the end of a module's name."""
@@ -62,6 +63,7 @@ class LoRAConfig:
             alpha=fields.number("lora_alpha"),
             rank_stabilized=fields.boolean("use_rslora", False),
             target_modules=_target_modules(fields),
+            target_parameters=fields.strings("target_parameters"),
             rank_pattern={key: int(value) for key, value in _pattern(fields, "rank_pattern", fractions=False).items()},
             alpha_pattern=_pattern(fields, "alpha_pattern", fractions=True),
             some_layers_only=any(fields.values.get(name) for name in ("layers_to_transform", "exclude_modules")),
@@ -81,7 +83,15 @@ class LoRAConfig:
         """Whether the adapter must hold a product for the module of that name."""
         if self.some_layers_only or isinstance(self.target_modules, str):
             return False
-        return any(module == name or module.endswith(f".{name}") for name in self.target_modules)
+        return _is_named(module, self.target_modules)
+
+    def targets_parameter(self, parameter: str) -> bool:
+        """Whether the adapter must hold a product for the stack of experts of that name."""
+        return not self.some_layers_only and _is_named(parameter, self.target_parameters)
+
+
+def _is_named(name: str, ends: Iterable[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
 def _reject_unsupported(fields: Fields) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
@@ -18,6 +19,8 @@ PROJECTIONS = {
     *("in_proj_qkvz", "in_proj_ba", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
 Weights = dict[str, torch.Tensor]
+STACKS = ("gate_up_proj", "down_proj")
+"""The stacks of a layer of experts, in the order in which PEFT nests their adapters."""
 
 
 def read_weights(checkpoint: Path) -> Weights:
@@ -95,6 +98,34 @@ def make_adapter(
         alpha_pattern={end: ranks[1] for end, ranks in own.items()},
     )
     return deltas
+
+
+def make_expert_adapter(
+    directory: Path, model: nn.Module, *, rank: int, alpha: float, is_transposed: bool, is_exchanged: bool = False
+) -> None:
+    """Write an adapter for the stacks of experts of transformers' `model`, and merge it into them as PEFT does.
+
+    `is_transposed`: stacks have input before output features. `is_exchanged`: as older versions of PEFT save others.
+    """
+    generator = torch.Generator().manual_seed(3)
+    tensors: Weights = {}
+    in_before_out = is_transposed or is_exchanged
+    for name, stack in model.named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        if not layer.endswith(".experts") or leaf not in STACKS:
+            continue
+        num_experts, first, second = stack.shape
+        inputs, outputs = (first, second) if in_before_out else (second, first)
+        a = torch.randn(num_experts * rank, inputs, generator=generator) * inputs**-0.5
+        b = torch.randn(outputs, rank * num_experts, generator=generator) * rank**-0.5
+        module = f"base_model.model.{layer}" + (".base_layer" if leaf == STACKS[0] else "")
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        downs, ups = a.reshape(num_experts, rank, inputs), b.reshape(outputs, rank, num_experts)
+        delta = torch.einsum("ore,eri->eio" if in_before_out else "ore,eri->eoi", ups, downs)
+        stack.data += delta * (alpha / rank)
+    write_adapter(
+        directory, tensors, r=rank, lora_alpha=alpha, target_parameters=[f"mlp.experts.{leaf}" for leaf in STACKS]
+    )
 
 
 def merge(directory: Path, checkpoint: Path, base: Weights, deltas: Weights) -> Path:

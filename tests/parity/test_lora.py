@@ -16,9 +16,17 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.architectures.registry import ARCHITECTURES
 from models.errors import CheckpointError
-from models.lora.adapters import load_adapters
+from models.lora.adapters import detach, load_adapters
 from models.lora.config import LoRAConfig
-from tests.parity.adapters import PROJECTIONS, make_adapter, merge, read_weights, write_adapter
+from tests.parity.adapters import (
+    PROJECTIONS,
+    STACKS,
+    make_adapter,
+    make_expert_adapter,
+    merge,
+    read_weights,
+    write_adapter,
+)
 from tests.parity.checkpoints import Family, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Reference, Row, assert_computes, prompt
 from tests.parity.runners import steps
@@ -148,6 +156,75 @@ def test_greedy_tokens_are_those_of_merged_weights_in_chunks_with_prefix_hits(se
     if runner.config.enable_prefix_caching:
         # The first prompt of each adapter finds nothing, the second the first's beginning.
         assert hits == [0, 0, 0, 32, 32, 32]
+
+
+EXPERTS = ("GptOssForCausalLM", "Qwen3MoeForCausalLM")
+MORE_EXPERTS = ("DeepseekV3ForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM", "PhimoeForCausalLM")
+
+
+def variant_of(architecture: str) -> Variant:
+    return next(each for each in first_variants() if each.architecture == architecture)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_exchanged"),
+    [
+        *((each, False) for each in EXPERTS),
+        pytest.param(EXPERTS[1], True, marks=pytest.mark.slow),
+        *(pytest.param(each, False, marks=pytest.mark.slow) for each in MORE_EXPERTS),
+    ],
+)
+def test_adapters_of_stacked_experts_compute_what_merged_stacks_do(
+    architecture: str, is_exchanged: bool, tmp_path: Path
+) -> None:
+    variant = variant_of(architecture)
+    checkpoint = make_checkpoint(tmp_path / "base", variant.family, **variant.overrides)
+    base, merged = Reference(checkpoint), Reference(checkpoint)
+    make_expert_adapter(
+        tmp_path / "wide",
+        merged.model,
+        rank=3,
+        alpha=4,
+        is_transposed=architecture == "GptOssForCausalLM",
+        is_exchanged=is_exchanged,
+    )
+    model = PagedModel(checkpoint)
+    load_adapters(model.model, {"wide": tmp_path / "wide"}, dtype=torch.float32, device=CPU)
+    rows = [Row(prompt(30 + i, seed=i), slot=i, adapter=adapter) for i, adapter in enumerate((WIDE, BASE, WIDE))]
+    found = model.step([(row, len(row.tokens)) for row in rows])
+    for row, logits in zip(rows, found, strict=True):
+        assert_computes(merged if row.adapter else base, row.tokens, logits)
+    detach(model.model, WIDE)
+    assert_computes(base, rows[0].tokens, model.logits(rows[0].tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lora_A": None}, r"lacks model.layers.0.mlp.experts.base_layer.lora_A"),
+        ({"": None}, r"lacks model.layers.0.mlp.experts.gate_up_proj; save"),
+        ({"lora_A": (24, 8)}, r"experts.base_layer in .* has a product of 8 inputs and 80 outputs, which no stack"),
+        ({"lora_A": (16, 64)}, r"has a product with shape \[16, 64\], where the model needs \[24, 64\]"),
+    ],
+)
+def test_adapters_of_experts_that_do_not_fit_are_refused_in_a_sentence(
+    changes: dict[str, tuple[int, int] | None], sentence: str, tmp_path: Path
+) -> None:
+    variant = variant_of("Qwen3MoeForCausalLM")
+    model = PagedModel(make_checkpoint(tmp_path / "base", variant.family, num_hidden_layers=1))
+    path = tmp_path / "wide"
+    make_expert_adapter(path, Reference(tmp_path / "base").model, rank=3, alpha=4, is_transposed=False)
+    tensors = load_file(path / "adapter_model.safetensors")
+    for end, shape in changes.items():
+        for name in [each for each in tensors if f".base_layer.{end}" in each]:
+            if shape is None:
+                del tensors[name]
+            else:
+                tensors[name] = torch.ones(shape)
+    targets = [f"mlp.experts.{leaf}" for leaf in STACKS]
+    write_adapter(path, tensors, r=3, target_parameters=targets)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_adapters(model.model, {"wide": path}, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("family", ["llama", "starcoder2"])

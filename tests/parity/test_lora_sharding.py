@@ -12,6 +12,7 @@ from models.architectures.config import ModelConfig
 from models.attention.context import LoRATokens
 from models.errors import CheckpointError
 from models.layers import lora as lora_layer
+from models.layers import moe
 from models.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
 from models.loading.loader import load_model
 from models.lora.adapters import Adapter, attach, detach, load_adapters
@@ -77,6 +78,31 @@ def test_products_of_row_layers_add_up(size: int) -> None:
         total += layer(part)
     deltas = {number: b @ a * scale for number, (a, b, _, scale) in halves.items()}
     torch.testing.assert_close(total, expected_rows(x, weight, deltas) + bias, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("two_adapters")
+@pytest.mark.parametrize("size", [2, 4])
+def test_products_of_experts_add_up(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "get_forward_context", vars(lora_layer)["get_forward_context"])
+    stacks, x = (random(3, 16, 10), random(3, 10, 8)), random(6, 10)
+    halves = ((random(6, 10), random(16, 6)), (random(6, 8), random(10, 6)))
+    ids = torch.tensor([[0, 2], [1, 2], [2, 0], [0, 1], [1, 0], [2, 1]])
+
+    def total(size: int) -> torch.Tensor:
+        found = torch.zeros(6, 10)
+        for parallel in ranks(size):
+            layer = moe.FusedMoE(10, 8, 3, parallel=parallel)
+            layer.reduces = False
+            for weight, stack in zip((layer.w13, layer.w2), stacks, strict=True):
+                fill(weight, stack, "stacked")
+            for a, b in halves:
+                product = layer.stack_of(a, b)
+                assert product is not None
+                layer.add_adapter(1, product, (a, b), 0.5, 2)
+            found += layer(x, torch.full((6, 2), 0.5), ids)
+        return found
+
+    torch.testing.assert_close(total(size), total(1), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("two_adapters")

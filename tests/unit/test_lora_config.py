@@ -72,7 +72,7 @@ def test_an_adapter_of_some_layers_must_hold_no_particular_module(tmp_path: Path
         ({"bias": "lora_only"}, 'bias of {file} is "lora_only"; it must be none'),
         ({"lora_bias": True}, "lora_bias of {file} is true"),
         ({"peft_type": "LOHA"}, 'peft_type of {file} is "LOHA"; it must be LORA'),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters of {file}"),
+        ({"target_parameters": "mlp.experts.gate_up_proj"}, "target_parameters of {file}"),
         ({"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights of {file} is "pissa_niter_4"; it must be another'),
         ({"r": 0}, "r of {file} is 0; it must be an integer from 1"),
         ({"r": ...}, "{file} has no r"),

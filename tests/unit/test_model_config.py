@@ -27,7 +27,7 @@ _LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 
 def parse(path: Path, generation: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
-    config = {**LLAMA, **fields}
+    config = {**LLAMA, "num_key_value_heads": fields.get("num_attention_heads", 4), **fields}
     (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
@@ -44,8 +44,9 @@ def refusal(path: Path, generation: dict[str, Any] | None = None, **fields: Any)
 
 
 def test_optional_fields_take_the_defaults_of_transformers(tmp_path: Path) -> None:
-    config = parse(tmp_path)
+    config = parse(tmp_path, num_key_value_heads=..., max_position_embeddings=..., rms_norm_eps=...)
     assert config.num_key_value_heads == 4
+    assert (config.max_model_len, config.rms_norm_eps) == (2048, 1e-6)
     assert config.head_dim == 16
     assert config.rope.theta == 10000.0
     assert (config.attention_bias, config.mlp_bias, config.tie_word_embeddings) == (False, False, False)
@@ -108,8 +109,6 @@ def test_a_dynamic_rope_serves_its_original_context_unless_more_is_asked_for(tmp
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
-        "max_position_embeddings",
-        "rms_norm_eps",
     ],
 )
 def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
@@ -181,6 +180,7 @@ def test_an_unknown_quantisation_is_refused_with_the_supported_ones(tmp_path: Pa
     [
         ("MistralForCausalLM", {"sliding_window": 512}, (512, 512, 512)),
         ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
+        ("MistralForCausalLM", {}, (4096, 4096)),
         ("LlamaForCausalLM", {"sliding_window": 512}, (None, None, None)),
         ("MinistralForCausalLM", {}, (4096, 4096)),
         ("MinistralForCausalLM", {"sliding_window": None}, (None, None)),
