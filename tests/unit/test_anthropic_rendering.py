@@ -21,7 +21,7 @@ from server.parsing.dialects.hermes import HermesParser
 from server.parsing.parser import (
     AnswerParser,
     ArgumentsPart,
-    Behind,
+    ChainedParsers,
     Part,
     ReasoningPart,
     TextPart,
@@ -214,11 +214,11 @@ def test_the_prompt_is_split_into_new_cached_and_newly_cached_and_never_without_
 ) -> None:
     usage = Usage(prompt, 5, prompt + 5, PromptTokensDetails(cached))
     renderer = renderer_of(cache_block_size=block_size)
-    told = assembled(stream_of(renderer, [last("a")], usage))["usage"]
+    reported = assembled(stream_of(renderer, [last("a")], usage))["usage"]
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-    assert tuple(told[name] for name in names) == counts
+    assert tuple(reported[name] for name in names) == counts
     assert sum(counts) == prompt
-    assert told["output_tokens"] == 5
+    assert reported["output_tokens"] == 5
 
 
 def test_a_request_with_context_management_hears_that_nothing_was_cleared() -> None:
@@ -245,7 +245,7 @@ ANSWER += '<tool_call>\n{"name": "find", "arguments": {"a": "ü\\n"}}\n</tool_ca
 def real_parser() -> AnswerParser:
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
     use = ToolUse.of([validate(tool, FunctionTool, allow_unknown=False)], "auto")
-    return Behind(TaggedReasoning(REASONING_DIALECTS["think"]), HermesParser(use))
+    return ChainedParsers(TaggedReasoning(REASONING_DIALECTS["think"]), HermesParser(use))
 
 
 def cut_at(cuts: Sequence[int]) -> dict[str, Any]:
