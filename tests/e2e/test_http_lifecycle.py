@@ -46,6 +46,11 @@ def text_of(events: str) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
+def fingerprints_of(events: str) -> set[str]:
+    """The `system_fingerprint`s of a stream's chunks."""
+    return {json.loads(line[6:])["system_fingerprint"] for line in events.splitlines() if line.startswith("data: {")}
+
+
 def test_the_start_line_says_what_is_served_where(server: KaonServer) -> None:
     assert server.start_line.startswith("Kaon ")
     assert f"serving {MODEL} on {server.url} (ready in " in server.start_line
@@ -180,6 +185,8 @@ def test_when_the_engine_dies_streams_go_on(start_server: StartServer, tmp_path:
     assert server.metric("kaon_core_restarts_total") == 1
     assert server.metric("kaon_requests_resumed_total") == 1
     assert server.core.pid != core.pid
+    after = receive_all(server, "/v1/completions", max_tokens=1)
+    assert len(fingerprints_of(undisturbed) | fingerprints_of(events) | fingerprints_of(after)) == 1
     assert "Traceback" not in server.stderr
 
 
