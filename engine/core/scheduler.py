@@ -504,7 +504,7 @@ class Scheduler:
                 # Rows are padded to one length, for which their contexts need room.
                 return False
         if self.step_budget is not None:
-            rows, lengths = self.step_budget.take_turns(rows, lengths, 1 + self.mtp_k)
+            rows, lengths = self.step_budget.take_turns(rows, lengths, self.drafts.tokens_per_row(rows.seqs))
         self.drafts.propose(rows.seqs, step.budget)
         # A sequence grows by at most 1 + k tokens a step: only these may have filled a block, or may need another one.
         size, k, lookahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_lookahead_tokens

@@ -217,7 +217,7 @@ class StepBudget:
             return min(count, max(fitting, _CHUNK_MULTIPLE))
         return fitting if fitting >= _LEAST_CHUNK else 0
 
-    def take_turns(self, rows: DecodeRows, lengths: list[int], tokens_per_row: int) -> tuple[DecodeRows, list[int]]:
+    def take_turns(self, rows: DecodeRows, lengths: list[int], tokens_per_row: float) -> tuple[DecodeRows, list[int]]:
         """Of several owners' decodes, as many as the bound suffices for: those of each owner take turns."""
         seqs = rows.seqs
         if self._is_alone or len(seqs) <= len(rows.costs):

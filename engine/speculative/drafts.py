@@ -128,6 +128,14 @@ class Drafts:
             return False
         return not self._drafts_by_model or self.plan.is_idle
 
+    def tokens_per_row(self, seqs: Rows[Sequence]) -> float:
+        """Tokens that the next step computes of each of these sequences in the mean, before `propose`."""
+        if not self.are_on or not seqs or self._pause_left:
+            return 1.0
+        if self._drafts_by_model:
+            return 1.0 + sum(len(seq.spec_token_ids) for seq in seqs) / len(seqs)
+        return 1.0 if self.plan.is_idle else 1.0 + self.max_drafts
+
     def num_next(self, seqs: Collection[Sequence], num_decodes: int, *, is_current: bool = True) -> list[int] | None:
         """Drafts that the runner is to make of each row of a step for the next one; None where it makes none.
 

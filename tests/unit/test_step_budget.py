@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config.config import SpeculativeConfig
 from engine.core.step_time import StepWork
 from tests.simulated_engine import SimulatedEngine, device
 
@@ -111,6 +112,23 @@ def test_decodes_of_several_owners_that_do_not_fit_a_step_take_turns() -> None:
     assert max(gained) < 20
     made.run()
     assert all(len(seq.token_ids) == 16 + 150 for seq in many)
+
+
+@pytest.mark.parametrize("method", ["eagle", "ngram"])
+def test_a_step_has_as_many_decodes_as_without_drafts_while_none_are_made(method: str) -> None:
+    decodes = []
+    for drafts in (None, SpeculativeConfig(speculative_method=method, num_speculative_tokens=3)):
+        made = engine(max_num_seqs=512, speculative_config=drafts)
+        if drafts is not None:
+            # No drafts pay at these costs.
+            for num_tokens in (1, 400, 512, 1600):
+                made.scheduler.drafts.plan.costs.note_step(num_tokens, 0.01 * num_tokens)
+        for owner in ("many", "others"):
+            for _ in range(200):
+                made.add(16, 40, owner=owner, at=made.now)
+        made.run()
+        decodes.append(statistics.median(batch.total_seqs_num_decode for batch, _ in made.steps))
+    assert decodes[1] >= 0.9 * decodes[0]
 
 
 def test_a_plain_configuration_has_no_bound() -> None:
