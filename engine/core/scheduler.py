@@ -700,9 +700,9 @@ class Scheduler:
         self.begin_step(batch)
         return self.read_step(fwd_output)
 
-    def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Learn how long a step took that was read."""
-        self.drafts.note_duration(batch, seconds)
+    def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
+        """Learn how long a step took that was read, with its drafting where that was `drafts_on_device`."""
+        self.drafts.note_duration(batch, seconds, drafts_on_device=drafts_on_device)
         if self.step_budget is not None:
             self.step_budget.note(batch, seconds)
 

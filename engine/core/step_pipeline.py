@@ -228,7 +228,7 @@ class StepPipeline:
         outputs = self._scheduler.read_step(output)
         now = time.perf_counter()
         seconds, self._last_end = now - max(flight.launched, self._last_end), now
-        self._scheduler.note_duration(flight.batch, seconds)
+        self._scheduler.note_duration(flight.batch, seconds, drafts_on_device=flight.step.drafts_on_device)
         self._update_record()
         failed = None if following is None else self._sample(following)
         on_read(outputs, flight.batch.kind, seconds)

@@ -49,14 +49,17 @@ _LARGEST_FACTOR = 1.5
 """Most that one measurement may raise a mean by, as its multiple."""
 _EXACT = 8
 """Sizes up to which each is measured by itself; above, those of each eighth of a power of two together."""
-_STEPS_JUDGED = 64
-"""Steps over which gains and costs are summed before drafting is stopped, or goes on; then half are forgotten."""
+_STEPS_JUDGED, _LEAST_STEPS = 64, 12
+"""Steps over which gains and costs are summed before drafting goes on, and half are forgotten, or is stopped for a
+small loss; and steps before it is stopped for a large loss."""
 _MOST_DRAFTING = 4.0
 """Most that drafting after a step of decodes counts for, in plain steps: others may have interrupted it."""
-_LEAST_LOSS = 0.005
-"""Share of the time that drafts have to lose before they are stopped."""
-_FIRST_STOP, _LONGEST_STOP = 8.0, 64.0
+_LEAST_LOSS, _LARGE_LOSS = 0.005, 0.03
+"""Shares of the time: a small and a large loss."""
+_FIRST_STOP, _LONGEST_STOP = 16.0, 128.0
 """How long drafting is stopped at first, in units of the time in which it lost, and at most. Each stop doubles it."""
+_WITHOUT_PROMPTS = 8.0
+"""How many times its duration a step of decodes shortens a stop by: drafts may gain soon where no prompts come."""
 _STALE_STEPS = 4096
 """Steps after which a cost that was not measured again is forgotten."""
 _STEPS_WITH_DRAFTS = 512
@@ -117,6 +120,8 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._steps, self._kept_steps, self._catching_up = _Means(), _Means(), _Means()
+        self._drafting_steps = _Means()
+        """Of steps that cannot be measured without the drafting after them."""
         self._drafting: dict[int, _Means] = {}
         """Of each number of rows, by depth."""
         self._rows: list[int] = []
@@ -127,6 +132,11 @@ class StepCosts:
         """Learn how long a step of decodes took, without drafting."""
         self._num_steps += 1
         self._steps.note(_size(num_tokens), seconds, self._num_steps)
+
+    def note_drafting_step(self, num_tokens: int, seconds: float) -> None:
+        """As `note_step`, of a step with the drafting after it, which the device does before the step is read."""
+        self._num_steps += 1
+        self._drafting_steps.note(_size(num_tokens), seconds, self._num_steps)
 
     def note_drafting(self, work: DraftWork) -> None:
         """Learn how long it took to draft."""
@@ -149,6 +159,11 @@ class StepCosts:
     def step(self, num_tokens: int) -> float:
         """Expected seconds of a step; where larger sizes are unknown, those of the largest known: it is tried."""
         return self._steps.at(_size(num_tokens), self._since) or 0.0
+
+    def with_drafting(self, num_tokens: int, num_rows: int, depth: int) -> float:
+        """Expected seconds of a step, and of making `depth` drafts of `num_rows` rows after it."""
+        whole = self._drafting_steps.at(_size(num_tokens), self._since)
+        return self.step(num_tokens) + self.drafting(num_rows, depth) if whole is None else whole
 
     def keeping(self, num_rows: int) -> float:
         """Expected seconds by which a step takes longer if the drafter keeps its hidden states."""
@@ -234,22 +249,21 @@ class NetGain:
         """Whether no sequence is to draft, and the drafter to compute no prompts."""
         return self._left > 0.0
 
-    def note(self, seconds: float, gained: float) -> None:
+    def note(self, seconds: float, gained: float, *, has_prompts: bool) -> None:
         """Count a step that took `seconds`, in which drafts gained so many; less than 0: they cost as many."""
         if self._left > 0.0:
-            self._left -= seconds
+            self._left -= seconds if has_prompts else _WITHOUT_PROMPTS * seconds
             return
         self._net += gained
         self._seconds += seconds
         self._steps += 1
-        if self._steps < _STEPS_JUDGED:
-            return
-        if self._net < -_LEAST_LOSS * self._seconds:
+        is_long = self._steps >= _STEPS_JUDGED
+        if self._net < -(_LEAST_LOSS if is_long else _LARGE_LOSS) * self._seconds and self._steps >= _LEAST_STEPS:
             self._left = self._factor * self._seconds
             self._factor = min(2.0 * self._factor, _LONGEST_STOP)
             self._net = self._seconds = 0.0
             self._steps = 0
-        else:
+        elif is_long:
             if self._net > 0.0:
                 self._factor = _FIRST_STOP
             self._net, self._seconds, self._steps = 0.5 * self._net, 0.5 * self._seconds, self._steps // 2
@@ -322,12 +336,16 @@ class DraftPlan:
         record = self._records.get(seq.id)
         return self._first_limit if record is None else record.limit
 
-    def note_step(self, num_rows: int, num_tokens: int, seconds: float, *, is_kept: bool = False) -> None:
-        """Learn how long a step of decodes took, without drafting.
+    def note_step(
+        self, num_rows: int, num_tokens: int, seconds: float, *, is_kept: bool = False, has_drafted: bool = False
+    ) -> None:
+        """Learn how long a step of decodes took, without drafting unless `has_drafted`.
 
         `is_kept`: nothing was drafted after it, but the drafter has kept its hidden states.
         """
-        if is_kept and num_tokens == num_rows:
+        if has_drafted:
+            self.costs.note_drafting_step(num_tokens, seconds)
+        elif is_kept and num_tokens == num_rows:
             self.costs.note_kept_step(num_tokens, seconds)
         else:
             self.costs.note_step(num_tokens, seconds)
@@ -341,11 +359,11 @@ class DraftPlan:
             gained = -drafting_seconds - num_rejected / num_tokens * max(0.0, seconds - drafting_seconds)
         elif num_drafts or drafting_seconds:
             plain = self.costs.step(num_rows)
-            gained = plain * (1.0 + num_accepted / num_rows) - self.costs.step(num_rows + num_drafts)
+            gained = plain * (1.0 + num_accepted / num_rows) - self.costs.with_drafting(num_rows + num_drafts, 0, 0)
             gained -= min(drafting_seconds, _MOST_DRAFTING * plain)
         else:
             gained = 0.0
-        self.net_gain.note(seconds, gained)
+        self.net_gain.note(seconds, gained, has_prompts=batch.total_seqs_num_prefill > 0)
 
     def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
         """Decide for the sequences of a step, which has room for `room` drafts, and for the next ones.
@@ -404,7 +422,7 @@ class DraftPlan:
         best_try, self._try_cost = _LEAST_GAIN, None
         for depth in range(1, self._max_drafts + 1 if room > 0 else 1):
             num_most = min(num_rows * depth, room)
-            seconds = self.costs.step(num_rows + num_most) + self.costs.drafting(num_rows, depth)
+            seconds = self.costs.with_drafting(num_rows + num_most, num_rows, depth)
             pace = plain / seconds if plain else 1.0
             gain = (1.0 + _expected(_RATE_IN_TRIES, depth) * num_most / (num_rows * depth)) * pace
             if gain > best_try:
@@ -420,8 +438,7 @@ class DraftPlan:
                 continue
             # The geometric mean: a large gain of a few sequences does not make up for a slowdown of all others.
             progress = sum(math.log1p(_expected(rate, n)) for rate, n in zip(rates, chosen, strict=True) if n)
-            seconds = self.costs.step(num_rows + num_drafts)
-            seconds += self.costs.drafting(sum(map(bool, chosen)), max(chosen))
+            seconds = self.costs.with_drafting(num_rows + num_drafts, sum(map(bool, chosen)), max(chosen))
             gain = math.exp(progress / num_rows) * (plain / seconds if plain else 1.0)
             if gain > best:
                 best, limits = gain, chosen

@@ -251,8 +251,8 @@ class Drafts:
                 lookup.note(len(seq.token_ids), len(drafts), max(0, num_new - 1))
         return without_token
 
-    def note_duration(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Learn how long the step took that was read last."""
+    def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
+        """Learn how long the step took that was read last, with its drafting where that was `drafts_on_device`."""
         if not self.are_on:
             return
         if self.plan.net_gain.is_stopped or not self._pause_left:
@@ -262,7 +262,9 @@ class Drafts:
         if batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
             seconds += self._schedule_seconds - self._draft_seconds
             is_kept = self._drafts_by_model and bool(batch.num_next_drafts) and not any(batch.num_next_drafts)
-            self.plan.note_step(batch.total_seqs_num_decode, batch.total_tokens_num, seconds, is_kept=is_kept)
+            has_drafted = drafts_on_device and any(batch.num_next_drafts)
+            sizes = batch.total_seqs_num_decode, batch.total_tokens_num
+            self.plan.note_step(*sizes, seconds, is_kept=is_kept, has_drafted=has_drafted)
 
     def forget(self, seq: Sequence) -> None:
         """Free what is kept of a sequence that finished."""

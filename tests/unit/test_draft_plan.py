@@ -272,6 +272,12 @@ def test_drafting_goes_on_where_drafts_save_more_than_prompts_cost() -> None:
     assert not gains.num_stopped
 
 
+def test_drafting_after_which_every_step_has_prompts_stops_at_once() -> None:
+    loses = Prompts(every=1, drafting=0.002, accepted=0)
+    assert loses.run(40) > 0.93
+    assert loses.run(10_000) > 0.995
+
+
 def test_drafting_that_was_stopped_begins_again_when_prompts_end() -> None:
     changes = Prompts(every=2, drafting=0.003, accepted=2)
     changes.run(500)
@@ -288,14 +294,27 @@ def test_nothing_is_planned_or_kept_while_drafting_is_stopped_and_states_are_kep
     simulation.run(100)
     gain = simulation.plan.net_gain
     while not gain.is_stopped:
-        gain.note(0.01, -0.01)
+        gain.note(0.01, -0.01, has_prompts=True)
     while gain.is_stopped:
         simulation.run(1)
         assert simulation.plan.is_idle or not gain.is_stopped
-        gain.note(0.01, 0.0)
+        gain.note(0.01, 0.0, has_prompts=True)
     kept, drafted = 0, 0
     while not drafted:
         simulation.run(1)
         drafted = sum(simulation._drafts)
         kept += simulation.plan.is_keeping
     assert kept >= KEPT_STEPS
+
+
+def test_drafting_on_the_device_is_no_part_of_what_a_plain_step_costs() -> None:
+    costs = StepCosts()
+    costs.note_step(1, 0.010)
+    for num_tokens in (4, 8):
+        costs.note_drafting_step(num_tokens, 0.015)
+    assert costs.with_drafting(4, 1, 3) == 0.015
+    assert costs.step(4) == 0.010
+    costs = StepCosts()
+    costs.note_step(1, 0.010)
+    costs.note_drafting(DraftWork(0.002, 1, 3))
+    assert costs.with_drafting(4, 1, 3) == pytest.approx(0.012)
