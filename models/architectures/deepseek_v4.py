@@ -1,5 +1,6 @@
 """DeepSeek-V4: compressed attention, hyper-connections, and experts that some layers choose by the token alone."""
 
+import dataclasses
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from torch import nn
 from models.architectures.config import ModelConfig
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.architectures.registry import ConfigFacts, architecture
+from models.attention.context import get_forward_context
 from models.config.fields import Fields
 from models.config.rope import RopeConfig, parse_rope
 from models.errors import CheckpointError
@@ -110,6 +112,8 @@ def _complete(fields: Fields) -> Fields:
         if not set(ratios) <= _KINDS.keys():
             raise fields.invalid("compress_ratios", f"a list of {', '.join(map(str, _KINDS))}")
         values["layer_types"] = [_KINDS[ratio] for ratio in ratios]
+        # One more for each layer that predicts further tokens.
+        values["mtp_layer_type"] = _KINDS.get((*fields.integers("compress_ratios"), 0)[count], _WINDOW)
     elif not fields.strings("layer_types"):
         values["layer_types"] = [_HEAVY if layer < 2 or layer % 2 == 0 else _SPARSE for layer in range(count)]
     if not fields.strings("mlp_layer_types"):
@@ -282,15 +286,26 @@ def _attention(
     )
 
 
+def further_layer(config: ModelConfig) -> ModelConfig:
+    """The configuration with one more layer, of those that predict further tokens."""
+    fields, count = config.fields, config.num_hidden_layers
+    kinds = [*fields.strings("layer_types"), fields.string("mtp_layer_type", _WINDOW)]
+    routed = [*fields.strings("mlp_layer_types"), _ROUTED]
+    values = {**fields.values, "layer_types": kinds, "mlp_layer_types": routed}
+    return dataclasses.replace(config, num_hidden_layers=count + 1, fields=Fields(values, fields.where))
+
+
 class DeepseekV4Model(DecoderBody):
     """Embedding, decoder layers, the sum of the streams and the final norm."""
+
+    keeps_streams: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         self.count = config.fields.integer("hc_mult")
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
-        self.compress_rotary_emb = RotaryEmbedding(_compress_rope(config), config.max_model_len)
+        self.compress_rotary_emb = RotaryEmbedding(compress_rope(config), config.max_model_len)
         self.layers = nn.ModuleList(
             DeepseekV4DecoderLayer(config, layer, self.compress_rotary_emb, parallel)
             for layer in range(config.num_hidden_layers)
@@ -305,10 +320,16 @@ class DeepseekV4Model(DecoderBody):
         plain, compressed = self.rotary_emb(positions), self.compress_rotary_emb(positions)
         for layer in self.layers:
             streams = layer(streams, input_ids, compressed if layer.is_compressed else plain)
+        # Drafters read what comes out of the last layer, a stream as if it were a layer's.
+        context = get_forward_context()
+        for number in range(self.count):
+            if len(self.layers) + number in context.stream_layers:
+                context.streams[len(self.layers) + number] = streams[:, number].contiguous()
         return self.norm(self.hc_head(streams))  # type: ignore[no-any-return]
 
 
-def _compress_rope(config: ModelConfig) -> RopeConfig:
+def compress_rope(config: ModelConfig) -> RopeConfig:
+    """Of entries, and of layers that have some."""
     parameters = config.fields.section("compress_rope")
     assert parameters is not None, "the configuration is complete"
     rope = parse_rope(

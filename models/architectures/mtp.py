@@ -13,13 +13,23 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.deepseek_v2 import DeepseekV2ForCausalLM
+from models.architectures.deepseek_v4 import (
+    DeepseekV4DecoderLayer,
+    DeepseekV4ForCausalLM,
+    compress_rope,
+    further_layer,
+)
 from models.architectures.draft_head import DraftHead, TargetWeights
 from models.architectures.glm4_moe import Glm4MoeForCausalLM
 from models.architectures.llama import LlamaDecoderLayer, LlamaForCausalLM
 from models.architectures.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from models.architectures.qwen3_next import Qwen3NextForCausalLM
+from models.layers.base import CacheSpec
+from models.layers.compressed import CompressedAttention
+from models.layers.hyper_connection import HyperHead
 from models.layers.linear import ColumnParallelLinear, ParallelLMHead, VocabParallelEmbedding
 from models.layers.norm import OffsetRMSNorm, RMSNorm
+from models.layers.rotary import RotaryEmbedding
 from models.ops.columns import join_columns
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
@@ -143,9 +153,60 @@ class Qwen3_5MoeMTP(Qwen3NextMTP):
     architecture = Qwen3_5MoeForCausalLM
 
 
-MTP_OF: dict[str, type[LayeredMTP | Qwen3NextMTP]] = {
+class DeepseekV4Predictor(DeepseekV4DecoderLayer):
+    """A decoder layer with what fuses its streams, and what makes logits of them."""
+
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, parallel: TensorParallel) -> None:
+        super().__init__(further_layer(config), config.num_hidden_layers, rotary, parallel)
+        size, eps, fields = config.hidden_size, config.rms_norm_eps, config.fields
+        self.enorm, self.hnorm, self.norm = RMSNorm(size, eps), RMSNorm(size, eps), RMSNorm(size, eps)
+        self.e_proj, self.h_proj = ColumnParallelLinear(size, size), ColumnParallelLinear(size, size)
+        self.hc_head = HyperHead(size, fields.integer("hc_mult"), fields.number("hc_eps"), eps)
+
+
+class DeepseekV4MTP(DraftHead):
+    """The tensors `mtp.0.*` of DeepSeek-V4, which read and return all streams, before they are summed up.
+
+    Embedding and head are the target's, as in DeepSeek's own code, whatever copies the checkpoint holds.
+    """
+
+    packed_modules_mapping = DeepseekV4ForCausalLM.packed_modules_mapping
+
+    def __init__(self, config: ModelConfig, target: TargetWeights, parallel: TensorParallel = SINGLE_RANK) -> None:
+        embedding, head = target
+        assert embedding is not None, "the target's is used"
+        assert head is not None, "the target's is used"
+        super().__init__(config, embedding, head)
+        count = config.fields.integer("hc_mult")
+        self.count, self.hidden_size = count, count * config.hidden_size
+        self.hidden_layers = tuple(range(config.num_hidden_layers, config.num_hidden_layers + count))
+        self.compress_rotary_emb = RotaryEmbedding(compress_rope(config), config.max_model_len)
+        self.mtp = nn.ModuleList([DeepseekV4Predictor(config, self.compress_rotary_emb, parallel)])
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DraftLM`. # the streams next to each other: [tokens, hc_mult * hidden_size]"""
+        layer, num_tokens = cast(DeepseekV4Predictor, self.mtp[0]), len(input_ids)
+        rows = hidden.view(num_tokens * self.count, -1)
+        streams = layer.h_proj(layer.hnorm(rows)).view(num_tokens, self.count, -1)
+        streams = streams + layer.e_proj(layer.enorm(self.embed_tokens(input_ids)))[:, None]
+        rotary = self.compress_rotary_emb if layer.is_compressed else self.rotary_emb
+        return layer(streams, input_ids, rotary(positions)).flatten(1)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DraftLM`."""
+        layer = cast(DeepseekV4Predictor, self.mtp[0])
+        return self.lm_head(layer.norm(layer.hc_head(hidden.view(len(hidden), self.count, -1))))  # type: ignore[no-any-return]
+
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """See `DraftLM`."""
+        layers = [module for module in self.modules() if isinstance(module, CompressedAttention)]
+        return [spec for layer in layers for spec in layer.cache_specs]
+
+
+MTP_OF: dict[str, type[LayeredMTP | Qwen3NextMTP | DeepseekV4MTP]] = {
     "DeepseekV3ForCausalLM": DeepseekMTP,
     "DeepseekV32ForCausalLM": DeepseekMTP,
+    "DeepseekV4ForCausalLM": DeepseekV4MTP,
     "Glm4MoeForCausalLM": Glm4MoeMTP,
     "GlmMoeDsaForCausalLM": DeepseekMTP,
     "Qwen3NextForCausalLM": Qwen3NextMTP,

@@ -14,8 +14,8 @@ from models.architectures.config import ModelConfig
 from models.architectures.draft_head import TargetWeights
 from models.architectures.eagle import Eagle, Eagle3, Eagle3Shape
 from models.architectures.llama import LlamaForCausalLM
-from models.architectures.mtp import MTP_OF, Qwen3NextMTP
-from models.architectures.registry import DRAFTERS
+from models.architectures.mtp import MTP_OF, DeepseekV4MTP, Qwen3NextMTP
+from models.architectures.registry import ARCHITECTURES, DRAFTERS
 from models.demo import CHECKPOINT_DIR, DRAFT_HEAD_DIR
 from models.errors import CheckpointError
 from models.layers.base import DraftLM
@@ -42,6 +42,8 @@ def load_mtp(target: DraftedModel, path: Path | None) -> DraftLM:
             f"must be one of {', '.join(MTP_OF)}"
         )
     model_class = MTP_OF[config.architecture]
+    if model_class is DeepseekV4MTP:
+        return _load_v4(target, path, config)
     is_named = issubclass(model_class, Qwen3NextMTP)
     prefix = "mtp." if is_named else f"model.layers.{config.num_hidden_layers}."
     files = tensor_files(path)
@@ -59,6 +61,26 @@ def load_mtp(target: DraftedModel, path: Path | None) -> DraftLM:
         config,
         lambda: model_class(config, weights, target.options.parallel),
         lambda name: not name.startswith(prefix) or name in unused,
+    )
+
+
+def _load_v4(target: DraftedModel, path: Path, config: ModelConfig) -> DraftLM:
+    prefix, model = "mtp.0.", cast(LlamaForCausalLM, target.model)
+    copies = (f"{prefix}emb.", f"{prefix}head.")
+    facts_name = ARCHITECTURES[config.architecture].facts.rename
+    assert facts_name is not None
+    if not any(name.startswith(prefix) for name in tensor_files(path)):
+        raise CheckpointError(
+            f"speculative_method is mtp, but {path} holds no tensors {prefix}*, which predict further tokens; choose "
+            "a checkpoint that was saved with them, or another method"
+        )
+    return load_draft_head(
+        target.options,
+        path,
+        config,
+        lambda: DeepseekV4MTP(config, TargetWeights(model.model.embed_tokens, model.lm_head), target.options.parallel),
+        lambda name: not name.startswith(prefix) or name.startswith(copies),
+        lambda name: facts_name(name).removeprefix("model.").replace(".model.hc_head.", ".hc_head."),
     )
 
 

@@ -109,6 +109,113 @@ class MTPPair:
         self.num_layers = num_layers
 
 
+_PUBLISHED_V4 = {
+    ".self_attn.compressor.indexer.": ".attn.indexer.compressor.",
+    ".self_attn.sinks": ".attn.attn_sink",
+    ".self_attn.q_a_norm": ".attn.q_norm",
+    ".self_attn.q_a_proj": ".attn.wq_a",
+    ".self_attn.q_b_proj": ".attn.wq_b",
+    ".self_attn.kv_proj": ".attn.wkv",
+    ".self_attn.o_a_proj": ".attn.wo_a",
+    ".self_attn.o_b_proj": ".attn.wo_b",
+    ".self_attn.": ".attn.",
+    ".input_layernorm": ".attn_norm",
+    ".post_attention_layernorm": ".ffn_norm",
+    ".attn_hc.": ".hc_attn_",
+    ".ffn_hc.": ".hc_ffn_",
+    ".mlp.gate.e_score_correction_bias": ".ffn.gate.bias",
+    ".mlp.": ".ffn.",
+}
+"""Parts of transformers' names of a layer of DeepSeek-V4, and those of published checkpoints."""
+
+
+class V4Pair:
+    """A target of DeepSeek-V4 with its MTP layer as published, and the same layers as one deeper model."""
+
+    def __init__(self, directory: Path, variant: Variant) -> None:
+        self.whole, self.path = directory / "whole", directory / "published"
+        kinds = {"layer_types": "sliding_attention", "mlp_layer_types": "moe"}
+        fields = {**variant.family.defaults, **variant.overrides}
+        self.num_layers = num_layers = fields["num_hidden_layers"]
+        deeper = {name: [*fields[name], kind] for name, kind in kinds.items()}
+        make_checkpoint(
+            self.whole, variant.family, **{**variant.overrides, **deeper, "num_hidden_layers": num_layers + 1}
+        )
+        shutil.copytree(self.whole, self.path)
+        tensors = load_file(self.whole / WEIGHTS)
+        config = json.loads((self.whole / CONFIG).read_text())
+        size, count = config["hidden_size"], config["hc_mult"]
+        draw = _Weights(1)
+        self.own = {
+            **{f"{name}.weight": draw.norm(size) for name in ("enorm", "hnorm", "norm")},
+            **{f"{name}.weight": draw.product(size, size) for name in ("e_proj", "h_proj")},
+            "hc_head_fn": draw.product(count, count * size),
+            "hc_head_base": draw.product(count, fan_in=4),
+            "hc_head_scale": draw.norm(1),
+        }
+        prefix = f"model.layers.{num_layers}."
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            published = name.replace(prefix, "mtp.0.")
+            for ours, theirs in _PUBLISHED_V4.items():
+                published = published.replace(ours, theirs)
+            tensors[published] = tensors.pop(name)
+        tensors |= {f"mtp.0.{name}": tensor for name, tensor in self.own.items()}
+        save_file(tensors, self.path / WEIGHTS, {"format": "pt"})
+        edit_json(self.path / CONFIG, num_hidden_layers=num_layers, num_nextn_predict_layers=1)
+        for name in kinds:
+            edit_json(self.path / CONFIG, **{name: fields[name]})
+
+
+class V4Reference:
+    """See `Reference`: DeepSeek's own code of the layer, in words of torch, around transformers' decoder layer."""
+
+    def __init__(self, pair: V4Pair) -> None:
+        self._own, self._num_layers = pair.own, pair.num_layers
+        deep = AutoModelForCausalLM.from_pretrained(pair.whole, dtype=torch.float32, attn_implementation="eager")
+        self._deep, self._head, self._layers = deep.eval().model, deep.lm_head.weight, list(deep.model.layers)
+        self._eps, self._hc_eps = deep.config.rms_norm_eps, deep.config.hc_eps
+        self._count: int = deep.config.hc_mult
+
+    def _through(
+        self, layers: list[nn.Module], embedded: torch.Tensor, streams: torch.Tensor | None, **ids: Any
+    ) -> Any:
+        """The streams after these layers, which the first of them receives. # [n, count, H]"""
+        self._deep.layers, found = nn.ModuleList(layers), []
+        hooks = [layers[-1].register_forward_hook(lambda _module, _args, output: found.append(output[0]))]
+        if streams is not None:
+            hooks.append(layers[0].register_forward_pre_hook(lambda _module, args: (streams[None], *args[1:])))
+        self._deep.config.num_hidden_layers = len(layers)
+        self._deep(use_cache=False, **(ids or {"inputs_embeds": embedded[None]}))
+        for hook in hooks:
+            hook.remove()
+        return found[0]
+
+    @torch.inference_mode()
+    def streams_of(self, tokens: list[int]) -> torch.Tensor:
+        """The target's after its last layer, next to each other. # [n, count * H]"""
+        ids = torch.tensor([tokens])
+        return self._through(self._layers[: self._num_layers], ids, None, input_ids=ids).flatten(1)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def forward(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        own, eps = self._own, self._eps
+        embedded = F.embedding(torch.tensor(tokens), self._deep.embed_tokens.weight)
+        read = rms(hidden.view(len(tokens), self._count, -1), own["hnorm.weight"], eps) @ own["h_proj.weight"].T
+        fused = read + (rms(embedded, own["enorm.weight"], eps) @ own["e_proj.weight"].T)[:, None]
+        return self._through(self._layers[self._num_layers :], embedded, fused).flatten(1)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = self._own
+        mixes = (hidden * (hidden.square().mean(-1, keepdim=True) + self._eps).rsqrt()) @ own["hc_head_fn"].T
+        shares = torch.sigmoid(mixes * own["hc_head_scale"] + own["hc_head_base"]) + self._hc_eps
+        summed = (shares[..., None] * hidden.view(len(hidden), self._count, -1)).sum(1)
+        return rms(summed, own["norm.weight"], self._eps) @ self._head.T
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
 _LAYERED = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
 
 

@@ -26,6 +26,8 @@ from tests.parity.draft_heads import (
     PagedDraft,
     Reference,
     TargetStates,
+    V4Pair,
+    V4Reference,
     load_head,
     make_eagle,
 )
@@ -34,7 +36,7 @@ from tests.parity.quantized_checkpoints import FP8_BLOCK_CONFIG, fp8_block
 from tests.parity.test_model_drafters import Steps, endless
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.thread_ranks import at_once, thread_ranks
-from tests.parity.variants import Variant, deepseek, gpt_oss, moe, qwen3_5, qwen3_next
+from tests.parity.variants import Variant, compressed, deepseek, gpt_oss, moe, qwen3_5, qwen3_next
 
 LENGTH, CHUNK, DRAFTS = 37, 23, 3
 SIZES: dict[str, dict[str, int]] = {
@@ -69,6 +71,12 @@ def mtp_case(directory: Path, variant: Variant, *, has_own: bool = False) -> Cas
     )
 
 
+def v4_case(directory: Path) -> Case:
+    pair = V4Pair(directory, compressed.VARIANTS[0])
+    reference = V4Reference(pair)
+    return Case("mtp", pair.path, None, reference, reference.streams_of(prompt(LENGTH)))
+
+
 def eagle_case(directory: Path, **options: bool | int) -> Case:
     target = make_checkpoint(directory / "target", "llama")
     path = make_eagle(directory / "head", target, version=1, **options)  # type: ignore[arg-type]
@@ -92,6 +100,7 @@ def variant_of(variants: list[Variant], architecture: str) -> Variant:
 CASES: dict[str, Callable[[Path], Case]] = {
     "DeepSeek-V3": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "DeepseekV3ForCausalLM")),
     "DeepSeek-V3.2": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "DeepseekV32ForCausalLM")),
+    "DeepSeek-V4": v4_case,
     "GLM-5": lambda path: mtp_case(path, variant_of(deepseek.VARIANTS, "GlmMoeDsaForCausalLM")),
     "GLM-4.5, own head": lambda path: mtp_case(path, variant_of(moe.VARIANTS, "Glm4MoeForCausalLM"), has_own=True),
     "Qwen3-Next": lambda path: mtp_case(path, qwen3_next.VARIANTS[0]),
@@ -174,7 +183,7 @@ def test_its_pass_is_recordable_unless_torch_computes_a_part(case: Case) -> None
         pytest.skip("the compiled operators are not there")
     drafter = case.load(dtype=torch.bfloat16)
     [architecture] = json.loads((case.target / CONFIG).read_text())["architectures"]
-    is_indexed = architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+    is_indexed = architecture in ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM")
     paged, features = PagedDraft(drafter, torch.bfloat16), case.hidden.shape[1]
 
     def record(positions: torch.Tensor) -> torch.Tensor:
