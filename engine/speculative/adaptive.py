@@ -49,9 +49,9 @@ _LARGEST_FACTOR = 1.5
 """Most that one measurement may raise a mean by, as its multiple."""
 _EXACT = 8
 """Sizes up to which each is measured by itself; above, those of each eighth of a power of two together."""
-_STEPS_JUDGED, _LEAST_STEPS = 64, 12
-"""Steps over which gains and costs are summed before drafting goes on, and half are forgotten, or is stopped for a
-small loss; and steps before it is stopped for a large loss."""
+_STEPS_JUDGED, _STEPS_JUDGED_AGAIN = 64, 12
+"""Steps over which gains and costs are summed before drafting is stopped, or goes on and half are forgotten; and steps
+after which it is stopped for a large loss, if it was stopped before."""
 _MOST_DRAFTING = 4.0
 """Most that drafting after a step of decodes counts for, in plain steps: others may have interrupted it."""
 _LEAST_LOSS, _LARGE_LOSS = 0.005, 0.03
@@ -258,7 +258,9 @@ class NetGain:
         self._seconds += seconds
         self._steps += 1
         is_long = self._steps >= _STEPS_JUDGED
-        if self._net < -(_LEAST_LOSS if is_long else _LARGE_LOSS) * self._seconds and self._steps >= _LEAST_STEPS:
+        if not is_long and (self._steps < _STEPS_JUDGED_AGAIN or self._factor == _FIRST_STOP):
+            return
+        if self._net < -(_LEAST_LOSS if is_long else _LARGE_LOSS) * self._seconds:
             self._left = self._factor * self._seconds
             self._factor = min(2.0 * self._factor, _LONGEST_STOP)
             self._net = self._seconds = 0.0

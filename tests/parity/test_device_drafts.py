@@ -16,7 +16,7 @@ from engine.runner.device_batch import DeviceBatch, DeviceInputs
 from engine.runner.input_batch import StepInputs
 from engine.runner.model_runner import ModelRunner
 from engine.sequence import Sequence
-from engine.speculative.adaptive import StepCosts
+from engine.speculative.adaptive import NetGain, StepCosts
 from models.attention.triton import TritonAttentionBackend
 from models.ops.triton.grids import most_pieces_within, num_pieces
 from tests.parity.ahead import Ahead, answers, waiting
@@ -39,8 +39,9 @@ __all__ = ["checkpoint", "triton_kernels"]
 @pytest.fixture(autouse=True)
 def tables_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Block tables are on the device, and the plan, which knows no costs, gives drafts whatever the machine does."""
-    for name in ("note_step", "note_kept_step", "note_drafting"):
+    for name in ("note_step", "note_kept_step", "note_drafting", "note_drafting_step"):
         monkeypatch.setattr(StepCosts, name, lambda *_: None)
+    monkeypatch.setattr(NetGain, "note", lambda *_, **__: None)
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturedTorchBackend())
 
 
