@@ -123,6 +123,10 @@ class ModelConfig(CheckpointConfig):
             config = facts.complete(config)
         if not facts.rotates_parts:
             config = rotated_whole(config)
+        if not facts.has_rotary_dim:
+            config = Fields(
+                {name: value for name, value in config.values.items() if name != "rotary_dim"}, config.where
+            )
         if facts.rename is not None and config.has("quantization_config"):
             named = with_names(config.values["quantization_config"], facts.rename)
             config = Fields({**config.values, "quantization_config": named}, config.where)

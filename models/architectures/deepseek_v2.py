@@ -130,8 +130,8 @@ def _shares_selection(config: ModelConfig, layer: int) -> bool:
         return max(layer - offset + 1, 0) % fields.integer("index_topk_freq", 1) != 0
     pattern = fields.values[name]
     kinds: list[str] = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
-    if len(kinds) != num_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
-        raise fields.invalid(name, f"{num_layers} times full or shared, the first of them full")
+    if len(kinds) < num_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
+        raise fields.invalid(name, f"{num_layers} times full or shared or more, the first of them full")
     return kinds[layer] == "shared"
 
 

@@ -62,6 +62,7 @@ class Gemma2Attention(LlamaAttention):
 
 _GEMMA2 = ConfigFacts(
     defaults={**_DEFAULTS, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096},
+    absent={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     full_attention_every=2,
 )

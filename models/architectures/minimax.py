@@ -151,7 +151,11 @@ def _complete(fields: Fields) -> Fields:
         kinds = tuple("linear_attention" if layer % 2 else "full_attention" for layer in layers)
     if fields.has("sliding_window"):
         raise fields.invalid("sliding_window", "null, since MiniMax with a window was not found equal to transformers")
-    return Fields({**fields.values, "layer_types": list(kinds)}, fields.where)
+    values = {**fields.values, "layer_types": list(kinds)}
+    if not fields.has("attn_type_list"):
+        # MiniMax's own code rotates so many dimensions, transformers' class whole heads.
+        values.pop("rotary_dim", None)
+    return Fields(values, fields.where)
 
 
 def _unread(fields: Fields) -> tuple[str, ...]:
@@ -175,6 +179,7 @@ def _unread(fields: Fields) -> tuple[str, ...]:
             for factor in ("alpha", "beta")
         },
         complete=_complete,
+        has_rotary_dim=True,
         layer_kinds=frozenset({"linear_attention"}),
         unread=_unread,
     ),

@@ -16,7 +16,7 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 5e6}
 
 
-@architecture("MiniMaxM2ForCausalLM", ConfigFacts(defaults=_DEFAULTS, rotates_parts=True))
+@architecture("MiniMaxM2ForCausalLM", ConfigFacts(defaults=_DEFAULTS, rotates_parts=True, has_rotary_dim=True))
 class MiniMaxM2ForCausalLM(LlamaForCausalLM):
     """MiniMax-M2 with its language-model head."""
 

@@ -39,6 +39,8 @@ class ConfigFacts:
     """The field with the number of dimensions of a head that may be rotated; "": a share of `hidden_size`."""
     rotates_parts: bool = False
     """Whether `partial_rotary_factor` counts for a rope of the default type."""
+    has_rotary_dim: bool = False
+    """Whether `rotary_dim` is the number of a head's rotated dimensions; elsewhere it has no meaning."""
     has_ntk_alpha: bool = False
     """Whether `alpha` of a `dynamic` rope stretches its base, whatever the length."""
     eps_field: str = "rms_norm_eps"

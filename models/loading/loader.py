@@ -315,7 +315,8 @@ def _read(
                 _fill(target, tensor, name, file)
                 for rival in target.rivals:
                     wanted.pop(rival, None)
-            elif not _is_redundant(name, config):
+            # transformers saves the weights of no shared experts as tensors without elements.
+            elif tensor.numel() and not _is_redundant(name, config):
                 unexpected.append(name)
     for name in list(filter(is_remote, wanted)):
         del wanted[name]

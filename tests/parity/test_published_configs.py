@@ -914,7 +914,17 @@ def test_a_published_configuration_gives_the_log_probabilities_of_transformers(n
 
 _LEFT_OUT = (
     *("max_position_embeddings", "num_key_value_heads", "qk_rope_head_dim", "rms_norm_eps", "rope_parameters"),
-    *("head_dim", "hidden_act", "sliding_window", "tie_word_embeddings", "attention_bias", "layer_types"),
+    *(
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "n_shared_experts",
+        "head_dim",
+        "hidden_act",
+        "sliding_window",
+        "tie_word_embeddings",
+        "attention_bias",
+        "layer_types",
+    ),
 )
 
 

@@ -231,6 +231,22 @@ def test_solar_open_rotates_the_share_of_a_head_that_is_named(tmp_path: Path) ->
     assert (config.head_dim, config.rope.rotary_dim) == (128, 64)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "fields", "rotated"),
+    [
+        ("MiniMaxM2ForCausalLM", {}, 8),
+        ("MiniMaxText01ForCausalLM", {"attn_type_list": [0, 1]}, 8),
+        ("MiniMaxForCausalLM", {}, 16),
+        ("LlamaForCausalLM", {}, 16),
+    ],
+)
+def test_rotary_dim_counts_where_the_models_own_code_reads_it(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], rotated: int
+) -> None:
+    config = parse(tmp_path, architectures=[architecture], head_dim=16, rotary_dim=8, **fields)
+    assert config.rope.rotary_dim == rotated
+
+
 def test_hunyuan_3_scales_and_shares_experts_unless_told(tmp_path: Path) -> None:
     fields = parse(tmp_path, architectures=["HYV3ForCausalLM"]).fields
     assert (fields.number("routed_scaling_factor"), fields.integer("n_shared_experts")) == (2.826, 1)
