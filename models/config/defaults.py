@@ -14,18 +14,21 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ArceeForCausalLM": {"max_position_embeddings": 4096},
         "CwmForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
         "DeepseekV2ForCausalLM": {
+            "routed_scaling_factor": 1.0,
             "n_shared_experts": 2,
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-06,
             "qk_rope_head_dim": 64,
         },
         "DeepseekV32ForCausalLM": {
+            "routed_scaling_factor": 2.5,
             "n_shared_experts": 1,
             "qk_rope_head_dim": 64,
             "max_position_embeddings": 163840,
             "rms_norm_eps": 1e-06,
         },
         "DeepseekV3ForCausalLM": {
+            "routed_scaling_factor": 2.5,
             "n_shared_experts": 1,
             "qk_rope_head_dim": 64,
             "max_position_embeddings": 4096,
@@ -39,6 +42,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Glm4ForCausalLM": {"num_key_value_heads": 2, "max_position_embeddings": 131072},
         "Glm4MoeForCausalLM": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05},
         "Glm4MoeLiteForCausalLM": {
+            "routed_scaling_factor": 1.8,
             "n_shared_experts": 1,
             "qk_rope_head_dim": 64,
             "max_position_embeddings": 202752,
@@ -46,6 +50,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "GlmForCausalLM": {"num_key_value_heads": 2, "max_position_embeddings": 131072},
         "GlmMoeDsaForCausalLM": {
+            "routed_scaling_factor": 2.5,
             "n_shared_experts": 1,
             "qk_rope_head_dim": 64,
             "max_position_embeddings": 202752,
