@@ -95,11 +95,14 @@ class SimulatedEngine:
             unseen.append(seq)
             passed = max(0.0, at - self.now)
             self.now, left = self.now + passed, left - passed
-            if self.scheduler.would_interpose(seq.owner):
+            if self.scheduler.would_interpose(seq):
                 self.num_pauses += 1
                 self.scheduler.extend(unseen)
                 unseen.clear()
+                before = len(self.interposed)
                 self._interpose(batch)
+                if len(self.interposed) == before:
+                    self.scheduler.note_idle_pause()
         self.now += left
         self.scheduler.extend(unseen)
 

@@ -164,7 +164,7 @@ class EngineCore:
 
         Called from another thread than the busy loop's.
         """
-        if self.scheduler.would_interpose(seq.owner):
+        if self._steps.may_pause and self.scheduler.would_interpose(seq):
             self.runner.interrupt()
 
     def _take_in_during_step(self) -> None:

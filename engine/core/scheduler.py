@@ -64,6 +64,11 @@ class _SubmittedStep(NamedTuple):
         return [seq for seq, slot in zip(batch.sequences, batch.slot_list, strict=True) if seq.slot == slot]
 
 
+def _may_be_interposed(seq: Sequence) -> bool:
+    """Whether interposed steps can compute a sequence's prompt, were it short."""
+    return not (seq.is_suspect or seq.adapter or seq.pooling is not None or seq.prompt_logprobs is not None)
+
+
 class Scheduler:
     """Continuous batching over `waiting` and `running` sequences.
 
@@ -313,20 +318,28 @@ class Scheduler:
         """Whether a scheduled step may be paused, for `interpose`."""
         return self.step_budget is not None and self.step_budget.may_pause(batch)
 
-    def would_interpose(self, owner: str) -> bool:
-        """Whether a short prompt of this owner would be interposed. Called in any thread."""
-        return self.step_budget is not None and self.step_budget.may_interpose(self._shares.recent(owner))
+    def would_interpose(self, seq: Sequence) -> bool:
+        """Whether a new sequence would be interposed, were its prompt short. Called in any thread."""
+        return self._has_slot() and _may_be_interposed(seq) and self._is_light(seq.owner)
+
+    def _is_light(self, owner: str) -> bool:
+        """Whether short prompts of an owner are interposed now. Called in any thread."""
+        return self.step_budget is not None and self.step_budget.may_interpose(owner, self._shares.recent(owner))
 
     def interpose(self, paused: ScheduledBatch | None = None) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """A step to compute while the last scheduled step is paused, or before the next step; None: there is none.
 
         It has short prompts of an owner that was served little lately, which are computed whole, so that they do not
-        wait for a long step of others. Call `read_interposed` before `paused` continues.
+        wait for a long step of others. They take no slot or blocks for which a sequence of another owner waits that
+        was served as little. Call `read_interposed` before `paused` continues.
         """
-        if not self.waiting or self.step_budget is None or not self.step_budget.may_interpose(0.0):
+        if not self.waiting or self.step_budget is None or not self.step_budget.has_allowance:
+            return None
+        if not self.running and len(self.waiting.owners) == 1:
+            # The next step is short enough.
             return None
         owner = self._shares.lightest(each for each in self.waiting.latest_owners if each not in self._held_back)
-        if owner is None or not self.would_interpose(owner):
+        if owner is None or not self._is_light(owner) or self._is_waited_for(owner):
             return None
         step = self.step_budget.interposed_step(self.limits.num_tokens)
         while owner in self.waiting.owners and self._interposes(step, self.waiting.first_of(owner), paused):
@@ -339,9 +352,16 @@ class Scheduler:
         step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
         return step.batch()
 
+    def _is_waited_for(self, owner: str) -> bool:
+        """Whether another owner, which was served no more than this one, waits for a slot or blocks."""
+        blocked = self._blocked
+        if blocked is None or blocked.status is not SequenceStatus.WAITING or blocked.owner == owner:
+            return False
+        return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
+
     def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
         """Whether a waiting sequence is added to a step that is interposed in `paused`."""
-        if seq.is_suspect or seq.adapter or seq.pooling is not None or seq.prompt_logprobs is not None:
+        if not _may_be_interposed(seq):
             return False
         prefix = self.block_manager.count_cached_tokens(seq)
         count = max(1, seq.num_tokens - prefix)
@@ -690,6 +710,11 @@ class Scheduler:
             )
             self.retract([seq for seq in started if not invalid.isdisjoint(seq.block_table)])
         return outputs
+
+    def note_idle_pause(self) -> None:
+        """Note that a step was paused in which nothing was interposed."""
+        if self.step_budget is not None:
+            self.step_budget.note_idle_pause()
 
     def read_interposed(
         self, batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, seconds: float

@@ -47,6 +47,8 @@ _LEAST_CHUNK = 64
 _PAUSED_SECONDS, _PAUSED_COSTS = 0.008, 2.5
 """The least time of a step that is paused, in seconds and in units of what a step costs before its first token: a
 pause costs up to half a millisecond, because the computing threads have to be woken again."""
+_PAUSE_SECONDS = 0.0005
+"""A pause in which nothing is interposed is counted as so much of what interposed steps may cost."""
 _INTERPOSED_SHARE, _MOST_INTERPOSED = 0.01, 6.0
 """The share of all time that interposed steps may take beyond what their tokens would add to other steps, and how many
 times what a step costs before its first token the allowance saves up."""
@@ -120,6 +122,8 @@ class StepBudget:
         self._mixed = mixed
         self._model = StepTimeModel(self._max_seconds)
         self._is_alone = True
+        self._owners: Collection[str] = ()
+        """The owners that had sequences when a step was scheduled last."""
         self._alone_from = 0.0
         """When an owner that has no company counts as alone."""
         self._bound = self._max_seconds
@@ -142,6 +146,7 @@ class StepBudget:
         if len(owners) > 1:
             self._alone_from = now + _ALONE_AFTER_SECONDS
         self._is_alone = now >= self._alone_from
+        self._owners = owners
         self._fixed = self._model.fixed_seconds
         shared = _SHARED_COSTS * self._fixed
         bound = self._max_seconds
@@ -155,18 +160,24 @@ class StepBudget:
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
         """Whether a step is long enough that others are interposed in it."""
-        if self._is_alone or not self._max_interposed_tokens:
+        if not self._max_interposed_tokens:
             return False
         return self._model.seconds(StepWork.of(batch)) >= max(_PAUSED_SECONDS, _PAUSED_COSTS * self._fixed)
 
-    def may_interpose(self, service: float) -> bool:
+    @property
+    def has_allowance(self) -> bool:
+        """Whether one more step may be interposed, for an owner that was not served lately."""
+        if not self._max_interposed_tokens or not self._owners:
+            return False
+        return self._interposed_left >= self._fixed and self._allowance >= self._fixed
+
+    def may_interpose(self, owner: str, service: float) -> bool:
         """Whether one more step may be interposed, for an owner of this recent service, where 1 is the mean of all.
 
-        The more an owner was served, the more of the allowance it leaves to others. Called in any thread.
+        The more an owner was served, the more of the allowance it leaves to others. An owner that is alone has its
+        prompts in its own steps. Called in any thread.
         """
-        if self._is_alone or not self._max_interposed_tokens:
-            return False
-        if service > _MOST_SERVICE or self._interposed_left < self._fixed:
+        if not self.has_allowance or service > _MOST_SERVICE or (self._is_alone and owner in self._owners):
             return False
         return self._allowance >= self._fixed * (1.0 + _MOST_LEFT * service / _MOST_SERVICE)
 
@@ -182,6 +193,10 @@ class StepBudget:
         # Other processes delay steps of any kind, and are no cost of this one.
         self._allowance -= min(max(0.0, seconds - added), self._fixed)
         self._interposed_left -= seconds
+
+    def note_idle_pause(self) -> None:
+        """Count a pause in which nothing was interposed, because the prompt that asked for it was too long."""
+        self._allowance -= _PAUSE_SECONDS
 
     def note_failed_interposed(self) -> None:
         """Interpose no step for a while, because an interposed step raised."""

@@ -133,6 +133,10 @@ class StepPipeline:
         """Ids of the sequences of the step that this thread computes, and of one interposed in it."""
         self._interposed_seconds = 0.0
         """The time that the steps interposed in the current step have taken."""
+        self._pause_error: BaseException | None = None
+        """What a pause of the current step raised, after which the engine core ends."""
+        self.may_pause = False
+        """Whether a step runs that can be paused. Read in any thread."""
         self._recorded: list[int] = []
 
     def __bool__(self) -> bool:
@@ -146,17 +150,29 @@ class StepPipeline:
             self._interpose(None, on_read)
         scheduled = self._scheduler.schedule()
         if scheduled is not None:
-            return self.submit(*scheduled, on_read)
+            may_pause = self._on_pause is not None and self._scheduler.may_pause(scheduled[0])
+            return self.submit(*scheduled, on_read, may_pause=may_pause)
         return self._read(on_read) if self._flights else None
 
-    def submit(self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead) -> FailedStep | None:
-        """Launch a scheduled step, then read the oldest one where `depth` are unread. The step that raised."""
+    def submit(
+        self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead, *, may_pause: bool = False
+    ) -> FailedStep | None:
+        """Launch a scheduled step, then read the oldest one where `depth` are unread. The step that raised.
+
+        With `may_pause` sequences may be taken in, and steps interposed, while it runs. What is raised by that, other
+        than by an interposed step, is raised here, since it is no fault of the step's.
+        """
         self._computing = [batch.req_ids]
         self._update_record()
         launched = time.perf_counter()
         try:
-            step = self._runner.launch(batch) if self._depth > 1 else _ComputedStep(self._forward(batch, on_read))
+            if self._depth > 1:
+                step = self._runner.launch(batch)
+            else:
+                step = _ComputedStep(self._forward(batch, on_read, may_pause=may_pause))
         except BaseException as error:  # a panic of native code is no `Exception`
+            if self._pause_error is not None:
+                raise self._pause_error from error
             logger.exception("a step of %d sequences failed", len(seqs))
             self._computing = []
             # The steps that were launched before it are valid.
@@ -165,6 +181,8 @@ class StepPipeline:
             self._update_record()
             live = [seq for seq in seqs.values() if not seq.is_finished]
             return failed or FailedStep(live, error, batch.total_tokens_num)
+        if self._pause_error is not None:
+            raise self._pause_error
         self._scheduler.begin_step(batch, drafts_on_device=step.drafts_on_device)
         self._computing = []
         self._flights.append(_Flight(batch, step, launched + self._interposed_seconds))
@@ -186,18 +204,40 @@ class StepPipeline:
         self._record.end()
         self._update_record()
 
-    def _forward(self, batch: ScheduledBatch, on_read: OnRead) -> ScheduledBatchOutput:
+    def _forward(self, batch: ScheduledBatch, on_read: OnRead, *, may_pause: bool) -> ScheduledBatchOutput:
         """Compute a step and the steps interposed in it."""
         self._interposed_seconds = 0.0
         on_pause = self._on_pause
-        if on_pause is None or not self._scheduler.may_pause(batch):
+        if on_pause is None or not may_pause:
             return self._runner.forward(batch)
 
-        def interpose() -> None:
-            on_pause()
-            self._interpose(batch, on_read)
+        def take_in_and_interpose() -> None:
+            try:
+                # Where this raises, the record names the sequence that was taken in.
+                on_pause()
+                try:
+                    self._interpose(batch, on_read)
+                except BaseException:
+                    self._computing = []
+                    self._update_record()
+                    raise
+            except BaseException as error:  # noqa: BLE001 - `submit` raises it
+                self._pause_error = error
 
-        return self._runner.forward_with_pauses(batch, interpose)
+        def pause() -> None:
+            before = self._interposed_seconds
+            if self._pause_error is None:
+                take_in_and_interpose()
+            if self._interposed_seconds == before:
+                self._scheduler.note_idle_pause()
+
+        self.may_pause = True
+        try:
+            # No pause was asked for if a sequence arrived before this step could be seen to pause.
+            take_in_and_interpose()
+            return self._runner.forward_with_pauses(batch, pause)
+        finally:
+            self.may_pause = False
 
     def _interpose(self, paused: ScheduledBatch | None, on_read: OnRead) -> None:
         """Compute and read the steps that the scheduler interposes in a step, or before the next one."""

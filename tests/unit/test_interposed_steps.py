@@ -5,6 +5,7 @@ The scheduler's part on a simulated device, and the busy loop's over a stub of t
 
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from engine.batch import ScheduledBatch, ScheduledBatchOutput, StepBuilder
 from engine.config.config import Config
 from engine.core.engine_core import EngineCore
-from engine.messages import AbortRequests, ReleaseCache, Shutdown, StepOutputs
+from engine.messages import AbortRequests, PoolingParams, ReleaseCache, Shutdown, StepOutputs
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceStatus
 from tests.simulated_engine import SimulatedEngine, device
 from tests.unit.core_bench import BLOCK_SIZE, Bench, StubRunner, ends
 
@@ -144,6 +145,60 @@ def test_nothing_is_interposed_while_one_owner_is_alone() -> None:
         made.add(900, 30, at=0.1 * number)
     made.run()
     assert not made.interposed
+
+
+def test_the_first_prompt_of_an_owner_next_to_one_that_was_alone_is_interposed() -> None:
+    made = SimulatedEngine(DEVICE, max_interposed_tokens=512, default_step_seconds=0.5, max_step_seconds=None)
+    for number in range(20):
+        made.add(8000, 100, owner="alone", at=0.1 * number)
+    made.run(lambda: made.now > 40)
+    seq = made.add(20, 1, owner="light", at=made.now + 0.05)
+    made.run(lambda: seq.is_finished)
+    assert max(seconds for _, seconds in made.steps) > 20 * FIXED, "an owner that is alone has long steps"
+    assert made.ttft(seq) <= 3 * (FIXED + 20 * TOKEN)
+    assert [batch.req_ids for batch in made.interposed] == [[seq.id]]
+
+
+def test_an_interposed_prompt_takes_no_slot_for_which_an_owner_that_is_as_light_waits() -> None:
+    made = SimulatedEngine(DEVICE, max_interposed_tokens=512, max_step_seconds=0.5, max_num_seqs=10)
+    running = [made.add(40, 3000, owner=f"heavy {number}") for number in range(10)]
+    made.run(lambda: made.now > 20)
+    long = made.add(3000, 1, owner="long", at=made.now)
+    made.step()
+    assert long.status is SequenceStatus.WAITING, "there is no slot"
+    made.scheduler.abort([running[0].id])
+    made.add(20, 1, owner="short", at=made.now)
+    made.step()
+    assert long.status is SequenceStatus.RUNNING
+    assert not made.interposed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"is_suspect": True}, {"adapter": 1}, {"pooling": PoolingParams()}],
+    ids=lambda each: str(list(each)),
+)
+def test_a_pause_is_asked_for_only_for_what_can_be_interposed(fields: dict[str, Any]) -> None:
+    made = loaded_engine()
+    params = SamplingParams(max_tokens=1)
+    seq = Sequence([5] * 20, BLOCK_SIZE, params, id=9000, owner="light", **fields)
+    assert made.scheduler.would_interpose(seq) is (not fields)
+
+
+def test_no_pause_is_asked_for_without_a_free_slot() -> None:
+    made = loaded_engine(max_num_seqs=10)
+    seq = Sequence([5] * 20, BLOCK_SIZE, SamplingParams(max_tokens=1), id=9000, owner="light")
+    assert not made.scheduler.would_interpose(seq)
+
+
+def test_pauses_in_which_nothing_is_interposed_are_counted() -> None:
+    made = loaded_engine()
+    seq = Sequence([5] * 20, BLOCK_SIZE, SamplingParams(max_tokens=1), id=9000, owner="light")
+    pauses = 0
+    while made.scheduler.would_interpose(seq):
+        made.scheduler.note_idle_pause()
+        pauses += 1
+    assert pauses <= 6 * FIXED / 0.0005
 
 
 @pytest.mark.parametrize("fields", [{"is_suspect": True}, {"adapter": 1}], ids=["suspect", "adapter"])
@@ -315,6 +370,75 @@ def test_an_interposed_step_that_raises_is_computed_again_with_others(bench: Pau
     assert [ends(messages)[seq_id] for seq_id in (0, 1)] == ["max_tokens"] * 2
     assert order(messages).count(0) == 6
     assert order(messages).count(1) == 4
+
+
+def test_what_a_pause_raises_ends_the_core_and_is_no_fault_of_the_paused_steps_sequences(
+    bench: PausingBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = bench.core.scheduler.interpose
+
+    def interpose(paused: ScheduledBatch | None = None) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        if bench.core.scheduler.waiting and paused is not None:
+            raise RuntimeError("a defect")
+        return inner(paused)
+
+    monkeypatch.setattr(bench.core.scheduler, "interpose", interpose)
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    bench.during_step_of(0, bench.owned(1, "light"))
+    with pytest.raises(RuntimeError, match="a defect"):
+        bench.core.busy_loop()
+    assert not bench.record.read(), "no sequence is suspected"
+    assert [batch.req_ids for batch in bench.runner.batches].count([0]) == 2, "and none is computed alone"
+
+
+def test_a_sequence_that_cannot_be_taken_in_during_a_step_is_suspected(
+    bench: PausingBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = bench.core.scheduler.add
+
+    def add(seq: Sequence) -> None:
+        if seq.id == 1:
+            raise RuntimeError("a defect")
+        inner(seq)
+
+    monkeypatch.setattr(bench.core.scheduler, "add", add)
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    bench.during_step_of(0, bench.owned(1, "light"))
+    with pytest.raises(RuntimeError, match="a defect"):
+        bench.core.busy_loop()
+    assert list(bench.record.read()) == [1]
+
+
+def test_the_step_of_a_suspect_alone_is_not_paused(bench: PausingBench) -> None:
+    suspect = bench.owned(7, "suspect", max_tokens=3)
+    suspect.is_suspect = True
+    pausable: list[list[int]] = []
+    bench.runner.during = lambda batch: pausable.append(batch.req_ids)
+    bench.core.input_queue.put(suspect)
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    bench.run_until_done(0, 7)
+    alone = [batch.req_ids for batch in bench.runner.batches].index([7])
+    assert alone == 0, "a suspect is computed alone first"
+    assert len(pausable) == len(bench.runner.batches) - 1
+    assert [7] not in pausable
+
+
+def test_a_pause_is_asked_for_only_while_a_step_can_pause(bench: PausingBench) -> None:
+    light = bench.owned(1, "light")
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+    asked: list[bool] = []
+
+    def send(step: int, batch: ScheduledBatch) -> None:
+        if step == 3:
+            # Between two steps: the sequence is on the queue, which is read before the next step.
+            bench.core.input_queue.put(light)
+
+    bench.runner.on_step = send
+    bench.runner.interrupt = lambda: asked.append(True)  # type: ignore[method-assign]
+    bench.core.interrupt_for(light)
+    bench.run_until_done(0, 1)
+    assert not asked
+    assert bench.runner.num_pauses == 0
 
 
 def test_the_record_names_the_paused_step_and_the_interposed_one(bench: PausingBench) -> None:
