@@ -446,7 +446,8 @@ class Metrics:
             raise
         wait = (_PAGE_PARTS - 1) * (time.thread_time() - began)
         self._next_page_at = time.monotonic() + min(wait, _MOST_PAGE_SECONDS)
-        for number, reader in enumerate(readers):
+        # The newest first, so that a probe does not wait for the answers of a client that asked many times at once.
+        for number, reader in enumerate(reversed(readers)):
             if number and not number % _ANSWERED_AT_ONCE:
                 await asyncio.sleep(0)
             if not reader.done():  # A future is done if its client has disconnected.

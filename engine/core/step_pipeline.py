@@ -136,7 +136,7 @@ class StepPipeline:
         self._pause_error: BaseException | None = None
         """What a pause of the current step raised, after which the engine core ends."""
         self.may_pause = False
-        """Whether a step runs that can be paused. Read in any thread."""
+        """Whether a step runs, or is about to, that can be paused. Read in any thread."""
         self._recorded: list[int] = []
 
     def __bool__(self) -> bool:
@@ -145,14 +145,19 @@ class StepPipeline:
 
     def advance(self, on_read: OnRead) -> FailedStep | None:
         """Schedule and submit a step; with none to schedule, read one. The step that raised, if one did."""
-        if self._on_pause is not None:
-            # Otherwise prompts that arrived since the last pause would be computed in a long step of other owners.
-            self._interpose(None, on_read)
-        scheduled = self._scheduler.schedule()
-        if scheduled is not None:
-            may_pause = self._on_pause is not None and self._scheduler.may_pause(scheduled[0])
-            return self.submit(*scheduled, on_read, may_pause=may_pause)
-        return self._read(on_read) if self._flights else None
+        # Already now, so that the step pauses for what arrives before it begins.
+        self.may_pause = self._on_pause is not None
+        try:
+            if self.may_pause:
+                # Otherwise prompts that arrived since the last pause would be computed in a long step of other owners.
+                self._interpose(None, on_read)
+            scheduled = self._scheduler.schedule()
+            if scheduled is not None:
+                self.may_pause = self.may_pause and self._scheduler.may_pause(scheduled[0])
+                return self.submit(*scheduled, on_read, may_pause=self.may_pause)
+            return self._read(on_read) if self._flights else None
+        finally:
+            self.may_pause = False
 
     def submit(
         self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead, *, may_pause: bool = False
@@ -211,7 +216,10 @@ class StepPipeline:
         if on_pause is None or not may_pause:
             return self._runner.forward(batch)
 
-        def take_in_and_interpose() -> None:
+        def pause() -> None:
+            if self._pause_error is not None:
+                return
+            before = self._interposed_seconds
             try:
                 # Where this raises, the record names the sequence that was taken in.
                 on_pause()
@@ -223,18 +231,10 @@ class StepPipeline:
                     raise
             except BaseException as error:  # noqa: BLE001 - `submit` raises it
                 self._pause_error = error
-
-        def pause() -> None:
-            before = self._interposed_seconds
-            if self._pause_error is None:
-                take_in_and_interpose()
             if self._interposed_seconds == before:
                 self._scheduler.note_idle_pause()
 
-        self.may_pause = True
         try:
-            # No pause was asked for if a sequence arrived before this step could be seen to pause.
-            take_in_and_interpose()
             return self._runner.forward_with_pauses(batch, pause)
         finally:
             self.may_pause = False

@@ -33,6 +33,8 @@ _MEAN_WEIGHT = 0.1
 _LEAST_WAITING = 2
 """Number of waiting jobs that an owner may always have, even if other owners fill the queue."""
 
+_LONGEST_REST_SECONDS = 0.1
+
 _MAX_DEBTS = 4096
 
 
@@ -74,13 +76,17 @@ class _OwnerQueue:
 class FairPool:
     """Runs blocking work in a fixed number of threads. Used from the event loop's thread only."""
 
-    def __init__(self, work: str, num_threads: int, max_waiting: float, accounts: Accounts) -> None:
+    def __init__(
+        self, work: str, num_threads: int, max_waiting: float, accounts: Accounts, *, rest: float = 0.0
+    ) -> None:
         """`work` names the jobs in errors, such as `grammar checks`. At most `max_waiting` wait, plus `has_room`'s
         reserve.
 
-        With several threads, one owner uses at most all but one.
+        With several threads, one owner uses at most all but one. After each job its thread is idle for `rest` times
+        the duration of the job, at most `_LONGEST_REST_SECONDS`.
         """
         self._work = work
+        self._rest = rest
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=work.replace(" ", "-"))
         self._num_threads = self._num_free = num_threads
         self._max_running = max(1, num_threads - 1)
@@ -139,7 +145,7 @@ class FairPool:
         own = 0 if queue is None else len(queue.waiting)
         num_owners = sum(bool(each.waiting) for each in self._queues.values()) + (not own)
         if not has_room(own, 1, self._num_waiting, self._max_waiting, num_owners, least=_LEAST_WAITING):
-            seconds = self._mean_seconds * (own + 1) * num_owners / self._num_threads
+            seconds = (1.0 + self._rest) * self._mean_seconds * (own + 1) * num_owners / self._num_threads
             raise TooManyJobs(
                 f"{self._num_waiting} {self._work} are waiting, {own} of them of this key or address, and this server "
                 f"lets {self._max_waiting} wait, shared among {num_owners}",
@@ -176,8 +182,16 @@ class FairPool:
             self._mean_seconds += _MEAN_WEIGHT * (seconds - self._mean_seconds)
         queue.running -= 1
         queue.seconds += seconds / owner.weight
-        self._num_free += 1
+        if rest := min(self._rest * seconds, _LONGEST_REST_SECONDS):
+            asyncio.get_running_loop().call_later(rest, self._free_thread)
+        else:
+            self._num_free += 1
         self._leave(owner.party, queue)
+        self._start_next()
+
+    def _free_thread(self) -> None:
+        """Let a thread whose rest is over take the next job."""
+        self._num_free += 1
         self._start_next()
 
     def _leave(self, party: str, queue: _OwnerQueue) -> None:
@@ -219,8 +233,9 @@ class Jobs:
     """The pools of one server."""
 
     def __init__(self, accounts: Accounts) -> None:
-        # One thread: more are not faster, since parsing holds the interpreter lock, and each delays the event loop.
-        self.bodies = FairPool("request bodies", 1, 64, accounts)
+        # One thread: more are not faster, since parsing holds the interpreter lock, and each delays the event loop. It
+        # rests because it holds the lock for up to 50 ms at a time, and a probe needs the lock several times.
+        self.bodies = FairPool("request bodies", 1, 64, accounts, rest=1.0)
         self.texts = FairPool("prompts", min(32, (os.cpu_count() or 1) + 2), 512, accounts)
         self.templates = FairPool("templates of requests", 2, 64, accounts)
         self.grammars = FairPool("grammar checks", NUM_GRAMMAR_CHECKS, 64, accounts)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,11 @@ LIGHT, HEAVY, OTHER = Owner.of_address("10.0.0.1"), Owner.of_address("10.0.0.2")
 class Work:
     """A pool whose jobs take as long as they are told to by a clock, and end when they are released."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_threads: int, max_waiting: int = 100) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, num_threads: int, max_waiting: int = 100, rest: float = 0.0
+    ) -> None:
         self.accounts = Accounts()
-        self.pool = FairPool("jobs", num_threads, max_waiting, self.accounts)
+        self.pool = FairPool("jobs", num_threads, max_waiting, self.accounts, rest=rest)
         self.started: list[str] = []
         self.now = 0.0
         self._releases: dict[str, threading.Event] = {}
@@ -62,6 +65,29 @@ class Work:
         assert self.pool.num_waiting == 0
         assert self.accounts.total("jobs") == 0
         self.pool.close()
+
+
+async def test_a_thread_rests_as_long_as_its_job_took_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=1, rest=1.0)
+    loop = asyncio.get_running_loop()
+    call_later, rests = loop.call_later, list[tuple[float, Callable[[], None]]]()
+
+    def note(delay: float, callback: Callable[..., None], *args: Any, **options: Any) -> Any:
+        if callback == work.pool._free_thread:
+            return rests.append((delay, callback))
+        return call_later(delay, callback, *args, **options)
+
+    monkeypatch.setattr(loop, "call_later", note)
+    for name in ("first", "second"):
+        await work.ask(LIGHT, name)
+    await work.end("first", 0.03)
+    assert (work.started, work.pool.num_waiting) == (["first"], 1)
+    ((delay, callback),) = rests
+    assert delay == pytest.approx(0.03)
+    callback()
+    await work.end("second", 7.0)
+    assert rests[1][0] <= 0.1, "a rest is bounded"
+    await work.end_all()
 
 
 async def test_an_owner_with_one_job_does_not_wait_for_anothers_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,17 @@ async def test_few_calls_get_a_rendering_in_a_round_of_the_event_loop() -> None:
     assert max(Counter(answered).values()) <= 2
 
 
+async def test_who_asked_last_is_answered_first() -> None:
+    metrics, answered = Metrics("1.2.3"), list[int]()
+
+    async def ask(number: int) -> None:
+        await metrics.page()
+        answered.append(number)
+
+    await asyncio.gather(*(ask(number) for number in range(10)))
+    assert answered == list(reversed(range(10)))
+
+
 async def test_a_rendering_that_fails_fails_all_that_wait_for_it() -> None:
     metrics, handled = Metrics("1.2.3"), list[Any]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: handled.append(context))
