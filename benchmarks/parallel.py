@@ -163,12 +163,12 @@ def control_seconds(way: Callable[[int], AbstractContextManager[StepTransport]],
             )
             start = time.perf_counter()
             steps.write(encode_step(batch, step, [(step - 1, [5] * num_rows)], is_greedy=True))
-            told = time.perf_counter()
+            reported = time.perf_counter()
             input_batch.apply(batch)
             inputs = input_batch.step_inputs(batch)
             _compute(MODEL_SECONDS)
             input_batch.store_tokens(inputs, inputs.input_ids[-num_rows:])
-            alone = time.perf_counter() - told
+            alone = time.perf_counter() - reported
             steps.take(1)
             added.append(time.perf_counter() - start - alone)
             _compute(pause)
@@ -275,8 +275,8 @@ def ranks_table() -> Table:
         ways = {"": _by_ring, ", over TCP": _by_socket}
         least = dict.fromkeys(ways, float("inf"))
         for _ in range(RANK_ROUNDS):
-            for way, told in ways.items():
-                least[way] = min(least[way], control_seconds(told, num_rows, pause))
+            for way, reported in ways.items():
+                least[way] = min(least[way], control_seconds(reported, num_rows, pause))
         for way, seconds in least.items():
             name = f"control of a decode step of {num_rows} rows, {1e3 * pause:g} ms after the last{way}"
             rows.append((name, f"{1e6 * seconds:.0f}", ""))

@@ -87,8 +87,8 @@ def loading_table(repeats: int = LOADS) -> Table:
         peaks = []
         for _ in range(repeats + 1):
             for what in _MEASUREMENTS:
-                told = subprocess.check_output([sys.executable, "-m", "benchmarks.startup", what, name])
-                result = json.loads(told)
+                reported = subprocess.check_output([sys.executable, "-m", "benchmarks.startup", what, name])
+                result = json.loads(reported)
                 seconds.setdefault(what, []).append(result["seconds"])
                 peaks.append(result["peak_bytes"] if what == "load" else 0)
     # The first round fills the page cache.

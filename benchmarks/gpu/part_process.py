@@ -51,8 +51,8 @@ def main() -> int:
     options = parser.parse_args()
     lines = sys.stdout
 
-    def say(**told: object) -> None:
-        lines.write(f"{MARK}{json.dumps(told)}\n")
+    def say(**reported: object) -> None:
+        lines.write(f"{MARK}{json.dumps(reported)}\n")
         lines.flush()
 
     # What libraries print is no finding.
@@ -118,12 +118,12 @@ def findings_of(
                     # The end of its output comes just before its exit code.
                     patience = 10.0
                     break
-                told = json.loads(line)
-                if "begins" in told:
-                    case = told["begins"]
+                reported = json.loads(line)
+                if "begins" in reported:
+                    case = reported["begins"]
                     continue
                 done, case = done + 1, _START
-                yield Finding(**told)
+                yield Finding(**reported)
         finally:
             _end(process, patience)
         if process.returncode == 0:

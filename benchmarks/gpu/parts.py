@@ -197,8 +197,8 @@ SECTION = "gpu"
 
 def write_json(path: Path, described: Mapping[str, str], findings: Sequence[Finding]) -> None:
     """All that was found so far."""
-    told = {"device": dict(described), "findings": [finding.as_json() for finding in findings]}
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    reported = {"device": dict(described), "findings": [finding.as_json() for finding in findings]}
+    path.write_text(json.dumps(reported, indent=1) + "\n", encoding="utf-8")
 
 
 def put(page: Path, described: Mapping[str, str], findings: Sequence[Finding]) -> None:

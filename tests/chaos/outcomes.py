@@ -75,7 +75,7 @@ def _add_choice(whole: Outcome, choice: Outcome) -> None:
             case "text":
                 whole["text"] = whole.get("text", "") + value
             case _:
-                assert value is None or whole.get(key) is None, f"{key} is told twice"
+                assert value is None or whole.get(key) is None, f"{key} is reported twice"
                 whole[key] = whole.get(key) if value is None else value
 
 
@@ -85,7 +85,7 @@ def _add_delta(message: Outcome, delta: Outcome) -> None:
             for call in value:
                 _add_call(message.setdefault("tool_calls", {}), call)
         elif key == "role":
-            assert "role" not in message, "the role is told twice"
+            assert "role" not in message, "the role is reported twice"
             message["role"] = value
         elif value is not None:
             message[key] = message.get(key, "") + value
@@ -95,7 +95,7 @@ def _add_call(calls: dict[int, Outcome], call: Outcome) -> None:
     index, function = call["index"], call["function"]
     known = calls.get(index)
     if known is None:
-        assert index == len(calls), "calls are told in order"
+        assert index == len(calls), "calls are reported in order"
         assert call["id"], "a call begins with its id"
         calls[index] = {"type": call["type"], "name": function["name"], "arguments": function.get("arguments") or ""}
     else:
@@ -114,14 +114,14 @@ def _merged_response(events: list[Any]) -> Outcome:
     """The response that the last event tells; the deltas before it have to add up to its texts."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] in ("response.completed", "response.incomplete"), f"it ends in {events[-1]['type']}"
-    told: dict[int, str] = {}
+    reported: dict[int, str] = {}
     for event in events:
         if event["type"] in ("response.output_text.delta", "response.function_call_arguments.delta"):
-            told[event["output_index"]] = told.get(event["output_index"], "") + event["delta"]
+            reported[event["output_index"]] = reported.get(event["output_index"], "") + event["delta"]
     response: Outcome = reduced(events[-1]["response"])
     for index, item in enumerate(response["output"]):
         if item["type"] == "message":
-            assert told.get(index, "") == "".join(part["text"] for part in item["content"])
+            assert reported.get(index, "") == "".join(part["text"] for part in item["content"])
         elif item["type"] == "function_call":
-            assert told.get(index, "") == item["arguments"]
+            assert reported.get(index, "") == item["arguments"]
     return response

@@ -100,13 +100,13 @@ class Soak:
                 await asyncio.sleep(1)
 
     async def _steady(self, http: httpx.AsyncClient) -> None:
-        """One answer that has to be what it always is; a client that comes back when it is told to."""
+        """One answer that has to be what it always is; a client that comes back when it is asked to."""
         name = self._moments.choice(self._names)
         while True:
             try:
                 outcome = await perform(http, WORKLOAD[name])
             except Refused as refusal:
-                await asyncio.sleep(self._told_to_wait(refusal.response))
+                await asyncio.sleep(self._retry_after(refusal.response))
             else:
                 assert outcome == self._expected[name], f"the answer to {name!r} is another one"
                 self.counts["answers, each as it has to be"] += 1
@@ -122,7 +122,7 @@ class Soak:
         except TimeoutError:
             self.counts["clients that left"] += 1
         except Refused as refusal:
-            await asyncio.sleep(self._told_to_wait(refusal.response))
+            await asyncio.sleep(self._retry_after(refusal.response))
 
     async def _read_slowly(self, http: httpx.AsyncClient) -> None:
         """A client that reads a byte a second, and then either leaves or reads on to the end."""
@@ -156,7 +156,7 @@ class Soak:
                 await perform(http, WORKLOAD["greedy, short"])
                 self.counts["answers within a burst"] += 1
             except Refused as refusal:
-                self._told_to_wait(refusal.response)
+                self._retry_after(refusal.response)
 
         await asyncio.gather(*(impatient() for _ in range(100)))
 
@@ -188,10 +188,10 @@ class Soak:
         with contextlib.suppress(ValueError):  # There is no core for a moment.
             self.resident.append((time.monotonic(), *self._server.resident()))
 
-    def _told_to_wait(self, response: httpx.Response) -> float:
+    def _retry_after(self, response: httpx.Response) -> float:
         """Seconds that a refusal says to wait. Raises `AssertionError` for any refusal that is not of the load."""
         assert response.status_code in (429, 503), f"{response.status_code}: {response.text[:300]}"
-        self.counts[f"told to come back ({response.status_code})"] += 1
+        self.counts[f"asked to retry ({response.status_code})"] += 1
         return float(response.headers["retry-after"])
 
 

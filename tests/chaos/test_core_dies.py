@@ -134,7 +134,7 @@ async def test_what_is_asked_while_the_core_starts_again_waits_for_it(
     assert mortal.metric(ABORTED) == aborted + sequences
 
 
-async def test_a_core_that_dies_again_and_again_ends_the_server_and_tells_every_waiter(
+async def test_a_core_that_dies_again_and_again_ends_the_server_and_every_waiting_request(
     start_server: StartServer,
 ) -> None:
     server = start_server()

@@ -1,4 +1,4 @@
-"""More load than the server bears: what is accepted is answered, all else is told when to come back, and gets in."""
+"""More load than the server can serve: accepted requests are answered, refused ones retry later and succeed."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ TIMES_THE_CAPACITY = 10
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
-    """For the test of clients that come back first: right after an overload, times are still kept for who was told."""
+    """For the test of clients that retry, which runs first: after an overload, reservations remain for a while."""
     server = ChaosServer(tmp_path_factory.mktemp("narrow") / "log", *OPTIONS)
     try:
         yield server.ready()
@@ -78,7 +78,7 @@ async def measured_rate(http: httpx.AsyncClient) -> float:
     return (RUNNING + QUEUED) / (time.monotonic() - began)
 
 
-async def test_clients_that_come_back_when_they_are_told_to_all_get_in(narrow: ChaosServer) -> None:
+async def test_clients_that_retry_when_asked_to_are_all_admitted(narrow: ChaosServer) -> None:
     server, before = narrow, narrow.metrics()
     clients = 3 * (RUNNING + QUEUED)
     async with server.async_client().with_options(max_retries=100) as sdk:
@@ -102,7 +102,7 @@ async def test_clients_that_come_back_when_they_are_told_to_all_get_in(narrow: C
 
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
-async def test_of_a_tenfold_overload_what_is_not_accepted_is_told_when_to_come_back_and_nothing_else(
+async def test_in_a_tenfold_overload_refused_requests_only_get_a_retry_time(
     seconds: int, narrow: ChaosServer, record_property: Any
 ) -> None:
     server = narrow
@@ -136,7 +136,7 @@ async def test_of_a_tenfold_overload_what_is_not_accepted_is_told_when_to_come_b
     longest = max(answer.retry_after for answer in answers)
     print(
         f"{rate:.0f} requests/s for {seconds} s: {counts[200]} answered, TTFT median {ttfts[len(ttfts) // 2]:.2f} s, "
-        f"p99 {p99:.2f} s; {counts[429]} told to come back, in {longest:.0f} s at most"
+        f"p99 {p99:.2f} s; {counts[429]} asked to retry, in {longest:.0f} s at most"
     )
 
 

@@ -267,7 +267,7 @@ async def test_large_tables_are_refused_or_cost_little(owners: Owners) -> None:
     )
 
 
-async def test_neither_usage_nor_timing_tells_what_another_key_sent(owners: Owners) -> None:
+async def test_neither_usage_nor_timing_reveals_what_another_key_sent(owners: Owners) -> None:
     """The victim sends one of two long prompts; the attacker times both and guesses."""
     chance = random.Random(7)
     right, reported = 0, 0

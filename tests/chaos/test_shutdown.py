@@ -1,4 +1,4 @@
-"""How a server ends: after its streams, at once when told twice, and without a trace when it is killed."""
+"""How a server ends: after its streams, at once after a second signal, and without a trace when it is killed."""
 
 import asyncio
 import contextlib

@@ -89,7 +89,7 @@ class _Integration(_Served, ChatModelIntegrationTests):
 
 
 class TestChatCompletions(_Integration):
-    """Structured output as `json_schema`, which is what `ChatOpenAI` does unless told otherwise."""
+    """Structured output as `json_schema`, which is the default of `ChatOpenAI`."""
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_a_schema_is_kept(llm: Llm, stream: list[str]) -> None:
 
 
 @pytest.mark.parametrize("stream", [[], ["--no-stream"]])
-def test_a_tool_is_run_and_its_result_told(llm: Llm, stream: list[str]) -> None:
+def test_a_tool_is_run_and_its_result_is_sent(llm: Llm, stream: list[str]) -> None:
     tool = 'def get_weather(city: str) -> str:\n    "Get the weather for a city"\n    return "sunny"\n'
     answer = llm(
         *("-m", "kaon", *stream, "-o", "temperature", "0", "--functions", tool), "What is the weather in Paris?"

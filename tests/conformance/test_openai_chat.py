@@ -132,7 +132,7 @@ def test_json_mode_gives_an_object(client: openai.OpenAI, model: str) -> None:
     assert json.loads(text or "") == {"name": "Alice", "age": 30}
 
 
-def test_a_tool_is_called_and_its_result_told(client: openai.OpenAI, model: str) -> None:
+def test_a_tool_is_called_and_its_result_is_sent(client: openai.OpenAI, model: str) -> None:
     choice = ask(client, model, WEATHER, tools=[GET_WEATHER]).choices[0]
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls or ()
@@ -142,8 +142,8 @@ def test_a_tool_is_called_and_its_result_told(client: openai.OpenAI, model: str)
         {"city": "Paris"},
     )
     messages = [*WEATHER, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    told = ask(client, model, messages, tools=[GET_WEATHER]).choices[0]
-    assert (told.message.content, told.finish_reason) == ("The weather in Paris is sunny.", "stop")
+    reported = ask(client, model, messages, tools=[GET_WEATHER]).choices[0]
+    assert (reported.message.content, reported.finish_reason) == ("The weather in Paris is sunny.", "stop")
 
 
 def test_a_streamed_call_is_the_same_call(client: openai.OpenAI, model: str) -> None:

@@ -108,7 +108,7 @@ def test_json_mode_gives_an_object(client: openai.OpenAI, model: str) -> None:
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_function_is_called_and_its_output_told(client: openai.OpenAI, model: str, stored: bool) -> None:
+def test_a_function_is_called_and_its_output_is_sent(client: openai.OpenAI, model: str, stored: bool) -> None:
     first = respond(client, model, WEATHER, tools=[GET_WEATHER], store=stored)
     (call,) = [item for item in first.output if item.type == "function_call"]
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})

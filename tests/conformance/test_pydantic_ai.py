@@ -40,7 +40,7 @@ async def test_a_question_is_answered(served: Any) -> None:
     assert result.usage.output_tokens > 3
 
 
-async def test_a_tool_is_called_and_its_result_told(served: Any) -> None:
+async def test_a_tool_is_called_and_its_result_is_sent(served: Any) -> None:
     result = await with_weather(served).run("What is the weather in Paris?")
     assert result.output == "The weather in Paris is sunny."
     calls = [

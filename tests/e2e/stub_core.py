@@ -25,7 +25,7 @@ VOCAB_SIZE = 50_000
 
 
 COUNTS = "STUB_CORE_COUNTS" in os.environ
-"""Whether what is sampled behind n tokens is `FIRST_TOKEN + n`, so that one that is lost or told twice shows."""
+"""Whether what is sampled behind n tokens is `FIRST_TOKEN + n`, so that one that is lost or delivered twice shows."""
 
 FIRST_TOKEN = 1000
 

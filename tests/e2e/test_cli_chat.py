@@ -218,7 +218,7 @@ def test_the_prompt_is_left_by_ctrl_c_ctrl_d_and_exit(parrot: Server, goodbye: s
     assert terminal.exit_code() == 0
 
 
-def test_a_refused_turn_is_told_and_forgotten(parrot: Server) -> None:
+def test_a_refused_turn_is_reported_and_forgotten(parrot: Server) -> None:
     terminal = Terminal("--url", parrot.url)
     terminal.read_until("> ")
     terminal.type("refuse\n")

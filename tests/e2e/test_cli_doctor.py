@@ -15,7 +15,7 @@ def doctor(*flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_it_tells_what_is_here_and_what_computes() -> None:
+def test_it_reports_what_is_here_and_what_computes() -> None:
     code, out = doctor()
     lines = out.splitlines()
     assert lines[0].startswith("torch ")

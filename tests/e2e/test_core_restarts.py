@@ -32,7 +32,7 @@ def counting_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """A manager, and what it has told by request."""
+    """A manager, and the tokens that it delivered by request."""
 
     def __init__(self, **settings: Any) -> None:
         self.manager = CoreManager(Config(**settings))
@@ -45,7 +45,7 @@ class Run:
 
     def take(self, step: StepOutputs) -> None:
         for output in step.outputs:
-            assert output.request_id not in self.ends, "a request was told of after its end"
+            assert output.request_id not in self.ends, "a request had an output after its end"
             self.tokens[output.request_id] += output.output_tokens
             if output.finished:
                 self.ends[output.request_id] = output
@@ -185,7 +185,7 @@ def test_what_is_aborted_while_there_is_no_core_ends_at_once(run: Run, held_star
     run.assert_complete(2)
 
 
-def test_the_request_that_kills_the_core_is_given_up_and_nobody_else(run: Run) -> None:
+def test_a_request_that_kills_the_core_twice_fails_and_others_continue(run: Run) -> None:
     run.add(*range(4))
     run.until_begun(*range(4))
     run.add(9, prompt=[DEADLY])
@@ -311,9 +311,9 @@ def test_a_paused_request_is_silent_until_it_is_resumed_and_goes_on_where_it_was
     run.until_begun(0, 1)
     run.manager.pause([0, 77])
     run.until_ended(1)
-    told = len(run.tokens[0])
+    reported = len(run.tokens[0])
     assert run.manager.get_outputs(0.1) is None
-    assert len(run.tokens[0]) == told < 2000
+    assert len(run.tokens[0]) == reported < 2000
     run.manager.resume([0, 77])
     run.until_ended(0)
     run.assert_complete(0, max_tokens=2000)
@@ -375,7 +375,7 @@ def test_each_request_ends_once_whatever_happens_to_it() -> None:
 
 
 @pytest.mark.parametrize("killers", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_several_requests_that_kill_the_core_end_nobody_else(run: Run, killers: int) -> None:
+def test_several_requests_that_kill_the_core_fail_and_others_continue(run: Run, killers: int) -> None:
     run.add(*range(4), max_tokens=400)
     run.until_begun(*range(4))
     run.add(*range(10, 10 + killers), prompt=[DEADLY])

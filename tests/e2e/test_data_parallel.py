@@ -127,7 +127,7 @@ def test_on_an_event_loop_outputs_come_to_one_callback(monkeypatch: pytest.Monke
                 killed.append(1)
                 kill(run.manager, 1)
 
-        run.manager.attach(asyncio.get_running_loop(), take, lambda *told: restarts.append(told))
+        run.manager.attach(asyncio.get_running_loop(), take, lambda *reported: restarts.append(reported))
         await run.manager.wait_ready_async(WAIT_SECONDS)
         for request_id in range(20):
             run.add(request_id, max_tokens=1000)
@@ -158,9 +158,9 @@ def test_when_a_core_dies_its_requests_go_on_and_the_others_are_not_disturbed(
         kill(run.manager, 0)
         run.until(lambda: run.manager.serving == [1])
         undisturbed = [request_id for request_id, place in places.items() if place == 1]
-        told = {request_id: len(run.tokens[request_id]) for request_id in undisturbed}
+        reported = {request_id: len(run.tokens[request_id]) for request_id in undisturbed}
         assert run.manager.is_serving
-        run.until(lambda: all(len(run.tokens[id]) > told[id] or id in run.ends for id in undisturbed))
+        run.until(lambda: all(len(run.tokens[id]) > reported[id] or id in run.ends for id in undisturbed))
         assert run.manager.serving == [1], "they went on while the other core was being started"
     run.until_ended(*range(20))
     run.assert_complete(*range(20), max_tokens=800)
@@ -268,7 +268,7 @@ def test_requests_go_on_in_another_replica_where_theirs_does_not_come_back(
     monkeypatch.setattr(relocation, "UNAVAILABLE_SECONDS", 0.2)
 
     async def serve() -> None:
-        run.manager.attach(asyncio.get_running_loop(), run.take, on_move=lambda *told: moves.append(told))
+        run.manager.attach(asyncio.get_running_loop(), run.take, on_move=lambda *reported: moves.append(reported))
         await run.manager.wait_ready_async(WAIT_SECONDS)
         for request_id in range(8):
             run.add(request_id, max_tokens=1000)
@@ -334,7 +334,7 @@ def _rest(manager: CoreManager) -> StepOutputs | None:
 
 
 @pytest.mark.slow  # Killed ones: the test after the next.
-def test_cores_that_cannot_start_are_told_of_in_one_sentence_and_leave_nothing(
+def test_cores_that_cannot_start_are_reported_in_one_sentence_and_leave_nothing(
     stub_core: Callable[[str], None],
 ) -> None:
     stub_core("bad checkpoint")

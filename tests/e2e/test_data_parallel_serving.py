@@ -172,7 +172,7 @@ def test_mixed_load_is_answered_once_each_while_a_replica_is_killed(pair: KaonSe
     eventually(lambda: "engine core 1 serves again" in pair.stderr)
 
 
-def test_each_replica_tells_of_itself_and_the_server_is_ready_while_one_is_started_again(pair: KaonServer) -> None:
+def test_each_replica_reports_itself_and_the_server_is_ready_while_one_is_started_again(pair: KaonServer) -> None:
     for number in range(6):
         text_of(pair, number, max_tokens=4)
     for replica in (0, 1):
@@ -205,7 +205,7 @@ def test_choices_of_a_prompt_are_computed_once(pair: KaonServer) -> None:
 
 
 @pytest.mark.slow  # Of one core: tests/chaos/test_shutdown.py.
-def test_streams_end_first_when_the_server_is_told_to_end(own_pair: KaonServer) -> None:
+def test_streams_end_first_when_the_server_is_asked_to_end(own_pair: KaonServer) -> None:
     cores = replicas_of(own_pair)
     texts: list[str] = []
     threads = [

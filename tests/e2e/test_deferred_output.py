@@ -39,8 +39,8 @@ def assert_same(ahead: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> N
             assert found[field] == expected[field]
         for field in ("logprobs", "prompt_logprobs"):
             tokens, numbers = [], []
-            for told in (found, expected):
-                entries = told[field] or ()
+            for reported in (found, expected):
+                entries = reported[field] or ()
                 tokens.append([each.token_id for each in entries])
                 numbers.append([number for each in entries for number in (each.logprob, *each.top_logprobs)])
             assert tokens[0] == tokens[1]

@@ -188,7 +188,7 @@ def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(mortal: LL
 
 
 @pytest.mark.slow  # Part by part: tests/unit/test_supervisor_stalls.py.
-def test_an_idle_replica_that_is_stopped_holds_nobody_up_for_long(mortal: LLMEngine, alone: LLMEngine) -> None:
+def test_a_stopped_idle_replica_delays_others_for_a_bounded_time(mortal: LLMEngine, alone: LLMEngine) -> None:
     expected = tokens(alone, PROMPTS[:1], LONG)
     before = mortal._core.pids
     ids = mortal.add_request(PROMPTS[:1], LONG)
@@ -285,7 +285,7 @@ def test_a_model_without_experts_is_refused_in_a_sentence(capfd: pytest.CaptureF
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_one_rank_has_nobody_to_share_experts_with() -> None:
+def test_expert_parallelism_with_one_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="enable_expert_parallel is set, but there is one rank to hold the experts"):
         Config(parallel_config=ParallelConfig(enable_expert_parallel=True))
 
@@ -297,7 +297,7 @@ def test_one_rank_has_nobody_to_share_experts_with() -> None:
         pytest.param("1:bug", "engine core 1.*: ZeroDivisionError: division by cucumber", marks=pytest.mark.slow),
     ],
 )
-def test_a_replica_that_cannot_start_is_told_of_in_a_sentence_and_leaves_nothing(
+def test_a_replica_that_cannot_start_is_reported_in_a_sentence_and_leaves_nothing(
     checkpoint: Path, fault: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_faulty(monkeypatch, fault)

@@ -24,8 +24,8 @@ def test_a_chat_shows_its_tokens_on_request(server: KaonServer, stream: bool) ->
     assert all(str(token_id) in entry for token_id, entry in zip(ids[1:], read[1:], strict=True))
     choices = [choice for answer in answers for choice in answer["choices"]]
     for index in range(2):
-        told = [token for choice in choices if choice["index"] == index for token in choice.get("token_ids", ())]
-        assert 1 <= len(told) <= 6
+        reported = [token for choice in choices if choice["index"] == index for token in choice.get("token_ids", ())]
+        assert 1 <= len(reported) <= 6
     if stream:
         counts = [answer["usage"]["completion_tokens"] for answer in answers]
         assert counts == sorted(counts)

@@ -80,14 +80,14 @@ def test_token_ids_of_prompt_and_answer_are_reported_on_request(
 def test_usage_can_come_with_each_chunk(server: KaonServer, tokenizer: Tokenizer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = events(server, n=2, stream_options=options)
-    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert told == sorted(told)
-    assert told[-1] == last["usage"]["completion_tokens"] == 12
+    reported = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert reported == sorted(reported)
+    assert reported[-1] == last["usage"]["completion_tokens"] == 12
     prompt_tokens = len(tokenizer.encode(PROMPT))
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt_tokens}
     assert last["choices"] == []
     assert all(
-        chunk["usage"]["total_tokens"] == prompt_tokens + count for chunk, count in zip(chunks, told, strict=True)
+        chunk["usage"]["total_tokens"] == prompt_tokens + count for chunk, count in zip(chunks, reported, strict=True)
     )
 
 
@@ -133,7 +133,7 @@ def test_requests_of_every_priority_are_served(server: KaonServer) -> None:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_stopped_the_text_is_told(server: KaonServer, path: str, stream: bool) -> None:
+def test_what_stopped_the_text_is_reported(server: KaonServer, path: str, stream: bool) -> None:
     asked: dict[str, Any] = (
         {"prompt": PROMPT} if path == "completions" else {"messages": [{"role": "user", "content": PROMPT}]}
     )
@@ -141,9 +141,9 @@ def test_what_stopped_the_text_is_told(server: KaonServer, path: str, stream: bo
     with server.http() as http:
         text = http.post(f"/v1/{path}", json=asked).text
     answers = [json.loads(block[6:]) for block in text.split("\n\n")[:-2]] if stream else [json.loads(text)]
-    told = [choice["stop_reason"] for answer in answers for choice in answer["choices"] if "stop_reason" in choice]
-    assert told in ([" "], ["e"], ["o"])
-    assert answers[-1]["choices"][0]["stop_reason"] == told[0]
+    reported = [choice["stop_reason"] for answer in answers for choice in answer["choices"] if "stop_reason" in choice]
+    assert reported in ([" "], ["e"], ["o"])
+    assert answers[-1]["choices"][0]["stop_reason"] == reported[0]
 
 
 def test_integers_may_be_written_as_whole_floats(server: KaonServer) -> None:

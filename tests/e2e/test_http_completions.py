@@ -78,7 +78,7 @@ def test_choices_and_prompts_fan_out_in_order(client: OpenAI) -> None:
     assert answer.usage.completion_tokens == 4 * 24
 
 
-def test_streamed_choices_are_told_apart_by_index(client: OpenAI) -> None:
+def test_streamed_choices_are_distinguished_by_index(client: OpenAI) -> None:
     chunks = streamed(client, prompt=[PROMPT, "One two three"], n=2)
     whole = greedy(client, prompt=[PROMPT, "One two three"], n=2)
     assert [text_of(chunks, index) for index in range(4)] == [choice.text for choice in whole.choices]

@@ -65,15 +65,15 @@ class Dialect(NamedTuple):
         for chunk in self.client.chat.completions.create(**body):
             usage = chunk.usage
             for choice in chunk.choices:
-                told = streamed.setdefault(choice.index, {"content": "", "reasoning": "", "calls": {}, "tokens": []})
-                told["content"] += choice.delta.content or ""
-                told["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+                found = streamed.setdefault(choice.index, {"content": "", "reasoning": "", "calls": {}, "tokens": []})
+                found["content"] += choice.delta.content or ""
+                found["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
                 for call in choice.delta.tool_calls or ():
-                    name, arguments = told["calls"].get(call.index, ("", ""))
+                    name, arguments = found["calls"].get(call.index, ("", ""))
                     name += call.function.name or ""
-                    told["calls"][call.index] = (name, arguments + (call.function.arguments or ""))
-                told["tokens"] += [each.token for each in choice.logprobs.content] if choice.logprobs else []
-                told["reason"] = choice.finish_reason
+                    found["calls"][call.index] = (name, arguments + (call.function.arguments or ""))
+                found["tokens"] += [each.token for each in choice.logprobs.content] if choice.logprobs else []
+                found["reason"] = choice.finish_reason
         for choice in answer.choices:
             assert streamed[choice.index] == {
                 "content": choice.message.content or "",
@@ -136,7 +136,7 @@ def test_stop_strings_are_not_found_in_markers(dialect: Dialect) -> None:
     check_roll(dialect.ask(tools=[ROLL], tool_choice=NAMED, stop=stop).choices[0])
 
 
-def test_a_call_that_is_cut_off_is_told_alike_streamed_and_whole(dialect: Dialect) -> None:
+def test_a_call_that_is_cut_off_is_reported_alike_streamed_and_whole(dialect: Dialect) -> None:
     for limit in (3, 12, 20, 30):
         (choice,) = dialect.ask(tools=[ROLL], tool_choice=NAMED, max_tokens=limit).choices
         assert choice.finish_reason == "length"
@@ -159,7 +159,7 @@ def test_without_tools_the_markers_of_calls_are_not_shown(dialect: Dialect) -> N
     assert not any(token in written for token in STYLES[dialect.name].special)
 
 
-def test_responses_tell_reasoning_calls_and_text_as_items(dialect: Dialect) -> None:
+def test_responses_report_reasoning_calls_and_text_as_items(dialect: Dialect) -> None:
     function = {"type": "function", "strict": False, **ROLL["function"]}
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
     for fields in ({"tools": [function], "tool_choice": "required", "parallel_tool_calls": False}, {"text": text}):

@@ -63,7 +63,7 @@ def test_a_client_that_leaves_while_it_sends_its_body_leaves_nothing(server: Kao
     assert "Traceback" not in server.stderr
 
 
-def test_a_client_that_reads_late_gets_everything_merged_and_holds_up_nobody(server: KaonServer) -> None:
+def test_a_slow_client_gets_merged_chunks_and_delays_no_other(server: KaonServer) -> None:
     """Many times what the sockets between hold."""
     body = {**COMPLETION, "max_tokens": 60, "n": 32, "logprobs": 20}
     slow = server.connect("/v1/completions", {**body, "stream": True}, holds_little=True)

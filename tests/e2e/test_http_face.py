@@ -111,7 +111,7 @@ def test_what_is_no_http_or_has_endless_headers_gets_an_error_object_and_goodbye
     assert server.get("/livez").status_code == 200
 
 
-def test_an_upgrade_is_not_taken_and_nobody_is_advised_to_install_anything(server: KaonServer) -> None:
+def test_an_upgrade_is_refused_without_advice_to_install_packages(server: KaonServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=START_SECONDS)
     headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Key": "eA=="}
     connection.request("GET", "/v1/realtime", headers={**headers, "Sec-WebSocket-Version": "13"})

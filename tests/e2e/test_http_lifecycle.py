@@ -191,7 +191,7 @@ def test_when_the_engine_dies_streams_go_on(start_server: StartServer, tmp_path:
 
 
 @pytest.mark.slow  # The short form: tests/chaos/test_core_dies.py.
-def test_when_an_engine_dies_that_may_not_start_again_streams_are_told_and_the_server_ends(
+def test_when_an_engine_that_may_not_restart_dies_streams_get_an_error_and_the_server_ends(
     start_server: StartServer,
 ) -> None:
     server = start_server(max_core_restarts=0).ready()

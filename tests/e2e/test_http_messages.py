@@ -282,14 +282,14 @@ async def test_bad_messages_leave_a_neighbours_stream_as_it_is(server: KaonServe
     ]
     async with httpx.AsyncClient(base_url=server.url, timeout=START_SECONDS, verify=False) as client:
 
-        async def told() -> list[str]:
+        async def reported() -> list[str]:
             async with client.stream("POST", "/v1/messages", json=neighbour) as answer:
                 lines = [line async for line in answer.aiter_lines()]
             return [line for line in lines if "_delta" in line and "message_delta" not in line]
 
-        alone = await told()
+        alone = await reported()
         streamed, *answers = await asyncio.gather(
-            told(), *(client.post("/v1/messages", content=each) for each in bad * 5)
+            reported(), *(client.post("/v1/messages", content=each) for each in bad * 5)
         )
     assert streamed == alone
     for answer in answers:

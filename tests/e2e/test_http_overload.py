@@ -32,10 +32,10 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
     ).ready()
     yield server
     eventually(lambda: server.metric("kaon_requests_live") == 0)
-    told = server.metric("kaon_requests_received_total")
+    reported = server.metric("kaon_requests_received_total")
     text = server.get("/metrics").text
     ended = [line for line in text.splitlines() if line.startswith(("kaon_requests_finished_", "kaon_requests_rej"))]
-    assert sum(float(line.split()[-1]) for line in ended) == told
+    assert sum(float(line.split()[-1]) for line in ended) == reported
     assert server.stop() == 0
     assert "Traceback" not in server.stderr
 
@@ -91,7 +91,7 @@ def test_a_background_response_over_the_bound_is_a_429_and_not_kept(narrow: Kaon
 
 
 def test_a_client_that_obeys_gets_in(narrow: KaonServer) -> None:
-    """The official client, which retries as it is told, once the queue moves."""
+    """The official client, which retries as it is asked, once the queue moves."""
     connections = busy(narrow)
     rejected = narrow.metric('kaon_requests_rejected_total{reason="queue_requests"}')
 

@@ -127,7 +127,7 @@ def test_a_key_is_created_and_revoked_while_the_server_runs(team: Team) -> None:
     assert team.ask("light").status_code == 200
 
 
-def test_a_quota_ends_in_a_429_with_openais_headers_and_concerns_nobody_else(team: Team) -> None:
+def test_an_exceeded_quota_gives_429_with_openais_headers_to_its_owner_only(team: Team) -> None:
     answers = [team.ask("small", max_tokens=4, ignore_eos=True) for _ in range(4)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
     left = [int(answer.headers["x-ratelimit-remaining-requests"]) for answer in answers]

@@ -143,12 +143,12 @@ def test_a_stream_begins_with_the_prompt_and_its_log_probabilities(client: OpenA
                 assert joined == getattr(expected.logprobs, field)
 
 
-def test_a_stream_tells_prompt_log_probabilities_once_a_choice(client: OpenAI) -> None:
+def test_a_stream_reports_prompt_log_probabilities_once_a_choice(client: OpenAI) -> None:
     chunks = streamed(client, OTHER, n=2, extra_body={"prompt_logprobs": 1})
     for index in range(2):
-        told = [chunk for chunk in chunks if chunk.index == index and "prompt_logprobs" in (chunk.model_extra or {})]
-        assert len(told) == 1
-        assert len(told[0].prompt_logprobs) > 1  # type: ignore[attr-defined]
+        found = [chunk for chunk in chunks if chunk.index == index and "prompt_logprobs" in (chunk.model_extra or {})]
+        assert len(found) == 1
+        assert len(found[0].prompt_logprobs) > 1  # type: ignore[attr-defined]
 
 
 def test_a_cached_prompt_is_computed_again_for_its_log_probabilities(client: OpenAI) -> None:

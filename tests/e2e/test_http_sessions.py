@@ -95,7 +95,7 @@ def test_the_official_client_with_a_wrong_key_gets_an_authentication_error(
     assert refused.value.request_id
 
 
-def test_plain_http_on_the_tls_port_is_hung_up_on_and_nobody_else_is(guarded: KaonServer, https: httpx.Client) -> None:
+def test_plain_http_on_the_tls_port_is_disconnected_alone(guarded: KaonServer, https: httpx.Client) -> None:
     port = httpx.URL(guarded.url).port
     with socket.create_connection(("127.0.0.1", port), timeout=START_SECONDS) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")

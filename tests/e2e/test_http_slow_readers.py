@@ -78,7 +78,7 @@ def test_the_request_of_a_slow_reader_stops_and_goes_on_or_ends_as_the_flag_says
     eventually(lambda: server.metric("kaon_requests_live") == 0)
 
 
-def test_what_nobody_reads_is_dropped_when_the_client_leaves(server: KaonServer) -> None:
+def test_unread_chunks_are_dropped_when_the_client_disconnects(server: KaonServer) -> None:
     before = slows(server, "pause") + slows(server, "end")
     slow = server.connect("/v1/completions", BODY, holds_little=True)
     eventually(lambda: slows(server, "pause") + slows(server, "end") > before)

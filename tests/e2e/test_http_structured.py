@@ -138,7 +138,7 @@ def test_a_grammar_that_cannot_be_followed_is_a_400_that_names_its_field(client:
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("(a+)+$", "(x+x+)+y", "a{1,9999}")),
     ],
 )
-def test_a_catastrophic_regex_is_followed_or_refused_and_holds_nobody_up(client: OpenAI, pattern: str) -> None:
+def test_a_catastrophic_regex_is_enforced_or_refused_and_delays_no_other(client: OpenAI, pattern: str) -> None:
     outcome = "followed"
     try:
         complete(client, structured_outputs={"regex": pattern})

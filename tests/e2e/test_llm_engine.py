@@ -115,7 +115,7 @@ def test_what_the_settings_say_of_the_context_and_the_parameters_holds(
     assert "a sequence may have 64 tokens, not max_model_len 4096: the KV" in capfd.readouterr().err
 
 
-def test_parameters_that_nobody_gives_are_those_of_the_specification(engine: LLMEngine) -> None:
+def test_default_sampling_parameters_are_those_of_the_specification(engine: LLMEngine) -> None:
     assert engine.default_sampling_params == SamplingParams()
 
 

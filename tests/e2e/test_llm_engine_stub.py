@@ -49,7 +49,7 @@ def test_results_keep_the_order_of_the_prompts(engine: LLMEngine) -> None:
     assert [result["token_ids"] for result in results] == [[5] * length for length in lengths]
 
 
-def test_result_tells_all_that_the_specification_names(engine: LLMEngine) -> None:
+def test_result_has_all_fields_that_the_specification_names(engine: LLMEngine) -> None:
     (result,) = engine.generate([[7, 8, 9]], SamplingParams(max_tokens=4), use_tqdm=False)
     text = engine.io_processor.tokenizer.decode([5] * 4)
     assert (result["text"], result["finish_reason"]) == (text, "length")

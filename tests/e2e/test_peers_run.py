@@ -80,7 +80,7 @@ def workloads(*names: str) -> Sequence[Workload]:
 
 
 @pytest.mark.usefixtures("no_checkpoints")
-def test_each_figure_is_told_and_every_process_ends(tmp_path: Path) -> None:
+def test_each_figure_is_reported_and_every_process_ends(tmp_path: Path) -> None:
     found: list[Measurement] = []
     pids = tmp_path / "pids"
     measure(Fake(SERVER, pids), workloads("tiny-1", "tiny-32"), 4, tmp_path, found.append)
@@ -94,14 +94,14 @@ def test_each_figure_is_told_and_every_process_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_checkpoints")
-def test_a_server_that_ends_is_told_of_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_that_ends_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     script = "import sys; print('no such model', flush=True); sys.exit(3)"
     with pytest.raises(ServerError, match="the server ended with status 3:\nno such model"):
         measure(Fake(script, tmp_path / "pids"), workloads("tiny-1"), 0, tmp_path, lambda _: None)
 
 
 @pytest.mark.usefixtures("no_checkpoints")
-def test_a_server_that_never_answers_is_told_of_with_its_last_refusal(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_is_reported_with_its_last_refusal(tmp_path: Path) -> None:
     contestant = Fake("import time; time.sleep(600)", tmp_path / "pids")
     contestant.ready_seconds = 0.5
     with pytest.raises(ServerError, match=r"not ready within 0\.5 s; last: no connection to port"):

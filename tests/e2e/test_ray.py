@@ -130,7 +130,7 @@ def test_two_nodes_have_a_replica_each_and_an_actor_s_death_is_its_replica_s(
 
 
 @needs_ray
-def test_a_cluster_without_room_is_told_of_in_a_sentence(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_room_is_reported_in_a_sentence(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     with pytest.raises(EngineDeadError, match="the Ray cluster had no room for 4 ranks of 1 CPU each") as raised:
         on_ray(tensor_parallel_size=4, rank_start_timeout=1.0)

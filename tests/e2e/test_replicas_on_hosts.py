@@ -64,7 +64,7 @@ def test_each_request_is_answered_once_by_one_of_two_hosts_which_end_together(
 @pytest.mark.parametrize(
     ("why", "code"), [pytest.param("", 0, marks=pytest.mark.slow), ("the tokenizer cannot be read", 1)]
 )
-def test_a_host_ends_with_a_server_that_is_told_to_end_or_fails_while_its_cores_load(
+def test_a_host_ends_with_a_server_that_is_asked_to_end_or_fails_while_its_cores_load(
     why: str, code: int, port: int, start_host: Callable[..., CoreHost], stub_core: Callable[[str], None]
 ) -> None:
     stub_core("slow")
@@ -293,7 +293,7 @@ def test_a_host_that_never_joins_ends_the_start_in_a_sentence(port: int) -> None
 
 
 @pytest.mark.slow  # Of ranks: test_several_hosts.py.
-def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
+def test_a_host_that_differs_gets_the_difference_and_so_does_the_server(
     port: int, start_host: Callable[..., CoreHost]
 ) -> None:
     host = start_host(port, parallel={"data_parallel_size": 4})

@@ -34,7 +34,7 @@ PARAMS = {
 
 
 AHEAD = ("unseeded", "penalties", "logprobs", "grammar")
-"""Kinds that need what the step before told."""
+"""Kinds that need the results of the previous step."""
 
 
 def make_core(async_scheduling: str) -> Iterator[CoreManager]:
@@ -63,14 +63,14 @@ def run(core: CoreManager, requests: list[AddRequest]) -> dict[int, tuple[list[i
         step = core.get_outputs(WAIT_SECONDS)
         assert step is not None
         outputs += step.outputs
-    told: dict[int, tuple[list[int], list[TokenLogprobs], str | None]] = {}
+    results: dict[int, tuple[list[int], list[TokenLogprobs], str | None]] = {}
     for request in requests:
         mine = [output for output in outputs if output.request_id == request.request_id]
         tokens = [token for output in mine for token in output.output_tokens]
         logprobs = [row for output in mine for row in output.logprobs or ()]
         assert mine[-1].error is None
-        told[request.request_id] = tokens, logprobs, mine[-1].finish_reason
-    return told
+        results[request.request_id] = tokens, logprobs, mine[-1].finish_reason
+    return results
 
 
 @pytest.mark.parametrize("name", PARAMS)

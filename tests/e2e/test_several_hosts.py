@@ -163,7 +163,7 @@ def test_a_host_with_another_key_is_turned_away_and_the_engine_says_who_never_ca
         ),
     ],
 )
-def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
+def test_a_host_that_differs_gets_the_difference_and_so_does_the_server(
     differing: dict[str, Any], sentence: str, port: int, start_host: Callable[..., KaonHost]
 ) -> None:
     host = start_host(port, **differing)
@@ -174,7 +174,7 @@ def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
     assert "Traceback" not in host.stderr
 
 
-def test_a_second_host_of_the_same_number_is_refused_and_disturbs_nobody(
+def test_a_second_host_of_the_same_number_is_refused_and_disturbs_no_other(
     joined: Joined, start_host: Callable[..., KaonHost]
 ) -> None:
     # Both are there before the second comes.
@@ -204,7 +204,7 @@ def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
 
 
 @pytest.mark.slow  # The sentence: tests/unit/test_cluster.py.
-def test_without_a_key_nobody_listens_where_others_come(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_no_socket_listens_for_other_machines(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLUSTER_KEY_ENV)
     with pytest.raises(
         EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which other machines reach, but there is no key"
@@ -278,7 +278,7 @@ def test_requests_go_on_when_a_host_is_killed_and_started_again(
 
 
 @pytest.mark.slow  # A harder end: the last test here.
-def test_a_host_that_is_told_to_end_leaves_no_rank(port: int, start_host: Callable[..., KaonHost]) -> None:
+def test_a_host_that_is_asked_to_end_leaves_no_rank(port: int, start_host: Callable[..., KaonHost]) -> None:
     host = start_host(port)
     with first_host(port, max_core_restarts=0) as engine:
         ranks = [rank.pid for rank in host.ranks()]
@@ -290,7 +290,7 @@ def test_a_host_that_is_told_to_end_leaves_no_rank(port: int, start_host: Callab
 
 
 @pytest.mark.slow  # Of replicas: test_replicas_on_hosts.py.
-def test_a_host_ends_with_a_server_that_is_told_to_end_while_it_loads(
+def test_a_host_ends_with_a_server_that_is_asked_to_end_while_it_loads(
     port: int, start_host: Callable[..., KaonHost], start_server: Callable[..., KaonServer]
 ) -> None:
     host = start_host(port, **{**SETTINGS, **FIELDS})

@@ -39,15 +39,15 @@ def engine_of(size: int, *, collectives: str = "shared_memory", dtype: str = "fl
 
 def answers(engine: LLMEngine) -> list[object]:
     """Greedy, seeded, a mixture of both, and log probabilities to three digits."""
-    told: list[object] = []
+    reported: list[object] = []
     mixed = [GREEDY, SEEDED, GREEDY, SEEDED]
     for params in (GREEDY, SEEDED, mixed):
         results = engine.generate(PROMPTS, params, use_tqdm=False)
-        told.append([result["token_ids"] for result in results])
+        reported.append([result["token_ids"] for result in results])
     for result in engine.generate(PROMPTS, LOGPROBS, use_tqdm=False):
         for entries in (result["logprobs"], result["prompt_logprobs"]):
-            told.append([(each.token_id, each.top_ids, round(each.logprob, 3)) for each in entries or ()])
-    return told
+            reported.append([(each.token_id, each.top_ids, round(each.logprob, 3)) for each in entries or ()])
+    return reported
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_where_ranks_cannot_leave_a_step_the_core_ends_and_names_the_rank(
         ("0:late 1:load", "tensor-parallel rank 1: the shard is damaged"),
     ],
 )
-def test_a_rank_that_cannot_start_is_told_of_in_a_sentence_and_leaves_nothing(
+def test_a_rank_that_cannot_start_is_reported_in_a_sentence_and_leaves_nothing(
     fault: str, sentence: str, faulty: Callable[[str], None]
 ) -> None:
     faulty(fault)

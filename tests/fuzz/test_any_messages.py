@@ -29,16 +29,16 @@ def drawn(count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
-async def test_any_body_is_answered_or_refused_and_disturbs_nobody(server: KaonServer, count: int) -> None:
+async def test_any_body_is_answered_or_refused_and_disturbs_no_other(server: KaonServer, count: int) -> None:
     bodies = await asyncio.to_thread(drawn, count)
     async with httpx.AsyncClient(base_url=server.url, timeout=START_SECONDS, verify=PLAIN_HTTP) as http:
         alone = await neighbour(http)
         is_over = asyncio.Event()
-        told: list[str] = []
+        reported: list[str] = []
 
         async def neighbours() -> None:
             while not is_over.is_set():
-                told.append(await neighbour(http))
+                reported.append(await neighbour(http))
 
         streams = asyncio.create_task(neighbours())
         statuses: list[int] = []
@@ -52,7 +52,7 @@ async def test_any_body_is_answered_or_refused_and_disturbs_nobody(server: KaonS
         is_over.set()
         await streams
     assert len(statuses) >= count * 0.9
-    assert set(told) == {alone}
+    assert set(reported) == {alone}
     assert 200 in statuses
     assert 400 in statuses
 

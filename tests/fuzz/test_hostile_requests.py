@@ -91,7 +91,7 @@ class Attack:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_hostile_requests_are_refused_and_disturb_nobody(
+async def test_hostile_requests_are_refused_and_disturb_no_other(
     server: KaonServer, path: str, record_property: Any
 ) -> None:
     attack = Attack()

@@ -44,7 +44,7 @@ class Place:
         return GPUDevice(self.device) if self.is_gpu else GraphDevice()
 
     def runner(self, checkpoint: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> ModelRunner:
-        """A loaded model with a cache of `NUM_BLOCKS`, that captures no graphs unless it is told sizes."""
+        """A loaded model with a cache of `NUM_BLOCKS`, that captures no graphs unless it is given sizes."""
         fields = {"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 64, **fields}
         sizes = fields.pop("cudagraph_capture_sizes", ())
         fields["compilation_config"] = {"cudagraph_capture_sizes": sizes, "enforce_eager": not sizes}

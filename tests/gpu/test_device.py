@@ -111,5 +111,5 @@ def test_choosing_tokens_waits_for_nothing_and_chooses_what_the_cpu_does(place: 
     found = read(launched, downloads)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.logprobs.keys() == expected.logprobs.keys()
-    for row, told in found.logprobs.items():
-        assert told.logprob == pytest.approx(expected.logprobs[row].logprob, abs=1e-4)
+    for row, reported in found.logprobs.items():
+        assert reported.logprob == pytest.approx(expected.logprobs[row].logprob, abs=1e-4)

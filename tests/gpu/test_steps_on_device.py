@@ -109,7 +109,7 @@ def test_a_cache_that_does_not_fit_says_how_much_is_missing(place: Place, checkp
 
 @ON_GPU
 @pytest.mark.parametrize("mode", ["off", "on"])
-def test_memory_that_runs_out_while_serving_costs_nobody_an_answer(
+def test_all_requests_are_answered_when_memory_runs_out_while_serving(
     place: Place, tmp_path: Path, mode: str, little_memory: Callable[[int], None]
 ) -> None:
     path = large_checkpoint(tmp_path)

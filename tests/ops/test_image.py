@@ -185,7 +185,7 @@ exec chroot --userspec=10001:10001 "$root" env -i "$@"
 """What a container runtime does for a pod of the manifests: only /tmp, shared memory and the cache can be written."""
 
 
-def test_it_serves_from_a_root_that_nobody_can_write_and_ends_in_order(
+def test_it_serves_from_a_read_only_root_and_ends_in_order(
     buildah: Buildah, container: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     port = free_port()

@@ -33,14 +33,14 @@ class Ahead:
         self.steps.append(kind)
 
     def run(self, seqs: Iterable[Sequence]) -> list[RequestOutput]:
-        """All that is told of these sequences, until nothing is left to do."""
+        """All outputs of these sequences, until nothing is left to do."""
         self.scheduler.extend(seqs)
         while self.scheduler.has_requests() or self.pipeline:
             assert self.pipeline.advance(self.on_read) is None
             self.scheduler.check_integrity()
         assert self.record.read() == []
-        told, self.outputs = self.outputs, []
-        return told
+        reported, self.outputs = self.outputs, []
+        return reported
 
 
 def waiting(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput]:
@@ -48,8 +48,8 @@ def waiting(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput
     scheduler, outputs = Scheduler(runner.config), list[RequestOutput]()
 
     class Queue:
-        def put_nowait(self, told: list[RequestOutput]) -> None:
-            outputs.extend(told)
+        def put_nowait(self, reported: list[RequestOutput]) -> None:
+            outputs.extend(reported)
 
     scheduler.extend(seqs)
     while (scheduled := scheduler.schedule()) is not None:
@@ -83,20 +83,20 @@ def by_core(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput
         if core.scheduler.is_finished():
             break
         core._process_engine_step()
-    told: list[RequestOutput] = []
+    reported: list[RequestOutput] = []
     while not core.output_queue.empty():
-        told += core.output_queue.get().outputs
+        reported += core.output_queue.get().outputs
     core.scheduler.check_integrity()
-    return told
+    return reported
 
 
 def answers(outputs: Iterable[RequestOutput]) -> dict[int, tuple[object, ...]]:
     """By sequence: tokens, end, log probabilities and errors."""
-    told: dict[int, tuple[list[int], list[object], list[object]]] = {}
+    reported: dict[int, tuple[list[int], list[object], list[object]]] = {}
     for output in outputs:
-        tokens, logprobs, rest = told.setdefault(output.request_id, ([], [], []))
+        tokens, logprobs, rest = reported.setdefault(output.request_id, ([], [], []))
         tokens += output.output_tokens
         for each in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
             logprobs.append((each.token_id, Near(each.logprob, 1e-3), each.top_ids, Near(each.rank, 1)))
         rest += [output.finish_reason, output.error] if output.finished else []
-    return {seq_id: tuple(parts) for seq_id, parts in told.items()}
+    return {seq_id: tuple(parts) for seq_id, parts in reported.items()}

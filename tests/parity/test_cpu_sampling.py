@@ -120,7 +120,7 @@ def test_a_number_that_is_none_counts_as_largest(rows: int) -> None:
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("width", [40, 700, WIDE])
-def test_the_sampler_is_told_the_same_of_the_likeliest_as_by_torch(width: int) -> None:
+def test_the_sampler_gets_the_same_top_tokens_as_from_torch(width: int) -> None:
     values = rows_of(width)
     for k in (1, 20, width if width < 1000 else 2000):
         by_operators = stable_topk(values, k)

@@ -112,11 +112,11 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(
 
     runner.model.compute_logits = broken  # type: ignore[method-assign]
     ahead = Ahead(runner)
-    told = answers(ahead.run(sequences(prompts[:12])))
-    failed = [seq_id for seq_id, parts in told.items() if "error" in parts[2]]  # type: ignore[operator]
+    reported = answers(ahead.run(sequences(prompts[:12])))
+    failed = [seq_id for seq_id, parts in reported.items() if "error" in parts[2]]  # type: ignore[operator]
     assert len(failed) == 1
-    assert "not finite" in str(told[failed[0]])
-    assert {key: parts for key, parts in told.items() if key not in failed} == {
+    assert "not finite" in str(reported[failed[0]])
+    assert {key: parts for key, parts in reported.items() if key not in failed} == {
         key: parts for key, parts in expected.items() if key not in failed
     }
 
@@ -174,11 +174,11 @@ def test_operations_for_any_device_choose_the_cpus_tokens(vocab_size: int, monke
     usable = [row for row in range(num_rows) if row not in found.non_finite]
     assert found.token_ids[usable].tolist() == expected.token_ids[usable].tolist()
     assert found.logprobs.keys() == expected.logprobs.keys() == {3, 8}
-    for row, told in found.logprobs.items():
-        assert (told.token_id, told.rank, told.top_ids) == (
+    for row, reported in found.logprobs.items():
+        assert (reported.token_id, reported.rank, reported.top_ids) == (
             expected.logprobs[row].token_id,
             expected.logprobs[row].rank,
             expected.logprobs[row].top_ids,
         )
-        assert told.logprob == pytest.approx(expected.logprobs[row].logprob, abs=1e-5)
-        assert told.top_logprobs == pytest.approx(expected.logprobs[row].top_logprobs, abs=1e-5)
+        assert reported.logprob == pytest.approx(expected.logprobs[row].logprob, abs=1e-5)
+        assert reported.top_logprobs == pytest.approx(expected.logprobs[row].top_logprobs, abs=1e-5)

@@ -170,8 +170,8 @@ def test_a_sequence_that_is_aborted_in_flight_leaves_the_others_whole(checkpoint
     assert ahead.pipeline
     ahead.outputs += ahead.scheduler.abort([1])
     found = answers(ahead.run([]))
-    assert {key: told for key, told in found.items() if key != 1} == {
-        key: told for key, told in expected.items() if key != 1
+    assert {key: reported for key, reported in found.items() if key != 1} == {
+        key: reported for key, reported in expected.items() if key != 1
     }
     assert "abort" in found[1][2]  # type: ignore[operator]
 
@@ -204,7 +204,9 @@ def test_what_a_dead_core_generated_goes_on_ahead(checkpoint: Path) -> None:
     ]
     again = Noted(runner_for(checkpoint, **by_model(checkpoint)))
     again.run(resumed)
-    assert {seq.id: seq.completion_token_ids for seq in resumed} == {key: told[0] for key, told in expected.items()}
+    assert {seq.id: seq.completion_token_ids for seq in resumed} == {
+        key: reported[0] for key, reported in expected.items()
+    }
     assert again.acceptance == 1.0
 
 

@@ -273,7 +273,7 @@ def test_what_replicas_share_is_committed_before_a_step_writes_to_it() -> None:
 
 
 @needs_operators
-def test_memory_that_the_system_refuses_is_told_of_in_a_sentence() -> None:
+def test_memory_that_the_system_refuses_is_reported_in_a_sentence() -> None:
     """Not by SIGBUS in the first step that writes to it."""
     with memory_of(1, 3) as [[replica, *_]]:
         fcntl.fcntl(replica._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)

@@ -32,7 +32,7 @@ def test_what_does_not_fit_at_start_is_a_sentence_with_what_is_missing_and_what_
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
 
-def test_words_of_torch_that_are_not_known_are_told_as_they_are() -> None:
+def test_words_of_torch_that_are_not_known_are_reported_as_they_are() -> None:
     with pytest.raises(StepOutOfMemory, match="ran out of memory: HIP error"), oom_in_step():
         raise torch.OutOfMemoryError("HIP error:\n  something")
 
@@ -58,7 +58,7 @@ def test_a_model_that_does_not_fit_is_refused(checkpoint: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("mode", ["off", "on"])
 @pytest.mark.parametrize("room", [30, 7])
-def test_memory_that_runs_out_while_serving_costs_nobody_an_answer(
+def test_all_requests_are_answered_when_memory_runs_out_while_serving(
     checkpoint: Path, prompts: list[list[int]], mode: str, room: int
 ) -> None:
     """Room for a part of a prompt and, the second time, for half of the decodes."""

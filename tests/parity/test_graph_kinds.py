@@ -273,7 +273,7 @@ def test_rows_of_a_token_and_its_drafts_are_replayed(
 
 
 @pytest.mark.parametrize("kind", [HostDevice, DelayedDevice])
-def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: type[HostDevice]) -> None:
+def test_an_unread_token_precedes_the_drafts_of_its_row(kind: type[HostDevice]) -> None:
     """Rows of three tokens, of which the first is on the device in two rows, and known in one."""
     device = kind()
     batch = InputBatch(max_num_seqs=4, max_model_len=64, block_size=16, vocab_size=160, seed=0)

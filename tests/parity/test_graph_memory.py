@@ -62,7 +62,7 @@ class FakeMemory:
 
 
 @pytest.mark.parametrize(
-    ("graphs", "told"),
+    ("graphs", "reported"),
     [
         # What each pass takes, and what its graph then takes, in MiB. 424 are free, of which steps are to have 356.
         ([(69, 0), (68, 60), (60, 1), (50, 1), (40, 2)], [False, True, True, True, True]),
@@ -72,7 +72,7 @@ class FakeMemory:
     ],
 )
 def test_a_graph_is_captured_where_it_leaves_steps_their_memory(
-    graphs: list[tuple[int, int]], told: list[bool]
+    graphs: list[tuple[int, int]], reported: list[bool]
 ) -> None:
     memory = FakeMemory()
     room = GraphMemory(memory)
@@ -86,7 +86,7 @@ def test_a_graph_is_captured_where_it_leaves_steps_their_memory(
         if shortage is None:
             with room.capturing():
                 memory.graphs += taken * MIB
-    assert found == told
+    assert found == reported
     # Of the steps that run between captures nothing is taken.
     assert memory.times_given_back == 1
 
@@ -106,7 +106,7 @@ def test_a_larger_graph_than_all_before_is_judged_by_its_own_pass() -> None:
                 pass
 
 
-def test_a_shortage_is_told_with_its_figures() -> None:
+def test_a_shortage_is_reported_with_its_figures() -> None:
     memory = FakeMemory()
     room = GraphMemory(memory)
     memory.run(100 * MIB)
@@ -137,10 +137,10 @@ def test_sizes_that_would_take_from_steps_run_eagerly(
     # Of 424 MiB 256 are kept, and 4 rows take 160.
     assert runner.graphs.captured_sizes == [1, 2, 4]
     assert device.num_replayed > 0
-    told = [record.message for record in caplog.records if "finds no memory" in record.message]
-    assert len(told) == 1
-    assert told[0].startswith("Decodes of 8 rows run eagerly")
-    assert "lower gpu_memory_utilization" in told[0]
+    reported = [record.message for record in caplog.records if "finds no memory" in record.message]
+    assert len(reported) == 1
+    assert reported[0].startswith("Decodes of 8 rows run eagerly")
+    assert "lower gpu_memory_utilization" in reported[0]
 
 
 def rank_of(path: Path, parallel: TensorParallel, device: GraphDevice) -> ModelRunner:
@@ -218,5 +218,5 @@ def test_a_warm_up_step_that_one_rank_has_no_memory_for_leaves_no_other_waiting(
         return int(parallel.all_reduce(torch.ones(1, 1)).item())
 
     assert at_once([partial(warmed, parallel) for parallel in thread_ranks(2)[0]]) == [2, 2]
-    [told] = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert told.startswith("1 of ")
+    [reported] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert reported.startswith("1 of ")

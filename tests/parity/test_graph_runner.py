@@ -132,7 +132,7 @@ def test_without_captures_at_the_start_none_is_made_before_the_first_step(checkp
     assert [device.num_captured for device in devices] == [0, 0]
 
 
-def test_a_replay_reads_fixed_memory_and_rows_that_pad_it_write_to_a_block_of_nobodys(
+def test_a_replay_reads_fixed_memory_and_padding_rows_write_to_an_unused_block(
     checkpoint: Path, prompts: list[list[int]]
 ) -> None:
     runner, device = graphed(checkpoint, (4,))

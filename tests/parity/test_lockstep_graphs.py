@@ -60,7 +60,7 @@ class Replica:
         """All steps of this replica and the dummies between them; the graph replays of each pass are counted."""
         # Which caches a pass uses is a global of the process, and this thread is not the one that set it.
         set_kv_cache_data(self._caches)
-        runner, scheduler, told = self.runner, Scheduler(self.runner.config), list[RequestOutput]()
+        runner, scheduler, reported = self.runner, Scheduler(self.runner.config), list[RequestOutput]()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens + 2 * number, ignore_eos=True)
         scheduler.extend(Sequence(tokens, 16, params, id=index) for index, tokens in enumerate(PROMPTS[number]))
         while True:
@@ -68,7 +68,7 @@ class Replica:
             own = (0, True) if scheduled is None else (scheduled[0].total_tokens_num, runner.can_replay(scheduled[0]))
             agreed = meeting.bring(number, own)
             if not any(tokens for tokens, _ in agreed):
-                return told
+                return reported
             runner.tokens_across_dp = tuple(tokens for tokens, _ in agreed)
             runner.may_replay = all(can for _, can in agreed)
             before = self.device.num_replayed
@@ -77,7 +77,7 @@ class Replica:
             else:
                 batch, _ = scheduled
                 scheduler.begin_step(batch)
-                told += scheduler.read_step(runner.forward(batch))
+                reported += scheduler.read_step(runner.forward(batch))
             self.replayed.append(self.device.num_replayed - before)
 
 

@@ -207,7 +207,7 @@ def test_a_depth_that_no_model_has_is_refused_before_a_layer_is_built(checkpoint
         load(checkpoint)
 
 
-def test_a_model_that_memory_cannot_hold_is_told_in_a_sentence(checkpoint: Path) -> None:
+def test_a_model_that_memory_cannot_hold_is_reported_in_a_sentence(checkpoint: Path) -> None:
     edit_json(checkpoint / "config.json", vocab_size=2**31 - 1, hidden_size=2**30)
     with pytest.raises(CheckpointError, match=r"does not fit the memory of device cpu \(.*\)$"):
         load(checkpoint)

@@ -184,9 +184,9 @@ def test_vectors_of_steps_that_are_read_late(tmp_path: Path, tasks: tuple[str, .
     pooled = [Sequence(prompt, 16, nothing, pooling=PoolingParams()) for prompt in prompts()]
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     others = [Sequence([5, 9, 200, 17], 16, greedy)] if "generate" in tasks else []
-    told = {output.request_id: output for output in Ahead(runner).run([*others, *pooled]) if output.finished}
+    reported = {output.request_id: output for output in Ahead(runner).run([*others, *pooled]) if output.finished}
     for seq, vector in zip(pooled, at_once.vectors, strict=True):
-        assert_close(np.frombuffer(told[seq.id].vector or b"", dtype="<f4"), vector)
+        assert_close(np.frombuffer(reported[seq.id].vector or b"", dtype="<f4"), vector)
     assert [seq.leave_reason for seq in others] == ["max_tokens"] * len(others)
 
 

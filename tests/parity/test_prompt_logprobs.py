@@ -40,7 +40,7 @@ class Collected(list[RequestOutput]):
 
 
 def read(runner: ModelRunner, *, preempt_after: int | None = None, **fields: object) -> list[list[TokenLogprobs]]:
-    """The log probabilities told of each of `PROMPTS`, with decodes of other sequences among them."""
+    """The log probabilities reported of each of `PROMPTS`, with decodes of other sequences among them."""
     scheduler = Scheduler(runner.config.model_copy(update={"eos_token_id": None, **fields}))
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=4, logprobs=4)
     plain = SamplingParams(temperature=0.0, max_tokens=30)
@@ -55,13 +55,13 @@ def read(runner: ModelRunner, *, preempt_after: int | None = None, **fields: obj
         if steps == preempt_after:
             for seq in list(scheduler.running):
                 scheduler.preempt(seq)
-    told = [output for output in outputs if output.prompt_logprobs is not None]
-    assert sorted(output.request_id for output in told) == [0, 1, 2]
-    return [output.prompt_logprobs or [] for output in sorted(told, key=lambda output: output.request_id)]
+    reported = [output for output in outputs if output.prompt_logprobs is not None]
+    assert sorted(output.request_id for output in reported) == [0, 1, 2]
+    return [output.prompt_logprobs or [] for output in sorted(reported, key=lambda output: output.request_id)]
 
 
-def assert_equal(told: list[list[TokenLogprobs]], expected: list[torch.Tensor]) -> None:
-    for prompt, entries, reference in zip(PROMPTS, told, expected, strict=True):
+def assert_equal(reported: list[list[TokenLogprobs]], expected: list[torch.Tensor]) -> None:
+    for prompt, entries, reference in zip(PROMPTS, reported, expected, strict=True):
         assert [entry.token_id for entry in entries] == prompt[1:]
         for entry, row in zip(entries, reference, strict=False):
             assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)

@@ -317,7 +317,7 @@ def test_a_checkpoint_may_quantise_nothing_but_its_cache(tmp_path: Path) -> None
     assert_computes(PagedModel(path), tokens, exact)
 
 
-def test_targets_tell_the_formats_of_modules_apart(tmp_path: Path) -> None:
+def test_targets_distinguish_the_formats_of_modules(tmp_path: Path) -> None:
     config = q.compressed_tensors("int-quantized", strategy="channel") | {"format": "mixed-precision"}
     int8 = config["config_groups"]["group_0"] | {"format": "int-quantized", "targets": ["re:.*mlp.*"]}
     int4 = {

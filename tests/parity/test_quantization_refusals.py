@@ -1,4 +1,4 @@
-"""What is wrong with a quantised checkpoint is told in a sentence that names it."""
+"""What is wrong with a quantised checkpoint is reported in a sentence that names it."""
 
 from collections.abc import Callable
 from pathlib import Path

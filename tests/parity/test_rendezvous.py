@@ -118,7 +118,7 @@ def test_the_store_and_collectives_of_a_named_interface_listen_at_its_address_on
     assert [each["listens"] for each in said] == [["127.0.0.1"]] * 2
 
 
-def test_an_interface_that_a_host_does_not_have_is_told_with_those_that_it_has() -> None:
+def test_an_interface_that_a_host_does_not_have_is_reported_with_those_that_it_has() -> None:
     rendezvous = Rendezvous("tcp://127.0.0.1:9", 1.0, interface="wg9")
     with pytest.raises(RuntimeError, match=r"cluster_interface is wg9, which this host does not have; it has .*lo"):
         rendezvous.interface()

@@ -158,7 +158,7 @@ def test_logits_that_are_not_finite_are_the_model_s_fault_beside_a_mask_too(logi
         ({"min_tokens": 2, "stop_token_ids": [9]}, [5, 5], {9}, set()),
     ],
 )
-def test_matchers_are_told_which_tokens_end_the_sequence_and_which_may_not_yet(
+def test_matchers_get_the_tokens_that_end_the_sequence_and_those_that_may_not_yet(
     params: dict[str, object], output: list[int], ends: set[int], withheld: set[int], logits: np.ndarray
 ) -> None:
     matcher = Fixed(1)

@@ -67,14 +67,14 @@ def sequences(vocab_size: int = 160) -> list[Sequence]:
     return made
 
 
-Told = dict[int, tuple[Any, ...]]
+Reported = dict[int, tuple[Any, ...]]
 
 
 class Oracle:
     """Drafts what is known to come, with some mistakes; counts how many places were verified."""
 
-    def __init__(self, expected: Told) -> None:
-        self._expected = {seq_id: told[0] for seq_id, told in expected.items()}
+    def __init__(self, expected: Reported) -> None:
+        self._expected = {seq_id: reported[0] for seq_id, reported in expected.items()}
         self._random = random.Random(1)
         self.lengths: list[int] = []
 
@@ -89,14 +89,14 @@ class Oracle:
             self.lengths.append(len(drafts))
 
 
-Install = Callable[[Told], Oracle]
+Install = Callable[[Reported], Oracle]
 
 
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Has all sequences drafted by one who knows the answers; that one."""
 
-    def install(expected: Told) -> Oracle:
+    def install(expected: Reported) -> Oracle:
         made = Oracle(expected)
         monkeypatch.setattr(Drafts, "propose", lambda self, seqs, budget: made.propose(seqs, budget))
         return made
@@ -232,8 +232,8 @@ def test_rows_that_verify_drafts_are_replayed(
         return forward(*arguments)
 
     monkeypatch.setattr(runner.model, "forward", counted)
-    told = waiting(runner, sequences()) if steps is None else steps.run(sequences())
-    assert answers(told) == expected
+    reported = waiting(runner, sequences()) if steps is None else steps.run(sequences())
+    assert answers(reported) == expected
     # Graphs of this device are the pass itself: what is not a replay are prompts, and drafts of the shortest one.
     assert device.num_replayed > eager - device.num_replayed
     assert told_lengths(runner) == [(length, [2, 8]) for length in (1, 4, 3, 2)]

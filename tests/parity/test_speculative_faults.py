@@ -60,7 +60,7 @@ def test_rows_that_a_graph_takes_without_drafts_are_replayed_with_them_too(
 @pytest.mark.parametrize(
     "drafts", [pytest.param({}, marks=pytest.mark.slow), {"num_speculative_tokens": 4, "prompt_lookup_min": 1}]
 )
-def test_what_comes_before_a_refused_place_is_told(drafts: dict[str, Any]) -> None:
+def test_the_prefix_before_a_refused_position_is_reported(drafts: dict[str, Any]) -> None:
     with LLMEngine(num_kvcache_blocks=64, **drafts) as engine:
         (one,) = engine.io_processor.tokenize("1")[-1:]
         params = {"temperature": 0.0, "max_tokens": 9, "allowed_token_ids": [one], "bad_words": [[one] * 3]}
@@ -86,7 +86,7 @@ def test_a_step_of_drafts_without_memory_costs_drafts_and_no_prompts() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "operators"), [("bfloat16", "auto"), ("bfloat16", False), ("float32", False)])
-def test_a_rejected_draft_of_no_finite_values_harms_nobody(
+def test_a_rejected_draft_with_non_finite_values_affects_no_other_row(
     dtype: str, operators: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its place comes behind those that count: masked values are multiplied by 0, and 0 times NaN is NaN."""

@@ -199,7 +199,7 @@ def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -
         PagedModel(path)
 
 
-def test_a_format_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     path = APERTUS.checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config={"quant_method": "unheard-of"})
     with pytest.raises(CheckpointError, match=r'quant_method of .* is "unheard-of"; it must be one of'):
@@ -251,7 +251,7 @@ def test_the_context_is_as_long_as_the_table_of_positions(tmp_path: Path) -> Non
     assert read_checkpoint_config(path).max_model_len == 48
 
 
-def test_our_code_runs_what_it_has_unless_told_otherwise(tmp_path: Path) -> None:
+def test_our_code_runs_what_it_has_by_default(tmp_path: Path) -> None:
     native = make_checkpoint(tmp_path / "native")
     foreign = APERTUS.checkpoint(tmp_path / "foreign")
     assert isinstance(read_checkpoint_config(native), ModelConfig)

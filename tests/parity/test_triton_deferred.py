@@ -95,7 +95,7 @@ def test_tokens_and_log_probabilities_are_those_of_torch(width: int, most: int) 
 
 
 @pytest.mark.parametrize("most", [2, 40])
-def test_rows_that_are_broken_or_leave_no_token_are_told_of_and_no_others(most: int) -> None:
+def test_rows_that_are_broken_or_leave_no_token_are_reported_and_no_others(most: int) -> None:
     rng, width = np.random.default_rng(2), 130
     logits = torch.from_numpy(rng.normal(size=(NUM_ROWS, width)).astype(np.float32))
     logits[1, 3] = torch.nan

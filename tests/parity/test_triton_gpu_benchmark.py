@@ -176,7 +176,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no GPU that torch can use" in capsys.readouterr().out
 
 
-def test_launches_are_told_apart_by_what_triton_compiles_anew_for() -> None:
+def test_launches_are_distinguished_by_what_triton_compiles_anew_for() -> None:
     x, weight = torch.randn(6, 40, device=DEVICE), torch.randn(40, device=DEVICE)
     with Launches() as launches:
         rms_norm(x, weight, 1e-6)

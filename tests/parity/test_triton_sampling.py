@@ -129,7 +129,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         assert alone.token_ids[0] == together.token_ids[row]
 
 
-def test_the_likeliest_is_the_first_of_equal_ones_and_broken_rows_are_told() -> None:
+def test_the_argmax_is_the_first_of_equal_tokens_and_invalid_rows_are_reported() -> None:
     logits = logits_of(6, 300, step=2.0)
     logits[1, 7] = torch.nan
     logits[2, 250] = torch.inf

@@ -140,7 +140,7 @@ def test_the_warm_up_keeps_to_the_limits_of_a_step_and_meets_every_power_of_two(
 
 
 @pytest.mark.parametrize("parallel", [SINGLE_RANK, TensorParallel(1, 2, cast(Collectives, object()))])
-def test_steps_without_room_are_left_out_and_told_of_once(
+def test_steps_without_room_are_left_out_and_reported_once(
     parallel: TensorParallel, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried = []
@@ -152,10 +152,10 @@ def test_steps_without_room_are_left_out_and_told_of_once(
 
     compile_kernels(SIZES, run, parallel)
     assert tried == list(warm_up_steps(SIZES))
-    [told] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     left_out = sum(len(step.rows) > 1 for step in tried)
-    assert told.startswith(f"{left_out} of {len(tried)} steps of the warm-up were left out")
-    assert told.endswith("the GPU ran out of memory: 2.50 GiB more were asked for")
+    assert warning.startswith(f"{left_out} of {len(tried)} steps of the warm-up were left out")
+    assert warning.endswith("the GPU ran out of memory: 2.50 GiB more were asked for")
 
 
 def test_a_step_without_room_ends_the_start_of_replicas_that_wait_for_it() -> None:

@@ -26,7 +26,7 @@ def loads(draw: st.DrawFn) -> list[tuple[int, int, int | None, bool]]:
     caching=st.booleans(),
     ahead=st.sampled_from([None, None, "launch", "sample", "result"]),
 )
-def test_the_guilty_fail_and_nobody_else(
+def test_only_the_failing_sequences_end_with_an_error(
     load: list[tuple[int, int, int | None, bool]],
     blocks: int,
     budget: int,

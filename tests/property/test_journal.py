@@ -1,4 +1,4 @@
-"""The journal against a model of a core that dies: nothing is lost, nothing told twice, everything ends once."""
+"""The journal against a model of a core that dies: nothing is lost, nothing delivered twice, everything ends once."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,8 +21,8 @@ class JournalMachine(RuleBasedStateMachine):
         self.core: dict[int, int] = {}
         """By request in the core, the tokens that it has."""
         self.leaving: list[int] = []
-        """Requests that the core was told to end."""
-        self.told: dict[int, list[int]] = {}
+        """Requests that the core was asked to end."""
+        self.reported: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
         self.added = 0
 
@@ -31,7 +31,7 @@ class JournalMachine(RuleBasedStateMachine):
         left = self.journal.record(step)
         for output in step.outputs:
             assert output.request_id not in self.ended
-            self.told[output.request_id] += output.output_tokens
+            self.reported[output.request_id] += output.output_tokens
             if output.finished:
                 assert output.finish_reason is not None
                 self.ended[output.request_id] = output.finish_reason
@@ -42,12 +42,12 @@ class JournalMachine(RuleBasedStateMachine):
         for message in self.journal.send(entries):
             assert message.request_id not in self.core
             self.core[message.request_id] = len(message.resumed_token_ids)
-            assert message.resumed_token_ids == self.told[message.request_id]
+            assert message.resumed_token_ids == self.reported[message.request_id]
 
     @rule()
     def add(self) -> None:
         request = AddRequest(self.added, [1], _PARAMS)
-        self.told[self.added] = []
+        self.reported[self.added] = []
         self.added += 1
         entries = self.journal.add([request])
         if self.serving:
@@ -74,9 +74,9 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         entries = self.journal.entries([data.draw(st.integers(0, self.added))])
-        told, ended = self.journal.abort(entries)
+        reported, ended = self.journal.abort(entries)
         if self.serving:
-            self.leaving += told
+            self.leaving += reported
         self.deliver(ended)
 
     @rule(data=st.data())
@@ -122,7 +122,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @invariant()
     def tokens_are_told_once_and_in_order(self) -> None:
-        for request_id, tokens in self.told.items():
+        for request_id, tokens in self.reported.items():
             assert tokens == list(range(len(tokens)))
             if self.ended.get(request_id) == "max_tokens":
                 assert len(tokens) == _LENGTH

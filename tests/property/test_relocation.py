@@ -1,4 +1,4 @@
-"""Replicas that come and go at random: nothing is lost or told twice, and only who kills cores ends with an error."""
+"""Random outages of replicas: no token is lost or delivered twice, and only requests that crash cores fail."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -113,7 +113,7 @@ class RelocationMachine(RuleBasedStateMachine):
             stub.serve()
         self.settle()
         assert not self.cluster.manager.live
-        for request_id, tokens in self.cluster.told.items():
+        for request_id, tokens in self.cluster.reported.items():
             if self.cluster.ends[request_id].finish_reason == "max_tokens":
                 assert len(tokens) == _LENGTH
         self.only_who_kills_ends_with_an_error_after_two_deaths()

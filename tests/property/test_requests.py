@@ -19,7 +19,7 @@ SOON, LATE = 4.0, 5.0
 
 
 class Client:
-    """One HTTP request: reads its answer as it is told to, or leaves."""
+    """One HTTP request: reads its answer as specified, or disconnects."""
 
     def __init__(self, front: FrontEnd, n: int, owner: str, timeout: float | None, *, stream: bool) -> None:
         self._left = asyncio.Event()

@@ -305,7 +305,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             self.outputs[output.request_id] += output.output_tokens
             assert output.finished == (output.finish_reason is not None)
             if output.prompt_logprobs is not None:
-                assert output.request_id not in self.read, "a prompt's log probabilities are told twice"
+                assert output.request_id not in self.read, "a prompt's log probabilities are reported twice"
                 self.read[output.request_id] = output.prompt_logprobs
             assert (output.vector is not None) == (output.finish_reason == "pooled")
             if output.vector is not None:
@@ -437,8 +437,8 @@ class SchedulingMachine(RuleBasedStateMachine):
             asked = seq.sampling_params.prompt_logprobs is not None
             if seq_id in self.read or (asked and self.ended[seq_id] not in ("abort", "error")):
                 assert asked
-                told = [(each.token_id, each.logprob) for each in self.read[seq_id]]
-                assert told == [(token, -1.0 - place) for place, token in enumerate(seq.prompt_token_ids[1:])]
+                reported = [(each.token_id, each.logprob) for each in self.read[seq_id]]
+                assert reported == [(token, -1.0 - place) for place, token in enumerate(seq.prompt_token_ids[1:])]
 
 
 VARIANTS: dict[str, dict[str, object]] = {

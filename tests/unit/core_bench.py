@@ -40,7 +40,7 @@ class StubRunner:
         return not batch.total_seqs_num_prefill
 
     sees_at = "launch"
-    """When it sees a step that is launched: then, or when that is told to `sample`, or read for its `result`."""
+    """When it sees a step that is launched: then, or when it must `sample`, or read for its `result`."""
 
     def launch(self, batch: ScheduledBatch, /) -> "StubStep":
         return StubStep(self, batch)

@@ -1,4 +1,4 @@
-"""What the tests of admission, deadlines and slow readers share: a front end over a core that does as it is told."""
+"""What the tests of admission, deadlines and slow readers share: a front end over a core that follows a script."""
 
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What the tests of responses share: requests, steps of a model, and a parser that does as it is told."""
+"""What the tests of responses share: requests, steps of a model, and a parser that follows a script."""
 
 import json
 from collections.abc import Sequence
@@ -48,11 +48,11 @@ def renderer_of(
 ) -> ResponsesRenderer:
     """A renderer, which tells `ended` of the response's end."""
     tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
-    told = [] if ended is None else ended
+    reported = [] if ended is None else ended
     request = request_of(**fields)
     params = SamplingParams(temperature=0.75 if request.temperature is None else request.temperature)
     return ResponsesRenderer(
-        request, params, tokenizer, "f", parser, ToolTable(request), SEALED.sealer(ANYONE.key), told.append
+        request, params, tokenizer, "f", parser, ToolTable(request), SEALED.sealer(ANYONE.key), reported.append
     )
 
 

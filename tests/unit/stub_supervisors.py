@@ -61,7 +61,7 @@ class StubSupervisor:
         """As `Supervisor`."""
 
     def poll(self) -> None:
-        """As `Supervisor`; a core that was told to end has done so at the second look."""
+        """As `Supervisor`; a core that was asked to end has done so at the second look."""
         if self._has_served and not self.is_serving and self.failure is None:
             self._keeper.on_unavailable()
         if self._looks_to_the_end is not None:
@@ -134,8 +134,8 @@ class StubSupervisor:
                 outputs.append(RequestOutput(request_id, [_FIRST_TOKEN + token], done, "max_tokens" if done else None))
                 if done:
                     del self.core[request_id]
-        told = {output.request_id for output in outputs}
-        self.untried = [each for each in self.untried if each in self.core and each not in told]
+        reported = {output.request_id for output in outputs}
+        self.untried = [each for each in self.untried if each in self.core and each not in reported]
         self._keeper.on_step(StepOutputs(outputs))
 
     def fail(self, request_id: int) -> None:
@@ -146,18 +146,18 @@ class StubSupervisor:
 
 
 class Cluster:
-    """The manager, its replicas' stubs, and what was told of each request."""
+    """The manager, its replicas' stubs, and the tokens delivered for each request."""
 
     def __init__(self, size: int = 2, **parallel: Any) -> None:
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr("engine.client.replica.Supervisor", StubSupervisor)
         self._patch.setattr(relocation, "time", _CLOCK)
-        self.told: dict[int, list[int]] = {}
+        self.reported: dict[int, list[int]] = {}
         self.ends: dict[int, RequestOutput] = {}
         self.moves: list[tuple[int, int]] = []
         fields = {"data_parallel_size": size, **parallel}
         self.manager = CoreManager(Config(parallel_config=ParallelConfig.model_validate(fields)))
-        self.manager.attach(None, self._take, on_move=lambda *told: self.moves.append(told))  # type: ignore[arg-type]
+        self.manager.attach(None, self._take, on_move=lambda *reported: self.moves.append(reported))  # type: ignore[arg-type]
         self.stubs: list[StubSupervisor] = [each.supervisor for each in self.manager._replicas]  # type: ignore[misc]
         for stub in self.stubs:
             stub.serve()
@@ -196,7 +196,7 @@ class Cluster:
             stub.is_serving = False
         requests = []
         for request_id in ids:
-            self.told[request_id] = []
+            self.reported[request_id] = []
             fields = {"max_tokens": 6, "ignore_eos": True, **params}
             requests.append(AddRequest(request_id, prompt or [request_id + 1], SamplingParams(**fields)))
         self.manager.add_requests(requests)
@@ -227,16 +227,16 @@ class Cluster:
         """Each has all its tokens, in order and once."""
         for request_id in ids:
             assert self.ends[request_id].finish_reason == "max_tokens", self.ends[request_id]
-            assert self.told[request_id] == [_FIRST_TOKEN + number for number in range(max_tokens)]
+            assert self.reported[request_id] == [_FIRST_TOKEN + number for number in range(max_tokens)]
 
     def assert_in_order(self) -> None:
-        """No token was lost or told twice."""
-        for tokens in self.told.values():
+        """No token was lost or delivered twice."""
+        for tokens in self.reported.values():
             assert tokens == [_FIRST_TOKEN + number for number in range(len(tokens))]
 
     def _take(self, step: StepOutputs) -> None:
         for output in step.outputs:
-            assert output.request_id not in self.ends, "a request was told of after its end"
-            self.told[output.request_id] += output.output_tokens
+            assert output.request_id not in self.ends, "a request had an output after its end"
+            self.reported[output.request_id] += output.output_tokens
             if output.finished:
                 self.ends[output.request_id] = output

@@ -1,4 +1,4 @@
-"""The bounded queue: who gets in, who is told to come again and when, and that nobody is counted twice."""
+"""The bounded queue: who gets in, who is asked to retry and when, and that nobody is counted twice."""
 
 import math
 import re
@@ -72,7 +72,7 @@ def test_over_the_bound_by_tokens_is_of_type_tokens() -> None:
     door.enter(40)
 
 
-def test_both_headers_and_the_sentence_tell_the_same_time() -> None:
+def test_both_headers_and_the_sentence_report_the_same_time() -> None:
     door = Door(sequences=1)
     door.enter(5)
     error = door.refused(5)
@@ -103,7 +103,7 @@ def test_a_request_larger_than_a_whole_bound_gets_in_when_nothing_waits(prompt_t
     door.refused(1)
 
 
-def test_clients_that_come_when_they_were_told_get_in_one_after_the_other() -> None:
+def test_clients_that_retry_when_asked_are_admitted_one_after_the_other() -> None:
     """A queue of 4 that lets two in a second; 12 clients at once, who obey."""
     door = Door(sequences=4)
     queue = [id for _ in range(4) for id in door.enter(5)]
@@ -145,7 +145,7 @@ def test_after_an_overload_whose_clients_stay_away_times_are_short_again() -> No
     assert seconds(door.refused(5)) < 0.2
 
 
-def test_those_who_were_told_to_come_and_do_keep_their_places_before_later_ones() -> None:
+def test_clients_that_retry_when_asked_precede_later_ones() -> None:
     """A queue of 4 that lets ten in a second; 200 clients at once, who obey."""
     door = Door(sequences=4)
     queue = [id for _ in range(4) for id in door.enter(5)]

@@ -38,7 +38,7 @@ class Clock:
         return self._now
 
 
-def test_what_is_wrong_with_one_operator_is_told_of_it_alone(
+def test_an_error_of_one_operator_is_reported_for_it_alone(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging = tmp_path / "hanging"
@@ -82,7 +82,7 @@ def test_neither_last_words_nor_the_directory_change_what_is_found(
     assert probe("cpu", ["activation"], SMALL) == {"activation": None}
 
 
-def test_a_missing_library_is_told_as_such() -> None:
+def test_a_missing_library_is_reported_as_such() -> None:
     assert set(probe("cpu").values()) == {"aiter is not installed"}
 
 
@@ -168,14 +168,14 @@ def test_experts_in_fp8_are_probed_where_the_model_has_them(library: Library) ->
     assert str(wrong("moe", sizes, CPU)).endswith("of 1 tokens in FP8")
 
 
-def test_what_a_library_raises_is_told_in_a_line(library: Library) -> None:
+def test_what_a_library_raises_is_reported_in_a_line(library: Library) -> None:
     library.replace(
         "__init__.py", ("    gate, up = input.chunk", "    raise OSError('no code\\nobject')\n    gate, up = input")
     )
     assert wrong("activation", SMALL, CPU) == "it failed: OSError: no code"
 
 
-def test_releases_that_have_other_arguments_or_modules_are_told_or_taken(library: Library) -> None:
+def test_releases_that_have_other_arguments_or_modules_are_reported_or_used(library: Library) -> None:
     # As in 2025: another module, and without sinks, which then other kernels compute.
     old = "ops/triton/unified_attention.py"
     (library.root / ATTENTION).rename(library.root / old)

@@ -107,9 +107,9 @@ def test_a_release_whose_sums_cannot_be_in_a_graph_is_not_used() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_ranks_tell_each_other_of_a_graph_s_sums_only_where_all_have_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_exchange_a_graph_s_sums_only_if_all_have_the_graph(caplog: pytest.LogCaptureFixture) -> None:
     bindings.bind("all_reduce")
-    told = []
+    reported = []
 
     class Sums:
         disabled = False
@@ -123,31 +123,31 @@ def test_ranks_tell_each_other_of_a_graph_s_sums_only_where_all_have_it(caplog: 
                 yield
             finally:
                 if not self.disabled:
-                    told.append("told")
+                    reported.append("reported")
 
     bindings._bound["CustomAllreduce"] = lambda *_, **__: Sums()
     fast = reduce.FastSum(SimpleNamespace(), CPU)
     x = torch.ones(4, dtype=torch.bfloat16)
     with fast.capturing():
-        assert told == []
-    assert told == ["told"]
+        assert reported == []
+    assert reported == ["reported"]
     assert fast(x) is not None
     failure = RuntimeError("another rank failed to")
     with pytest.raises(RuntimeError) as raised, fast.capturing():
         raise failure
     assert raised.value is failure
-    assert told == ["told"]
+    assert reported == ["reported"]
     assert fast(x) is None
     assert "all_reduce by RCCL (not aiter: a graph of its sums was not captured)" in caplog.text
 
 
 @pytest.mark.usefixtures("library")
-def test_a_graph_whose_sums_the_library_cannot_tell_of_fails_in_a_sentence() -> None:
+def test_a_graph_whose_sums_the_library_cannot_register_fails_in_a_sentence() -> None:
     bindings.bind("all_reduce")
     # As of a group of two, of which this rank is both and has told of other sums.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.get_world_size", lambda group: 2)
-        patch.setattr("torch.distributed.all_gather", lambda told, own, group: told[1].copy_(own))
+        patch.setattr("torch.distributed.all_gather", lambda reported, own, group: reported[1].copy_(own))
         fast = reduce.FastSum(SimpleNamespace(), CPU)
         x = torch.ones(4, dtype=torch.bfloat16)
         with (

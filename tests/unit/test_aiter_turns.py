@@ -185,7 +185,7 @@ import importlib.util, os, pathlib, signal, subprocess, sys, time
 specification = importlib.util.spec_from_file_location("child", {str(CHILD)!r})
 child = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(child)
-told = pathlib.Path(sys.argv[1])
+marker = pathlib.Path(sys.argv[1])
 """
 """Without the package, which imports torch."""
 
@@ -210,7 +210,7 @@ def test_what_ignores_the_first_signal_is_ended_by_the_second_with_what_it_start
     pid = tmp_path / "pid"
     found = run(
         "hung = subprocess.Popen([sys.executable, '-c', sys.argv[2], sys.argv[1]], start_new_session=True)\n"
-        "while not told.exists() or not told.read_text():\n    time.sleep(0.01)\n"
+        "while not marker.exists() or not marker.read_text():\n    time.sleep(0.01)\n"
         "child.end(hung, grace=0.2)\nchild.end(hung)\nprint(hung.returncode)\n",
         str(pid),
         stubborn,
@@ -239,7 +239,7 @@ def test_a_child_tidies_up_where_its_parent_ignores_the_signal_or_dies(tmp_path:
         "reading, writing = os.pipe()\n"
         "if os.fork():\n    os.read(reading, 1)\n    os._exit(0)\n"
         "os.dup2(os.open(os.devnull, os.O_WRONLY), 1)\nos.dup2(1, 2)\nchild.begin()\n"
-        "try:\n    os.write(writing, b'.')\n    time.sleep(600)\nfinally:\n    told.touch()\n",
+        "try:\n    os.write(writing, b'.')\n    time.sleep(600)\nfinally:\n    marker.touch()\n",
         str(tmp_path / "tidy"),
     )
     assert until((tmp_path / "tidy").exists)
@@ -292,7 +292,7 @@ def test_what_the_environment_says_of_the_folder_stays(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_cache_that_cannot_be_written_is_told(own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_cache_is_reported(own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("no folder")
     folder.prepare()
     assert "aiter may have no folder to compile into: [Errno 20] Not a directory" in caplog.text

@@ -404,6 +404,6 @@ def test_any_body_becomes_a_chat_or_is_refused_in_anthropics_form(body: dict[str
         chat = to_chat(validate(body, MessagesRequest, allow_unknown=allow_unknown), frontend_of(), opened)
         json.dumps([message.for_template() for message in chat.messages])
     except BadRequest as error:
-        told = json.loads(error.anthropic_body("req_1"))
-        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
-        assert told["error"]["message"]
+        reported = json.loads(error.anthropic_body("req_1"))
+        assert (reported["type"], reported["error"]["type"]) == ("error", "invalid_request_error")
+        assert reported["error"]["message"]

@@ -20,7 +20,7 @@ def test_every_field_of_every_request_is_on_the_page() -> None:
         assert [name for name in request.model_fields if f"`{name}`" not in page] == []
 
 
-def test_fields_that_do_nothing_and_fields_that_are_refused_are_told_apart() -> None:
+def test_fields_that_do_nothing_and_fields_that_are_refused_are_distinguished() -> None:
     chat = api_docs.tables(request_schemas()["ChatCompletionRequest"])
     accepted = next(line for line in chat.splitlines() if line.startswith("Accepted, and change nothing"))
     refused = next(line for line in chat.splitlines() if line.startswith("Refused with a 400"))
@@ -44,11 +44,11 @@ def test_fields_that_do_nothing_and_fields_that_are_refused_are_told_apart() -> 
         ({}, "any"),
     ],
 )
-def test_a_type_is_told_in_a_few_words(schema: dict[str, object], words: str) -> None:
+def test_a_type_is_reported_in_a_few_words(schema: dict[str, object], words: str) -> None:
     assert type_of(schema) == words
 
 
-def test_a_default_is_told_as_json_and_a_required_field_as_such() -> None:
+def test_a_default_is_reported_as_json_and_a_required_field_as_such() -> None:
     schema = {
         "required": ["a"],
         "properties": {"a": {}, "b": {"default": True}, "c": {"default": None, "anyOf": [{"description": "Some."}]}},

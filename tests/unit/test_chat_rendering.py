@@ -110,11 +110,11 @@ def test_the_chunks_of_a_stream_add_up_to_the_whole_answer() -> None:
     assert usage.usage.completion_tokens_details.reasoning_tokens == 1
 
 
-def test_each_chunk_of_a_text_tells_more_tokens_where_it_tells_the_usage() -> None:
+def test_each_chunk_of_a_text_reports_more_tokens_where_it_reports_the_usage() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *streamed, last = chunks(renderer(None, stream=True, stream_options=options), ["a", "b", "c"], "length")
-    told = [chunk.usage and chunk.usage.completion_tokens for chunk in streamed]
-    assert told == [0, 1, 2, 3]
+    reported = [chunk.usage and chunk.usage.completion_tokens for chunk in streamed]
+    assert reported == [0, 1, 2, 3]
     assert [chunk.choices[0].delta.content for chunk in streamed] == ["", "a", "b", "c"]
     assert [chunk.choices[0].finish_reason for chunk in streamed] == [None, None, None, "length"]
     assert last.choices == []
@@ -159,7 +159,7 @@ def test_an_empty_answer_has_empty_content_and_no_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "choice", "told"),
+    ("reason", "choice", "reported"),
     [
         ("stop", "auto", "tool_calls"),
         ("stop", "required", "tool_calls"),
@@ -167,9 +167,9 @@ def test_an_empty_answer_has_empty_content_and_no_calls() -> None:
         ("length", "auto", "length"),
     ],
 )
-def test_the_finish_reason_of_calls_is_openais(reason: str, choice: Any, told: str) -> None:
-    assert whole(renderer(tool_choice=choice), reason=reason)["choices"][0]["finish_reason"] == told
-    assert chunks(renderer(tool_choice=choice), reason=reason)[-1].choices[0].finish_reason == told
+def test_the_finish_reason_of_calls_is_openais(reason: str, choice: Any, reported: str) -> None:
+    assert whole(renderer(tool_choice=choice), reason=reason)["choices"][0]["finish_reason"] == reported
+    assert chunks(renderer(tool_choice=choice), reason=reason)[-1].choices[0].finish_reason == reported
 
 
 def test_log_probabilities_come_with_the_text_or_without_it() -> None:
@@ -178,8 +178,8 @@ def test_log_probabilities_come_with_the_text_or_without_it() -> None:
         of.chunk(0, RequestDelta(text, [1], [TokenLogprobs(1, -0.5)])) for text in ("<think>", "<call>", "so")
     )
     lines = [json.loads(line.removeprefix("data: ")) for line in stream.decode().split("\n\n")[:-1]]
-    told = [choice["logprobs"] for line in lines for choice in line["choices"] if choice["logprobs"]]
-    assert [len(each["content"]) for each in told] == [1, 1, 1]
+    reported = [choice["logprobs"] for line in lines for choice in line["choices"] if choice["logprobs"]]
+    assert [len(each["content"]) for each in reported] == [1, 1, 1]
 
 
 def test_an_echo_begins_each_choice_and_the_whole() -> None:
@@ -206,7 +206,7 @@ def test_tokens_of_text_that_is_held_back_count_as_what_it_turns_out_to_be() -> 
     assert held_to_the_end["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
 
 
-def test_a_client_that_lags_is_told_the_same_count() -> None:
+def test_a_slow_client_gets_the_same_count() -> None:
     steps = [("<think>", 1), ("so", 1), ("<|", 1), (" then", 1), ("</think>", 1), ("Hi", 1)]
     delta = RequestDelta("".join(text for text, _ in steps), [1] * 6, None, True, "stop", merged=steps)
     of = renderer(HELD, stream=True, stream_options={"include_usage": True})

@@ -70,11 +70,11 @@ def test_serve_runs_the_server_with_the_configuration_and_passes_its_exit_code_o
 
 def test_a_bad_setting_is_one_sentence_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "x"]) == 2
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "kaon serve: --port is x; it must be a valid integer\n")
+    reported = capsys.readouterr()
+    assert (reported.out, reported.err) == ("", "kaon serve: --port is x; it must be a valid integer\n")
 
 
-def test_an_address_of_another_machine_is_told_as_such() -> None:
+def test_an_address_of_another_machine_is_reported_as_such() -> None:
     with pytest.raises(OSError, match=r"^host is 192\.0\.2\.1, which is no address of this machine$"):
         server.process._listen(ServerConfig(host="192.0.2.1", port=0), is_keyless=False)
 
@@ -84,8 +84,8 @@ def test_help_of_serve_has_every_section_and_the_defaults(capsys: pytest.Capture
         main(["serve", "--help"])
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
-    for told in ("model and engine:", "parallel:", "server:", "--no-enable-prefix-caching", "(default: 8000)"):
-        assert told in out
+    for reported in ("model and engine:", "parallel:", "server:", "--no-enable-prefix-caching", "(default: 8000)"):
+        assert reported in out
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ LONG_KEY = "correct-horse-battery-staple"
 # -- the key ----------------------------------------------------------------------------------------------------
 
 
-def test_whoever_knows_the_key_makes_the_same_pairs_and_nobody_else_does() -> None:
+def test_equal_keys_give_equal_pairs_and_others_do_not() -> None:
     keys = ClusterKeys.of(LONG_KEY)
     assert keys == ClusterKeys.of(LONG_KEY)
     others = ClusterKeys.of(LONG_KEY + ".")
@@ -48,7 +48,7 @@ def test_a_key_is_the_same_however_it_was_carried(
     assert read_cluster_key(None, "10.0.0.1") == read_cluster_key(str(tmp_path / "key"), "10.0.0.1") == LONG_KEY
 
 
-def test_a_key_that_other_users_can_read_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_that_other_users_can_read_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "key"
     file.write_text(LONG_KEY)
     for mode, warnings in ((0o600, 0), (0o640, 0), (0o644, 1)):
@@ -68,9 +68,7 @@ def test_without_a_key_only_this_machine_is_served(address: str, monkeypatch: py
             read_cluster_key(None, reachable)
 
 
-def test_a_key_that_can_be_guessed_or_read_by_nobody_is_refused_and_not_shown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_short_or_unreadable_key_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CLUSTER_KEY_ENV, "hunter2")
     with pytest.raises(ValueError, match=r"KAON_CLUSTER_KEY holds 7 characters; .* at least 16") as raised:
         read_cluster_key(None, "127.0.0.1")
@@ -168,7 +166,7 @@ def test_only_clients_whose_key_the_authenticator_has_are_admitted(context: "zmq
     authenticator.close()
 
 
-def test_an_address_that_cannot_be_had_is_told_in_a_sentence(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def test_an_address_that_cannot_be_had_is_reported_in_a_sentence(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     address = free_address()
     with (
         bind_curve(context, zmq.ROUTER, address, CurvePair.new()),

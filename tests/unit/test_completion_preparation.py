@@ -106,7 +106,7 @@ async def test_as_many_tokens_as_fit_leave_room_for_the_answer(
 
 
 @pytest.mark.parametrize(("fields", "max_tokens"), [({}, 6), ({"max_tokens": 9}, 9)])
-async def test_the_checkpoints_max_new_tokens_bounds_what_nobody_asked_for(
+async def test_the_checkpoints_max_new_tokens_is_the_default_bound(
     tokenizer: Tokenizer, fields: dict[str, Any], max_tokens: int
 ) -> None:
     request, _ = await prepared(tokenizer, GenerationDefaults(max_new_tokens=6), prompt="def", **fields)

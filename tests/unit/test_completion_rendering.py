@@ -55,8 +55,8 @@ def test_choices_wait_for_their_prompts_log_probabilities_and_no_others(tokenize
     assert waiting.opening() == b""
     assert waiting.chunk(1, RequestDelta("b", [8], positions([8]))) == b""
     assert waiting.chunk(3, RequestDelta("d", [8], positions([8]))) == b""
-    told = RequestDelta("a", [9], positions([9]), prompt_logprobs=positions(ids[1:]))
-    came = choices(waiting.chunk(0, told))
+    reported = RequestDelta("a", [9], positions([9]), prompt_logprobs=positions(ids[1:]))
+    came = choices(waiting.chunk(0, reported))
     assert [(choice["index"], choice["text"]) for choice in came] == [
         (0, "One two"),
         (1, "One two"),
@@ -81,19 +81,19 @@ def test_echoed_log_probabilities_show_as_many_alternatives_as_logprobs_says(tok
     }
 
 
-def test_minus_infinity_is_told_as_a_number(tokenizer: Tokenizer) -> None:
+def test_minus_infinity_is_reported_as_a_number(tokenizer: Tokenizer) -> None:
     infinite = [TokenLogprobs(5, float("-inf"), [6], [float("-inf")], 9)]
     asking = renderer(tokenizer, [PromptEcho([4, 5], "")], prompt_logprobs=1)
     (opening, _) = choices(asking.chunk(0, RequestDelta("a", [9], prompt_logprobs=infinite)))
     assert [entry["logprob"] for entry in opening["prompt_logprobs"][1].values()] == [-9999.0, -9999.0]
 
 
-def test_usage_of_a_stream_counts_on_where_each_chunk_tells_it(tokenizer: Tokenizer) -> None:
+def test_usage_of_a_stream_counts_on_where_each_chunk_reports_it(tokenizer: Tokenizer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     counting = renderer(tokenizer, [PromptEcho([5, 6], ""), PromptEcho([7], "")], stream_options=options)
     raw = counting.chunk(0, RequestDelta("a", [1, 2])) + counting.chunk(1, RequestDelta("b", [1], None, True, "stop"))
-    told = [json.loads(block.removeprefix("data: "))["usage"] for block in raw.decode().split("\n\n")[:-1]]
-    assert told == [
+    reported = [json.loads(block.removeprefix("data: "))["usage"] for block in raw.decode().split("\n\n")[:-1]]
+    assert reported == [
         {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
         {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
     ]

@@ -101,7 +101,7 @@ def test_the_kernel_s_settings_are_read_where_they_are(tmp_path: Path) -> None:
         assert engine_doctor._has_numa_balancing(tmp_path) == has
 
 
-def test_what_aiter_does_is_told_by_operator() -> None:
+def test_what_aiter_does_is_reported_by_operator() -> None:
     reasons = {"norm": None, "moe": "it has no fused_moe", "gemm": None, "decode": "it hung"}
     facts = Facts(**ROCM, gpus=(GPU,), aiter="0.1", aiter_reasons=reasons, aiter_when_asked=("decode", "gemm"))
     # What nobody asked for is nothing wrong.
@@ -199,7 +199,7 @@ def test_what_was_found_is_printed_line_by_line() -> None:
         ("print('nothing of use')", "exit code 0: it printed no error"),
     ],
 )
-def test_looking_that_goes_wrong_is_told(code: str, words: str) -> None:
+def test_looking_that_goes_wrong_is_reported(code: str, words: str) -> None:
     report = doctor.examine([sys.executable, "-c", code], seconds=2.0 if "sleep" in code else 300.0)
     assert len(report.problems) == 1
     assert words in report.problems[0]

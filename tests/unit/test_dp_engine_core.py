@@ -62,7 +62,7 @@ class Inbox(SimpleQueue[Any]):
 
 
 class Runner(StubRunner):
-    """Notes every pass: its own tokens, and what it was told of all replicas'."""
+    """Notes every pass: its own tokens, and the numbers of all replicas'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,11 +133,11 @@ class Replicas:
             said[self._own] = own
             try:
                 barrier.wait()
-                told = tuple(said)
+                reported = tuple(said)
                 barrier.wait()
             except threading.BrokenBarrierError as error:
                 raise RuntimeError("connection closed by peer") from error
-            return told
+            return reported
 
         def leave(self) -> bool:
             self._replicas.left.append(self._own)
@@ -151,20 +151,20 @@ class Replicas:
         self.cores[replica].input_queue.put(seq)
 
     def end(self, *replicas: int) -> list[list[StepOutputs]]:
-        """Tell these to end; what both have told, without the closing `Stopped`."""
+        """Tell these to end; the messages of both, without the closing `Stopped`."""
         for replica in replicas:
             self.cores[replica].input_queue.put(Shutdown())
         for loop in self.loops:
             loop.result(WAIT_SECONDS)
-        told = []
+        reported = []
         for core in self.cores:
             messages = []
             while not core.output_queue.empty():
                 messages.append(core.output_queue.get())
             assert messages.pop() == Stopped()
             core.scheduler.check_integrity()
-            told.append(messages)
-        return told
+            reported.append(messages)
+        return reported
 
     def wait_asleep(self) -> None:
         """Until nobody has work, and nothing is on its way."""
@@ -196,9 +196,9 @@ def test_an_idle_replica_computes_a_dummy_for_each_step_of_the_other(replicas: R
     replicas.wait_asleep()
     assert replicas.runners[0].passes == [(3, (3, 0)), *[(1, (1, 0))] * 4]
     assert replicas.runners[1].passes == [(0, (3, 0)), *[(0, (1, 0))] * 4]
-    told = replicas.end(0, 1)
-    assert ends(told[0]) == {7: "max_tokens"}
-    assert outputs_of(told[1], 7) == []
+    reported = replicas.end(0, 1)
+    assert ends(reported[0]) == {7: "max_tokens"}
+    assert outputs_of(reported[1], 7) == []
 
 
 def test_busy_replicas_compute_each_pass_together(replicas: Replicas) -> None:
@@ -208,12 +208,12 @@ def test_busy_replicas_compute_each_pass_together(replicas: Replicas) -> None:
     replicas.start()
     replicas.wait_asleep()
     passes = [runner.passes for runner in replicas.runners]
-    assert [told for _, told in passes[0]] == [told for _, told in passes[1]]
+    assert [reported for _, reported in passes[0]] == [reported for _, reported in passes[1]]
     for replica, own in enumerate(passes):
-        assert all(tokens == told[replica] for tokens, told in own)
-    told = replicas.end(0, 1)
-    assert ends(told[0]) == dict.fromkeys(range(3), "max_tokens")
-    assert ends(told[1]) == dict.fromkeys(range(10, 13), "max_tokens")
+        assert all(tokens == reported[replica] for tokens, reported in own)
+    reported = replicas.end(0, 1)
+    assert ends(reported[0]) == dict.fromkeys(range(3), "max_tokens")
+    assert ends(reported[1]) == dict.fromkeys(range(10, 13), "max_tokens")
 
 
 def test_all_sleep_when_none_has_work_and_one_that_gets_some_wakes_the_others_once(replicas: Replicas) -> None:
@@ -226,11 +226,11 @@ def test_all_sleep_when_none_has_work_and_one_that_gets_some_wakes_the_others_on
         replicas.add(replica, count)
         replicas.wait_asleep()
         assert [by for by, _ in replicas.rings] == [0, 1, 1, 0][: count + 1]
-    told = replicas.end(0, 1)
-    assert {**ends(told[0]), **ends(told[1])} == dict.fromkeys(range(4), "max_tokens")
+    reported = replicas.end(0, 1)
+    assert {**ends(reported[0]), **ends(reported[1])} == dict.fromkeys(range(4), "max_tokens")
 
 
-def test_a_ring_of_an_earlier_round_wakes_nobody(replicas: Replicas) -> None:
+def test_a_ring_of_an_earlier_round_wakes_no_replica(replicas: Replicas) -> None:
     """It may come late: both had work at once, and each woke the other."""
     replicas.start()
     replicas.wait_asleep()
@@ -255,7 +255,7 @@ def test_abort_is_answered_in_its_sleep(replicas: Replicas) -> None:
 
 
 @pytest.mark.parametrize("while_busy", [False, True])
-def test_replicas_end_together_whoever_is_told(replicas: Replicas, while_busy: bool) -> None:
+def test_replicas_end_together_whichever_is_asked(replicas: Replicas, while_busy: bool) -> None:
     if while_busy:
         replicas.add(1, 3, max_tokens=100)
         replicas.add(0, 4, max_tokens=100)
@@ -263,14 +263,14 @@ def test_replicas_end_together_whoever_is_told(replicas: Replicas, while_busy: b
             replicas.cores[0].input_queue.put(Shutdown()) if step == 5 else None
         )
         replicas.start()
-        told = replicas.end()
-        assert ends(told[1]) == {3: "abort"}
-        assert ends(told[0]) == {4: "abort"}
+        reported = replicas.end()
+        assert ends(reported[1]) == {3: "abort"}
+        assert ends(reported[0]) == {4: "abort"}
     else:
         replicas.start()
         replicas.wait_asleep()
-        told = replicas.end(0)
-        assert [ends(messages) for messages in told] == [{}, {}]
+        reported = replicas.end(0)
+        assert [ends(messages) for messages in reported] == [{}, {}]
 
 
 def test_a_step_that_raises_ends_the_core_since_the_others_are_still_in_it(replicas: Replicas) -> None:

@@ -140,7 +140,7 @@ def test_a_step_that_verifies_drafts_is_read_before_the_next_one() -> None:
     assert begin(mine).scheduled_tokens == [[9]]  # type: ignore[union-attr]
 
 
-def test_nobody_gives_blocks_back_for_drafts_or_waits_for_them() -> None:
+def test_drafts_neither_preempt_sequences_nor_delay_them() -> None:
     """Three rows that come to the end of their blocks, one after the other, and a single block is left."""
     mine = scheduler(num_blocks=4)
     seqs = [Sequence([1, 2] * 6 + [3] * i, 16, SamplingParams(max_tokens=40), id=i) for i in range(3)]

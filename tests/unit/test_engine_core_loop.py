@@ -25,11 +25,11 @@ def test_every_sequence_gets_its_tokens_and_one_terminal_output(bench: Bench) ->
         assert tokens == [5] * (2 + seq_id)
 
 
-def test_each_step_is_told_in_one_message_with_its_kind_and_gauges(bench: Bench) -> None:
+def test_each_step_is_reported_in_one_message_with_its_kind_and_gauges(bench: Bench) -> None:
     bench.add(0)
     messages = bench.run_until_done(0)
-    told = [message.stats.step_kind for message in messages if message.stats and message.stats.step_seconds > 0]
-    assert told == [batch.kind for batch in bench.runner.batches]
+    reported = [message.stats.step_kind for message in messages if message.stats and message.stats.step_seconds > 0]
+    assert reported == [batch.kind for batch in bench.runner.batches]
     assert messages[0].stats is not None
     assert (messages[0].stats.num_running, messages[0].stats.kv_blocks_total) == (2, NUM_BLOCKS)
 

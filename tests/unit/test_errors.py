@@ -51,12 +51,12 @@ async def test_an_exception_becomes_an_openai_error_object(
     response = await client.get(f"/raise/{kind}")
     assert response.status_code == status
     assert response.headers["content-type"] == "application/json"
-    told = response.json()["error"]
-    assert told.pop("message")
-    assert told == error
+    reported = response.json()["error"]
+    assert reported.pop("message")
+    assert reported == error
 
 
-async def test_a_bug_tells_the_client_nothing_of_its_insides(client: httpx.AsyncClient) -> None:
+async def test_a_bug_shows_the_client_nothing_of_its_insides(client: httpx.AsyncClient) -> None:
     assert "division" not in (await client.get("/raise/bug")).text
 
 

@@ -252,9 +252,9 @@ def test_a_key_file_that_opens_nothing_is_refused_with_a_sentence(tmp_path: Any,
 
 @pytest.mark.parametrize("key", ["", "a b", "schlüssel", "a\n"])
 def test_a_key_that_no_header_carries_is_refused_without_showing_it(key: str) -> None:
-    with pytest.raises(ValueError, match="no client could send it") as told:
+    with pytest.raises(ValueError, match="no client could send it") as reported:
         ApiKeys([key])
-    assert not key or key not in str(told.value)
+    assert not key or key not in str(reported.value)
 
 
 def test_a_ring_keeps_no_key_and_names_owners_apart() -> None:
@@ -355,7 +355,7 @@ async def test_a_preflight_needs_no_key_and_the_request_itself_does() -> None:
         assert "X-Request-Id" in refused.headers["access-control-expose-headers"]
 
 
-async def test_other_origins_are_told_nothing() -> None:
+async def test_other_origins_get_no_headers() -> None:
     async with client(allowed_origins=("https://chat.example",)) as http:
         answer = await http.get("/v1/models", headers={"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in answer.headers
@@ -491,14 +491,14 @@ async def test_what_openai_has_and_this_server_has_not_is_a_404_that_says_so(pat
         ("/v1/completion", "/v1/completions"),
     ],
 )
-async def test_a_path_that_is_nearly_one_is_told_which(path: str, meant: str) -> None:
+async def test_a_path_that_is_nearly_one_gets_a_hint(path: str, meant: str) -> None:
     answer = await client().post(path, json={})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == f"{path} is not a path of this server; did you mean {meant}?"
 
 
 @pytest.mark.parametrize("path", ["/", "/generate", "/v1", "/" + "v1/models" * 5000])
-async def test_another_path_is_told_where_they_are_listed(path: str) -> None:
+async def test_another_path_gets_the_place_of_the_list(path: str) -> None:
     answer = await client().get(path + "x")
     assert answer.json()["error"]["message"] == f"{path}x is not a path of this server; /docs lists them"
 
@@ -514,7 +514,7 @@ async def test_another_path_is_told_where_they_are_listed(path: str) -> None:
         ("TRACE", "/", "GET, HEAD"),
     ],
 )
-async def test_a_wrong_method_is_told_every_right_one(method: str, path: str, allowed: str) -> None:
+async def test_a_wrong_method_gets_every_right_one(method: str, path: str, allowed: str) -> None:
     answer = await client().request(method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
     assert allowed in answer.json()["error"]["message"]

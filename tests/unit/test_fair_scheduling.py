@@ -169,7 +169,7 @@ class TestPreemption:
         st.integers(1, 6),
     )
     @example([(0.0, 1500, 300), (0.0, 1500, 300)], [(1.0, 100, 60)], 2)
-    def test_nobody_below_its_share_loses_blocks_to_the_growth_of_others(
+    def test_an_owner_below_its_share_loses_no_blocks_to_others(
         self, heavy: list[tuple[float, int, int]], light: list[tuple[float, int, int]], others: int
     ) -> None:
         # The light owner's sequences need at most 20 of 200 blocks, and its share among seven owners is 28.
@@ -199,7 +199,7 @@ class TestPreemption:
         assert all(len(seq.token_ids) == 3100 for seq in many)
 
     @pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
-    def test_the_newest_sequence_goes_and_nobody_goes_for_an_owner_that_has_its_share(self, policy: str) -> None:
+    def test_the_newest_sequence_is_preempted_but_not_for_an_owner_that_has_its_share(self, policy: str) -> None:
         made = engine(max_num_seqs=8, scheduling_policy=policy)
         many = [made.add(100, 2000, owner="many", at=made.now) for _ in range(8)]
         made.run(lambda: made.scheduler.get_request_counts()[0] == 8)

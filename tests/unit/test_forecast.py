@@ -29,7 +29,7 @@ def test_tokens_have_a_rate_of_their_own_and_the_later_time_counts() -> None:
     assert seconds == pytest.approx(MARGIN * 5.0, rel=0.1)
 
 
-def test_further_clients_are_told_later_times_at_the_pace_at_which_the_queue_empties() -> None:
+def test_further_clients_get_later_times_at_the_pace_at_which_the_queue_empties() -> None:
     forecast = draining(10)
     times = [forecast.retry_after(60.0, excess=1, sequences=1, excess_tokens=0, tokens=5) for _ in range(20)]
     assert times == sorted(times)
@@ -61,10 +61,10 @@ def test_the_rate_follows_a_change_within_half_a_minute() -> None:
     assert 0.6 < seconds < 1.3
 
 
-def test_an_engine_that_stands_still_is_told_at_the_latest_time_and_promises_nothing() -> None:
+def test_an_engine_that_stands_still_is_reported_at_the_latest_time_and_promises_nothing() -> None:
     forecast = draining(10)
-    told = [forecast.retry_after(1000.0, excess=1, sequences=1, excess_tokens=0, tokens=5) for _ in range(3)]
-    assert told == [LATEST_SECONDS] * 3
+    reported = [forecast.retry_after(1000.0, excess=1, sequences=1, excess_tokens=0, tokens=5) for _ in range(3)]
+    assert reported == [LATEST_SECONDS] * 3
     forecast.served(1000.0, 100_000, 0)
     assert forecast.retry_after(1000.0, excess=1, sequences=1, excess_tokens=0, tokens=5) < 1
 
@@ -78,7 +78,7 @@ def after_refusals(count: int) -> QueueForecast:
     return forecast
 
 
-def told(forecast: QueueForecast, now: float) -> float:
+def reported(forecast: QueueForecast, now: float) -> float:
     """To one that is refused as the queue has just been filled."""
     forecast.start_busy(now)
     seconds = forecast.retry_after(now, excess=1, sequences=1, excess_tokens=0, tokens=5)
@@ -95,7 +95,7 @@ def test_promises_that_too_few_come_for_are_forgotten(of_ten: int) -> None:
     for number in range(100):
         if number % 10 < of_ten:
             forecast.admitted(60.05 + 0.12 * (number + 1), 1)
-    seconds = told(forecast, 72.1)
+    seconds = reported(forecast, 72.1)
     if of_ten >= 8:
         assert seconds == pytest.approx(MARGIN * 10.0, rel=0.1)
     else:
@@ -107,28 +107,28 @@ def test_clients_that_round_their_time_up_are_waited_for() -> None:
     for second in range(1, 13):
         for _ in range(8):
             forecast.admitted(60.05 + second, 1)
-    assert told(forecast, 72.1) == pytest.approx(MARGIN * 10.0, rel=0.1)
+    assert reported(forecast, 72.1) == pytest.approx(MARGIN * 10.0, rel=0.1)
 
 
 def test_many_that_come_at_once_are_not_taken_for_those_who_stayed_away() -> None:
     forecast = after_refusals(200)
     forecast.admitted(66.0, 50)
-    assert told(forecast, 66.0) < SOON
+    assert reported(forecast, 66.0) < SOON
 
 
-def test_more_than_were_told_to_come_do_not_stand_for_those_who_are_told_to_come_later() -> None:
+def test_surplus_retries_do_not_count_for_reservations_made_later() -> None:
     forecast = after_refusals(200)
     forecast.admitted(61.0, 1000)
-    assert told(forecast, 66.0) < SOON
+    assert reported(forecast, 66.0) < SOON
 
 
 def test_a_few_that_stay_away_prove_nothing_nor_does_a_moment() -> None:
-    assert told(after_refusals(200), 62.0) == pytest.approx(MARGIN * 18.4, rel=0.1)
+    assert reported(after_refusals(200), 62.0) == pytest.approx(MARGIN * 18.4, rel=0.1)
     forecast = draining(1)
     for _ in range(10):
         forecast.retry_after(60.0, excess=1, sequences=1, excess_tokens=0, tokens=5)
     forecast.end_busy(60.0)
-    assert told(forecast, 66.0) == pytest.approx(MARGIN * 6.0, rel=0.1)
+    assert reported(forecast, 66.0) == pytest.approx(MARGIN * 6.0, rel=0.1)
 
 
 def test_owners_that_never_return_are_forgotten_and_looked_for_seldom() -> None:

@@ -44,7 +44,7 @@ def test_a_process_that_is_ended_hears_why_and_ends(said: bytes, heard: str) -> 
 
 
 @pytest.mark.parametrize("why", ["", WHY])
-def test_a_core_with_ranks_elsewhere_is_told_why_it_ends(why: str) -> None:
+def test_a_core_with_ranks_on_other_hosts_gets_the_reason_of_its_end(why: str) -> None:
     parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2)
     core = CoreProcess(Config(parallel_config=parallel))
     theirs = core._theirs.dup()
@@ -93,7 +93,7 @@ class Core:
         (ZeroDivisionError("oh"), ["the server failed: ZeroDivisionError: oh"]),
     ],
 )
-def test_the_server_says_why_it_failed_and_nothing_where_it_was_told_to_end(
+def test_the_server_says_why_it_failed_and_nothing_where_it_was_asked_to_end(
     outcome: Any, ends: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def serve(config: Config, cores: list[Core], models: ModelList, listener: socket.socket, *_: object) -> str | None:

@@ -145,10 +145,10 @@ async def test_a_stream_of_several_prompts_ends_with_the_usage_of_all() -> None:
     *chunks, last, done, rest = stream.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     assert sorted(json.loads(chunk[6:])["choices"][0]["index"] for chunk in chunks) == list(range(6))
-    told = json.loads(last[6:])
-    assert told["choices"] == []
+    reported = json.loads(last[6:])
+    assert reported["choices"] == []
     count = len(core._token_ids)
-    assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (3 * 2, 6 * count)
+    assert (reported["usage"]["prompt_tokens"], reported["usage"]["completion_tokens"]) == (3 * 2, 6 * count)
 
 
 async def test_a_choice_that_fails_ends_the_stream_with_an_error_and_aborts_the_others() -> None:

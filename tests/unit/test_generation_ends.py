@@ -23,9 +23,9 @@ FINISHED, REJECTED = "kaon_requests_finished_total", "kaon_requests_rejected_tot
 
 
 def frontend_at_rest(front: FrontEnd) -> bool:
-    told = front.count("kaon_requests_received_total") == front.count(FINISHED) + front.count(REJECTED)
-    told &= not any(front.admission.accounts.of_owner(ANYONE.party).values())
-    return told and front.admission.is_empty and not front.hub.num_live and front.count("kaon_requests_live") == 0
+    reported = front.count("kaon_requests_received_total") == front.count(FINISHED) + front.count(REJECTED)
+    reported &= not any(front.admission.accounts.of_owner(ANYONE.party).values())
+    return reported and front.admission.is_empty and not front.hub.num_live and front.count("kaon_requests_live") == 0
 
 
 async def stays() -> Any:
@@ -52,8 +52,8 @@ def later(events: AsyncGenerator[bytes, None]) -> "asyncio.Future[bytes]":
 
 
 def error_of(event: bytes) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(event.removeprefix(b"data: "))["error"]
-    return told
+    reported: dict[str, Any] = json.loads(event.removeprefix(b"data: "))["error"]
+    return reported
 
 
 # -- admission --------------------------------------------------------------------------------------------------
@@ -159,10 +159,10 @@ async def test_a_whole_answer_that_is_late_is_a_408_that_asks_for_no_repetition(
     assert not response.done()
     await pass_time(101)
     assert response.done()
-    with pytest.raises(RequestTimeout, match="not done within 600 s") as told:
+    with pytest.raises(RequestTimeout, match="not done within 600 s") as reported:
         await response
-    assert (told.value.status, told.value.code) == (408, "request_timeout")
-    assert told.value.headers == {"x-should-retry": "false"}
+    assert (reported.value.status, reported.value.code) == (408, "request_timeout")
+    assert reported.value.headers == {"x-should-retry": "false"}
     assert front.core.aborted == [0, 1]
     assert front.count('kaon_requests_finished_total{reason="timeout"}') == 2
     assert frontend_at_rest(front)
@@ -264,7 +264,7 @@ async def test_a_reader_that_keeps_up_is_never_paused() -> None:
     await events.aclose()
 
 
-async def test_what_a_paused_request_had_in_the_queue_is_in_nobodys_way() -> None:
+async def test_a_paused_request_leaves_the_queue() -> None:
     front = FrontEnd(stream_buffer_bytes=1024, max_queued_requests=2)
     generation = front.generation(time.monotonic(), n=2)
     _ = generation.events(renderer(2))
@@ -277,7 +277,7 @@ async def test_what_a_paused_request_had_in_the_queue_is_in_nobodys_way() -> Non
     assert frontend_at_rest(front)
 
 
-async def test_a_slow_reader_may_be_ended_and_is_told_so_behind_what_was_written() -> None:
+async def test_a_slow_reader_may_be_ended_and_gets_an_error_after_the_written_text() -> None:
     front = FrontEnd(stream_buffer_bytes=4096, slow_readers="end")
     events = front.generation(time.monotonic()).events(renderer())
     written = lag(front)

@@ -108,16 +108,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     "junk", [[b"\xff" * 40], [b"\x00"], [b"a", b"b", b"c"], [msgspec.msgpack.encode({"type": 1})]]
 )
-def test_who_knows_the_key_but_not_the_words_is_refused_and_disturbs_nobody(
+def test_a_peer_with_the_key_and_invalid_messages_is_refused_and_disturbs_no_other(
     junk: list[bytes], call: Caller, ranks: list[RemoteRank]
 ) -> None:
     """Such as a host of another version, whose messages have other fields."""
     host, stranger = call("host"), call("stranger")
     say(host, Hello(1, "worker-1", GROUND))
     stranger.send_multipart(junk)
-    told = heard(stranger)
-    assert isinstance(told, Refused)
-    assert f"the first host runs Kaon {GROUND.version}" in told.why
+    answer = heard(stranger)
+    assert isinstance(answer, Refused)
+    assert f"the first host runs Kaon {GROUND.version}" in answer.why
     ranks[0].send(Join())
     assert heard(host) == RankCommand(1, Join())
 
@@ -155,9 +155,9 @@ def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
     wait_for_question(first)
     assert heard(second, SILENCE_MS) is None
     first.send(b"")
-    told = heard(second)
-    assert isinstance(told, Refused)
-    assert told.why == "node_rank is 1, and another host has joined as that already"
+    answer = heard(second)
+    assert isinstance(answer, Refused)
+    assert answer.why == "node_rank is 1, and another host has joined as that already"
 
 
 def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_word(
@@ -182,14 +182,12 @@ def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_wo
 def test_a_host_too_many_is_refused(call: Caller) -> None:
     third = call("third")
     say(third, Hello(3, "worker-3", GROUND))
-    told = heard(third)
-    assert isinstance(told, Refused)
-    assert told.why == "node_rank is 3, but the other hosts are 1 to 2"
+    answer = heard(third)
+    assert isinstance(answer, Refused)
+    assert answer.why == "node_rank is 3, but the other hosts are 1 to 2"
 
 
-def test_who_connects_and_is_silent_or_talks_nonsense_holds_nobody_up(
-    address: str, call: Caller, ranks: list[RemoteRank]
-) -> None:
+def test_a_silent_or_invalid_peer_delays_no_other(address: str, call: Caller, ranks: list[RemoteRank]) -> None:
     where = ("127.0.0.1", int(address.rpartition(":")[2]))
     with socket.create_connection(where), socket.create_connection(where) as loud, ExitStack() as many:
         for _ in range(50):
@@ -317,8 +315,8 @@ def test_a_host_s_ranks_have_its_own_checkpoint_and_threads(
     steps = StepAddress(address, b"", b"", b"")
     config = Config(cpu_threads=64, max_num_seqs=7).model_dump_json()
     shard = Shard(rank=1, size=2, local_rank=0, local_size=1, store="tcp://a:1", memory=None, available_bytes=1)
-    told = RankLaunch(name="kaon-worker-0.1", shard=shard, config=config, path="/elsewhere", steps=steps)
-    core.say(msgspec.msgpack.encode(RankCommand(1, told)))
+    answer = RankLaunch(name="kaon-worker-0.1", shard=shard, config=config, path="/elsewhere", steps=steps)
+    core.say(msgspec.msgpack.encode(RankCommand(1, answer)))
     thread.join(WAIT_MS / 1e3)
     assert [str(error) for error in raised] == ["seen"]
     [got] = launched

@@ -35,7 +35,7 @@ def test_rocm_is_what_is_built_when_nothing_is_named() -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda", "rocm"])
-def test_each_target_runs_as_a_user_of_its_own_and_tells_of_its_health(target: str) -> None:
+def test_each_target_runs_as_a_user_of_its_own_and_reports_its_health(target: str) -> None:
     instructions = [line.partition(" ")[0] for line in stages()[target]]
     assert {"USER", "HEALTHCHECK", "ENTRYPOINT", "CMD", "EXPOSE"} <= set(instructions)
     assert "USER kaon" in stages()[target]
@@ -156,7 +156,7 @@ class _Answers(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_health_check_tells_a_server_that_answers_from_none() -> None:
+def test_the_health_check_distinguishes_a_server_that_answers_from_none() -> None:
     server = HTTPServer(("127.0.0.1", 0), _Answers)
     thread = Thread(target=lambda: [server.handle_request() for _ in range(2)])
     thread.start()

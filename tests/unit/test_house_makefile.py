@@ -176,14 +176,14 @@ def test_a_lock_of_torch_does_not_replace_a_torch_that_is_there(clone: Clone) ->
     assert clone.done()[1:] == pip_install()
 
 
-def test_files_that_differ_from_the_locks_are_told_with_the_way_out(clone: Clone) -> None:
+def test_files_that_differ_from_the_locks_are_reported_with_the_way_out(clone: Clone) -> None:
     result = clone.make("install", "PIP_FAILS=1")
     assert "pip could not install what deploy/locks names" in result.stderr
     assert "KAON_UNLOCKED=1" in result.stderr
     assert clone.done() == ["-m venv --clear .venv", pip_install()[0]]
 
 
-def test_a_python_that_is_too_old_is_told_with_its_version(clone: Clone) -> None:
+def test_a_python_that_is_too_old_is_reported_with_its_version(clone: Clone) -> None:
     clone.environment["ANSWER"] = "0|/usr/bin/python3|3.9||"
     result = clone.make("serve")
     assert result.returncode != 0
@@ -191,7 +191,7 @@ def test_a_python_that_is_too_old_is_told_with_its_version(clone: Clone) -> None
     assert not clone.venv.exists()
 
 
-def test_no_python_at_all_is_told_with_what_was_looked_for(clone: Clone) -> None:
+def test_no_python_at_all_is_reported_with_what_was_looked_for(clone: Clone) -> None:
     (clone.bin / "python3").unlink()
     result = clone.make("install")
     assert result.returncode != 0
@@ -216,7 +216,7 @@ def test_a_torch_that_is_there_is_used_and_pinned_as_it_is(clone: Clone) -> None
         (None, ["kfd", "nvidiactl"], False, False),
     ],
 )
-def test_an_amd_gpu_that_torch_is_not_built_for_is_told_of(
+def test_an_amd_gpu_that_torch_is_not_built_for_is_reported(
     clone: Clone, hip: str | None, devices: list[str], is_told: bool, is_present: bool
 ) -> None:
     folder = clone.add_torch("2.13.0" if is_present else "2.4.0")
@@ -260,7 +260,7 @@ def test_an_environment_that_comes_without_pip_gets_it_from_the_python_s_own(clo
     assert "-m pip --python .venv/bin/python install --quiet pip" in clone.done()
 
 
-def test_a_python_that_cannot_make_environments_is_told_with_the_remedy(clone: Clone) -> None:
+def test_a_python_that_cannot_make_environments_is_reported_with_the_remedy(clone: Clone) -> None:
     clone.environment["VENV_MODULE"] = "missing"
     result = clone.make("install")
     assert result.returncode != 0

@@ -54,7 +54,7 @@ def test_only_the_guilty_fail(guilty: tuple[int, ...], at_length: int) -> None:
             assert tokens_of(messages, seq_id) == [5] * 6
 
 
-def test_a_fault_that_does_not_come_again_fails_nobody() -> None:
+def test_a_transient_fault_fails_no_sequence() -> None:
     bench = Bench()
 
     def fail_once(step: int, batch: ScheduledBatch) -> None:
@@ -89,7 +89,7 @@ def test_a_fault_of_one_step_does_not_fail_who_is_alone_in_it() -> None:
     assert ends(bench.run()) == {0: "max_tokens"}
 
 
-def test_a_step_that_is_too_large_only_together_fails_nobody() -> None:
+def test_a_step_whose_halves_fit_into_memory_fails_no_sequence() -> None:
     bench = Bench()
 
     def run_out_of_memory(step: int, batch: ScheduledBatch) -> None:
@@ -118,7 +118,7 @@ def test_guilt_is_found_where_the_cache_is_full_of_others() -> None:
     assert tokens_of(messages, 0) == [5] * 8
 
 
-def test_a_model_that_fails_whatever_it_computes_ends_the_core_and_tells_of_the_step() -> None:
+def test_a_model_that_fails_whatever_it_computes_ends_the_core_and_reports_the_step() -> None:
     bench = Bench()
 
     def fail(step: int, batch: ScheduledBatch) -> None:

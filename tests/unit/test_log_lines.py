@@ -24,11 +24,11 @@ def stderr_of(program: str, code: int = 0) -> str:
 
 
 def test_a_line_has_the_time_the_process_the_level_and_the_module() -> None:
-    stderr = stderr_of("log.info('told %d', 3); logging.getLogger('a').debug('not told')")
+    stderr = stderr_of("log.info('logged %d', 3); logging.getLogger('a').debug('not logged')")
     day, time, rest = stderr.split(" ", 2)
     assert [len(part) for part in day.split("-")] == [4, 2, 2]
     assert [len(part) for part in time.split(":")] == [2, 2, 6]
-    assert rest == "kaon-x [100%s] INFO a.b: told 3 [a.b]\n"
+    assert rest == "kaon-x [100%s] INFO a.b: logged 3 [a.b]\n"
 
 
 def test_a_bare_line_is_its_message() -> None:
@@ -49,7 +49,7 @@ def test_an_exception_that_ends_a_process_is_logged_with_its_traceback() -> None
     assert trace[-1].startswith("ValueError: no such thing")
 
 
-def test_a_process_whose_log_nobody_reads_ends_all_the_same() -> None:
+def test_a_process_ends_although_its_log_is_not_read() -> None:
     """With more lines than the pipe takes; its own traceback included."""
     program = PREAMBLE + "[log.info('x' * 1000) for _ in range(1000)]; raise ValueError"
     reader, writer = os.pipe()

@@ -45,7 +45,7 @@ def test_the_flag_can_be_repeated_and_paths_may_hold_equals_signs() -> None:
         (["--lora", "kaon-demo=/1"], "--lora names an adapter kaon-demo, which is the model's own name"),
     ],
 )
-def test_names_that_cannot_be_told_apart_are_refused(flags: list[str], sentence: str) -> None:
+def test_ambiguous_names_are_refused(flags: list[str], sentence: str) -> None:
     with pytest.raises(SettingsError) as error:
         load_config(flags)
     assert str(error.value).startswith(sentence)

@@ -107,7 +107,7 @@ def test_what_is_no_message_is_refused(frame: bytes) -> None:
         ("error", "error"),
     ],
 )
-def test_finish_reason_is_told_in_openai_terms(leave_reason: str | None, expected: str | None) -> None:
+def test_finish_reason_is_reported_in_openai_terms(leave_reason: str | None, expected: str | None) -> None:
     assert openai_finish_reason(leave_reason) == expected
 
 

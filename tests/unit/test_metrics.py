@@ -242,7 +242,7 @@ def test_two_servers_in_one_process_count_apart(tokenizer: Tokenizer) -> None:
     assert value(other, "kaon_requests_finished_total", reason="stop") == 0
 
 
-def test_of_several_replicas_each_tells_of_its_core_under_a_label() -> None:
+def test_of_several_replicas_each_reports_its_core_under_a_label() -> None:
     metrics = Metrics("1", 2)
     metrics.show_engine(serving=lambda: [0])
     metrics.step(stats(num_running=3, prefix_queried_tokens=10), 5, 0)

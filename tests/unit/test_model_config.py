@@ -58,7 +58,7 @@ def test_null_means_missing(tmp_path: Path) -> None:
     assert parse(tmp_path, head_dim=None, num_key_value_heads=None, rope_scaling=None).head_dim == 16
 
 
-def test_qwen3_heads_have_128_dimensions_unless_told(tmp_path: Path) -> None:
+def test_qwen3_heads_have_128_dimensions_by_default(tmp_path: Path) -> None:
     assert parse(tmp_path, architectures=["Qwen3ForCausalLM"]).head_dim == 128
     assert parse(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=32).head_dim == 32
 
@@ -247,7 +247,7 @@ def test_rotary_dim_counts_where_the_models_own_code_reads_it(
     assert config.rope.rotary_dim == rotated
 
 
-def test_hunyuan_3_scales_and_shares_experts_unless_told(tmp_path: Path) -> None:
+def test_hunyuan_3_scales_and_shares_experts_by_default(tmp_path: Path) -> None:
     fields = parse(tmp_path, architectures=["HYV3ForCausalLM"]).fields
     assert (fields.number("routed_scaling_factor"), fields.integer("n_shared_experts")) == (2.826, 1)
     fields = parse(tmp_path, architectures=["HYV3ForCausalLM"], router_scaling_factor=2.0, num_shared_experts=3).fields

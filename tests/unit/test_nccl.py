@@ -20,7 +20,7 @@ from models.parallel.process_group import ProcessGroupCollectives, Rendezvous
         (None, "", {}, None),
     ],
 )
-def test_rccl_keeps_to_one_protocol_on_gpus_of_gfx12_unless_told(
+def test_rccl_keeps_to_one_protocol_on_gpus_of_gfx12_by_default(
     hip: str | None, arch: str, before: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = dict(before)
@@ -55,10 +55,10 @@ def test_rccl_s_sums_have_ended_before_a_graph_is_captured(
     collectives._group = Group(events)
 
     def capturing() -> AbstractContextManager[None]:
-        events.append("aiter's sums are told of it")
+        events.append("aiter's sums are notified")
         return nullcontext()
 
     collectives._fast_sum = SimpleNamespace(capturing=capturing)
     with collectives.capturing():
         events.append("capture")
-    assert events == [*(["no sum is under way"] if waits else []), "aiter's sums are told of it", "capture"]
+    assert events == [*(["no sum is under way"] if waits else []), "aiter's sums are notified", "capture"]

@@ -79,14 +79,14 @@ def test_a_peer_brings_the_kaon_of_its_precision(run: Run, measured: list[tuple[
     assert measured == [(0, "kaon-int8", 2), (0, "eight-bits", 2)]
 
 
-def test_those_that_fail_are_told_of_and_the_others_go_on(
+def test_those_that_fail_are_reported_and_the_others_go_on(
     run: Run, measured: list[tuple[int, str, int]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run("--peers", "broken,missing,good", "--rounds", "1") == 1
     assert [name for _, name, _ in measured] == ["kaon", "good", "broken"]
-    told = capsys.readouterr().out
-    assert "broken: round 0: it ended" in told
-    assert "missing: there is none" in told
+    reported = capsys.readouterr().out
+    assert "broken: round 0: it ended" in reported
+    assert "missing: there is none" in reported
     assert "| 1 stream 128/128 | good | 1.00 | 1.20 | - | - | - |" in (tmp_path / "page.md").read_text()
 
 

@@ -293,7 +293,7 @@ def test_prompts_are_read_for_log_probabilities_where_echo_or_the_field_asks(
     assert completion(**fields).prompt_alternatives == alternatives
 
 
-def test_the_best_are_chosen_by_log_probabilities_that_nobody_need_ask_for() -> None:
+def test_best_of_uses_log_probabilities_that_the_request_does_not_ask_for() -> None:
     assert completion(best_of=3).alternatives == 0
     assert completion(best_of=3, logprobs=2).alternatives == 2
     assert completion(best_of=2, n=2).alternatives is None

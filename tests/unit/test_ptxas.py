@@ -36,7 +36,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (None, [9, 0], False),
     ],
 )
-def test_an_old_assembler_is_told_of_on_hopper(
+def test_an_old_assembler_is_reported_on_hopper(
     release: str | None, arch: list[int], is_told: bool, capability: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability[:] = arch
@@ -61,7 +61,7 @@ def test_the_release_is_triton_s_own_for_the_gpu(capability: list[int], monkeypa
     assert re.fullmatch(r"\d+\.\d+", str(ptxas.release(GPU)))
 
 
-def test_nobody_says_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ptxas_has_no_release_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert ptxas.release(GPU) is None
     assert ptxas.caution(GPU) is None
@@ -69,7 +69,7 @@ def test_nobody_says_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("have_states", [True, False])
-def test_it_is_told_when_a_model_with_recurrent_layers_is_served(
+def test_a_caution_is_logged_when_a_model_with_recurrent_layers_is_served(
     have_states: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load_model(config: Config, *_: Any, **__: Any) -> SimpleNamespace:

@@ -100,7 +100,7 @@ def test_threads_of_a_core_and_of_a_rank_sleep_while_they_wait(
         ("late", r"tensor-parallel rank 1 did not load its part of the model within rank_start_timeout 0.2 s"),
     ],
 )
-def test_who_waits_for_a_rank_that_does_not_load_is_told_why(
+def test_a_wait_for_a_rank_that_does_not_load_raises_the_reason(
     fault: str, sentence: str, start_ranks: StartRanks
 ) -> None:
     ranks, _ = start_ranks(fault, timeout=0.2 if fault == "late" else WAIT_SECONDS)

@@ -114,7 +114,7 @@ def test_those_that_end_at_the_same_time_are_followed_at_the_same_time(monkeypat
     assert cluster.starts == [[0.0, 1.0, 3.5]] * 3
 
 
-def test_an_end_is_told_of_in_a_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_an_actor_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     keep(monkeypatch, [0.0])
     assert "the Ray actor of replica 1 ended (actor 1: 1 has died); another is started in 1 s" in caplog.text
 

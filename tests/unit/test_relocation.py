@@ -291,7 +291,7 @@ def test_other_choices_of_a_suspect_s_prompt_wait_with_it(three: Cluster):
     assert homes[4] != 2
     three.stay_away(2)
     assert [request_id for stub in three.stubs for request_id in stub.untried] == [0]
-    three.run(lambda: len(three.told[0]) > 0)
+    three.run(lambda: len(three.reported[0]) > 0)
     three.stay_away(1)
     assert 2 not in three.homes().values(), "it does nothing of the kind"
     three.until_ended(*range(5))

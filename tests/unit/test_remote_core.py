@@ -50,7 +50,7 @@ def core(context: "zmq.Context[zmq.Socket[bytes]]") -> RemoteCore:
 # -- its life ---------------------------------------------------------------------------------------------------
 
 
-def test_what_it_is_told_waits_for_its_host_in_order(core: RemoteCore) -> None:
+def test_messages_to_it_wait_for_its_host_in_order(core: RemoteCore) -> None:
     core.start()
     core.connected()
     core.dump_stacks()
@@ -208,7 +208,7 @@ def test_a_core_hears_that_its_front_end_is_gone_and_that_it_was_never_there(
 # -- its hosts --------------------------------------------------------------------------------------------------
 
 
-def told(host: "zmq.Socket[bytes]") -> ToHost:
+def reported(host: "zmq.Socket[bytes]") -> ToHost:
     """What a host is told; an empty message only asks whether it is there."""
     while not (frame := host.recv()):
         pass
@@ -221,13 +221,13 @@ def parted(hosts: CoreHosts, why: str, host: "zmq.Socket[bytes]") -> ToHost:
     parting = threading.Thread(target=hosts.announce_shutdown, args=(why,))
     parting.start()
     assert host.poll(WAIT_SECONDS * 1000)
-    heard = told(host)
+    heard = reported(host)
     host.close(linger=0)
     parting.join()
     return heard
 
 
-def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told_what_to_run(
+def test_a_host_that_joins_before_the_checkpoint_is_found_waits_for_the_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = Config(parallel_config=ParallelConfig(nnodes=2, data_parallel_size=2, master_port=free_ports(count=4)))
@@ -254,7 +254,7 @@ def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told
             time.sleep(0.01)
         assert not host.poll(300)
         found.set()
-        launch = told(host)
+        launch = reported(host)
         assert isinstance(launch, LaunchCore)
         assert (launch.share, launch.is_first) == (HostShare(replica=1, local_index=0, num_local=1), True)
         assert not core.waits_for_host

@@ -69,7 +69,7 @@ def test_each_core_meets_all_others_and_wakes_them(rendezvous: LockstepRendezvou
     assert all(core.rings.empty() for core in cores)
 
 
-def test_the_end_of_one_is_told_to_all_others(rendezvous: LockstepRendezvous) -> None:
+def test_the_end_of_one_is_reported_to_all_others(rendezvous: LockstepRendezvous) -> None:
     cores = met([rendezvous.new_member(replica) for replica in range(3)])
     cores[1].end()
     for other in (cores[0], cores[2]):
@@ -107,7 +107,7 @@ def test_one_that_does_not_come_is_named(rendezvous: LockstepRendezvous, monkeyp
 
 
 @pytest.mark.parametrize("said", [None, b"", b"\x01", struct.pack("=q", 0), struct.pack("=q", 7)])
-def test_one_that_calls_and_does_not_say_who_it_is_holds_nobody_up(
+def test_a_connection_that_does_not_identify_itself_delays_no_other(
     rendezvous: LockstepRendezvous, said: bytes | None
 ) -> None:
     """It says nothing, ends, or says what no other replica would."""

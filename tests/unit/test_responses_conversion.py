@@ -94,7 +94,7 @@ def test_the_summary_stands_in_for_reasoning_that_is_not_there() -> None:
     assert to_messages(items_of(reasoning))[0]["reasoning_content"] == "in short"
 
 
-def test_the_output_of_a_call_that_nobody_made_is_refused() -> None:
+def test_the_output_of_an_unknown_call_is_refused() -> None:
     with pytest.raises(BadRequest, match="output of the function call 'c1'"):
         to_messages(items_of(OUTPUT, CALL))
 

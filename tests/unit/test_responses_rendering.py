@@ -150,10 +150,10 @@ def test_log_probabilities_go_with_the_text_that_their_tokens_wrote() -> None:
     for token in (5, 6, 7):
         logprobs = [TokenLogprobs(token, -0.5, [9], [-0.25])]
         events += renderer.chunk(0, RequestDelta("x", [token], logprobs, token == 7, "stop" if token == 7 else None))
-    told = events_of(events + renderer.closing(USAGE))
-    (delta,) = [event for event in told if event.type == "response.output_text.delta"]
-    (done,) = [event for event in told if event.type == "response.output_text.done"]
-    content = told[-1].response.output[-1].content[0]
+    reported = events_of(events + renderer.closing(USAGE))
+    (delta,) = [event for event in reported if event.type == "response.output_text.delta"]
+    (done,) = [event for event in reported if event.type == "response.output_text.done"]
+    content = reported[-1].response.output[-1].content[0]
     for logprobs in (delta.logprobs, done.logprobs, content.logprobs):
         assert [each.logprob for each in logprobs] == [-0.5, -0.5]
         assert [each.top_logprobs[0].logprob for each in logprobs] == [-0.25, -0.25]
@@ -163,8 +163,8 @@ def test_tokens_can_be_spelled_by_their_ids() -> None:
     include = ["message.output_text.logprobs"]
     renderer = renderer_of(None, include=include, top_logprobs=1, return_tokens_as_token_ids=True)
     delta = RequestDelta("x", [5], [TokenLogprobs(5, -0.5, [9], [-0.25])], True, "stop")
-    told = events_of(renderer.opening() + renderer.chunk(0, delta) + renderer.closing(USAGE))
-    (token,) = told[-1].response.output[-1].content[0].logprobs
+    reported = events_of(renderer.opening() + renderer.chunk(0, delta) + renderer.closing(USAGE))
+    (token,) = reported[-1].response.output[-1].content[0].logprobs
     assert (token.token, token.top_logprobs[0].token) == ("token_id:5", "token_id:9")
 
 
@@ -173,10 +173,10 @@ def test_a_failure_ends_the_stream_with_an_event_that_says_why(begun: bool) -> N
     ended: list[ResponseObject] = []
     renderer = renderer_of(ended=ended)
     events = renderer.opening() + renderer.chunk(0, RequestDelta("Hel", [1])) if begun else b""
-    told = events_of(events + renderer.failure(EngineError("the engine is gone")))
-    assert told[0].type == "response.created"
-    response = told[-1].response
-    assert (told[-1].type, response.status, response.error.code) == ("response.failed", "failed", "server_error")
+    reported = events_of(events + renderer.failure(EngineError("the engine is gone")))
+    assert reported[0].type == "response.created"
+    response = reported[-1].response
+    assert (reported[-1].type, response.status, response.error.code) == ("response.failed", "failed", "server_error")
     assert response.error.message == "the engine is gone"
     assert response.output_text == ("Hel" if begun else "")
     assert [each.status for each in ended] == ["failed"]
@@ -236,7 +236,7 @@ def test_an_answer_repeats_what_was_asked_for() -> None:
         assert kept == value
 
 
-def test_defaults_that_the_checkpoint_set_are_told() -> None:
+def test_defaults_that_the_checkpoint_set_are_reported() -> None:
     assert whole(None, ["Hi"]).temperature == 0.75
 
 

@@ -135,7 +135,7 @@ async def test_a_response_that_is_deleted_stops_running() -> None:
     assert service.store.num_bytes == 0
 
 
-async def test_the_end_of_the_server_is_told_by_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_the_server_is_reported_by_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.responses.service._CLOSE_SECONDS", 60.0)
     service, log = ResponsesService(ServerConfig()), EventLog()
     run = Run(service, log)

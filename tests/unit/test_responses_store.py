@@ -90,7 +90,7 @@ def test_bytes_are_bounded_as_well() -> None:
     assert (len(store), store.num_bytes) == (2, 2 * one)
 
 
-def test_a_response_larger_than_the_store_costs_nobody_its_place() -> None:
+def test_a_response_larger_than_the_store_evicts_no_other() -> None:
     store = store_of(response("a"), max_bytes=5000)
     store.put(response("b", turn_of("b", text="x" * 5000)))
     assert store.get("a", ANYONE)

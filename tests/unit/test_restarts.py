@@ -88,7 +88,7 @@ def test_a_stopped_process_is_stalled_sooner(clock: Clock) -> None:
     assert look(dog, clock, 3, stopped=77) == ["its process 77 was stopped by a signal"]
 
 
-def test_a_watchdog_that_was_held_up_itself_blames_nobody(clock: Clock) -> None:
+def test_a_delayed_watchdog_kills_no_core(clock: Clock) -> None:
     dog = Watchdog(stall_timeout=10)
     clock.now += 3600
     assert dog.why_stalled(lambda: None) is None

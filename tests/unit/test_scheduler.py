@@ -370,7 +370,7 @@ class TestPostprocess:
         assert scheduler.postprocess(list(seqs.values()), ScheduledBatchOutput({seq.id: (9,)}, None)) == []
         assert seq.completion_token_ids == []
 
-    def test_the_first_output_tells_the_cached_tokens(self) -> None:
+    def test_the_first_output_reports_the_cached_tokens(self) -> None:
         scheduler = make_scheduler()
         scheduler.add(make_seq(9))
         assert run_step(scheduler)[0].num_cached_tokens == 0

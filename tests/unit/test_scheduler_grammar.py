@@ -98,11 +98,11 @@ def test_a_token_against_the_grammar_fails_its_request_and_no_other() -> None:
     scheduler = make_scheduler()
     guilty, neighbour = make_seq(50, 51), make_seq()
     scheduler.extend([guilty, neighbour])
-    told = step(scheduler, 99, 60)
-    (failure,) = told[guilty.id]
+    reported = step(scheduler, 99, 60)
+    (failure,) = reported[guilty.id]
     assert (failure.finish_reason, failure.bad_request, failure.output_tokens) == ("error", True, [])
     assert "99" in (failure.error or "")
-    assert told[neighbour.id][0].output_tokens == [60]
+    assert reported[neighbour.id][0].output_tokens == [60]
     assert guilty.completion_token_ids == []
 
 
@@ -110,10 +110,10 @@ def test_a_row_without_any_token_left_is_refused_and_the_others_go_on() -> None:
     scheduler = make_scheduler()
     guilty, neighbour = make_seq(50, 51), make_seq()
     scheduler.extend([guilty, neighbour])
-    told = step(scheduler, -1, 60, refusals={guilty.id: "no token is left"})
-    (failure,) = told[guilty.id]
+    reported = step(scheduler, -1, 60, refusals={guilty.id: "no token is left"})
+    (failure,) = reported[guilty.id]
     assert (failure.error, failure.bad_request, failure.finished) == ("no token is left", True, True)
-    assert told[neighbour.id][0].output_tokens == [60]
+    assert reported[neighbour.id][0].output_tokens == [60]
 
 
 def test_drafts_are_followed_token_by_token_to_the_grammar_s_end() -> None:

@@ -24,20 +24,20 @@ def step(scheduler: Scheduler) -> tuple[ScheduledBatch, list[RequestOutput]]:
     return batch, queue.outputs
 
 
-def told(output: RequestOutput) -> list[int] | None:
+def reported(output: RequestOutput) -> list[int] | None:
     return None if output.prompt_logprobs is None else [each.token_id for each in output.prompt_logprobs]
 
 
-def test_a_prompt_is_told_with_the_first_output_and_not_again() -> None:
+def test_a_prompt_is_reported_with_the_first_output_and_not_again() -> None:
     scheduler = make_scheduler()
     seq = make_seq(6, prompt_logprobs=2)
     scheduler.add(seq)
     batch, (first,) = step(scheduler)
     assert batch.prompt_spans == [PromptSpan(seq.id, 0, [11, 12, 13, 14, 15], 2)]
-    assert told(first) == [11, 12, 13, 14, 15]
+    assert reported(first) == [11, 12, 13, 14, 15]
     batch, (second,) = step(scheduler)
     assert batch.prompt_spans == []
-    assert told(second) is None
+    assert reported(second) is None
 
 
 def test_spans_of_chunks_point_at_their_rows_tokens() -> None:
@@ -49,10 +49,10 @@ def test_spans_of_chunks_point_at_their_rows_tokens() -> None:
     scheduler.add(seq)
     batch, outputs = step(scheduler)
     assert batch.prompt_spans == [PromptSpan(seq.id, 1, list(range(11, 18)), 0)]
-    assert [told(output) for output in outputs] == [None]
+    assert [reported(output) for output in outputs] == [None]
     batch, outputs = step(scheduler)
     assert batch.prompt_spans == [PromptSpan(seq.id, 1, list(range(18, 22)), 0)]
-    assert told(outputs[-1]) == list(range(11, 22))
+    assert reported(outputs[-1]) == list(range(11, 22))
 
 
 def test_a_sequence_preempted_within_its_prompt_reads_only_what_it_has_not_read() -> None:
@@ -65,10 +65,10 @@ def test_a_sequence_preempted_within_its_prompt_reads_only_what_it_has_not_read(
     assert batch.prompt_spans == []
     step(scheduler)
     _, (output,) = step(scheduler)
-    assert told(output) == list(range(11, 30))
+    assert reported(output) == list(range(11, 30))
 
 
-def test_a_prompt_told_before_preemption_may_come_from_the_cache_and_is_not_told_again() -> None:
+def test_a_prompt_reported_before_preemption_may_come_from_the_cache_and_is_not_reported_again() -> None:
     scheduler = make_scheduler()
     seq = make_seq(9, prompt_logprobs=1, max_tokens=5)
     scheduler.add(seq)
@@ -77,7 +77,7 @@ def test_a_prompt_told_before_preemption_may_come_from_the_cache_and_is_not_told
     batch, (output,) = step(scheduler)
     assert batch.prompt_spans == []
     assert batch.num_scheduled_tokens == [2]
-    assert told(output) is None
+    assert reported(output) is None
 
 
 def test_a_read_prompt_takes_nothing_from_the_cache_and_leaves_it_for_others() -> None:

@@ -64,12 +64,12 @@ if os.geteuid() == 0:
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
 for dumpable in (1, 0):
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
     if (holder := os.fork()) == 0:
         ctypes.CDLL(None).prctl(4, dumpable, 0, 0, 0)
-        os.write(tell, b"1")
+        os.write(writer, b"1")
         signal.pause()
-    os.read(told, 1)
+    os.read(reader, 1)
     for name in ("environ", "mem"):
         try:
             open(f"/proc/{holder}/{name}", "rb").close()
@@ -94,7 +94,7 @@ def test_what_everything_but_the_key_ring_sees_has_no_keys(monkeypatch: pytest.M
     assert "KAON_API_KEY" not in serve.os.environ
 
 
-def test_a_kernel_that_does_not_let_us_hide_a_key_is_told_in_the_log(
+def test_a_kernel_that_does_not_let_us_hide_a_key_is_reported_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(secrets: object) -> None:

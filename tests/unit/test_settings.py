@@ -95,10 +95,10 @@ def test_a_secret_is_in_no_dump_of_the_configuration_and_in_no_complaint(yaml_fi
     assert config.server_config.api_key[0].get_secret_value() == "sk-hidden"
     assert "sk-hidden" not in config.model_dump_json() + repr(config)
     yaml_file.write_text("api_key: [12345]\n")
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as reported:
         load_config(["--config", str(yaml_file)])
-    assert str(told.value).startswith("api_key in ")
-    assert "12345" not in str(told.value)
+    assert str(reported.value).startswith("api_key in ")
+    assert "12345" not in str(reported.value)
 
 
 def test_booleans_have_a_flag_for_either_value() -> None:
@@ -191,7 +191,7 @@ def test_what_to_write_instead_of_other_servers_flags_is_there(flag: str) -> Non
     assert instead_of(flag)
 
 
-def test_variables_of_a_kubernetes_service_are_told_apart_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_kubernetes_service_are_distinguished_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAON_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KAON_PORT", "tcp://10.0.0.1:80")
     assert "enableServiceLinks: false" in sentence()

@@ -20,7 +20,7 @@ def test_flag_variable_and_yaml_key_follow_from_the_leafs_name() -> None:
     assert (setting.flag, setting.env, setting.path) == ("--max-num-seqs", "KAON_MAX_NUM_SEQS", ())
 
 
-def test_every_setting_tells_its_meaning() -> None:
+def test_every_setting_reports_its_meaning() -> None:
     assert [setting.name for setting in SETTINGS if not setting.meaning] == []
 
 
@@ -34,7 +34,7 @@ def test_defaults_are_those_of_config_as_yaml_spells_them() -> None:
     assert (defaults["speculative_method"], defaults["prompt_lookup_min"]) == ("ngram", "3")
 
 
-def test_types_are_told_in_words() -> None:
+def test_types_are_reported_in_words() -> None:
     types = {setting.name: setting.type_name for setting in SETTINGS}
     assert types["model"] == "text"
     assert types["max_model_len"] == "int"

@@ -41,7 +41,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Be
 
 
 @pytest.mark.parametrize("room", [1, 2, 9, 40])
-def test_steps_that_find_no_memory_are_made_smaller_and_nobody_fails(bench: Bench, room: int) -> None:
+def test_steps_out_of_memory_are_made_smaller_and_no_request_fails(bench: Bench, room: int) -> None:
     failed = []
 
     def run_out(step: int, batch: ScheduledBatch) -> None:

@@ -109,7 +109,7 @@ async def test_deltas_of_a_lagging_client_merge_into_one(hub: Hub, tokenizer: To
     assert delta.token_ids == live[0].state.token_ids
 
 
-async def test_text_held_back_for_a_stop_string_wakes_nobody(hub: Hub, tokenizer: Tokenizer) -> None:
+async def test_text_held_back_for_a_stop_string_does_not_wake_the_client(hub: Hub, tokenizer: Tokenizer) -> None:
     live = sequences(hub, tokenizer, 1, stop="xyz")
     stream = delta_stream()
     submit(hub, live, stream)
@@ -146,7 +146,7 @@ async def test_results_wait_for_the_last_sequence(hub: Hub, tokenizer: Tokenizer
     assert [each.state.finish_reason for each in live] == ["stop", "length"]
 
 
-async def test_an_engine_error_reaches_the_one_who_waits_and_no_other(hub: Hub, tokenizer: Tokenizer) -> None:
+async def test_an_engine_error_reaches_its_own_client_only(hub: Hub, tokenizer: Tokenizer) -> None:
     live = sequences(hub, tokenizer, 2)
     guilty, other = WholeResult(1), delta_stream()
     submit(hub, live[:1], guilty)
@@ -159,7 +159,7 @@ async def test_an_engine_error_reaches_the_one_who_waits_and_no_other(hub: Hub, 
 
 
 @pytest.mark.parametrize(("is_poison", "headers"), [(True, {"x-should-retry": "false"}), (False, {})])
-async def test_who_broke_the_engine_is_told_not_to_come_again(
+async def test_who_broke_the_engine_is_asked_not_to_retry(
     hub: Hub, tokenizer: Tokenizer, is_poison: bool, headers: dict[str, str]
 ) -> None:
     live = sequences(hub, tokenizer, 1)
@@ -182,7 +182,7 @@ async def test_what_came_before_an_error_is_taken_before_it(hub: Hub, tokenizer:
         await stream.take()
 
 
-async def test_tokens_that_show_nothing_yet_wake_nobody_and_come_with_the_next_text(
+async def test_tokens_without_text_do_not_wake_the_client_and_come_with_the_next_text(
     hub: Hub, tokenizer: Tokenizer
 ) -> None:
     live = sequences(hub, tokenizer, 2)
@@ -239,7 +239,7 @@ async def test_an_output_that_cannot_be_read_fails_its_request_alone(
     assert core.aborted == [0]
 
 
-def test_a_dead_core_is_told_at_submission(hub: Hub, core: FakeCore, tokenizer: Tokenizer) -> None:
+def test_a_dead_core_is_reported_at_submission(hub: Hub, core: FakeCore, tokenizer: Tokenizer) -> None:
     core.dead = True
     live = sequences(hub, tokenizer, 1)
     with pytest.raises(EngineError, match="has stopped"):

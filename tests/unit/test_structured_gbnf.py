@@ -15,7 +15,7 @@ from engine.text.structured.checker import is_gbnf, lark_of_gbnf
         ("start: /[a ::= b]/", False),
     ],
 )
-def test_the_syntax_is_told_by_how_rules_are_written(text: str, gbnf: bool) -> None:
+def test_the_syntax_is_detected_by_the_form_of_rules(text: str, gbnf: bool) -> None:
     assert is_gbnf(text) is gbnf
 
 

@@ -22,9 +22,9 @@ def make_certificate(directory: Path, name: str = "server", passphrase: str | No
 
 
 def said(**settings: str) -> str:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as reported:
         tls_context(ServerConfig(**settings))  # type: ignore[arg-type]
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_without_a_certificate_there_is_no_tls() -> None:

@@ -90,7 +90,7 @@ test("Output.object types a text call", async () => {
   assert.deepEqual(output, { name: "Alice", age: 30 });
 });
 
-test("a tool is called and its result told", async () => {
+test("a tool is called and its result is reported", async () => {
   const { text, steps } = await generateText({
     ...greedy,
     tools,

@@ -60,7 +60,7 @@ def parser(dialect: str, tail: str = "", tools: str = "none", use: ToolUse = NO_
         ("mistral", "", "[THI", "", "[THI"),
     ],
 )
-def test_reasoning_is_told_from_content_however_the_text_is_cut(
+def test_reasoning_is_separated_from_content_however_the_text_is_cut(
     dialect: str, tail: str, text: str, reasoning: str, content: str
 ) -> None:
     expected = Answer(content, reasoning, [])

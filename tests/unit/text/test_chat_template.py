@@ -94,7 +94,7 @@ def test_the_time_is_at_hand() -> None:
     assert render("{{ strftime_now('%%') }}") == "%"
 
 
-def test_a_refusal_is_told_in_the_templates_words() -> None:
+def test_a_refusal_is_reported_in_the_templates_words() -> None:
     with pytest.raises(ValueError, match="fails on these messages: Roles must alternate"):
         render("{{ raise_exception('Roles must alternate') }}")
 
@@ -139,7 +139,7 @@ def test_a_template_of_the_operators_own_stands_in_for_the_checkpoints(tmp_path:
         ChatTemplate.from_file(tmp_path / "none.jinja", tmp_path)
 
 
-def test_named_templates_without_a_default_are_told_apart() -> None:
+def test_named_templates_without_a_default_are_distinguished() -> None:
     with pytest.raises(ValueError, match=r"no default among its templates \['rag'\]"):
         ChatTemplate({"rag": "x"}).render(HELLO)
 

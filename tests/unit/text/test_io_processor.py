@@ -134,7 +134,7 @@ def test_more_max_tokens_than_the_context_leaves_are_refused(processor: InputOut
     assert param == "max_tokens"
 
 
-def test_max_tokens_that_nobody_asked_for_are_cut_to_the_rest(processor: InputOutputProcessor) -> None:
+def test_default_max_tokens_are_cut_to_the_rest_of_the_context(processor: InputOutputProcessor) -> None:
     params = SamplingParams(max_tokens=2**31 - 1, temperature=0.5)
     request = processor.preprocess([5] * 10, params, request_id=1, clip_max_tokens=True).request
     assert request.sampling_params == SamplingParams(max_tokens=54, temperature=0.5)

@@ -51,7 +51,7 @@ def test_a_text_gets_its_special_tokens_and_keeps_them_when_it_is_cut(tokenizer:
     assert embedder.prompt([2, 3, 4], "input", longest=2).token_ids == [2, 3]
 
 
-def test_a_pair_tells_its_texts_apart_and_only_the_second_is_cut(tokenizer: Tokenizer) -> None:
+def test_a_pair_distinguishes_its_texts_and_only_the_second_is_cut(tokenizer: Tokenizer) -> None:
     scorer = processor(tokenizer, **SCORER)
     prompt = scorer.pair("a b", "c d e", "documents[0]")
     assert spelled(prompt.token_ids) == "[CLS] a b [SEP] c d e [SEP]"

@@ -141,7 +141,7 @@ def test_the_system_calls_are_those_of_the_kernel_s_headers() -> None:
         pytest.skip("this machine has no kernel headers (linux-libc-dev)")
 
 
-def test_what_a_kernel_lacks_is_told_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_lacks_is_reported_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_landlock_version", lambda: -1)
     monkeypatch.setattr(sandbox.platform, "machine", lambda: "riscv64")
     landlock, seccomp = gaps()

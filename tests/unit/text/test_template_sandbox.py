@@ -72,13 +72,13 @@ def test_one_that_blows_up_is_bounded_in_memory_and_output(template: str) -> Non
         ("{{ raise_exception('no') }}", "fails on these messages: no"),
     ],
 )
-def test_what_it_may_not_do_is_told_in_a_sentence(template: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as told:
+def test_what_it_may_not_do_is_reported_in_a_sentence(template: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as reported:
         render(template)
-    assert str(told.value).startswith("the request's chat template")
+    assert str(reported.value).startswith("the request's chat template")
 
 
-def test_it_is_told_nothing_of_the_servers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_learns_nothing_of_the_servers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAON_API_KEY", "sk-secret")
     given: list[dict[str, str]] = []
     run = subprocess.run
