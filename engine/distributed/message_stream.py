@@ -78,9 +78,9 @@ class MessageReader:
         self._readable = select.poll()
         self._readable.register(stream, select.POLLIN)
         self._held = bytearray()
-        """What has been received behind the last message."""
+        """Received bytes that follow the last returned message."""
         self._is_drained = False
-        """Whether the last read took all that there was."""
+        """Whether the last read took all available bytes."""
         self._has_ended = False
 
     def fileno(self) -> int:
@@ -88,9 +88,9 @@ class MessageReader:
         return self._stream.fileno()
 
     def receive(self) -> bytes | None:
-        """The next message that has arrived; None if there is none. One that arrives meanwhile may be left for later.
+        """Return the next received message; None if there is none.
 
-        The descriptor is still readable then.
+        A message that arrives meanwhile may not be returned; then the descriptor is still readable.
         """
         while True:
             if self._held and (message := self._take()) is not None:
@@ -111,15 +111,15 @@ class MessageReader:
             self._held += piece
 
     def poll(self, milliseconds: int) -> bool:
-        """Block until there may be a message; False if none came in that time, or none can come."""
+        """Wait until there may be a message. Returns False after the time, or if the writer has ended."""
         return not self._has_ended and bool(self._readable.poll(milliseconds))
 
     def close(self) -> None:
-        """Receive no more."""
+        """Stop receiving."""
         self._stream.close()
 
     def _take(self) -> bytes | None:
-        """The first of the messages that are held whole."""
+        """Take the first complete message; None if there is none."""
         held = self._held
         if len(held) < _LENGTH_BYTES:
             return None

@@ -1,7 +1,7 @@
-"""What Kaon's processes have in common: how children start and end, CPU affinity, and anonymous memory.
+"""Functions for all of Kaon's processes: start and end of child processes, CPU affinity, and anonymous memory.
 
-A child holds one end of a socket pair, its lifeline, as standard input. It ignores Ctrl-C, and ends when its parent
-does, for whatever reason. No torch here.
+A child has one end of a socket pair, its lifeline, as standard input. It ignores Ctrl-C, and ends when its parent ends
+for any reason. Imports no torch.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ def name_process(name: str) -> None:
 
 
 def begin_child() -> socket.socket:
-    """Ignore signals that the parent handles; the lifeline. Stacks are logged at a fault, and at SIGUSR2."""
-    # Signals to a whole group or container reach this process too.
+    """Ignore signals that the parent handles, log stacks at faults and SIGUSR2, and return the lifeline."""
+    # Signals to a whole process group or container reach this process too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
@@ -38,9 +38,10 @@ def begin_child() -> socket.socket:
 
 
 def take_lifeline() -> socket.socket:
-    """The socket that the parent passed as standard input, which is /dev/null from now on.
+    """Take the socket that the parent passed as standard input, and replace standard input by /dev/null.
 
-    Moved off descriptor 0 so that no grandchild inherits it: the parent takes its end of file for this process' death.
+    It moves to another descriptor, so that no grandchild inherits it: the parent treats its end of file as the end of
+    this process.
     """
     lifeline = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
@@ -50,19 +51,18 @@ def take_lifeline() -> socket.socket:
 
 
 REMOVED = b"\n"
-"""On a lifeline: the parent has removed the directories itself."""
+"""Message on a lifeline: the parent has removed the directories itself."""
 ENDED = b"."
-"""On a lifeline: the parent lives, and ends this process for good. The reason follows; "" at an orderly end."""
+"""Message on a lifeline: the parent, which is alive, ends this process. The reason follows; "" at an orderly end."""
 
 
 def end_with_parent(
     lifeline: socket.socket, *directories: str, on_ended: Callable[[str], object] = lambda why: None
 ) -> None:
-    """Exit as soon as the parent's end of `lifeline` closes, for whatever reason, and remove `directories`.
+    """Exit as soon as the parent's end of `lifeline` closes for any reason, and remove `directories`.
 
-    Runs in a thread of its own: the main one may be computing a long step. Once the parent has `REMOVED` them itself
-    the kernel may end this process, Python's help or not. `on_ended` is called, by that thread, where it was `ENDED`,
-    with why.
+    It runs in a separate thread, because the main thread may be computing a long step. After `REMOVED`, the kernel may
+    end this process without running Python. After `ENDED`, that thread calls `on_ended` with the reason.
     """
 
     def watch() -> None:
@@ -79,12 +79,12 @@ def end_with_parent(
 
 
 def end_with_parent_even_if_stuck() -> None:
-    """Have the kernel kill this process when the thread that started it ends: no Python needs to run for it."""
+    """Make the kernel kill this process when the thread that started it ends, even if Python is blocked."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def forbid_inspection() -> None:
-    """Keep other processes of this user from this one's memory and environment, and it from core dumps; root may look.
+    """Prevent core dumps, and reading of this process' memory and environment by others of this user, except root.
 
     Children that run another program are not affected.
     """
@@ -101,9 +101,9 @@ def wait_or_kill(process: "subprocess.Popen[Any]", timeout: float) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """That process and its children that exist, itself first; without those that cannot be read of now."""
+    """Return the ids of a process and of its existing children, itself first. Unreadable ones are left out."""
     children: list[str] = []
-    # Without a free descriptor, there is no list of threads.
+    # Listing the threads needs a free descriptor.
     with contextlib.suppress(OSError):
         for listing in Path(f"/proc/{pid}/task").glob("*/children"):
             # A thread may end while they are read.
@@ -113,17 +113,17 @@ def family(pid: int) -> list[int]:
 
 
 def stopped_process(pid: int) -> int | None:
-    """A process, of that one and its children, that a signal has stopped, if one is seen. Takes a millisecond."""
+    """Return a stopped process among a process and its children; None if none is found. Takes a millisecond."""
     return next((each for each in family(pid) if _is_stopped(each)), None)
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped that process; False for one that is gone."""
+    """Return whether a signal has stopped a process; False if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    # The name, in parentheses, may hold anything.
+    # The name, in parentheses, may contain any characters.
     return stat.rpartition(")")[2].split()[0] == "T"
 
 
@@ -138,9 +138,9 @@ _THREADS = "/proc/self/task"
 
 
 def keep_threads_on(cpus: Collection[int], *, but: Collection[int] = ()) -> None:
-    """Let the threads of this process, and those that they start later, run on these CPUs only.
+    """Restrict the threads of this process, and threads that they start later, to these CPUs.
 
-    Threads whose native ids are in `but` are left as they are. Raises `OSError` where the system refuses.
+    Threads with native ids in `but` are not changed. Raises `OSError` if the system refuses.
     """
     for name in os.listdir(_THREADS):
         if int(name) in but:
@@ -152,17 +152,16 @@ def keep_threads_on(cpus: Collection[int], *, but: Collection[int] = ()) -> None
 
 
 def avoid_cpus(cpus: Collection[int]) -> None:
-    """Leave these CPUs to others, as far as there are more. Raises `OSError` where the system refuses."""
+    """Do not use these CPUs, if there are others. Raises `OSError` if the system refuses."""
     rest = os.sched_getaffinity(0).difference(cpus)
     if cpus and rest:
         keep_threads_on(rest)
 
 
 def anonymous_file(name: str, num_bytes: int) -> int:
-    """A descriptor of a new file of zeros, which is the caller's to close.
+    """Create a file of zeros. Returns its descriptor, which the caller closes.
 
-    No directory names it, and nothing is left of it when its processes are gone; `name` is for people who look at
-    what a process has open.
+    It is in no directory, and disappears with its processes. `name` appears in lists of open files.
     """
     descriptor = os.memfd_create(name)
     os.truncate(descriptor, num_bytes)

@@ -1,7 +1,7 @@
-"""The link from the engine core, in which rank 0 runs, to another rank: its messages, and the process that it runs.
+"""The link from the engine core, in which rank 0 runs, to another rank: its messages and its process.
 
-Messages are those of a rank's start and of its failures; steps go by `step_transport`. `RankProc` is the process of a
-rank, and its link on the same host; on another host `RankProc` belongs to the host's agent, and the link is a
+The messages concern a rank's start and its failures; `step_transport` carries the steps. `RankProc` is the process of
+a rank, and on the same host also its link. On another host, `RankProc` belongs to the host's agent, and the link is a
 `RemoteRank`.
 """
 
@@ -21,14 +21,14 @@ from models.child_environment import code_environment
 
 
 class SharedMemory(msgspec.Struct, tag="memory", frozen=True):
-    """Where rank 0 sends steps to the ranks of its own host."""
+    """The memory by which rank 0 sends steps to the ranks of its own host."""
 
     descriptor: int
     """Descriptor of the memory; see `SharedMemorySteps`."""
 
 
 class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
-    """Where rank 0 sends steps to ranks of several hosts; the keys are of CURVE, made for this one start."""
+    """The address at which rank 0 sends steps to ranks of several hosts, with CURVE keys for this start alone."""
 
     address: str
     core_public: bytes
@@ -37,7 +37,7 @@ class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
 
 
 class RankLaunch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
-    """What a rank's process is started with. `config` is `Config.model_dump_json()`."""
+    """The parameters of a rank's start. `config` is `Config.model_dump_json()`."""
 
     name: str
     shard: Shard
@@ -48,7 +48,7 @@ class RankLaunch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
     share: HostShare = HostShare()
     """Share of the host that its replica has."""
     lockstep_member: LockstepMember | None = None
-    """Its replica, where several compute in lockstep."""
+    """Its replica, if several compute in lockstep."""
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
@@ -82,7 +82,7 @@ class RankServes(msgspec.Struct, tag="serves", frozen=True):
 
 
 class RankFailed(msgspec.Struct, tag="failed", frozen=True):
-    """The rank ends; `error` is a sentence that says why. `usage`: the user is at fault."""
+    """The rank ends; `error` is a sentence that says why. `usage`: whether it is a mistake of the user."""
 
     error: str
     usage: bool
@@ -106,7 +106,7 @@ _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
 def send_to_rank(connection: socket.socket, message: ToRank) -> None:
-    """Send a message to a rank. The end of the socket reports one that is gone."""
+    """Send a message to a rank. If it is gone, the end of the socket shows that."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send(_to_rank.encode(message))
 
@@ -127,31 +127,31 @@ class RankLink(Protocol):
 
     @property
     def title(self) -> str:
-        """Its name in messages to people."""
+        """Its name in error messages."""
 
     @property
     def missing_step(self) -> str | None:
-        """What must happen before the rank can receive messages, as the end of "did not"; None for nothing."""
+        """The pending step before the rank can receive messages, as the end of "did not"; None if there is none."""
 
     @property
     def descriptor(self) -> int:
-        """Readable when there is a message of the rank, or it is gone."""
+        """Descriptor that is readable when there is a message of the rank, or the rank is gone."""
 
     def send(self, message: ToRank) -> None:
-        """Send a message to the rank. The end of the connection reports one that is gone."""
+        """Send a message to the rank. If it is gone, the end of the connection shows that."""
 
     def receive(self) -> FromRank | None:
         """Wait for the next message of the rank; None when it is gone."""
 
     def exit_reason(self) -> tuple[str, bool]:
-        """How the rank has ended, as the end of a sentence, and whether something outside ended it."""
+        """Return how the rank has ended, as the end of a sentence, and whether another process ended it."""
 
     def close(self, timeout: float) -> None:
         """End the rank, after `timeout` seconds by force."""
 
 
 class RankError(RuntimeError):
-    """A rank cannot start, or the ranks cannot join each other; one sentence for the user."""
+    """A rank cannot start, or the ranks cannot connect. The message is a sentence for the user."""
 
 
 RANK_MODULE = "engine.runner.rank_process"
@@ -159,10 +159,10 @@ RANK_MODULE = "engine.runner.rank_process"
 
 
 class RankProc:
-    """See `RankLink`: a process of this host and a socket pair, whose end reports that the other side has ended."""
+    """See `RankLink`. A process of this host and a socket pair, whose end shows that the other process has ended."""
 
     def __init__(self, launch: RankLaunch, descriptors: Sequence[int]) -> None:
-        """Start it; it inherits `descriptors`. Raises `OSError` when it cannot be started."""
+        """Start the process, which inherits `descriptors`. Raises `OSError` if it cannot be started."""
         self.rank = launch.shard.rank
         self.name = launch.name
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

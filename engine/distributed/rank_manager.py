@@ -1,9 +1,9 @@
-"""`AsyncIOProcManager`: the ranks other than 0, from their start to their end, wherever they run.
+"""`AsyncIOProcManager`: starts, watches and ends the ranks other than 0, on all hosts.
 
-Owned by the engine core, in which rank 0 runs. All ranks start alike: a `Cluster` says on which host each runs, ranks
-of this host are started here (`RankProc`), those of others by their host's agent (`RemoteRank`), and a `StepTransport`
-carries steps and reports. A thread receives the ranks' messages and notices at once when a rank is gone: no step is
-possible without it, so the core ends, with a sentence that names the rank.
+Owned by the engine core, in which rank 0 runs. A `Cluster` assigns each rank to a host. Ranks of this host are started
+here (`RankProc`), those of other hosts by their host's agent (`RemoteRank`). A `StepTransport` carries steps and
+reports. A thread receives the ranks' messages and detects at once that a rank is gone: then no step is possible, so
+the core ends, with a sentence that names the rank.
 """
 
 import os
@@ -41,7 +41,7 @@ from models.errors import first_line
 
 _END_SECONDS = 2.0
 _LEAVE_SECONDS = 2.0
-"""For rank 0 to leave a step or a start that another rank failed in, before the core ends."""
+"""Seconds that rank 0 has to leave a step or a start in which another rank failed, before the core ends."""
 _Message = TypeVar("_Message", bound=FromRank)
 
 
@@ -57,12 +57,12 @@ class AsyncIOProcManager:
         lockstep_member: LockstepMember | None = None,
         share: HostShare = HostShare(),  # noqa: B008, immutable
     ) -> None:
-        """Start the processes and return at once: they load the checkpoint `path` while rank 0 does.
+        """Start the processes and return at once. They load the checkpoint `path` at the same time as rank 0.
 
-        `directory` is the caller's own, private to its user; `lockstep_member` is its replica among those that
-        compute in lockstep, `share` its share of the host. `fail` ends this process with a sentence, and whether a
-        rank was killed or the user is at fault, from any thread. Raises `ValueError`, a sentence, for what the user
-        can mend, and `OSError` where a process cannot be started.
+        `directory` belongs to the caller and is private to its user. `lockstep_member` is the replica among those in
+        lockstep, `share` its share of the host. `fail` ends this process, from any thread; its arguments are a
+        sentence, and whether a rank was killed or it is a mistake of the user. Raises `ValueError` with a sentence for
+        mistakes of the user, and `OSError` if a process cannot be started.
         """
         self._timeout = config.parallel_config.rank_start_timeout
         self._fail = fail
@@ -97,7 +97,7 @@ class AsyncIOProcManager:
                 memory=memory,
                 available_bytes=available // num_local,
             )
-            """The shard of the caller, which is rank 0."""
+            """The shard of rank 0, the caller."""
             inherited = (
                 *self._transport.descriptors,
                 *(() if memory is None else (memory,)),
@@ -129,18 +129,18 @@ class AsyncIOProcManager:
         self._thread.start()
 
     def wait_loaded(self) -> tuple[frozenset[int], int]:
-        """Wait until every rank has its shard; the CPUs that they keep for themselves, and their parameters.
+        """Wait until every rank has loaded its shard. Returns the CPUs that they reserve, and their parameters.
 
-        Raises `RankError` with a rank's reason, or when it takes too long.
+        Raises `RankError` with a rank's error, or after the time limit.
         """
         loaded = self._expect_all(RankLoaded, "load its part of the model")
         cpus = frozenset(cpu for each in loaded for cpu in each.own_cpus)
         return cpus, sum(each.num_parameters for each in loaded)
 
     def join(self, group: RankGroup, join_replicas: Callable[[], None] | None = None) -> None:
-        """Have all ranks, this one included, join each other. Raises `RankError` where they do not.
+        """Connect all ranks, including this one. Raises `RankError` if that fails.
 
-        `join_replicas`: joins the ranks of all replicas, before the group's own; None: replicas do not meet.
+        `join_replicas` connects the ranks of all replicas before those of the group; None without lockstep.
         """
         self._group = group
         self._send_all(Join())
@@ -152,9 +152,9 @@ class AsyncIOProcManager:
             raise RankError(f"the tensor-parallel ranks did not meet: {first_line(error)}") from error
 
     def agree(self, num_blocks: int, num_slots: int) -> tuple[int, int]:
-        """Blocks and slots of the KV cache that every rank has room for; the other ranks allocate theirs.
+        """Agree on the blocks and slots of the KV cache that every rank has room for; the other ranks allocate them.
 
-        `num_blocks` and `num_slots` are what this rank has room for.
+        `num_blocks` and `num_slots` are the numbers that this rank has room for.
         """
         found = self._expect_all(RankSized, "meet the others")
         num_blocks = min(num_blocks, *(each.num_blocks for each in found))
@@ -163,7 +163,7 @@ class AsyncIOProcManager:
         return num_blocks, num_slots
 
     def open_steps(self, group: RankGroup) -> RankSteps:
-        """Wait until the other ranks serve; they compute each step that the caller begins by the result."""
+        """Wait until the other ranks serve. They compute each step that the caller begins on the returned object."""
         self._expect_all(RankServes, "warm up")
         missing = self._transport.missing_rank(self._timeout)
         if missing is not None:
@@ -173,7 +173,7 @@ class AsyncIOProcManager:
         return self._steps
 
     def announce_shutdown(self, why: str = "") -> None:
-        """Notify the other hosts that no other engine core will come, so that they end as well.
+        """Notify the other hosts that no other engine core will follow, so that they end as well.
 
         `why` is a sentence, or "" at an orderly end. Called by any thread.
         """
@@ -194,7 +194,7 @@ class AsyncIOProcManager:
             link.send(message)
 
     def _expect_all(self, kind: type[_Message], what: str) -> list[_Message]:
-        """The next message of every rank, each of type `kind`; `what` they do until then, as the end of "did not"."""
+        """Wait for a message of type `kind` from every rank. `what` they do until then is the end of "did not"."""
         deadline = time.monotonic() + self._timeout
         return [self._expect(link, kind, what, deadline) for link in self._links]
 
@@ -214,7 +214,7 @@ class AsyncIOProcManager:
     # -- the thread that receives their messages ------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle the messages of the ranks, until `close`, or until one is gone."""
+        """Handle the messages of the ranks until `close`, or until a rank is gone."""
         due: _Due | None = None
         while True:
             timeout = None if due is None else due.at - time.monotonic()
@@ -231,7 +231,7 @@ class AsyncIOProcManager:
                     due = self._handle(link, link.receive()) or due
 
     def _handle(self, link: RankLink, message: FromRank | None) -> "_Due | None":
-        """Handle a message of a rank, None where it is gone; when and why the core must end for it."""
+        """Handle a message of a rank; None means that it is gone. Returns when and why the core must end, or None."""
         if message is None:
             how, killed = link.exit_reason()
             self._fail(f"{link.title} {how}", killed)
@@ -242,30 +242,30 @@ class AsyncIOProcManager:
             self._messages[link.rank].put(message)
             if isinstance(message, RankFailed):
                 self._failed.add(link)
-                # Rank 0 may load for minutes yet; if it finds the same fault itself, it reports it in its own words.
+                # Rank 0 may still load for minutes. If it finds the same fault, it reports it itself.
                 sentence = f"{link.title}: {message.error}"
                 return _Due(time.monotonic() + _LEAVE_SECONDS, sentence, usage=message.usage)
         return None
 
     def _is_stuck(self, step: int | None) -> bool:
-        """Whether this process still waits for a rank that failed in that step; None: at the start."""
+        """Return whether this process still waits for a rank that failed in `step`; None means at the start."""
         return step is None or (self._steps is not None and self._steps.is_open(step))
 
 
 class _Due(NamedTuple):
-    """The planned end of this process, unless it leaves the step or the start in which a rank failed by itself."""
+    """The planned end of this process, if it does not leave the step or start in which a rank failed."""
 
     at: float
-    """On the monotonic clock."""
+    """Time of the end, on the monotonic clock."""
     sentence: str
     step: int | None = None
     """Step in which the rank failed; None: it failed at the start."""
     usage: bool = False
-    """Whether the user is at fault."""
+    """Whether it is a mistake of the user."""
 
 
 def _cluster_of(config: Config) -> Cluster:
-    """The hosts of the ranks. Of several replicas each has its ranks on one host."""
+    """Return the hosts of the ranks. With several replicas, each has its ranks on one host."""
     parallel = config.parallel_config
     size = parallel.tensor_parallel_size
     if not parallel.has_remote_ranks:
@@ -278,7 +278,7 @@ def _cluster_of(config: Config) -> Cluster:
 
 
 def _wait_readable(links: Sequence[RankLink], wake: int, timeout: float | None) -> list[int]:
-    """Block until some of the descriptors are readable, or for `timeout` seconds; those that are."""
+    """Wait until any of the descriptors is readable, or for `timeout` seconds. Returns the readable ones."""
     poller = select.poll()
     for descriptor in (wake, *(link.descriptor for link in links)):
         poller.register(descriptor, select.POLLIN)

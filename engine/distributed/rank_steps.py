@@ -1,7 +1,7 @@
 """Steps of several ranks: `RankSteps` sends each as a `StepMessage`, which the other ranks compute as a `RankBatch`.
 
-Rank 0 takes their reports when it reads a step, which may be after it has begun the next one. A rank that raises in a
-step has all others leave it.
+Rank 0 receives their reports when it reads a step, which may be after it has begun the next one. If a rank raises in a
+step, all ranks leave the step.
 """
 
 import logging
@@ -28,7 +28,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class NewRow(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence that begins in this step, or begins again."""
+    """A sequence that begins in this step, or resumes after preemption."""
 
     slot: int
     token_ids: list[int]
@@ -42,9 +42,9 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """One step. Rows as in `ScheduledBatch`."""
 
     number: int
-    """Ranks that left one step early join each other again in the next by its number."""
+    """Number of the step. Ranks that left a step early connect again in the next one by its number."""
     sampled: list[tuple[int, list[int]]]
-    """The number of each step that was read since the last message, and its tokens in the order of its rows."""
+    """Number of each step that was read since the last message, with its tokens in the order of its rows."""
     slots: list[int]
     num_scheduled_tokens: list[int]
     context_lens: list[int]
@@ -52,21 +52,21 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True, tag=0):
     new_rows: list[NewRow]
     appended_blocks: Rows[AppendedBlocks]
     prompt_spans: list[tuple[int, int]]
-    """First position and number of tokens of each."""
+    """First position and number of tokens of each span."""
     is_greedy: bool
     """Whether every row takes its argmax, so that no logits are gathered."""
     tokens_across_dp: tuple[int, ...]
-    """Tokens that each replica computes, where they compute in lockstep."""
+    """Number of tokens that each replica computes, if they compute in lockstep."""
     may_replay: bool
-    """Whether all of them replay a graph, where they compute in lockstep."""
+    """Whether all replicas replay a graph, if they compute in lockstep."""
     draft_tokens: list[int]
     """Draft tokens of all rows, in order."""
     num_next_drafts: list[int]
-    """Drafts to make of each row for its next step."""
+    """Number of drafts to compute for each row's next step."""
     is_deferred: bool
-    """Whether rank 0 broadcasts the tokens on the device, so that the next step can follow before they are read."""
+    """Whether rank 0 broadcasts the tokens on the device, so that the next step can begin before they are read."""
     drafts_on_device: bool
-    """Whether the ranks draft after it before that."""
+    """Whether the ranks also draft after this step before it is read."""
 
 
 class AdapterMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):
@@ -74,12 +74,12 @@ class AdapterMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
     number: int
     path: str | None
-    """The directory to attach under the number; None: remove the adapter of the number."""
+    """Directory of the adapter to attach under the number; None: remove the adapter with the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """The part of a `ScheduledBatch` that a rank needs which does not sample."""
+    """The part of a `ScheduledBatch` that a rank without sampling needs."""
 
     slots: npt.NDArray[np.int64]
     num_scheduled_tokens: list[int]
@@ -136,18 +136,18 @@ def encode_step(
 
 
 def decode_step(message: bytes) -> StepMessage:
-    """Decode what `encode_step` has encoded."""
+    """Decode a message of `encode_step`."""
     return _decoder.decode(message)
 
 
 def decode_message(message: bytes) -> StepMessage | AdapterMessage:
-    """Decode whatever rank 0 sends."""
+    """Decode a message of rank 0 of any kind."""
     decoded: StepMessage | AdapterMessage = _message_decoder.decode(message)
     return decoded
 
 
 def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
-    """The batch of a message."""
+    """Create the batch of a message."""
     return RankBatch(
         slots=np.array(message.slots, dtype=np.int64),
         num_scheduled_tokens=message.num_scheduled_tokens,
@@ -169,26 +169,26 @@ def _sequence(row: NewRow, block_size: int) -> Sequence:
 
 
 ABORTED = "aborted"
-"""Reported by a rank that left the step because another had."""
+"""Report of a rank that left the step because another rank failed."""
 
 _LEAVE_SECONDS = 5.0
-"""For the other ranks to leave a step that rank 0 cannot compute."""
+"""Seconds that the other ranks have to leave a step that rank 0 cannot compute."""
 
 
 class RankGroup(Protocol):
-    """A rank's collectives, as far as `AsyncIOProcManager` and `RankSteps` use them."""
+    """The interface of a rank's collectives that `AsyncIOProcManager` and `RankSteps` use."""
 
     def join(self) -> None:
-        """Join the other ranks."""
+        """Connect to the other ranks."""
 
     def begin_step(self, number: int) -> None:
-        """The collectives from here on belong to this step."""
+        """Note that the following collectives belong to this step."""
 
     def abort(self) -> bool:
-        """Have every rank leave the step; False where ranks cannot leave collectives that they have begun."""
+        """Make every rank leave the step. Returns False if ranks cannot leave collectives that they have begun."""
 
     def close(self) -> None:
-        """Leave the other ranks, before this process ends."""
+        """Disconnect from the other ranks before this process ends."""
 
 
 class RankStepError(RuntimeError):
@@ -196,9 +196,9 @@ class RankStepError(RuntimeError):
 
 
 class RankSteps:
-    """Rank 0's control of the other ranks while steps run: sends them each step, and takes their reports.
+    """Rank 0's control of the other ranks while steps run: sends them each step, and receives their reports.
 
-    Several steps may be open, which were begun and not ended. They end in order; only the newest can be abandoned.
+    Several steps may be open: begun and not ended. They end in order; only the newest can be abandoned.
     """
 
     def __init__(self, transport: StepTransport, size: int, group: RankGroup, fail: Callable[[str], object]) -> None:
@@ -207,16 +207,16 @@ class RankSteps:
         self._number = 0
         self._open: deque[int] = deque()
         self._early: deque[list[str]] = deque()
-        """Reports of the oldest open steps, taken while a newer one was abandoned."""
+        """Reports of the oldest open steps that were received while a newer step was abandoned."""
         self._sampled: list[tuple[int, list[int]]] = []
 
     @property
     def number(self) -> int:
-        """Number of the step that was begun last."""
+        """Number of the latest begun step."""
         return self._number
 
     def is_open(self, number: int) -> bool:
-        """Whether that step was begun and has not ended. Called by any thread."""
+        """Return whether the step was begun and has not ended. Thread-safe."""
         return number in tuple(self._open)
 
     def begin(
@@ -229,7 +229,7 @@ class RankSteps:
         is_deferred: bool = False,
         drafts_on_device: bool = False,
     ) -> None:
-        """Have the other ranks compute a step too. Ends this process where it cannot be sent to one of them.
+        """Send a step to the other ranks, which compute it too. Ends this process if it cannot be sent to one of them.
 
         `is_deferred`: this rank will broadcast the step's tokens. `drafts_on_device`: it also broadcasts the next
         drafts.
@@ -255,7 +255,7 @@ class RankSteps:
         self._group.begin_step(self._number)
 
     def change_adapter(self, number: int, path: str | None) -> None:
-        """Have the other ranks attach or remove an adapter, between steps. Raises `RankStepError` where one cannot."""
+        """Make the other ranks attach or remove an adapter between steps. Raises `RankStepError` if one fails."""
         assert not self._open, "adapters change while no step is open"
         try:
             self._transport.write(_encoder.encode(AdapterMessage(number, path)))
@@ -265,9 +265,9 @@ class RankSteps:
         self._raise_first(self._take())
 
     def end(self, sampled: list[int]) -> None:
-        """This rank has computed the oldest open step and sampled these tokens.
+        """End the oldest open step, in which this rank sampled these tokens.
 
-        Raises `RankStepError` where another rank has not computed it.
+        Raises `RankStepError` if another rank failed to compute it.
         """
         number = self._open[0]
         self._raise_first(self._close_oldest())
@@ -275,15 +275,15 @@ class RankSteps:
             self._sampled.append((number, sampled))
 
     def discard(self, number: int) -> None:
-        """Take the reports of a step whose tokens nothing reads; nothing if it has ended."""
+        """Receive the reports of a step whose tokens are not read. No effect if it has ended."""
         while self.is_open(number):
             self._close_oldest()
 
     def abandon(self, number: int, error: BaseException, *, is_computed: bool = False) -> None:
-        """Leave the newest step, which raised here, with all others; nothing if it has ended.
+        """Leave the newest step, which raised here, on all ranks. No effect if it has ended.
 
-        `is_computed`: this rank has come to the end of the step's collectives. Raises `RankStepError` where another
-        rank raised first. Ends this process where a rank stays in a collective that this one has left.
+        `is_computed`: whether this rank has completed the step's collectives. Raises `RankStepError` if another rank
+        raised first. Ends this process if a rank stays in a collective that this one has left.
         """
         if not self.is_open(number):
             return
@@ -302,14 +302,14 @@ class RankSteps:
         self._open.pop()
         failures = self._early.pop()
         if not can_leave and not is_computed and "" in failures:
-            # Its report says that its part is enqueued, where it waits for this rank's.
+            # Its report says that its part is enqueued; there it waits for this rank's part.
             rank = self._others[failures.index("")]
             self._fail(f"{_raised(error)}, and rank {rank} cannot leave the step's collectives")
             return
         self._raise_first(failures)
 
     def _close_oldest(self) -> list[str]:
-        """The reports of the oldest open step, which ends."""
+        """End the oldest open step, and return its reports."""
         failures = self._early.popleft() if self._early else self._take()
         self._open.popleft()
         return failures
@@ -318,7 +318,8 @@ class RankSteps:
         return [self._transport.take(rank) for rank in self._others]
 
     def _raise_first(self, failures: list[str]) -> None:
-        """Raise the failure of the first rank that did not only leave the step because another had."""
+        """Raise the failure of the first rank that failed itself, instead of leaving the step because of another
+        rank."""
         for rank, failure in zip(self._others, failures, strict=True):
             if failure and failure != ABORTED:
                 sentence, _, trace = failure.partition("\n")

@@ -21,7 +21,8 @@ from engine.text.checkpoint_settings import read_json_object, read_special_token
 from models.errors import CheckpointError
 
 MAX_RENDERED_CHARACTERS = 64 * 2**20
-"""Longest text that a template may write; far beyond any context, so that only a faulty template reaches it."""
+"""Longest text that a template may write, in characters: far beyond any context, so that only a faulty template
+reaches it."""
 
 
 MAX_RENDER_SECONDS = 10.0
@@ -31,9 +32,9 @@ MAX_RENDER_SECONDS = 10.0
 class ChatTemplate:
     """One checkpoint's templates, compiled once.
 
-    Rendering takes time in proportion to the messages, and a template may loop (up to 100 000 turns a `range`): where
-    an event loop must go on, call `render` in a thread. A template that loops without writing is not stopped here: one
-    that a request brings is rendered by `engine.text.template_sandbox`.
+    Rendering takes time in proportion to the messages, and a template may loop (up to 100 000 iterations per `range`).
+    So call `render` in a thread if there is an event loop. A template that loops without writing is not stopped here:
+    templates from requests are rendered by `engine.text.template_sandbox`.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class ChatTemplate:
         title: str = "the model's chat template",
         max_characters: int | None = None,
     ) -> None:
-        """`templates` by name: `default`, perhaps `tool_use`; they see `special_tokens` (`bos_token`, …) by name.
+        """`templates` has the sources by name: `default`, and optionally `tool_use`. `special_tokens` (`bos_token`, …)
+        are variables of the templates.
 
-        Errors call them `title`; `max_characters` stands in for `MAX_RENDERED_CHARACTERS`. Raises
-        `CheckpointError` when one does not compile.
+        `title` is the subject of errors; `max_characters` overrides `MAX_RENDERED_CHARACTERS`. Raises
+        `CheckpointError` if a template does not compile.
         """
         environment = _environment()
         self._title = title
@@ -55,21 +57,22 @@ class ChatTemplate:
         self._templates = {name: _compile(environment, title, source) for name, source in templates.items()}
 
         self._shown_roles: dict[tuple[str, bool], bool] = {}
-        """What `_shows` found out, by its arguments."""
+        """Results of `_shows`, by its arguments."""
         self.source = "\n".join(templates.values())
-        """The templates' text, from which dialects are detected."""
+        """Text of the templates, from which dialects are detected."""
         self._reads_thinking = ".thinking" in self.source and "<|channel|>" not in self.source
         """Whether earlier reasoning is read as `thinking` (LFM2.5); gpt-oss's template refuses it next to content."""
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Self | None:
-        """The templates in checkpoint directory `path`; None if it has none."""
+        """Read the templates in checkpoint directory `path`; None if it has none."""
         templates = _read_templates(path)
         return cls(templates, read_special_tokens(path)) if templates else None
 
     @classmethod
     def from_file(cls, file: Path, checkpoint: Path) -> Self:
-        """The template in `file`, for the model in `checkpoint`. Raises `CheckpointError` when it cannot be used."""
+        """Read the template in `file`, for the model in `checkpoint`. Raises `CheckpointError` if it cannot be
+        used."""
         try:
             source = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -84,10 +87,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt's text, BOS included where the template writes it.
+        """Render the text of the prompt, including BOS if the template writes it.
 
-        Everything given is plain JSON data, tool-call arguments as objects. Raises `ValueError` with the template's
-        own words when it refuses the messages or fails on them.
+        All arguments are plain JSON data, with tool-call arguments as objects. Raises `ValueError`, with the
+        template's message, if it refuses the messages or fails on them.
         """
         if any(message.get("role") in _INSTRUCTING for message in messages):
             messages = self._with_shown_roles(messages)
@@ -112,17 +115,18 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _with_shown_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """`messages` with roles for instructions that the template shows: many leave out `developer`, or refuse or
-        leave out instructions behind the first message, of which agents send several.
+        """Change the roles of instructing messages so that the template shows them. Many templates omit `developer`,
+        or refuse or omit instructions after the first message; agents send several.
 
-        Those at the beginning become one message where only one is shown, those between turns a user's: part of the
-        user's message next to them, because templates may refuse two messages of a role in a row.
+        Instructions at the beginning become one message if only one is shown. Instructions between turns become part
+        of the adjacent user message, because templates may refuse two consecutive messages of a role.
         """
         first = next((index for index, each in enumerate(messages) if each.get("role") not in _INSTRUCTING), None)
         beginning, rest = messages[:first], messages[len(messages) if first is None else first :]
         shown: list[Mapping[str, Any]] = []
         texts: dict[int, list[str]] = {}
-        """Texts of the messages of `shown`, by index, that consist of several: maybe thousands, joined at the end."""
+        """Texts of messages of `shown` that consist of several texts, possibly thousands, by index; joined at the
+        end."""
         for message in beginning:
             role = message["role"] if self._shows(message["role"], late=False) else "system"
             if not (shown and not self._shows(role, late=True) and _joins(shown, message, texts)):
@@ -143,7 +147,7 @@ class ChatTemplate:
         return shown
 
     def _shows(self, role: str, *, late: bool) -> bool:
-        """Whether the template shows a message of `role` at the beginning, or `late`, between turns of a chat."""
+        """Return whether the template shows a message of `role` at the beginning or, with `late`, between turns."""
         known = self._shown_roles.get((role, late))
         if known is None:
             message, user = {"role": role, "content": _PROBE}, {"role": "user", "content": "Hi"}
@@ -165,13 +169,13 @@ class ChatTemplate:
 
 
 _INSTRUCTING = ("system", "developer")
-"""Roles of messages that instruct the model."""
+"""Roles of messages with instructions for the model."""
 
 _PROBE = "kaon-probe"
 
 
 def _joins(shown: Sequence[Mapping[str, Any]], message: Mapping[str, Any], texts: dict[int, list[str]]) -> bool:
-    """Add the text of a message to those of the last one shown; False where one of them is more than text."""
+    """Append the text of a message to the last shown one. Returns False if either is not plain text."""
     last, other = shown[-1].get("content"), message.get("content")
     if not isinstance(last, str) or not isinstance(other, str):
         return False
@@ -184,7 +188,7 @@ _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionErr
 
 
 def _read_templates(path: Path) -> dict[str, str]:
-    """Template sources by name: the .jinja files, else tokenizer_config.json's, else chat_template.json's."""
+    """Read the template sources by name: from .jinja files, else tokenizer_config.json, else chat_template.json."""
     templates = {file.stem: _read_text(file) for file in sorted((path / "chat_templates").glob("*.jinja"))}
     if (path / "chat_template.jinja").is_file():
         templates["default"] = _read_text(path / "chat_template.jinja")
@@ -225,7 +229,7 @@ def _compile(environment: jinja2.Environment, title: str, source: str) -> jinja2
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's text for training, renders its body."""
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
@@ -252,7 +256,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Jinja's filter of this name, which would also escape HTML characters."""
+    """As Jinja's filter of this name, but without escaping HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`: what a batch is created from, and the objects that the server answers with."""
+"""`/v1/files` and `/v1/batches`: the request bodies, and the objects in answers."""
 
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -13,7 +13,7 @@ HOUR, DAY, MONTH = 3600, 86400, 30 * 86400
 BatchEndpoint: TypeAlias = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages"
 ]
-"""What the lines of a batch may ask for."""
+"""The endpoints that the lines of a batch may use."""
 
 BatchStatus: TypeAlias = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -21,7 +21,7 @@ BatchStatus: TypeAlias = Literal[
 
 
 class OutputExpiry(RequestModel):
-    """How long the files that a batch writes are kept."""
+    """The expiry of the files that a batch writes."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Between(HOUR, MONTH)]
@@ -40,10 +40,10 @@ class BatchRequest(RequestModel):
     """After this time, lines that are not done expire."""
 
     metadata: Annotated[dict[str, str], FewFields, AfterValidator(fits_metadata)] | None = None
-    """Comes back with the batch."""
+    """Returned with the batch."""
 
     output_expires_after: OutputExpiry | None = None
-    """Default: the files stay until they are deleted."""
+    """By default, the files stay until they are deleted."""
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -78,12 +78,12 @@ class DeletedFile(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """What is wrong with a line of the input, or with all of it."""
+    """An error in a line of the input, or in the whole input."""
 
     code: str
     message: str
     line: int | None = None
-    """From 1."""
+    """Number of the line, from 1; null for an error of the whole input."""
     param: str | None = None
 
 
@@ -93,7 +93,7 @@ class BatchErrors(msgspec.Struct):
 
 
 class RequestCounts(msgspec.Struct):
-    """Lines of a batch."""
+    """Numbers of lines of a batch."""
 
     total: int = 0
     completed: int = 0
@@ -111,9 +111,9 @@ class BatchObject(msgspec.Struct, kw_only=True):
     completion_window: str = "24h"
     status: BatchStatus
     output_file_id: str | None = None
-    """Answers, a line each; there when the batch has ended and any line succeeded."""
+    """File with one answer per line; present when the batch has ended and any line has succeeded."""
     error_file_id: str | None = None
-    """Lines that failed or expired."""
+    """File with the lines that failed or expired."""
     created_at: int
     in_progress_at: int | None = None
     expires_at: int
@@ -138,7 +138,7 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 
 BATCH_ENDED = ("failed", "completed", "expired", "cancelled")
-"""States that a batch does not leave."""
+"""Final states of a batch."""
 
 
 # Anthropic's form of batches.
@@ -151,7 +151,7 @@ class MessageOfBatch(RequestModel):
 
     custom_id: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     params: dict[str, Any]
-    """Body of a request to `/v1/messages`; checked when its turn comes."""
+    """Body of a request to `/v1/messages`; it is validated when it is computed."""
 
 
 class MessageBatchRequest(RequestModel):
@@ -181,7 +181,7 @@ class MessageBatch(msgspec.Struct, kw_only=True):
     cancel_initiated_at: str | None = None
     archived_at: None = None
     results_url: str | None = None
-    """Where the results are, once the batch has ended."""
+    """URL of the results, once the batch has ended."""
 
 
 class MessageBatchList(msgspec.Struct, kw_only=True):

@@ -1,7 +1,7 @@
-"""Request bodies: the types that request models are written in, and the way from bytes to a validated model.
+"""Request bodies: the types of which request models consist, and the conversion of bytes to a validated model.
 
 `RequestModel` and the annotated types check strict JSON types, ranges and unknown fields. `parse_object` and
-`validate` make a model of the bytes; `_sentence` turns the first error into the sentence that the client gets.
+`validate` convert bytes to a model; `_sentence` converts the first error to the sentence that the client gets.
 """
 
 import json
@@ -39,7 +39,7 @@ MAX_STOP_CHARACTERS = 4096
 """Length of the longest stop string; a longer one could match only answers of thousands of tokens."""
 
 _NO_LIMIT = 2**31 - 1
-"""Upper bounds from here on come from integer types: messages and docs leave them out."""
+"""Upper bounds from this value on come from integer types, so messages and docs do not mention them."""
 
 Item = TypeVar("Item")
 
@@ -49,7 +49,7 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     place: ClassVar[Place | None] = None
-    """Where the objects are, if they may hold fields of `server.schemas.tolerated`."""
+    """Path of these objects, if they may have fields of `server.schemas.tolerated`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -87,17 +87,17 @@ class Between:
 
 
 def _whole(value: Any) -> Any:
-    """An integer that is written as 16.0, which JSON does not distinguish from 16, as an int."""
+    """Convert an integer that is written as 16.0 to an int: JSON does not distinguish it from 16."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
 def rule(predicate: str) -> PydanticCustomError:
-    """The error of a value that breaks a rule; `predicate` follows `<field> is <value>; `."""
+    """Create the error of a value that breaks a rule. `predicate` follows `<field> is <value>; `."""
     return PydanticCustomError("rule", "{predicate}", {"predicate": predicate})
 
 
 def sentence(text: str) -> PydanticCustomError:
-    """The error of a combination of fields; `text` follows the path of the object, if there is one."""
+    """Create the error of a combination of fields. `text` follows the path of the object, if there is one."""
     return PydanticCustomError("sentence", "{text}", {"text": text})
 
 
@@ -123,17 +123,17 @@ def _check_stop_strings(value: list[str]) -> list[str]:
 
 
 Items: TypeAlias = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
-"""A list, refused at its first wrong item."""
+"""A list that is refused at its first invalid item."""
 
 FewFields = BeforeValidator(_limit_fields)
-"""Annotation of a plain object; `RequestModel`s have the limit already."""
+"""Annotation that limits the fields of a plain object; `RequestModel`s have this limit already."""
 
 StringOrStrings: TypeAlias = Annotated[
     Items[str],
     AfterValidator(_check_stop_strings),
     BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
 ]
-"""One string or several; read as a list."""
+"""One string or a list of strings, which is parsed as a list."""
 
 Unsupported: TypeAlias = Annotated[None, Field(description="Not supported by this release.")]
 """A field of OpenAI's API that this release refuses."""
@@ -162,19 +162,19 @@ _MAX_CONTAINERS = 2**16
 _MAX_FIELDS = 2**16
 """Most fields of all objects in a body: a key costs as much as several values."""
 _BYTES_PER_VALUE = 16
-"""A body may hold as many values as the limit of its bytes has room for, at so many bytes each. Texts have more, and
-token ids less, but a prompt of ids then still has four times the bytes of a full context."""
+"""Bytes of the body limit per allowed value. Texts have more bytes per value, token ids fewer; but the limit of bytes
+allows a prompt of ids four times as many as a full context needs."""
 _SLICE = 64 * 2**10
-"""Bytes that are counted at a time: between two slices other threads may run."""
+"""Bytes that are examined at a time: between two slices other threads may run."""
 _EXPLAINED_BYTES = 64 * 2**10
-"""Largest body that is parsed again to say why it is no JSON."""
+"""Largest body that is parsed a second time to explain why it is not JSON."""
 _LEAVE_OUT = "leave it out, or start the server with --allow-unknown-fields"
 
 
 def parse_object(body: bytes, max_bytes: int = 2**22) -> dict[str, Any]:
-    """`body`, of at most `max_bytes`, as a JSON object. Raises `BadRequest`.
+    """Parse `body`, of at most `max_bytes`, as a JSON object. Raises `BadRequest`.
 
-    The time is bounded by `max_bytes`, whatever the body holds, and another thread may run at least every 20 ms or so.
+    The time is bounded by `max_bytes` for any content, and other threads may run at least about every 20 ms.
     """
     if not body.strip():
         raise BadRequest("the request body is empty; send a JSON object")
@@ -189,8 +189,8 @@ def parse_object(body: bytes, max_bytes: int = 2**22) -> dict[str, Any]:
 
 
 def _float(literal: str) -> float:
-    """A number with a fraction or an exponent. msgspec's own reader takes 15 microseconds for each of the hardest
-    ones; and where Python code is called, another thread may run."""
+    """Parse a number with a fraction or an exponent. msgspec's parser takes 15 microseconds for the most difficult
+    ones; and while Python code is called, another thread may run."""
     value = float(literal)
     if math.isinf(value):
         raise ValueError
@@ -201,8 +201,9 @@ _decoder = msgspec.json.Decoder(float_hook=_float)
 
 
 def check_values(texts: Sequence[bytes], max_values: int = 0, subject: str = "the request body") -> None:
-    """Raise `BadRequest` if JSON texts hold too many values, fields, or lists and objects together; what is in strings
-    does not count.
+    """Raise `BadRequest` if JSON texts together have too many values, fields, or lists and objects.
+
+    The content of strings does not count.
     """
     max_values = max(max_values, 2 * _MAX_CONTAINERS)
     num_containers = sum(text.count(b"[") + text.count(b"{") for text in texts)
@@ -231,13 +232,13 @@ def _commas(text: bytes) -> int:
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """The parts of a JSON text outside of strings, in pieces."""
+    """Yield the parts of a JSON text outside of strings."""
     start = 0
     is_in_string = False
     while start < len(text):
         end = start + _SLICE
         while text[end - 1 : end] == b"\\":
-            end += 1  # An escaped character is in the slice of its backslash.
+            end += 1  # Keep an escaped character in the slice of its backslash.
         pieces = text[start:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b"".join(pieces[is_in_string::2])
         is_in_string ^= len(pieces) % 2 == 0
@@ -245,7 +246,7 @@ def _outside_strings(text: bytes) -> Iterator[bytes]:
 
 
 def _why_not_json(body: bytes, why: Exception) -> str:
-    """Why the strict parser refused `body`; of a small one from the standard parser, which says more."""
+    """Explain why the strict parser refused `body`; for a small body by the standard parser, whose errors say more."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -268,7 +269,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def validate(data: dict[str, Any], model: type[Model], *, allow_unknown: bool) -> Model:
-    """`data` as `model`; a field that is null counts as absent. Raises `BadRequest` for the first thing wrong."""
+    """Validate `data` as `model`. A field that is null counts as absent. Raises `BadRequest` for the first error."""
     known = model.model_fields
     given = {name: value for name, value in data.items() if value is not None or name not in known}
     try:
@@ -278,11 +279,11 @@ def validate(data: dict[str, Any], model: type[Model], *, allow_unknown: bool) -
 
 
 def _first_error(data: dict[str, Any], error: ValidationError, known: Collection[str]) -> BadRequest:
-    """The answer to `error`. `known` are the fields of the request itself."""
+    """Convert `error` to the error of the answer. `known` are the top-level fields of the request."""
     errors = error.errors(include_url=False)
     located = [(*_locate(data, each), each) for each in errors]
     path, value, first = located[0]
-    # Every member of a union reports an error. The member that got deepest into the value is the intended one.
+    # Every member of a union reports an error. The intended member is the one whose error has the longest path.
     siblings = [each for each in located if each[0].startswith(path)]
     deeper = [each for each in siblings if len(each[0]) > len(path)]
     if deeper and len(siblings) > len(deeper) and (first["type"] in _NOUNS or first["type"] == "literal_error"):
@@ -300,7 +301,7 @@ def _first_error(data: dict[str, Any], error: ValidationError, known: Collection
 
 
 def _locate(data: Any, error: ErrorDetails) -> tuple[str, Any]:
-    """The path of a field as people write it, without pydantic's names of union members, and its value."""
+    """Return the path of a field, without pydantic's names of union members, and its value."""
     path, value = "", data
     loc = error["loc"]
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
@@ -346,7 +347,7 @@ def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as part of a sentence: JSON, shortened if it is long; a container by its kind."""
+    """Format a value for a sentence: shortened JSON, or the kind of a container."""
     if isinstance(value, dict):
         return "an object" if value else "an empty object"
     if isinstance(value, list):
@@ -356,10 +357,10 @@ def _shown(value: Any) -> str:
 
 
 def as_json(answer: msgspec.Struct) -> Response:
-    """200 with `answer` as the body."""
+    """Return a response 200 with `answer` as the body."""
     return json_response(msgspec.json.encode(answer))
 
 
 def json_response(body: bytes) -> Response:
-    """200 with JSON text as the body."""
+    """Return a response 200 with JSON text as the body."""
     return Response(body, media_type=JSON)

@@ -1,7 +1,7 @@
-"""`/v1/chat/completions`: tools and the choice among them, messages, the request, and the whole answer.
+"""`/v1/chat/completions`: tools and tool choice, messages, the request, and the complete answer.
 
-`/v1/responses` and `/tokenize` convert their requests to these. `ToolUse` is what the rest of the server needs to know
-of tools and choice. The chunks of a stream are written by `server.routes.chat`.
+`/v1/responses` and `/tokenize` convert their requests to these. `ToolUse` has the facts about tools and tool choice
+that the rest of the server needs. `server.routes.chat` writes the chunks of a stream.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class FunctionDefinition(RequestModel):
     name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(_is_object_schema)] | None = None
-    """JSON schema of the arguments, an object's; default: any object."""
+    """JSON schema of the arguments, which form an object; default: any object."""
     strict: bool | None = None
     """Constrain the arguments of every call to `parameters`, also if the model may choose whether to call."""
 
@@ -125,11 +125,11 @@ class CustomTool(RequestModel):
 
 
 FREE_TEXT = "input"
-"""The one argument of a custom tool, as the model sees it."""
+"""Name of the only argument of a custom tool, as the model sees it."""
 
 
 class TextGrammar(Protocol):
-    """The grammar of a custom tool's input, in whichever API."""
+    """The grammar of a custom tool's input, in any API."""
 
     @property
     def syntax(self) -> Literal["lark", "regex"]: ...
@@ -139,7 +139,7 @@ class TextGrammar(Protocol):
 
 
 def free_text_function(name: str, description: str, grammar: TextGrammar | None) -> dict[str, Any]:
-    """A custom tool as a function of one string. A regular expression becomes its pattern, which calls then follow."""
+    """Convert a custom tool to a function of one string. A regular expression becomes the string's pattern."""
     text: dict[str, Any] = {"type": "string", "description": "The tool's input as free text."}
     if grammar is not None:
         form = "regular expression" if grammar.syntax == "regex" else "Lark grammar"
@@ -148,7 +148,7 @@ def free_text_function(name: str, description: str, grammar: TextGrammar | None)
             text["pattern"] = f"^({grammar.definition})$"
     return {
         "name": name,
-        # Clients describe such tools as taking text that is not wrapped in anything, which is not so for the model.
+        # Clients describe the input as bare text, but the model must write it as an argument.
         "description": f"{description}\n\nGive the text in `{FREE_TEXT}`.".lstrip(),
         "parameters": {
             "type": "object",
@@ -161,13 +161,13 @@ def free_text_function(name: str, description: str, grammar: TextGrammar | None)
 
 
 def _tag_of(data: Any) -> str:
-    """The tag of a tool, or of a call, in a union. It has a form that no field's name has: errors leave it out."""
+    """Return the tag of a tool or call in a union. No field has a name of this form, so that errors can omit it."""
     kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
     return "<custom>" if kind == "custom" else "<function>"
 
 
 def _known_kind(data: Any) -> Any:
-    """Refuse other types of tools, and of calls, with the type in the message."""
+    """Refuse unknown types of tools and calls, with the type in the message."""
     kind = data.get("type") if isinstance(data, dict) else None
     if isinstance(kind, str) and kind not in ("function", "custom"):
         raise sentence(f"is of type {kind[:60]}, which is not known; it must be function or custom")
@@ -179,7 +179,7 @@ Tool: TypeAlias = Annotated[
     Discriminator(_tag_of),
     BeforeValidator(_known_kind),
 ]
-"""What the model may call. `function` of either kind is what the model sees."""
+"""A tool that the model may call. `function` is the function that the model sees."""
 
 
 class ToolReference(RequestModel):
@@ -187,7 +187,7 @@ class ToolReference(RequestModel):
 
 
 class NamedFunction(RequestModel):
-    """The function that must be called, or one of those that may be."""
+    """The function that must be called, or a member of the allowed tools."""
 
     type: Literal["function"]
     function: ToolReference
@@ -198,7 +198,7 @@ class NamedFunction(RequestModel):
 
 
 class NamedCustomTool(RequestModel):
-    """The custom tool that must be called, or one of those that may be."""
+    """The custom tool that must be called, or a member of the allowed tools."""
 
     type: Literal["custom"]
     custom: ToolReference
@@ -218,7 +218,7 @@ class AllowedTools(RequestModel):
 
 
 class AllowedToolsChoice(RequestModel):
-    """Some of the tools; the prompt shows all of them, so that it stays cached."""
+    """A subset of the tools. The prompt still shows all tools, so that its prefix stays cached."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -227,7 +227,7 @@ class AllowedToolsChoice(RequestModel):
 ToolChoice: TypeAlias = (
     Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
 )
-"""Whether and what the model calls; a `NamedTool` means exactly one call, of that tool."""
+"""Whether and which tools the model calls. A `NamedTool` means exactly one call, of that tool."""
 
 
 def _names_differ(tools: list[Tool]) -> list[Tool]:
@@ -241,7 +241,7 @@ def _names_differ(tools: list[Tool]) -> list[Tool]:
 
 
 Tools: TypeAlias = Annotated[Items[Tool], AfterValidator(_names_differ)]
-"""The tools of a request, no two of a name."""
+"""The tools of a request, with distinct names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,19 +252,19 @@ class ToolUse:
     """The tools that may be called: none with the choice `none`."""
 
     forced: bool = False
-    """At least one call must be made."""
+    """Whether at least one call must be made."""
 
     once: bool = False
-    """No second call may be made."""
+    """Whether at most one call may be made."""
 
     restricted: bool = False
-    """Fewer tools may be called than the prompt shows."""
+    """Whether fewer tools may be called than the prompt shows."""
 
     positions: tuple[int, ...] = ()
     """Index of each of `tools` in the request."""
 
     free_texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Lark grammars of tools whose one argument is free text, by name: for dialects that can follow them."""
+    """Lark grammars of tools whose only argument is free text, by name, for dialects that can enforce them."""
 
     @classmethod
     def of(
@@ -274,7 +274,7 @@ class ToolUse:
         parallel_tool_calls: bool = True,
         free_texts: Mapping[str, str] | None = None,
     ) -> "ToolUse":
-        """Raises `ValueError`, one sentence, if `choice` names a tool that the request does not have."""
+        """Combine tools and tool choice. Raises `ValueError` with a sentence if `choice` names an unknown tool."""
         return dataclasses.replace(cls._of(tools, choice, parallel_tool_calls), free_texts=free_texts or {})
 
     @classmethod
@@ -311,15 +311,15 @@ def _position(tools: Sequence[Tool], choice: NamedTool) -> int:
 
 
 class ContentPart(RequestModel):
-    """A piece of a message; this release reads text only."""
+    """A part of a message; this release supports text only."""
 
     place = "messages[].content[]."
 
     type: Literal["text", "refusal"]
     text: str = ""
-    """Of a part of type text."""
+    """Text of a part of type text."""
     refusal: str = ""
-    """Of a part of type refusal, in an assistant's message."""
+    """Text of a part of type refusal, in an assistant's message."""
 
     @model_validator(mode="before")
     @classmethod
@@ -339,7 +339,7 @@ _UNREAD = ("image_url", "image", "input_image", "file", "input_file", "input_aud
 
 
 def unread_note(kind: str) -> str:
-    """What the model is shown in place of a part of a tool's output that is not text."""
+    """Return the replacement in the prompt for a part of a tool's output that is not text."""
     what = kind.removeprefix("input_").removesuffix("_url").replace("_", " ")
     return f"[The output holds content of type {what} here, which cannot be shown: this model reads text only.]"
 
@@ -393,7 +393,7 @@ class CustomToolCall(RequestModel):
     """As in streamed calls; changes nothing here."""
 
     def for_template(self) -> dict[str, Any]:
-        """The call of the function that stands for the tool."""
+        """The call of the function that represents the tool."""
         function = {"name": self.custom.name, "arguments": {FREE_TEXT: self.custom.input}}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -431,7 +431,7 @@ class Message(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _reads_outputs(cls, data: Any) -> Any:
-        """Put a note in place of what is not text in a tool's output: after an image, an agent could never go on."""
+        """Replace parts of a tool's output that are not text by a note: otherwise an agent could not continue."""
         if isinstance(data, dict) and data.get("role") == "tool" and isinstance(data.get("content"), list):
             return {**data, "content": [_noted(part) for part in data["content"]]}
         return data
@@ -455,7 +455,7 @@ class Message(RequestModel):
         if isinstance(self.content, list):
             return "".join(part.text or part.refusal for part in self.content)
         if self.content is None and self.refusal is None and not self.tool_calls:
-            # Agents keep turns in which the model wrote nothing.
+            # Agents send empty turns back too.
             return ""
         return self.content if self.content is not None else self.refusal
 
@@ -578,7 +578,7 @@ class ChatCompletionRequest(SamplingFields):
     """Continue the last message, an assistant's, instead of beginning a turn."""
 
     echo: bool = False
-    """With `continue_final_message`: begin the answer with the message that it continues."""
+    """With `continue_final_message`: begin the answer with the continued message."""
 
     add_special_tokens: bool = False
     """Add the tokenizer's special tokens to the rendered chat; most templates write them already."""
@@ -601,7 +601,7 @@ class ChatCompletionRequest(SamplingFields):
         Literal["low", "medium", "high"] | None, AfterValidator(_note_verbosity), Field(description=NO_CHANGE)
     ] = None
     functions: Items[FunctionDefinition] | None = None
-    """Older form of `tools`; the answer then has `function_call` in place of `tool_calls`."""
+    """Older form of `tools`; the answer then has `function_call` instead of `tool_calls`."""
     function_call: Literal["none", "auto"] | ToolReference | None = None
     """Older form of `tool_choice`."""
     audio: Unsupported = None
@@ -643,7 +643,7 @@ class ChatCompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _has_few_arguments(self) -> "ChatCompletionRequest":
-        """Bound what becomes of the arguments of earlier calls, which are JSON within JSON."""
+        """Bound the number of values in the arguments of earlier calls, which are JSON within JSON."""
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         texts = [call.function.arguments for call in calls if isinstance(call, ToolCall)]
         objects = [text.encode(errors="replace") for text in texts if _may_be_object(text)]

@@ -1,1 +1,1 @@
-"""Structured output: from a schema, regex or grammar to the tokens that a step may sample. No torch."""
+"""Structured output: compiles a schema, regex or grammar to masks of the tokens that a step may sample. No torch."""

@@ -1,8 +1,8 @@
-"""Checks untrusted grammars. Run as a process by `engine.text.structured.compiler`.
+"""Checks untrusted grammars in a separate process, which `engine.text.structured.compiler` starts.
 
-The library is native code: a hostile schema can take it minutes, or overflow its stack, which would end the server.
-Here the kernel ends the process when it exceeds its limits, and the parent starts another. `engine.text.sandbox`
-bounds what else the process can reach.
+The grammar library is native code: a hostile schema could take minutes, or overflow the stack, which would end the
+server. In this process, the kernel enforces limits: it ends the process, and the parent starts another one.
+`engine.text.sandbox` restricts the process in other respects.
 """
 
 import random
@@ -20,8 +20,8 @@ from engine.text.sandbox import confine, forbid_processes
 from engine.text.structured.parser_setup import CHECK_CPU_SECONDS, CHECK_MEMORY_BYTES, CHECK_STACK_BYTES, PARSER_LIMITS
 from engine.text.structured.spec import reason_in_words, without_forcing
 
-# GBNF and the EBNF of Python libraries (`root ::= …`) are converted to Lark by the library. It cannot read rules over
-# several lines and escapes by code point, which are rewritten before.
+# The library converts GBNF and the EBNF of Python libraries (`root ::= …`) to Lark. It does not support rules over
+# several lines and escapes by code point, so these are rewritten first.
 
 _TOKEN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\\n])*")|(?P<set>\[(?:\\.|[^\]\\\n])*\])|(?P<comment>\#[^\n]*)|(?P<head>(?<![\w-])[\w-]+\s*::=)"""
@@ -30,12 +30,12 @@ _CODE_POINT = re.compile(r"\\(?:(\\)|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether a rule is written as `name ::= …`, which is not Lark."""
+    """Return whether a rule has the form `name ::= …`, which is not Lark."""
     return any(match["head"] for match in _TOKEN.finditer(grammar))
 
 
 def lark_of_gbnf(grammar: str) -> str:
-    """The grammar in Lark. Raises `ValueError` with the library's reason."""
+    """Convert a GBNF grammar to Lark. Raises `ValueError` with the library's reason."""
     try:
         return str(gbnf_to_lark(_one_line_a_rule(grammar)))
     except RecursionError:
@@ -71,14 +71,15 @@ def _character(escape: re.Match[str]) -> str:
 
 
 _WALK_STEPS = 40
-"""Bytes that are generated as a trial, which finds faults that only use shows, such as a grammar without any text."""
+"""Bytes that are generated as a trial. It finds faults that only occur in use, such as a grammar that allows no
+text."""
 
 _NAMED_IDS = re.compile(r"<\[([0-9,\s-]+)\]>")
 _NUMBER = re.compile(r"(?<![0-9-])[0-9]{1,10}")
 
 
 class Vocabulary(msgspec.Struct):
-    """First message to the process: the part of the model's vocabulary that grammars can name."""
+    """First message to the process: the part of the model's vocabulary that grammars can refer to."""
 
     size: int
     special: dict[int, str]
@@ -92,7 +93,7 @@ class Check(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """`lark` is the text to use; `error` is the reason why there is none."""
+    """The result: `lark` is the text to use, or `error` is the reason why there is none."""
 
     lark: str = ""
     error: str | None = None
@@ -133,7 +134,7 @@ def _named_ids(lark: str, size: int) -> set[int]:
 
 
 def checked(check: Check, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> Verdict:
-    """The verdict on a grammar; may exceed any time, memory or stack."""
+    """Check a grammar. May take any time, memory or stack."""
     lark = check.text
     if check.ebnf:
         try:
@@ -152,14 +153,14 @@ def checked(check: Check, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> Ver
 
 
 def _lark_alone(text: str) -> str:
-    """`text`, which must not be JSON: the library would read it as a list of grammars."""
+    """Return `text` unless it is JSON, which the library would interpret as a list of grammars."""
     if text.lstrip().startswith("{"):
         raise ValueError("it is neither Lark nor GBNF")
     return text
 
 
 def _walk(matcher: LLMatcher) -> str | None:
-    """Generate a text as a trial; the error, or None."""
+    """Generate a text as a trial. Returns the error, or None."""
     chance = random.Random(0)
     for _ in range(_WALK_STEPS):
         mask = matcher.compute_bitmask()
@@ -176,7 +177,7 @@ def _walk(matcher: LLMatcher) -> str | None:
 
 
 def main() -> None:
-    """Answer checks on standard input until it ends. Messages are msgpack, each after its length."""
+    """Answer checks from standard input until it ends. Messages are msgpack, each preceded by its length."""
     confine(CHECK_MEMORY_BYTES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.stack_size(CHECK_STACK_BYTES)

@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: from a request's schema, regex or grammar to Lark for the engine core. Used by the front end.
+"""`GrammarCompiler`: converts a request's schema, regex or grammar to checked Lark, in the front end.
 
 Imports neither torch nor llguidance: the library runs in a child process.
 """
@@ -20,10 +20,10 @@ import msgspec
 from engine.text.sandbox import sandbox_environment
 from engine.text.structured.spec import CheckUnavailable, GrammarSpec, InvalidGrammar, lark_of
 
-# The process that checks grammars, as the front end sees it.
+# The front end's side of the process that checks grammars.
 
 _WALL_SECONDS = 10.0
-"""Seconds for an answer, for machines that are too busy to give the process its CPU time."""
+"""Wall-clock limit of a check in seconds, for machines that are too busy to give the process its CPU time."""
 
 _TOO_DEEP = "it has too many parts, or is nested too deeply; use a simpler one"
 _TOO_COSTLY = "it is too costly to follow: checking it takes too long, or too much memory; use a simpler one"
@@ -34,14 +34,14 @@ _VERDICTS = {
     -signal.SIGABRT: _TOO_COSTLY,
     0: _TOO_COSTLY,
 }
-"""The verdict by exit code of a process that a grammar ended: it exceeded stack, CPU time or memory."""
+"""Errors by exit code, if a grammar ended the process because it exceeded stack, CPU time or memory."""
 
 _ATTEMPTS = 2
-"""Attempts for a grammar, because a process may end for another reason."""
+"""Number of attempts for a grammar, because the process may end for another reason."""
 
 
 class CheckProcess:
-    """The process that checks. It starts with the first check, and again after a grammar that ended it.
+    """The checking process. It starts at the first check, and again after a grammar has ended it.
 
     Calls may come from any thread; one grammar is checked at a time.
     """
@@ -54,7 +54,7 @@ class CheckProcess:
         self._lock = threading.Lock()
 
     def check(self, text: str, *, ebnf: bool) -> str:
-        """The Lark text to use for a grammar. Blocks. Raises `InvalidGrammar`, and `CheckUnavailable`."""
+        """Check a grammar and return the Lark text to use. Blocks. Raises `InvalidGrammar` and `CheckUnavailable`."""
         frame = _frame({"text": text, "ebnf": ebnf})
         with self._lock:
             for _ in range(_ATTEMPTS):
@@ -109,7 +109,7 @@ class CheckProcess:
 
 
 def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
-    """The answer to a message; None if the process ended over it, or had to be ended."""
+    """Send a message and return the answer; None if the process ended, or exceeded the time limit."""
     assert process.stdout is not None
     watch = threading.Timer(_WALL_SECONDS, process.kill)
     watch.start()
@@ -138,7 +138,7 @@ def _write(process: subprocess.Popen[bytes], frame: bytes) -> None:
         process.stdin.write(frame)
         process.stdin.flush()
     except BrokenPipeError:
-        return  # The process has ended, which the caller finds when it reads the answer.
+        return  # The process has ended; the caller detects that when it reads the answer.
 
 
 def _frame(message: dict[str, object]) -> bytes:
@@ -150,11 +150,11 @@ _CACHED_BYTES = 16 * 2**20
 """Most bytes of cached verdicts."""
 
 _ENTRY_BYTES = 200
-"""Bytes of a cache entry besides its text."""
+"""Bytes of a cache entry in addition to its text."""
 
 
 class GrammarCompiler:
-    """Checks grammars and caches the verdicts, including refusals. All methods may be called from any thread."""
+    """Checks grammars and caches the results, including errors. Thread-safe."""
 
     def __init__(
         self,
@@ -178,7 +178,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> str:
-        """The Lark text for `SamplingParams.grammar`. Blocks. Raises `InvalidGrammar`, and `CheckUnavailable`."""
+        """Return the Lark text for `SamplingParams.grammar`. Blocks. Raises `InvalidGrammar` and
+        `CheckUnavailable`."""
         return self.check(lark_of(spec), ebnf=spec.kind == "grammar")
 
     def check(self, text: str, *, ebnf: bool = False) -> str:
@@ -197,17 +198,17 @@ class GrammarCompiler:
         return _lark_or_raise(verdict)
 
     def known(self, text: str, *, ebnf: bool = False) -> str | None:
-        """What `check` returns or raises for a text whose verdict is cached; None for others."""
+        """Return or raise the cached result of `check`; None if it is not cached."""
         verdict = self._known(self._key(text, ebnf))
         return None if verdict is None else _lark_or_raise(verdict)
 
     def close(self) -> None:
-        """End the processes, and the checks that wait for them. Nothing can be compiled after it."""
+        """End the processes and pending checks. Nothing can be compiled afterwards."""
         for process in self._processes:
             process.close()
 
     def _key(self, text: str, ebnf: bool) -> bytes:
-        """Key of the verdict in the cache. Raises `InvalidGrammar` for a text that cannot be checked."""
+        """Return the key of a result in the cache. Raises `InvalidGrammar` for a text that cannot be checked."""
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
@@ -226,7 +227,7 @@ class GrammarCompiler:
             return verdict
 
     def _verdict(self, process: CheckProcess, key: bytes, text: str, ebnf: bool) -> str | InvalidGrammar:
-        """The cached verdict, which another request may have added meanwhile; else a new one, which is cached."""
+        """Return the result from the cache, where another request may have just added it, or else from a new check."""
         verdict = self._known(key)
         if verdict is None:
             try:
@@ -263,12 +264,12 @@ Run: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class GrammarChecks:
-    """A compiler for one request, which awaits checks without blocking the event loop."""
+    """The compiler as used for one request: checks are awaited without blocking the event loop."""
 
     def __init__(
         self, compiler: GrammarCompiler, write: Run = asyncio.to_thread, check: Run = asyncio.to_thread
     ) -> None:
-        """`write` runs the writing of grammars' texts, `check` the checks, which take long."""
+        """`write` runs the creation of grammars' texts, `check` runs the longer checks."""
         self._compiler = compiler
         self._check = check
         self.write = write

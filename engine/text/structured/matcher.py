@@ -1,4 +1,4 @@
-"""`Matcher`: the tokens that a grammar allows one sequence; `Matchers` makes them, in the core and without torch."""
+"""`Matcher`: the state of one sequence in its grammar. `Matchers` creates them, in the engine core, without torch."""
 
 import ctypes
 import math
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 _CACHED_MATCHERS = 256
 _CACHED_BYTES = 16 * 2**20
-"""Limits of the cache of compiled grammars: their number, and the bytes of their text."""
+"""Limits of the cache of compiled grammars: their number, and the bytes of their texts."""
 _CACHED_SECONDS, _REUSED_SECONDS = 8.0, 4.0
-"""Further limits: seconds that masks took for all grammars, and for one. All matchers of a compiled grammar share the
-states that masks have added to its lexer, up to the parser's limit: those take 0.9 s and 60 to 80 MB, and no matcher
-of that compilation can go on beyond them."""
+"""Further limits of the cache: seconds of mask computation for all grammars, and for one. All matchers of a compiled
+grammar share the lexer states that masks have added, up to the parser's limit, which takes 0.9 s and 60 to 80 MB. At
+the limit, no matcher of that compilation can continue."""
 
 _MOST_BYTES = 2 * 2**30
-"""Memory that grammars of running sequences may add before the costliest are ended."""
+"""Bytes that the grammars of running sequences may add before the sequences with the costliest ones are ended."""
 _CHECKED_STEPS = 16
-"""Steps with masks from one look at the memory to the next, which takes 0.15 ms."""
+"""Number of steps with masks between two measurements of the memory, each of which takes 0.15 ms."""
 _LEAST_COST, _ENDED_SHARE = 0.25, 0.5
-"""Grammars are ended whose masks took at least so many seconds, and this share of the costliest one's time."""
+"""A grammar is ended if its masks took at least this number of seconds and this share of the costliest one's time."""
 _TOO_COSTLY = (
     "the grammar of this request cannot be followed any further: the grammars that run need too much memory, and this "
     "is one of the costliest; use a simpler one"
@@ -41,18 +41,19 @@ _TOO_COSTLY = (
 
 
 class Compiled:
-    """A compiled grammar. Its matchers are copies, which share the lexer and what it has found out so far."""
+    """A compiled grammar. Its matchers are copies that share the lexer and its states."""
 
     __slots__ = ("native", "seconds")
 
     def __init__(self, native: "LLMatcher") -> None:
         self.native = native
         self.seconds = 0.0
-        """Time that masks of its matchers took; infinite once one of them has failed."""
+        """Seconds that masks of its matchers took; infinite after one of them has failed."""
 
 
 class Matcher:
-    """The state of one sequence in its grammar. The scheduler advances it; the sampler reads it in between."""
+    """The state of one sequence in its grammar. The scheduler advances it; between steps, masks are computed from
+    it."""
 
     __slots__ = ("_matcher", "eos_token_ids", "error", "grammar", "is_too_costly", "num_words")
 
@@ -64,7 +65,7 @@ class Matcher:
         self.num_words = num_words
         """Length of a mask, in words of 32 tokens."""
         self.error: str | None = None
-        """Why the grammar cannot be followed any further; None while it can."""
+        """Error because of which the sequence cannot continue; None without an error."""
 
     @property
     def native(self) -> "LLMatcher":
@@ -73,11 +74,11 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether only an end token may follow."""
         return self._matcher.is_stopped()
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; False, with `error` set, if the grammar does not allow it or cannot be followed."""
+        """Advance by a token. Returns False and sets `error` if the grammar does not allow it or fails."""
         try:
             if self._matcher.consume_token(token_id):
                 return True
@@ -88,14 +89,14 @@ class Matcher:
         return False
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may follow one after the other. The state stays as it is."""
+        """Return the length of the longest prefix of `token_ids` that may follow. The state does not change."""
         try:
             return self._matcher.validate_tokens(list(token_ids))
         except BaseException:  # noqa: BLE001 - a panic of the native library: the mask of the next step reports it
             return 0
 
     def after(self, token_ids: Sequence[int]) -> "Matcher | None":
-        """A matcher of its own in the state after these tokens; None where they may not follow, or end the text."""
+        """Return a new matcher in the state after these tokens; None if they may not follow, or end the text."""
         try:
             native = self._matcher.deep_copy()
             if native.try_consume_tokens(list(token_ids)) < len(token_ids) or native.is_stopped():
@@ -105,10 +106,10 @@ class Matcher:
         return Matcher(native, self.eos_token_ids, self.num_words, self.grammar)
 
     def settle(self, mask: npt.NDArray[np.int32], ends: Sequence[int], withheld: Sequence[int]) -> bool:
-        """Apply end tokens to the mask that `MaskComputer` wrote; False, with `error` set, if it could not write one.
+        """Apply end tokens to the mask that `MaskComputer` wrote. Returns False and sets `error` if it has failed.
 
-        Where the grammar may end, `ends` are allowed, and `withheld`, which are end tokens too, are not, unless no
-        other token may follow.
+        If the grammar may end, `ends` are allowed. `withheld` are end tokens that are allowed only if no other token
+        may follow.
         """
         if self.is_too_costly:
             self.error = _TOO_COSTLY
@@ -132,21 +133,22 @@ class Matcher:
 
 
 class MaskComputer:
-    """Computes the masks of several matchers in parallel, on several cores.
+    """Computes the masks of several matchers in parallel on several cores.
 
-    With a large vocabulary, the first mask of a state takes up to some milliseconds.
+    With a large vocabulary, the first mask of a state takes up to a few milliseconds.
     """
 
     def __init__(self, num_bytes: Callable[[], int] | None = None) -> None:
-        """`num_bytes`: the memory that native code of this process has; default: as glibc reports it."""
+        """`num_bytes` returns the bytes allocated by native code in this process; by default, as glibc reports
+        them."""
         self._executor: LLExecutor | None = None
         self._num_bytes = num_bytes or _native_bytes()
         self._bytes_before = 0
-        """When the first masks were computed: the model and its cache have their memory then."""
+        """Bytes when the first masks were computed, when the model and its cache have been allocated."""
         self._steps = 0
 
     def __call__(self, matchers: Sequence[tuple[Matcher, int]], masks: npt.NDArray[np.int32]) -> None:
-        """Write the tokens that may follow, a bit for each, into the row of `masks` given with each matcher."""
+        """Write the tokens that may follow, as bits, into the row of `masks` that is given with each matcher."""
         if self._executor is None:
             from llguidance import LLExecutor
 
@@ -192,7 +194,7 @@ _BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32
 
 
 class Matchers:
-    """Compiles grammars for one model, and caches them. Compiling waits for `load`, which another thread runs."""
+    """Compiles grammars for one model, and caches them. Compiling waits for `load`, which runs in another thread."""
 
     def __init__(
         self, load_tokenizer: "Callable[[], Tokenizer]", vocab_size: int, eos_token_ids: Sequence[int]
@@ -209,7 +211,7 @@ class Matchers:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read the vocabulary. A failure is raised by `matcher`."""
+        """Read the vocabulary. If this fails, `matcher` raises the error."""
         try:
             from engine.text.structured.parser_setup import token_trie
 
@@ -219,7 +221,7 @@ class Matchers:
         self._loaded.set()
 
     def cached(self, grammar: str) -> Matcher | None:
-        """A new matcher of a cached grammar; None for others. Takes microseconds."""
+        """Return a new matcher of a cached grammar; None if it is not cached. Takes microseconds."""
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
@@ -231,7 +233,7 @@ class Matchers:
         return self._copy(compiled)
 
     def matcher(self, grammar: str) -> Matcher:
-        """A new matcher at the start of the grammar. Blocks while the grammar is compiled. Raises `InvalidGrammar`."""
+        """Return a new matcher in the initial state. Blocks while the grammar is compiled. Raises `InvalidGrammar`."""
         matcher = self.cached(grammar)
         if matcher is not None:
             return matcher
@@ -267,7 +269,7 @@ class Matchers:
         return Compiled(compiled)
 
 
-# The rows of a step that may not sample every token.
+# The rows of a step whose tokens are restricted.
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,13 +279,13 @@ class MaskedRow:
     row: int
     matcher: Matcher | None = None
     ends: Sequence[int] = ()
-    """Tokens that may be sampled wherever the grammar may end, besides the model's EOS tokens."""
+    """Tokens, in addition to the model's EOS tokens, that may be sampled where the grammar may end."""
     withheld: Sequence[int] = ()
     """End tokens that must not be sampled, unless the grammar allows no others."""
     allowed: npt.NDArray[np.int32] | None = None
-    """The request's `allowed_token_ids`, which hold in addition to the grammar. # [V / 32]"""
+    """The request's `allowed_token_ids`, which apply in addition to the grammar. # [V / 32]"""
     due: npt.NDArray[np.int32] | None = None
-    """Tokens of which one is sampled here if the other restrictions allow any of them. # [V / 32]"""
+    """Tokens one of which must be sampled, if the other restrictions allow any of them. # [V / 32]"""
 
     @property
     def fields(self) -> list[str]:
@@ -293,14 +295,14 @@ class MaskedRow:
 
 
 def packed(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """A mask that allows `token_ids`. # [ceil(V / 32)]"""
+    """Return a mask that allows `token_ids`. # [ceil(V / 32)]"""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
     bits[np.asarray(token_ids, dtype=np.int64)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class TokenMasks:
-    """Fills one bitmask a masked row, into memory that is kept."""
+    """Fills one bitmask per restricted row, in reused memory."""
 
     def __init__(
         self, compute: Callable[[Sequence[tuple[Matcher, int]], npt.NDArray[np.int32]], object] | None = None
@@ -309,7 +311,7 @@ class TokenMasks:
         self._masks = np.zeros((0, 0), dtype=np.int32)
 
     def fill(self, masked: Sequence[MaskedRow], vocab_size: int) -> tuple[npt.NDArray[np.int32], dict[int, str]]:
-        """The masks, in the order of `masked`, and why of the rows whose grammar cannot be followed any further.
+        """Return the masks in the order of `masked`, and the errors of rows whose grammar cannot continue, by row.
 
         # [len(masked), ceil(V / 32)]
         """

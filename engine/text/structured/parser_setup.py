@@ -1,4 +1,4 @@
-"""`token_trie`: a model's vocabulary as llguidance wants it. Used by `Matchers`, and by benchmarks."""
+"""`token_trie`: converts a model's vocabulary to llguidance's form. Used by `Matchers` and benchmarks."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class _Tokens:
-    """Each id's bytes. Grammars that force no tokens never ask for a text's tokens."""
+    """The bytes of each id. Grammars that force no tokens never need the tokens of a text."""
 
     bos_token_id = None
 
@@ -22,7 +22,7 @@ class _Tokens:
 
 
 def token_trie(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The vocabulary of a model of `vocab_size` logits, with one id more where it has no end of sequence.
+    """Convert the vocabulary of a model with `vocab_size` logits. Without an EOS token, one id is added.
 
     Ids beyond the tokenizer's, and tokens without text, are never allowed. Takes about a second for 150k tokens.
     """
@@ -41,7 +41,7 @@ def token_trie(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[in
     return LLTokenizer(wrapper, eos_token=ends)
 
 
-# What a grammar may cost, for the process that checks it and for the engine core.
+# Limits of a grammar's cost, for the checking process and the engine core.
 
 PARSER_LIMITS = LLParserLimits(
     max_items_in_row=2000,
@@ -52,11 +52,11 @@ PARSER_LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""The library's own defaults where they bound a step to some 20 ms. Fewer lexer states (2 kB each) and symbols: they
-bound what one sequence keeps to some 50 MB."""
+"""The library's defaults where they bound a step to about 20 ms. The numbers of lexer states (2 kB each) and symbols
+are lower, which bounds the memory of one sequence to about 50 MB."""
 
 CHECK_CPU_SECONDS = 0.4
 CHECK_MEMORY_BYTES = 2**30
 CHECK_STACK_BYTES = 2**20
-"""What a check may take. The stack is far below what the engine core has: a grammar that passes here cannot overflow
-there."""
+"""Limits of a check. Its stack is far smaller than the engine core's, so that a grammar that passes the check cannot
+overflow the core's."""

@@ -1,6 +1,6 @@
-"""`GrammarSpec`: what a request wants its answer to look like; `InvalidGrammar`: why it cannot have that.
+"""`GrammarSpec`: the form of the answer that a request sets. `InvalidGrammar`: the error of an invalid form.
 
-Made by the server from `response_format` and `structured_outputs`; turned into a grammar's text by `lark_of`.
+The server creates it from `response_format` and `structured_outputs`; `lark_of` converts it to a grammar's text.
 """
 
 import json
@@ -11,33 +11,34 @@ from typing import Any, Literal, NoReturn
 GrammarKind = Literal["json", "json_object", "regex", "choice", "grammar"]
 
 MAX_NESTING = 64
-"""Levels of a schema: the library reads some 80, and Python's stack holds a few hundred."""
+"""Most levels of a schema: the library supports about 80, and Python's stack a few hundred."""
 
 MAX_CHOICES = 4096
 
 _WHITESPACE = r"[ ]|\n {0,20}"
-"""Between two tokens of JSON: none, a space, or a new line and its indent. Bounded: a model that only indents on and
-on would never answer."""
+"""White space between two JSON tokens: none, a space, or a line break and indentation. It is bounded, because a model
+that writes indentation without end would never answer."""
 
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
 _IN_LARK = {"/": "\\/", "\n": "\\n", "\\\n": "\\n", "\\d": "[0-9]", "\\D": "[^0-9]"}
-r"""Digits are those of JSON and of programs, not the 700 of Unicode. A class within a class is its union."""
+r"""Replacements in a regular expression for Lark. Digits are ASCII digits, not the 700 of Unicode. A class within a
+class is their union."""
 
 
 class InvalidGrammar(ValueError):
-    """A grammar that is wrong, not supported or too costly: one sentence, whose subject is the grammar."""
+    """A grammar is invalid, unsupported or too costly. The message is a sentence whose subject is the grammar."""
 
 
 class CheckUnavailable(RuntimeError):
-    """Whether a grammar can be followed cannot be found out now; nothing is known to be wrong with it."""
+    """A grammar cannot be checked now. It may be valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A form for the answer. `value` by `kind`:
+    """The form of an answer. `value` depends on `kind`:
 
     json: a JSON schema, as an object or as text. json_object: nothing, any object will do. regex: a pattern for the
     whole answer. choice: strings, one of which is the answer. grammar: EBNF, in the syntax of Lark or GBNF.
@@ -48,9 +49,9 @@ class GrammarSpec:
 
 
 def lark_of(spec: GrammarSpec) -> str:
-    """The text that llguidance reads: Lark, whose first rule is `start`. GBNF stays as it is, for the checker.
+    """Convert to Lark for llguidance, whose first rule is `start`. GBNF is returned unchanged, for the checker.
 
-    Raises `InvalidGrammar` for what shows without compiling.
+    Raises `InvalidGrammar` for errors that are visible without compiling.
     """
     match spec.kind:
         case "json":
@@ -66,8 +67,8 @@ def lark_of(spec: GrammarSpec) -> str:
 
 
 def without_forcing(grammar: str) -> str:
-    """`grammar`, Lark or several in a JSON object, such that it constrains bytes and leaves their division into tokens
-    to the model: the library would ask for the tokens of a text, which not every tokenizer can say."""
+    """Change `grammar`, Lark or several in a JSON object, so that it forces no tokens and constrains only bytes: to
+    force tokens, the library would need the tokens of a text, which not every tokenizer can provide."""
     if not grammar.lstrip().startswith("{"):
         return f"{grammar}\n{_NO_FORCING}"
     grammars = json.loads(grammar)["grammars"]
@@ -95,7 +96,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def is_deeper(value: Any, most: int) -> bool:
-    """Whether a JSON value has more than `most` levels of objects and lists; none beyond is looked at."""
+    """Return whether a JSON value has more than `most` levels of objects and lists. Deeper levels are not examined."""
     level, depth = [value], 0
     while level and depth <= most:
         nested = [each for each in level if isinstance(each, dict | list)]
@@ -123,12 +124,12 @@ def _choices(value: Any) -> list[str]:
 
 
 def _regex_body(regex: str) -> str:
-    """`regex` as it stands between the slashes of Lark."""
+    """Convert `regex` to the text between the slashes of a Lark regular expression."""
     return _ESCAPED.sub(lambda match: _IN_LARK.get(match[0], match[0]), regex)
 
 
 def _literal(text: str) -> str:
-    """A string of Lark that matches `text`."""
+    """Return a Lark string that matches `text`."""
     return '"' + "".join(map(_escaped, text)) + '"'
 
 
@@ -153,7 +154,7 @@ _TOO_COSTLY = re.compile(
 
 
 def reason_in_words(message: str) -> str:
-    """What is wrong, of bounded length, without positions and state of the library's own."""
+    """Convert an error of the library to a short clause, without its internal positions and states."""
     text = message.replace("<non-verbose/>", "").strip()
     while match := _POSITION.match(text):
         text = text[match.end() :]
