@@ -54,7 +54,7 @@ class _StubCore:
         self._say(Ready(_MODEL, PhaseClock(launch.started).seconds))
 
     def run(self, step_seconds: float) -> None:
-        """Serve until told to stop."""
+        """Serve until a shutdown message."""
         while not self._stopping:
             if self._live:
                 time.sleep(step_seconds)

@@ -96,7 +96,7 @@ class Bench:
     def seconds(self, run: Callable[[], object], *, in_graph: bool = True) -> float:
         """Of the device's work in `run`, caches flushed before each repetition; the median.
 
-        From a captured graph unless told otherwise, so that the host's launches take no part.
+        By default from a captured graph, which excludes the time of the host's launches.
         """
         run()
         if self.is_dry:

@@ -77,7 +77,7 @@ class Part(NamedTuple):
         return cast("Iterator[Case]", getattr(module, f"{self.name}_cases")(bench))
 
 
-# What is measured, the most telling first, so that a run that is cut short has told most.
+# The measurements, the most important first, so that an interrupted run has the most important results.
 
 PARTS = (
     Part(

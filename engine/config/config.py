@@ -15,7 +15,7 @@ from models.quantization.config import METHODS, ROUNDINGS
 
 
 class Section(BaseModel):
-    """Base of `Config` and its sections: immutable, no unknown fields, no coercion surprises."""
+    """Base of `Config` and its sections: immutable, without unknown fields, with strict conversion of types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -181,7 +181,7 @@ class ServerConfig(Section):
     model."""
 
     models: Annotated[str, Field(min_length=1)] | None = None
-    """YAML file with the models to serve at this one address, in place of MODEL (docs/several-models.md)."""
+    """YAML file with several models to serve at this address, instead of MODEL (docs/several-models.md)."""
 
     model_wait_timeout: Annotated[float, Field(gt=0.0)] = 300.0
     """Seconds that a request waits for a model of `models` to be loaded; then it is answered 503."""
@@ -190,12 +190,12 @@ class ServerConfig(Section):
     """Ignore request fields that the API does not know, instead of answering 400."""
 
     max_tokens_overflow: Literal["clamp", "error"] = "clamp"
-    """What happens when `max_tokens` is more than the context has left after the prompt: `clamp` lowers it to what is
-    left, because agents always send one large number; `error` answers 400."""
+    """What happens when `max_tokens` is more than the context has left after the prompt: `clamp` lowers it to the
+    rest, because agents always send the same large number; `error` answers 400."""
 
     strip_billing_line: bool = True
-    """Leave out of `/v1/messages` the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system
-    prompt: it differs between conversations, so that no prompt would find another's prefix in the cache."""
+    """Remove from `/v1/messages` the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system
+    prompt: it differs between conversations, so that they could not share cached prefixes."""
 
     max_request_bytes: Annotated[int, Field(ge=1024)] | None = None
     """Largest request body accepted, in bytes; a larger one is answered 413.
@@ -224,9 +224,10 @@ class ServerConfig(Section):
     `max_stored_responses`."""
 
     reasoning_key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File of a secret, at least 16 bytes: seals the reasoning and summaries that clients keep (`encrypted_content`).
+    """File with a secret of at least 16 bytes, which encrypts reasoning and summaries for clients
+    (`encrypted_content`).
 
-    Replicas behind one address need the same; default: a new random key with each start."""
+    Servers that share an address need the same file; default: a new random key at each start."""
 
     lora_directories: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Directories beneath which `/v1/load_lora_adapter` finds adapters; without one, none is loaded while the server
@@ -292,10 +293,10 @@ class ServerConfig(Section):
     error."""
 
     resumable_stream_bytes: Annotated[int, Field(ge=2**16)] = 4 * 2**20
-    """Bytes of a resumable stream that are held for a client that was cut off."""
+    """Bytes of a resumable stream that are stored for a disconnected client."""
 
     resumable_stream_seconds: Annotated[float, Field(gt=0.0)] = 60.0
-    """Seconds for which a resumable stream without a client goes on, and is held."""
+    """Seconds for which a resumable stream without a client continues, and is stored."""
 
     max_connections: Annotated[int, Field(ge=4)] | None = None
     """Most connections open at a time; default: what the limit of open files (`ulimit -n`) allows, at most 8192."""
@@ -316,10 +317,10 @@ class ServerConfig(Section):
     """Seconds that a connection stays open between two requests; longer than common load balancers keep theirs."""
 
     send_timeout: Annotated[float, Field(gt=0.0)] = 300.0
-    """Seconds after which a connection whose client reads nothing of what waits for it is closed."""
+    """Seconds after which a connection is closed if its client reads nothing of the waiting data."""
 
     api_key: tuple[SecretStr, ...] = ()
-    """API keys, one of which each request must send (`Authorization: Bearer ...`); without any, requests need no key.
+    """API keys. Each request must send one (`Authorization: Bearer ...`); without any, requests need no key.
 
     Set them by the environment or `api_key_file`: other users of the machine can see a command line."""
 
@@ -328,7 +329,7 @@ class ServerConfig(Section):
     are ignored. It is read again when it changes."""
 
     jwt_issuer: Annotated[str, Field(min_length=1)] | None = None
-    """Accept JSON Web Tokens of this issuer (`iss`) in place of keys; needs `kaon[jwt]`."""
+    """Accept JSON Web Tokens of this issuer (`iss`) instead of API keys; needs `kaon[jwt]`."""
 
     jwt_audience: Annotated[str, Field(min_length=1)] | None = None
     """Audience (`aud`) that these tokens must have."""
@@ -337,7 +338,7 @@ class ServerConfig(Section):
     """URL (https) of the issuer's public keys (JWKS), which are fetched when needed."""
 
     jwt_jwks_file: Annotated[str, Field(min_length=1)] | None = None
-    """File of the issuer's public keys, in place of a URL."""
+    """File with the issuer's public keys, instead of a URL."""
 
     insecure_no_auth: bool = False
     """Allow a `host` beyond loopback without API keys: everybody who reaches the port can use the model."""
@@ -514,9 +515,10 @@ class SpeculativeConfig(Section):
     """Checkpoint of the model that drafts: a directory or a hub id. By itself it means the method `draft`."""
 
     speculative_acceptance: Literal["coupled", "rejection"] = "coupled"
-    """How drafts of a model are accepted where tokens are sampled at random. `coupled`: a draft that is what the
-    target samples with the same noise, so that answers are those without drafts. `rejection`: by rejection sampling,
-    which accepts more and gives other answers of the same distribution; for `ngram` the two are one."""
+    """How drafts of a model are accepted if the temperature is above 0. `coupled`: a draft is accepted if the target
+    samples the same token with the same noise, so that answers equal those without drafts. `rejection`: by rejection
+    sampling, which accepts more drafts and gives other answers of the same distribution; for `ngram` the two are
+    equal."""
 
     prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3
     """Fewest last tokens that must have occurred earlier in the sequence for `ngram` to draft."""
@@ -526,7 +528,7 @@ class SpeculativeConfig(Section):
 
     @property
     def drafts_by_model(self) -> bool:
-        """Whether the runner drafts, with a model, and not the scheduler."""
+        """Whether the runner drafts with a model; otherwise the scheduler drafts."""
         return self.speculative_method != "ngram"
 
     @model_validator(mode="before")
@@ -565,8 +567,8 @@ class PrecisionConfig(Section):
     """How weights and the KV cache are stored."""
 
     quantization: Quantization = "auto"
-    """`auto`: as the checkpoint stores them; `int8`, `int4`, `mxfp4`: rounded while loading, on a CPU; any other
-    value, and `mxfp4` where the checkpoint is quantised: the method that it must have."""
+    """`auto`: as the checkpoint stores them; `int8`, `int4`, `mxfp4`: quantised while loading, on a CPU; any other
+    value, and `mxfp4` for a quantised checkpoint: the method that the checkpoint must have."""
 
     kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"
     """Type of cached keys, values and latents: `auto` is the model's; `fp8` takes half of bfloat16's memory and is
@@ -610,10 +612,10 @@ class Config(Section):
     """Implementation of the model: `kaon`, `transformers`, or `auto`: Kaon's where it has the architecture."""
 
     task: tuple[Literal["generate", "embed", "classify"], ...] = ()
-    """What the model is served for, as `generate,embed`; default: as its checkpoint says, else `generate`."""
+    """Tasks that the model is served for, as `generate,embed`; default: those of its checkpoint, else `generate`."""
 
     matryoshka: Literal["auto", "on", "off"] = "auto"
-    """Whether embeddings may be cut to fewer `dimensions`; `auto`: as the checkpoint says."""
+    """Whether embeddings may be truncated to fewer `dimensions`; `auto`: as the checkpoint specifies."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; `auto`: a GPU for which there is an attention backend, else the CPU; `cuda` includes
@@ -624,8 +626,8 @@ class Config(Section):
     `norm=torch`."""
 
     batch_invariant: bool = False
-    """Make answers on GPUs independent of everything else that is computed, which costs time. With Kaon's operators on
-    a CPU, answers are always independent."""
+    """Make answers on GPUs independent of other requests, which costs time. With Kaon's operators on a CPU, answers
+    are always independent."""
 
     sentinel_interval: Annotated[int, Field(ge=0)] | None = None
     """Decode steps after which one row of a step is computed again by plain torch and compared; 0: never; default:
@@ -652,7 +654,7 @@ class Config(Section):
     step with chunks of prompts."""
 
     max_step_seconds: Annotated[float, Field(ge=0.0, le=3600.0)] | None = None
-    """Seconds that a step takes at most, about; running streams wait twice as long at most, whatever others send.
+    """Approximate bound of a step's duration in seconds; running streams wait at most twice as long, for any load.
 
     Default: 0.75 on CPUs, more where a step has large fixed costs; 0 on GPUs, which bounds steps by tokens alone."""
 
@@ -694,7 +696,7 @@ class Config(Section):
     """Keep a model's packed weights in `~/.cache/kaon`, from which the next start on a CPU maps them."""
 
     pack_cache_gib: Annotated[float, Field(gt=0)] = 32.0
-    """The most that all packed weights there take; the ones used longest ago make room."""
+    """Most GiB of all packed weights there; the least recently used ones are deleted first."""
 
     enable_prefix_caching: bool = True
     """Share KV blocks between requests whose prompts begin with the same tokens."""
@@ -731,16 +733,16 @@ class Config(Section):
 
     @classmethod
     def from_fields(cls, **fields: Any) -> Self:
-        """A configuration of its own fields and of its sections' fields, by name: `tensor_parallel_size=2`.
+        """Create a configuration from its fields and its sections' fields by name: `tensor_parallel_size=2`.
 
-        Raises `ValueError` for a wrong value, and where a section and one of its fields are both given.
+        Raises `ValueError` for an invalid value, and if a section and one of its fields are both given.
         """
         own = {name: value for name, value in fields.items() if name in cls.model_fields}
         sections: dict[str, dict[str, Any]] = {}
         for name in fields.keys() - own.keys():
             section = _SECTION_OF.get(name)
             if section is None:
-                own[name] = fields[name]  # Refused with all other unknown ones.
+                own[name] = fields[name]  # Refused together with all other unknown fields.
             elif section in fields:
                 raise ValueError(f"{section} and its field {name} are both given; give one of them")
             else:
@@ -826,12 +828,12 @@ class Config(Section):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names by which the model itself is served, the main one first."""
+        """Served names of the model, the main one first."""
         return self.server_config.served_model_name or (self.model or EMBEDDED_MODEL_NAME,)
 
     @property
     def lora_paths(self) -> dict[str, Path]:
-        """Directory of each adapter by its name; adapters are numbered from 1 in this order."""
+        """Directory of each adapter by name. Adapters are numbered from 1 in this order."""
         parts = (item.partition("=") for item in self.lora)
         return {name: Path(path) for name, _, path in parts}
 

@@ -51,14 +51,15 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._held = ""
         self._exempt = 0
-        """Number of leading characters of `_held` that are of the first `min_tokens` tokens."""
+        """Number of leading characters of `_held` that belong to the first `min_tokens` tokens."""
         self.num_tokens = 0
-        """Tokens of the text so far, without those after a stop string."""
+        """Number of tokens of the text so far, without those after a stop string."""
         self.stopped: str | None = None
         """The stop string that ended the text."""
 
     def push(self, token_ids: Sequence[int], finished: bool = False) -> str:
-        """The text that `token_ids` add, possibly empty. `finished` also releases the text that is held back."""
+        """Return the text that `token_ids` add, possibly empty. `finished` also releases the text that is held
+        back."""
         if not self._stops:
             self.num_tokens += len(token_ids)
             return self._stream.step(token_ids, finished)
@@ -96,7 +97,7 @@ class IncrementalDetokenizer:
         return text[:shown]
 
     def _find_stop(self, text: str) -> tuple[int, int]:
-        """Begin and end of the stop string that is completed first in `text`; (0, 0) if there is none."""
+        """Return begin and end of the stop string that is completed first in `text`; (0, 0) if there is none."""
         found = (0, 0)
         for stop in self._stops:
             begin = text.find(stop, max(0, self._exempt + 1 - len(stop)))
@@ -106,7 +107,7 @@ class IncrementalDetokenizer:
         return found
 
     def _shown_length(self, text: str) -> int:
-        """How much of `text` precedes its longest end that could begin a stop string."""
+        """Return the length of `text` without its longest suffix that may be a prefix of a stop string."""
         shown = len(text)
         for stop in self._stops:
             begin = text.find(stop[0], max(0, len(text) + 1 - len(stop)), shown)

@@ -1,8 +1,8 @@
-"""`InputOutputProcessor`: from prompts to sequences for the core, and from completed sequences to results.
+"""`InputOutputProcessor`: converts prompts to sequences for the engine core, and completed sequences to results.
 
 A prompt is rendered and tokenised, checked against the model's limits (`check`), and becomes one `NewSequence` for
-each of its choices (`new_sequences`): the only place where an `AddRequest` is made. The server takes these steps one
-by one, `LLMEngine` all at once with `preprocess`. `FillIn` writes the prompts of code models with a gap to fill.
+each of its choices (`new_sequences`), the only function that creates an `AddRequest`. The server calls these steps one
+by one, `LLMEngine` calls them together as `preprocess`. `FillIn` writes fill-in-the-middle prompts for code models.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +25,9 @@ class _Marks(NamedTuple):
     prefix: str
     suffix: str
     middle: str | None
-    """None: the prefix comes last, and the model continues it."""
+    """Mark of the gap; None if the prefix is last in the prompt, and the model continues it."""
     ends: tuple[str, ...] = ()
-    """Tokens that end the completion, besides the model's end-of-sequence tokens."""
+    """Tokens that end the completion, in addition to the model's EOS tokens."""
     suffix_first: bool = False
 
 
@@ -52,10 +52,10 @@ _FAMILIES = (
 
 
 class FillIn:
-    """Fill-in-the-middle prompts of one tokenizer."""
+    """Writes the fill-in-the-middle prompts of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, marks: _Marks) -> None:
-        """Raises `KeyError` when the tokenizer lacks one of the marks."""
+        """Raises `KeyError` if the tokenizer lacks one of the marks."""
         self._tokenizer = tokenizer
         self._suffix_first = marks.suffix_first
         self._prefix, self._suffix = _id(tokenizer, marks.prefix), _id(tokenizer, marks.suffix)
@@ -66,7 +66,7 @@ class FillIn:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "FillIn | None":
-        """With the first family whose marks `tokenizer` has; None if it has none."""
+        """Create it for the first family whose marks `tokenizer` has; None if there is none."""
         for marks in _FAMILIES:
             try:
                 return cls(tokenizer, marks)
@@ -75,7 +75,7 @@ class FillIn:
         return None
 
     def prompt(self, prefix: list[int], suffix: list[int], add_special_tokens: bool) -> list[int]:
-        """The prompt that asks for the text between `prefix` and `suffix`, both tokenised without special tokens."""
+        """Return the prompt for the text between `prefix` and `suffix`, both tokenised without special tokens."""
         before, after = [self._prefix, *prefix], [self._suffix, *suffix]
         opening = self._tokenizer.encode("") if add_special_tokens else []
         ordered = [*after, *before] if self._suffix_first else [*before, *after]
@@ -92,11 +92,12 @@ def _id(tokenizer: Tokenizer, mark: str) -> int:
 OPENAI_DEFAULTS = GenerationDefaults()
 
 _RESYNC_CHARACTERS = 4096
-"""Text tokenised before the part that surely holds the kept tokens, so that the cut does not change these."""
+"""Characters tokenised in front of the part that certainly has the last tokens, so that truncation does not change
+these."""
 
 
 class InvalidRequest(ValueError):
-    """A request that cannot run: one sentence with field, value and limit. `param` names the field."""
+    """A request that cannot run. The message is a sentence with field, value and limit; `param` names the field."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -109,7 +110,7 @@ class DoesNotFit(InvalidRequest):
     def __init__(
         self, message: str, param: str, prompt_tokens: int = 0, limit: int = 0, completion_tokens: int = 0
     ) -> None:
-        """The lengths that do not fit and their limit; `completion_tokens` is 0 if the prompt alone is too long."""
+        """`completion_tokens` is 0 if the prompt alone is too long."""
         super().__init__(message, param)
         self.prompt_tokens = prompt_tokens
         self.limit = limit
@@ -117,27 +118,27 @@ class DoesNotFit(InvalidRequest):
 
 
 class CheckedPrompt(NamedTuple):
-    """A prompt that can run with its parameters."""
+    """A validated prompt with its parameters."""
 
     token_ids: list[int]
     params: SamplingParams
     max_tokens: int
-    """`params.max_tokens`, or the room that is left after the prompt where that is clipped."""
+    """`params.max_tokens`, clipped to the room after the prompt if clipping applies."""
 
 
 class NewSequence(NamedTuple):
-    """A sequence that can be added to the core."""
+    """A sequence for `CoreManager`."""
 
     request: AddRequest
     """The message that adds it."""
     state: RequestState
-    """Takes its outputs."""
+    """Accumulates its outputs."""
 
 
 class InputOutputProcessor:
-    """Turns prompts into sequences and engine outputs into text, for one loaded model.
+    """Converts prompts to sequences and engine outputs to text, for one loaded model.
 
-    Holds no request: callers keep the sequences. All methods may be called from any thread.
+    It stores no requests: callers own the sequences. Thread-safe.
     """
 
     def __init__(
@@ -150,16 +151,16 @@ class InputOutputProcessor:
         *,
         clips_max_tokens: bool = False,
     ) -> None:
-        """`defaults` are the values of sampling fields that requests leave out; `bos_token_id` is the tokenizer's, if
-        it is None. `clips_max_tokens`: have `check` clip every `max_tokens`.
+        """`defaults` are the values of sampling fields that requests do not set. `bos_token_id` defaults to the
+        tokenizer's. `clips_max_tokens`: whether `check` clips every `max_tokens`.
         """
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.defaults = defaults
         self.bos_token_id = tokenizer.bos_token_id if bos_token_id is None else bos_token_id
-        """The prompt of a completion that brings none; None: it must bring one."""
+        """Prompt of a completion with an empty prompt; None if an empty prompt is refused."""
         self.fill_in = FillIn.of(tokenizer)
-        """Writes fill-in prompts; None if the tokenizer has no marks for them."""
+        """Writer of fill-in-the-middle prompts; None if the tokenizer has no marks for them."""
         self._clips_max_tokens = clips_max_tokens
         self._vocab_size = model.vocab_size
         self._context = model.max_model_len
@@ -174,7 +175,7 @@ class InputOutputProcessor:
         clip_max_tokens: bool = False,
         adapter: int = 0,
     ) -> NewSequence:
-        """The one sequence of a prompt of text or token ids: `tokenize`, `check`, `new_sequences`."""
+        """Create the sequence of a text or token ids: `tokenize`, `check`, `new_sequences`."""
         if not isinstance(prompt, str | list):
             raise InvalidRequest(
                 f"prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", "prompt"
@@ -186,10 +187,10 @@ class InputOutputProcessor:
         return sequence
 
     def check(self, token_ids: list[int], params: SamplingParams, *, clip_max_tokens: bool = False) -> CheckedPrompt:
-        """The prompt, if vocabulary, context and cache allow it. Raises `InvalidRequest`.
+        """Check a prompt against vocabulary, context and cache. Raises `InvalidRequest`.
 
-        `max_tokens` beyond the room that context and cache leave is refused; with `clip_max_tokens`, which is for a
-        default that the client did not set, it is clipped to that room, as it always is by a processor that clips.
+        `max_tokens` beyond the room of context and cache is refused. With `clip_max_tokens`, for a default that the
+        client did not set, or `clips_max_tokens`, it is clipped to that room.
         """
         clip_max_tokens |= self._clips_max_tokens
         self._check_token_ids(token_ids, "prompt")
@@ -214,7 +215,7 @@ class InputOutputProcessor:
         return CheckedPrompt(token_ids, params, min(params.max_tokens, room))
 
     def check_pooled(self, token_ids: list[int]) -> None:
-        """Raise `InvalidRequest` unless vocabulary, context and cache allow a prompt after which nothing comes."""
+        """Raise `InvalidRequest` unless vocabulary, context and cache allow a prompt without a completion."""
         self._check_token_ids(token_ids, "prompt")
         self._room(len(token_ids), 0)
 
@@ -232,9 +233,9 @@ class InputOutputProcessor:
         arrival_time: float | None = None,
         visible_token_ids: frozenset[int] = frozenset(),
     ) -> list[NewSequence]:
-        """The choices of a prompt, one for each id. They share the list of its token ids.
+        """Create the choices of a prompt, one per id. They share the list of its token ids.
 
-        Choice `i` is seeded with the seed plus `i`. `visible_token_ids` and `arrival_time`: see `RequestState`.
+        Choice `i` has the seed plus `i`. `visible_token_ids` and `arrival_time` as in `RequestState`.
         """
         token_ids, params, _ = prompt
         return [
@@ -255,9 +256,11 @@ class InputOutputProcessor:
         ]
 
     def tokenize(self, text: str, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
-        """Token ids of `text`, with the special tokens that the checkpoint adds (BOS). Raises `InvalidRequest`.
+        """Return the token ids of `text`, with the special tokens that the checkpoint adds (BOS). Raises
+        `InvalidRequest`.
 
-        With `keep_last`, at most that many: the special tokens before the text, and the text's end.
+        With `keep_last`, return at most that number: the special tokens in front of the text, and the text's last
+        tokens.
         """
         if keep_last is None or keep_last > self.longest_prompt():
             self.check_length(len(text))
@@ -276,7 +279,7 @@ class InputOutputProcessor:
         return opening + bare[len(opening) - keep_last :]
 
     def tokenize_words(self, words: Iterable[str]) -> list[list[int]]:
-        """Token sequences that spell each word, alone and after a space. Raises `InvalidRequest`."""
+        """Return the token sequences of each word, alone and after a space. Raises `InvalidRequest`."""
         sequences = []
         for word in words:
             try:
@@ -285,13 +288,13 @@ class InputOutputProcessor:
             except ValueError as error:
                 raise InvalidRequest(f"bad_words cannot be tokenised: {error}", "bad_words") from error
             sequences += [bare] if bare else []
-            # If the space is a token of its own, the word's tokens are the same: the first sequence covers it.
+            # If the space is a separate token, the word's tokens are equal, and the first sequence covers them.
             if spaced and spaced[-len(bare) :] != bare:
                 sequences.append(spaced)
         return sequences
 
     def longest_prompt(self, completion_tokens: int = 0) -> int:
-        """Tokens of the longest prompt that leaves room for `completion_tokens` in context and cache; at least 1."""
+        """Return the length of the longest prompt that leaves room for `completion_tokens`; at least 1."""
         return max(1, min(self._context, self._cache) - completion_tokens)
 
     def render_chat(
@@ -302,7 +305,7 @@ class InputOutputProcessor:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a chat, rendered with the model's template. Raises `InvalidRequest`."""
+        """Render the text of a chat with the model's template. Raises `InvalidRequest`."""
         if self.chat_template is None:
             raise InvalidRequest(
                 "messages cannot be rendered: this model has no chat template; send a prompt to /v1/completions",
@@ -321,7 +324,7 @@ class InputOutputProcessor:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The text of a chat, rendered in a sandbox with the request's own template. Raises `InvalidRequest`."""
+        """Render the text of a chat with the request's template, in a sandbox. Raises `InvalidRequest`."""
         special_tokens = self.tokenizer.special_tokens
         try:
             return render_untrusted(template, special_tokens, messages, tools, add_generation_prompt, variables)
@@ -329,7 +332,7 @@ class InputOutputProcessor:
             raise InvalidRequest(str(error), "chat_template") from error
 
     def detokenize(self, token_ids: list[int], field: str = "tokens") -> str:
-        """Text of `token_ids`, special tokens included. Raises `InvalidRequest`."""
+        """Return the text of `token_ids`, including special tokens. Raises `InvalidRequest`."""
         if len(token_ids) > self._context:
             raise InvalidRequest(
                 f"{field} holds {len(token_ids)} token ids; it may hold {self._context}, the model's context", field
@@ -338,12 +341,12 @@ class InputOutputProcessor:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def postprocess(self, completed: Iterable[RequestState]) -> dict[int, RequestResult]:
-        """The results of completed sequences, by request id."""
+        """Return the results of completed sequences by request id."""
         return {state.request_id: state.result() for state in completed}
 
     def check_length(self, num_characters: int) -> None:
-        """Raise if no tokenisation of so long a text could fit: tokenising megabytes takes seconds and 200 bytes a
-        token."""
+        """Raise if a text of `num_characters` characters is too long for any tokenisation. This avoids tokenising
+        megabytes, which takes seconds and 200 bytes per token."""
         if num_characters > min(self._context, self._cache):
             self._room(-(-num_characters // self.tokenizer.longest_token), 0, "at least ")
 
@@ -361,7 +364,8 @@ class InputOutputProcessor:
             )
 
     def _room(self, prompt_tokens: int, least: int, how_exact: str = "") -> int:
-        """Most tokens that can follow a prompt of this length. Raises if they are fewer than `least`, 0 or 1."""
+        """Return the most tokens that can follow a prompt of this length. Raises if they are fewer than `least`, 0 or
+        1."""
         if not prompt_tokens:
             raise InvalidRequest("prompt is empty; it must have at least 1 token", "prompt")
         room = min(self._context, self._cache) - prompt_tokens
@@ -379,14 +383,14 @@ class InputOutputProcessor:
     def _limit_in_words(self) -> str:
         if self._cache < self._context:
             return f"the KV cache holds {self._cache} tokens"
-        # OpenAI's words: clients look for them.
+        # OpenAI's words, which clients search for.
         return f"this model's maximum context length is {self._context} tokens"
 
 
 def _core_params(prompt: CheckedPrompt, choice: int, grammar: str | None) -> SamplingParams:
-    """The parameters that the core needs for choice number `choice` of a prompt.
+    """Return the parameters that the engine core needs for choice number `choice` of a prompt.
 
-    The front end looks for stop strings: they stay here, as they may be megabytes for each of many choices. The
+    Stop strings are removed, since the front end matches them, and they may be megabytes for each of many choices. The
     prompt's log probabilities are computed for the first choice only.
     """
     params, changes = prompt.params, dict[str, Any]()

@@ -1,7 +1,7 @@
-"""`PoolingProcessor`: from texts and pairs of texts to the sequences whose prompts the core pools.
+"""`PoolingProcessor`: converts texts and pairs of texts to sequences whose prompts the engine core pools.
 
-The counterpart of `InputOutputProcessor`, over which it is built, for embeddings, classes and scores. The server and
-`LLMEngine` use it alike. Rerankers that are language models read a query and a document in a template of their own.
+It is built on `InputOutputProcessor`, for embeddings, classes and scores. The server and `LLMEngine` use it. Rerankers
+that are language models have their own template for a query and a document.
 """
 
 import re
@@ -19,7 +19,7 @@ _NOTHING = SamplingParams(temperature=0.0, max_tokens=0)
 """Parameters of sequences that generate no token."""
 
 _QUERY_ROLE = re.compile(r"""["']query["']""")
-"""In a chat template: it renders a query and a document, as those of rerankers do."""
+"""Occurs in chat templates of rerankers, which render a query and a document."""
 
 _RERANKER_PREFIX = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -30,18 +30,18 @@ _RERANKER_INSTRUCTION = "Given a web search query, retrieve relevant passages th
 """The prompt that Qwen3-Reranker was trained with, which its model card gives."""
 
 _WRITTEN_OUT = "<|im_start|>"
-"""Beginning of a query whose client has applied that prompt itself."""
+"""Prefix of a query to which the client has already applied that prompt."""
 
 _QUERY_PROMPTS = ("query",)
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 """Names of the prompts of sentence-transformers' checkpoints for the two sides of a search."""
 
 _SPARE_CHARACTERS = 4096
-"""Text that is tokenised after the part that surely holds the kept tokens."""
+"""Characters tokenised after the part that certainly has the first tokens."""
 
 
 class PooledPrompt(NamedTuple):
-    """A prompt that can be pooled."""
+    """A validated prompt for pooling."""
 
     token_ids: list[int]
     first_text_tokens: int | None = None
@@ -49,7 +49,7 @@ class PooledPrompt(NamedTuple):
 
 
 class PoolingProcessor:
-    """Makes prompts of what one model embeds, classifies or scores. All methods may be called from any thread."""
+    """Creates the prompts that one model embeds, classifies or scores. Thread-safe."""
 
     def __init__(self, processor: InputOutputProcessor, pooling: PoolingConfig) -> None:
         self.pooling = pooling
@@ -62,7 +62,7 @@ class PoolingProcessor:
         self._is_qwen3_reranker = is_language_model and pooling.body == "Qwen3ForCausalLM"
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raise `InvalidRequest` unless the model's vectors may be cut to so many elements."""
+        """Raise `InvalidRequest` unless the model's vectors may be truncated to `dimensions` elements."""
         pooling = self.pooling
         if dimensions is None or pooling.allows(dimensions):
             return
@@ -77,7 +77,7 @@ class PoolingProcessor:
         raise InvalidRequest(f"dimensions is {dimensions}; {limit}", "dimensions")
 
     def text_of(self, text: str, prompt_name: str | None = None) -> str:
-        """`text` after the checkpoint's prompt of that name, or after its default one. Raises `InvalidRequest`."""
+        """Prepend the checkpoint's prompt `prompt_name`, or its default prompt, to `text`. Raises `InvalidRequest`."""
         prompts, name = self.pooling.prompts, prompt_name or self.pooling.default_prompt
         if name is not None and name not in prompts:
             known = ", ".join(prompts) or "none"
@@ -88,11 +88,11 @@ class PoolingProcessor:
         return text.lower() if self.pooling.lower_case else text
 
     def query_text(self, text: str) -> str:
-        """`text` as the query of a search in embeddings."""
+        """Prepend the prompt for queries of a search to `text`."""
         return self.text_of(text, self._first_prompt(_QUERY_PROMPTS))
 
     def document_text(self, text: str) -> str:
-        """`text` as a document that such a search may find."""
+        """Prepend the prompt for documents of a search to `text`."""
         return self.text_of(text, self._first_prompt(_DOCUMENT_PROMPTS))
 
     def prompt(
@@ -103,9 +103,9 @@ class PoolingProcessor:
         longest: int | None = None,
         add_special_tokens: bool = True,
     ) -> PooledPrompt:
-        """The prompt of a text, or of token ids as they are. Raises `InvalidRequest` that names `field`.
+        """Create the prompt of a text, or of unchanged token ids. Raises `InvalidRequest` that names `field`.
 
-        With `longest`, at most so many tokens: the end is left out; -1: as many as fit.
+        With `longest`, the prompt is truncated to that number of tokens; -1: to as many as fit.
         """
         longest = self._longest(longest)
         try:
@@ -127,7 +127,8 @@ class PoolingProcessor:
         longest: int | None = None,
         add_special_tokens: bool = True,
     ) -> list[PooledPrompt]:
-        """As `prompt`, of each of several, which errors name by index; texts go after the checkpoint's prompt."""
+        """As `prompt`, for several inputs, which errors name by index. The checkpoint's prompt is prepended to
+        texts."""
         return [
             self.prompt(
                 self.text_of(each, prompt_name) if isinstance(each, str) else each,
@@ -148,9 +149,9 @@ class PoolingProcessor:
         longest: int | None = None,
         longest_document: int | None = None,
     ) -> PooledPrompt:
-        """The prompt whose vector scores how relevant `document` is to `query`. Raises `InvalidRequest`.
+        """Create the prompt whose vector scores the relevance of `document` to `query`. Raises `InvalidRequest`.
 
-        `longest`: as for `prompt`, of the document's end; `longest_document`: most tokens of the document.
+        `longest` as for `prompt`, by truncating the document; `longest_document` is the most tokens of the document.
         """
         longest = self._longest(longest)
         try:
@@ -171,9 +172,9 @@ class PoolingProcessor:
         longest: int | None = None,
         longest_document: int | None = None,
     ) -> list[PooledPrompt]:
-        """The prompts whose vectors give, by `scores`, the relevance of each document to `query`.
+        """Create the prompts from whose vectors `scores` computes the relevance of each document to `query`.
 
-        `longest` and `longest_document`: as for `pair`. Raises `InvalidRequest` that names `query` or `documents[i]`.
+        `longest` and `longest_document` as for `pair`. Raises `InvalidRequest` that names `query` or `documents[i]`.
         """
         if self.pooling.scores_pairs:
             how: dict[str, Any] = {
@@ -196,9 +197,10 @@ class PoolingProcessor:
         return prompts
 
     def scores(self, vectors: Sequence[bytes], firsts: Sequence[int]) -> list[float]:
-        """The score of each pair; `firsts`: the index of its first text, of those that were embedded.
+        """Compute the score of each pair. `firsts` has the index of each pair's first text among the embedded ones.
 
-        `vectors` are those of the pairs, or of an embedding model those of all first texts, then of all second ones.
+        `vectors` are those of the pairs or, for an embedding model, those of all first texts followed by all second
+        ones.
         """
         if self.pooling.scores_pairs:
             return [numbers_of(vector)[0] for vector in vectors]
@@ -209,14 +211,14 @@ class PoolingProcessor:
         ]
 
     def check_scores(self) -> None:
-        """Raise `InvalidRequest` for a classifier that has no single score."""
+        """Raise `InvalidRequest` for a classifier without a single score."""
         if self.pooling.task == "classify" and not self.pooling.scores_pairs:
             raise InvalidRequest(
                 f"the model has {self.pooling.dimension} classes, and no single score; classify texts instead", "model"
             )
 
     def best_label(self, scores: Sequence[float]) -> str:
-        """The class of the highest score."""
+        """Return the class with the highest score."""
         return self.pooling.labels[max(range(len(scores)), key=scores.__getitem__)]
 
     def sequence(
@@ -233,7 +235,7 @@ class PoolingProcessor:
         weight: float = 1.0,
         arrival_time: float | None = None,
     ) -> NewSequence:
-        """The sequence that pools a prompt; for its options see `PoolingParams` and `AddRequest`."""
+        """Create the sequence that pools a prompt. For the options see `PoolingParams` and `AddRequest`."""
         request = AddRequest(
             request_id,
             prompt.token_ids,
@@ -261,7 +263,7 @@ class PoolingProcessor:
         if longest is None:
             self.processor.check_length(len(document))
             return self._rendered(query, document, instruction)
-        # Only the document is cut: its own tokens and those of the template can differ by a few where they meet.
+        # Only the document is truncated. Where document and template meet, the tokens may differ by a few.
         room = longest - len(self._rendered(query, "", instruction).token_ids)
         while room > 0:
             prompt = self._rendered(query, self._cut(document, room), instruction)
@@ -306,7 +308,7 @@ class PoolingProcessor:
 
 
 def numbers_of(vector: bytes) -> list[float]:
-    """The elements of a vector as the core sends it."""
+    """Decode the elements of a vector from the engine core's bytes."""
     numbers: list[float] = array("f", vector).tolist()
     return numbers
 
@@ -318,7 +320,7 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _about(error: ValueError, field: str) -> InvalidRequest:
-    """`error` as one about a field of the request."""
+    """Convert `error` to an error about a field of the request."""
     kind = DoesNotFit if isinstance(error, DoesNotFit) else InvalidRequest
     if isinstance(error, InvalidRequest) and error.param not in ("prompt", "messages"):
         return error

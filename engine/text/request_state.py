@@ -1,6 +1,6 @@
 """`RequestState`: one live sequence on the front end, from engine outputs to text deltas and the final result.
 
-`InputOutputProcessor` makes one for each sequence; the server and `LLMEngine` push the sequence's outputs to it.
+`InputOutputProcessor` creates one per sequence; the server and `LLMEngine` push the sequence's outputs to it.
 """
 
 import time
@@ -16,7 +16,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class RequestDelta(msgspec.Struct, gc=False):
-    """What one engine step added to a sequence."""
+    """The part of a sequence that one engine step added."""
 
     text: str
     token_ids: list[int]
@@ -54,11 +54,11 @@ class RequestResult(TypedDict):
     num_tokens_output: int
     num_cached_tokens: int
     ttft: float
-    """From arrival to the first token; 0 without one."""
+    """Time from arrival to the first token; 0 without one."""
     tpot: float
-    """Mean time a token after the first; 0 with fewer than two."""
+    """Mean time per token after the first; 0 with fewer than two."""
     latency: float
-    """From arrival to the last output."""
+    """Time from arrival to the last output."""
 
 
 class RequestState:
@@ -102,12 +102,12 @@ class RequestState:
         self.stopped_early = False
         """Whether a stop string ended the sequence before the core did; the caller of `push` must then abort it."""
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        # Times of the core, when tokens were read from the device; not of this front end, which reads them later.
+        # Times at which the engine core read tokens from the device, not those at which this process received them.
         self.first_token_time = 0.0
         self.last_time = self.arrival_time
         self.queue_time: float | None = None
         self.interruptions: list[tuple[str, float]] = []
-        """What interrupted it, `preempted` or `engine N restarted`, and when, on `time.monotonic`'s clock."""
+        """Interruptions, `preempted` or `engine N restarted`, each with its time on `time.monotonic`'s clock."""
 
     def push(self, output: RequestOutput) -> RequestDelta:
         """Add the output of one step. Must not be called again after a delta that is `finished`."""

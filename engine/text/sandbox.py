@@ -1,10 +1,10 @@
-"""What a child process that processes untrusted input may do: compute, read its standard input, write its answer.
+"""Confines child processes that process untrusted input: they may compute, read standard input and write an answer.
 
-The parent starts such a child with `sandbox_environment`. The child imports what it needs and then calls `confine`,
-after which the kernel refuses it files, sockets, further processes and the inspection of others:
+The parent starts such a child with `sandbox_environment`. The child imports its modules and then calls `confine`.
+After that the kernel refuses it access to files, sockets, new processes and other processes:
 
-- resource limits hold memory, files, core dumps and, with `forbid_processes`, processes;
-- `PR_SET_DUMPABLE` keeps other processes of the user out of its memory, `no_new_privs` is for good;
+- resource limits bound memory, files, core dumps and, with `forbid_processes`, processes;
+- `PR_SET_DUMPABLE` hides its memory from other processes of the user, and `no_new_privs` prevents new privileges;
 - Landlock (Linux 5.13 or newer) refuses every path, TCP port, foreign signal and abstract socket;
 - a seccomp filter allows the system calls of computing, and answers EPERM to all others.
 
@@ -28,22 +28,22 @@ _INHERITED = ("LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONHOME", "PY
 
 
 _NICENESS = 5
-"""So that steps and streams, for which others wait, go before checks and templates where processors are few."""
+"""Lower priority than steps and streams, which other clients wait for, on machines with few processors."""
 
 
 def sandbox_environment() -> dict[str, str]:
-    """The environment of a child that processes untrusted input: what its interpreter needs, and this checkout alone
-    on the import path.
+    """Return the environment of a child that processes untrusted input: the variables that its interpreter needs, and
+    an import path with this checkout alone.
     """
     return {name: os.environ[name] for name in _INHERITED if name in os.environ} | {"PYTHONPATH": _ROOT}
 
 
 def confine(memory_bytes: int, cpu_seconds: float | None = None) -> None:
-    """Confine this process, and the threads that it starts from now on, for good.
+    """Confine this process, and the threads that it starts later, permanently.
 
-    `cpu_seconds`: CPU time from now on, rounded up to a whole second, after which the kernel kills the process; None
-    for one that answers many requests and limits each. What needs a file must be imported before. Raises `OSError`
-    if the kernel refuses what it offers.
+    `cpu_seconds` is the CPU time, rounded up to whole seconds, after which the kernel kills the process; None for a
+    process that answers many requests and limits each. Modules that read files must be imported before. Raises
+    `OSError` if the kernel refuses a feature that it offers.
     """
     libc = _libc()
     os.nice(_NICENESS)
@@ -67,15 +67,15 @@ def confine(memory_bytes: int, cpu_seconds: float | None = None) -> None:
 
 
 def forbid_processes() -> None:
-    """Refuse this process more processes and threads. Called once it has started the threads that it needs.
+    """Forbid new processes and threads. Called when this process has started the threads that it needs.
 
-    The seccomp filter refuses processes already; the limit holds where there is no filter, for users other than root.
+    The seccomp filter already refuses processes; without a filter, this limit does, for users other than root.
     """
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def gaps() -> tuple[str, ...]:
-    """What this kernel or container lacks for `confine`, a sentence each."""
+    """Return a sentence about each feature that this kernel or container lacks for `confine`."""
     found = []
     if _landlock_version() <= 0:
         found.append(
@@ -111,7 +111,7 @@ _CREATE_RULESET, _RESTRICT_SELF = 444, 446
 """Numbers of system calls, the same on every architecture."""
 _RULESET_VERSION = 1 << 0
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Number of rights on files from each version of the interface on."""
+"""Number of file rights, by the version of the interface that introduced them."""
 _NETWORK_RIGHTS, _NETWORK_VERSION = 0b11, 4
 """TCP: bind and connect."""
 _SCOPES, _SCOPES_VERSION = 0b11, 6
@@ -119,7 +119,7 @@ _SCOPES, _SCOPES_VERSION = 0b11, 6
 
 
 def _landlock_version() -> int:
-    """Version of the interface; 0 or less where there is none."""
+    """Return the version of the interface; 0 or less if there is none."""
     version: int = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _RULESET_VERSION)
     return version
 
@@ -161,7 +161,7 @@ _AARCH64 = {
     "clone": 220, "clone3": 435, "prlimit64": 261, "tgkill": 131,
 }  # fmt: skip
 _ARCHITECTURES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}
-"""By name of the machine: its number in linux/audit.h, and the numbers of the system calls that are allowed."""
+"""By machine name: its number in linux/audit.h, and the numbers of the allowed system calls."""
 _WITH_CONDITIONS = ("clone", "clone3", "prlimit64", "tgkill")
 
 _CLONE_THREAD = 0x10000
@@ -173,7 +173,7 @@ _MODE_FILTER = 2
 
 
 def _has_seccomp() -> bool:
-    """Whether the kernel takes filters: it then finds the program missing."""
+    """Return whether the kernel supports filters: then the call fails because the program is missing."""
     if platform.machine() not in _ARCHITECTURES:
         return False
     result = _libc().prctl(_PR_SET_SECCOMP, _MODE_FILTER, None, 0, 0)
@@ -185,7 +185,8 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 
 def _filter() -> bytes:
-    """The program: allowed numbers, then the four that depend on their first argument, then EPERM for all others."""
+    """Create the program: allowed calls, then four calls that depend on their first argument, then EPERM for
+    others."""
     architecture, numbers = _ARCHITECTURES[platform.machine()]
     allow, refuse = _instruction(_RETURN, _ALLOW), _instruction(_RETURN, _ERRNO | errno.EPERM)
     program = [
@@ -198,16 +199,16 @@ def _filter() -> bytes:
         if name not in _WITH_CONDITIONS:
             program += [_instruction(_JUMP_IF_EQUAL, number, 0, 1), allow]
     conditions = {
-        # Threads, and no processes.
+        # Allow threads, but no processes.
         "clone": _instruction(_JUMP_IF_ANY_BIT, _CLONE_THREAD, 0, 1),
-        # Of this process, never of another.
+        # Allow the call for this process only.
         "prlimit64": _instruction(_JUMP_IF_EQUAL, 0, 0, 1),
         "tgkill": _instruction(_JUMP_IF_EQUAL, os.getpid(), 0, 1),
     }
     for name, condition in conditions.items():
         first_argument = _instruction(_LOAD, _FIRST_ARGUMENT)
         program += [_instruction(_JUMP_IF_EQUAL, numbers[name], 0, 4), first_argument, condition, allow, refuse]
-    # Its flags are in memory, which a filter cannot read; the C library then takes `clone`.
+    # Its flags are in memory, which a filter cannot read. With ENOSYS, the C library uses `clone` instead.
     program += [_instruction(_JUMP_IF_EQUAL, numbers["clone3"], 0, 1), _instruction(_RETURN, _ERRNO | errno.ENOSYS)]
     return b"".join([*program, refuse])
 

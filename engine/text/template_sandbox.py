@@ -1,7 +1,7 @@
-"""`render_untrusted`: renders a request's chat template in a process that can be killed.
+"""`render_untrusted`: renders a request's chat template in a separate, confined process.
 
-Jinja's sandbox protects the interpreter, but does not prevent endless computation, in a loop or within one operation,
-which a thread could not be stopped in. A template that escapes from it is still confined by the kernel
+Jinja's sandbox protects the interpreter, but does not prevent endless computation, in a loop or in a single operation,
+and a thread could not be stopped then. A template that escapes from Jinja's sandbox is still confined by the kernel
 (`engine.text.sandbox`). Called by `InputOutputProcessor`.
 """
 
@@ -26,7 +26,7 @@ from models.errors import CheckpointError
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 * 2**20
 MAX_CHARACTERS = 16 * 2**20
-"""Limits of the child: CPU time for compiling and rendering, memory, and length of the text."""
+"""Limits of the child process: length of the text, CPU time for compiling and rendering, and memory."""
 
 TITLE = "the request's chat template"
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _load_what_templates_may_need() -> None:
-    """Import modules and read files that Jinja and Python load on first use, which is forbidden later."""
+    """Import modules and read files that Jinja and Python load on first use: that is forbidden later."""
     for name in ("jinja2.constants", "jinja2.debug", "pprint", "textwrap", "unicodedata"):
         importlib.import_module(name)
     for codec in ("ascii", "latin-1", "unicode-escape", "utf-8", "utf-16", "utf-32"):
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 
 _WALL_SECONDS = 5.0
-"""Longest life of the process, for machines that are too busy to give it its CPU time."""
+"""Wall-clock limit of the process in seconds, for machines that are too busy to give it its CPU time."""
 
 _AT_A_TIME = threading.BoundedSemaphore(2)
 """At most two templates render at a time, so that other requests are not delayed."""
@@ -78,7 +78,8 @@ def render_untrusted(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """The prompt's text. Blocks for about 0.1 s, at most for `_WALL_SECONDS`. Raises `ValueError`, a sentence."""
+    """Render the text of the prompt. Blocks for about 0.1 s, at most for `_WALL_SECONDS`. Raises `ValueError` with a
+    sentence."""
     job = {
         "template": template,
         "special_tokens": dict(special_tokens),

@@ -1,7 +1,7 @@
-"""`Tokenizer`: text to token ids and back, whole or as a stream, and the bytes of single tokens.
+"""`Tokenizer`: converts text to token ids and back, as a whole or as a stream, and returns the bytes of single tokens.
 
-Over the `tokenizers` library: the vocabulary stays in its native memory, and no Python copy of it is made. Used by
-the input/output processor and the detokenizer.
+It uses the `tokenizers` library: the vocabulary stays in native memory without a Python copy. Used by the input/output
+processor and the detokenizer.
 """
 
 import codecs
@@ -18,7 +18,7 @@ import tokenizers
 from engine.text.checkpoint_settings import read_json_object, read_special_tokens
 from models.errors import CheckpointError
 
-# The bytes that each token adds to a text, as the tokenizer's decoder has them.
+# The bytes that each token adds to a text, according to the tokenizer's decoder.
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"
@@ -33,10 +33,10 @@ class TokenBytes:
         kinds = _decoder_kinds(self._decoder)
         self._byte_level = "ByteLevel" in kinds
         self.byte_fallback = "ByteFallback" in kinds
-        """Whether tokens like `<0xE2>` stand for one byte (SentencePiece's byte fallback)."""
+        """Whether tokens like `<0xE2>` represent one byte (SentencePiece's byte fallback)."""
 
     def inside(self, token_id: int) -> bytes:
-        """The bytes of a token that follows another one; empty for an id without a token."""
+        """Return the bytes of a token that follows another one; empty for an id without a token."""
         token = self.token(token_id)
         if token is None:
             return b""
@@ -48,7 +48,7 @@ class TokenBytes:
         return self._decode([_ANCHOR, token])[len(_ANCHOR) :].encode()
 
     def first(self, token_id: int) -> bytes:
-        """The bytes of the first token of a text, where some decoders drop a leading space."""
+        """Return the bytes of the first token of a text, where some decoders drop a leading space."""
         token = self.token(token_id)
         if token is None:
             return b""
@@ -59,7 +59,7 @@ class TokenBytes:
         return self._decode([token]).encode()
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an id without a token."""
+        """Return the token as the vocabulary spells it; None for an id without a token."""
         try:
             token: str | None = self._backend.id_to_token(token_id)
         except OverflowError:
@@ -75,7 +75,7 @@ class TokenBytes:
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
-    """Type names in a decoder's description, including those inside a `Sequence`."""
+    """Return the type names in a decoder's description, including those inside a `Sequence`."""
     if decoder is None:
         return set()
     description = json.loads(decoder.__getstate__())
@@ -83,9 +83,9 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for (GPT-2's table).
+    """Return the byte that each character of a byte-level token represents (GPT-2's table).
 
-    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from U+0100 on.
+    Printable Latin-1 characters represent themselves; the other bytes, in order, are the characters from U+0100.
     """
     printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     others = [byte for byte in range(256) if byte not in printable]
@@ -106,10 +106,10 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a checkpoint that has only a SentencePiece or a tiktoken file, converted by transformers.
+    """Convert, by transformers, the tokenizer of a checkpoint that has only a SentencePiece or a tiktoken file.
 
-    Nothing else in the front end imports transformers, and with it torch: seconds, and hundreds of megabytes.
-    Code from the checkpoint is never run. Raises `CheckpointError` where the tokenizer cannot be converted.
+    This is the only import of transformers, and so of torch, in the front end: it takes seconds and hundreds of
+    megabytes. Code from the checkpoint is never run. Raises `CheckpointError` if the conversion fails.
     """
     from transformers import AutoTokenizer
 
@@ -134,16 +134,15 @@ def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 CACHED_TOKENS = 8192
-"""Tokens whose bytes are cached: the frequent tokens of a text are few, so that nearly every look-up hits."""
+"""Number of tokens whose bytes are cached. The frequent tokens of texts are few, so nearly every look-up hits."""
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    The text of tokens is the concatenation of their bytes, decoded as UTF-8. Therefore it can be streamed, and no
-    character is ever taken back. It differs from the `tokenizers` library's own decoding in one case: where a run of
-    byte-fallback tokens is not valid UTF-8, that library replaces all its characters, and here only the invalid bytes
-    become U+FFFD.
+    The text of tokens is the concatenation of their bytes, decoded as UTF-8. So it can be streamed, and no character
+    is ever withdrawn. It differs from the `tokenizers` library's decoding in one case: if a run of byte-fallback
+    tokens is not valid UTF-8, the library replaces all its characters, but here only the invalid bytes become U+FFFD.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
@@ -156,11 +155,12 @@ class Tokenizer:
         self._backend = backend
         self._bytes = TokenBytes(backend)
         self.token_bytes = lru_cache(CACHED_TOKENS)(self._bytes.inside)
-        """The bytes that a token adds to a text, perhaps part of a character; empty for an id without a token."""
+        """Returns the bytes that a token adds to a text, which may be part of a character; empty for an id without a
+        token."""
         self.first_token_bytes = self._bytes.first
-        """The same for the first token of a text, where some decoders drop a leading space."""
+        """Returns the same for the first token of a text, where some decoders drop a leading space."""
         self.token = self._bytes.token
-        """A token id's token as the vocabulary spells it; None for an id without a token."""
+        """Returns the token of an id as the vocabulary spells it; None for an id without a token."""
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Number of tokens, including added ones; a model's vocabulary may be padded beyond it."""
         added = backend.get_added_tokens_decoder()
@@ -171,7 +171,7 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Self:
-        """The tokenizer in checkpoint directory `path`. Raises `CheckpointError` where it is missing or damaged."""
+        """Read the tokenizer in checkpoint directory `path`. Raises `CheckpointError` if it is missing or damaged."""
         file = path / "tokenizer.json"
         if not file.is_file():
             return cls(convert_slow_tokenizer(path), read_special_tokens(path))
@@ -185,7 +185,7 @@ class Tokenizer:
         return cls(backend, read_special_tokens(path))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds the checkpoint's special tokens around it, such as BOS.
+        """Return the token ids of `text`. `add_special_tokens` adds the checkpoint's special tokens, such as BOS.
 
         Releases the interpreter lock. Raises `ValueError` for a lone surrogate, which has no UTF-8 form, and for text
         that the checkpoint's tokenizer cannot encode.
@@ -204,10 +204,10 @@ class Tokenizer:
     def encode_for_pooling(
         self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, longest: int | None = None
     ) -> tuple[list[int], int | None]:
-        """Token ids of a text, or of two texts as one prompt; and the index at which the type of tokens changes, if
-        it does: models with token types distinguish the two texts by it.
+        """Return the token ids of a text, or of two texts as one prompt, and the index at which the token type
+        changes, or None. Models with token types distinguish the two texts by it.
 
-        `longest`: the last text is truncated so that the prompt with its special tokens has at most so many tokens.
+        `longest` bounds the prompt with its special tokens; the last text is truncated to fit.
         Releases the interpreter lock. Raises `ValueError` on a lone surrogate.
         """
         for each in (text, pair or ""):
@@ -224,7 +224,7 @@ class Tokenizer:
         return ids, types.index(1) if 1 in types else None
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Ids without a token have no text; incomplete characters become U+FFFD."""
+        """Return the text of `token_ids`. Ids without a token have no text; incomplete characters become U+FFFD."""
         return self.stream(skip_special_tokens).step(token_ids, final=True)
 
     def stream(
@@ -233,7 +233,7 @@ class Tokenizer:
         at_start: bool = True,
         visible_token_ids: frozenset[int] = frozenset(),
     ) -> "TextStream":
-        """An incremental decoder. `at_start` false: the text continues another one, and keeps its leading space.
+        """Create an incremental decoder. With `at_start` false, the text continues another one: a leading space stays.
 
         `visible_token_ids` are not skipped, special or not.
         """
@@ -244,21 +244,21 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: a text has at least its own length divided by this many tokens."""
+        """Characters of the longest token. A text has at least its length divided by this number of tokens."""
         return max(map(len, self._backend.get_vocab()))
 
     def token_id(self, token: str) -> int | None:
-        """Id of `token` as the vocabulary spells it; None if there is no such token."""
+        """Return the id of `token` as the vocabulary spells it; None if there is no such token."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text to display: incomplete characters become U+FFFD."""
+        """Return `token_bytes` as text for display: incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
 
 class TextStream:
-    """Text of a growing list of token ids; a character appears once all of its bytes are known."""
+    """Decodes a growing list of token ids. A character is returned when all of its bytes are known."""
 
     __slots__ = ("_at_start", "_decode", "_skipped", "_tokenizer")
 
@@ -269,7 +269,7 @@ class TextStream:
         self._at_start = at_start
 
     def step(self, token_ids: Iterable[int], final: bool = False) -> str:
-        """The text that `token_ids` complete; with `final`, also U+FFFD for what remains incomplete."""
+        """Return the text that `token_ids` complete; with `final`, also U+FFFD for remaining incomplete characters."""
         skipped = self._skipped
         token_bytes = self._tokenizer.token_bytes
         shown = [token_id for token_id in token_ids if token_id not in skipped]
@@ -283,7 +283,7 @@ class TextStream:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether the native library raised the error: an `Exception`, or a panic, which is not an `Exception`."""
+    """Return whether the native library raised the error: an `Exception`, or a panic, which is not an `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -299,7 +299,7 @@ def check_encodable(text: str) -> None:
 
 
 def _return_freed_memory() -> None:
-    """Return to the system the 56 MB that parsing a vocabulary of 150k tokens frees, which glibc would keep."""
+    """Return to the system the 56 MB that parsing a vocabulary of 150k tokens frees; glibc would not return them."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

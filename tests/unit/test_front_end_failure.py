@@ -1,4 +1,4 @@
-"""A front end that cannot go on: from its end to what the engine core is told for hosts that have ranks of it."""
+"""A front end that cannot continue: its end, and the reason that the engine core sends to hosts with its ranks."""
 
 import socket
 import subprocess

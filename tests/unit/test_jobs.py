@@ -16,7 +16,7 @@ LIGHT, HEAVY, OTHER = Owner.of_address("10.0.0.1"), Owner.of_address("10.0.0.2")
 
 
 class Work:
-    """A pool whose jobs take as long as they are told to by a clock, and end when they are released."""
+    """A pool whose jobs take the time that a test clock gives, and end when they are released."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, num_threads: int, max_waiting: int = 100, rest: float = 0.0

@@ -1,4 +1,4 @@
-"""The peers' load generator, against a server that plays back what it is told to."""
+"""The peers' load generator, against a server that plays back a script."""
 
 import json
 import socket

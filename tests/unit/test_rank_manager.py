@@ -1,4 +1,5 @@
-"""`AsyncIOProcManager` while ranks load, over real processes without a model: who fails is told of, and how."""
+"""`AsyncIOProcManager` while ranks load, over real processes without a model: failures are reported with the
+reason."""
 
 import os
 import time

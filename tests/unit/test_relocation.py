@@ -23,7 +23,7 @@ def three() -> Iterator[Cluster]:
 
 
 def sent(stub: StubSupervisor, request_id: int) -> AddRequest:
-    """What the core was told of that request."""
+    """The messages to the core about that request."""
     return stub.core[request_id]
 
 

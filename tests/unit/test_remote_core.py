@@ -74,7 +74,7 @@ def test_its_process_and_its_end_are_known_by_what_its_host_says(core: RemoteCor
     core.on_message(CoreEnded(7, -9, [3, 5]))
     assert core.is_gone
     assert (core.wait(), core.why_gone(), core.running_step()) == (-9, None, [3, 5])
-    # Nobody is there to be told; that is no error.
+    # No host is connected to receive the message; that is no error.
     core.kill()
 
 
@@ -209,7 +209,7 @@ def test_a_core_hears_that_its_front_end_is_gone_and_that_it_was_never_there(
 
 
 def reported(host: "zmq.Socket[bytes]") -> ToHost:
-    """What a host is told; an empty message only asks whether it is there."""
+    """The next message to a host; an empty message only asks whether the host is alive."""
     while not (frame := host.recv()):
         pass
     message: ToHost = msgspec.msgpack.decode(frame, type=ToHost)
@@ -217,7 +217,7 @@ def reported(host: "zmq.Socket[bytes]") -> ToHost:
 
 
 def parted(hosts: CoreHosts, why: str, host: "zmq.Socket[bytes]") -> ToHost:
-    """What a host is told when there will be no other core; it ends its connection, as hosts do."""
+    """The shutdown message to a host, which then ends its connection, as hosts do."""
     parting = threading.Thread(target=hosts.announce_shutdown, args=(why,))
     parting.start()
     assert host.poll(WAIT_SECONDS * 1000)

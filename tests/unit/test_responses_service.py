@@ -20,7 +20,7 @@ TURN = Turn(None, [MessageItem(id="msg_1", role="user", content=[InputText("Hi")
 
 
 class Run:
-    """A background response, whose model writes a word each time it is told to."""
+    """A background response whose model writes a word at each call of the test."""
 
     def __init__(self, service: ResponsesService, log: EventLog | None = None) -> None:
         self.steps: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()

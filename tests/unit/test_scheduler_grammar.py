@@ -53,7 +53,7 @@ def make_seq(*script: int, **params: object) -> Sequence:
 
 
 def step(scheduler: Scheduler, *tokens: int, **output: object) -> dict[int, list[RequestOutput]]:
-    """Run a step in which each row samples the next of `tokens`; what it told each sequence."""
+    """Run a step in which each row samples the next of `tokens`. Returns the output of each sequence."""
     scheduled = scheduler.schedule()
     assert scheduled is not None
     _, seqs = scheduled

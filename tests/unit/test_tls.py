@@ -1,4 +1,4 @@
-"""Certificate files that do not work are told in a sentence, before anything is started."""
+"""Unusable certificate files are reported in a sentence, before any process is started."""
 
 import ssl
 import subprocess

@@ -1,4 +1,4 @@
-"""`ChatTemplate`: where templates are found, what they may do, and how their refusals are told."""
+"""`ChatTemplate`: where templates are found, what they may do, and how their refusals are reported."""
 
 import json
 from pathlib import Path

@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Time, told by the test: each reading takes the first value, which stays when it is the last."""
+    """A clock set by the test: each reading takes the first value; the last value stays."""
     times = [0.0]
     clock = SimpleNamespace(monotonic=lambda: times.pop(0) if len(times) > 1 else times[0])
     monkeypatch.setattr("engine.text.request_state.time", clock)
