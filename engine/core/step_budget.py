@@ -1,16 +1,16 @@
-"""What bounds a step: `StepLimits` its tokens and rows, `StepBudget` its predicted time.
+"""The bounds of a step: `StepLimits` bounds its tokens and rows, `StepBudget` its predicted time.
 
-`StepBudget` says how many decodes and how much of prompts the next step may compute:
+`StepBudget` bounds the time of the next step's decodes and prompts:
 
-    one owner, only prompts               4 x bound, at most 66 x what a step costs before its first token
-    one owner, prompts next to decodes    1.5 x bound, at most 33 x that cost
-    several owners                        1 x bound, at most 10 x that cost
+    one owner, only prompts               4 x bound, at most 66 x the fixed cost of a step
+    one owner, prompts next to decodes    1.5 x bound, at most 33 x the fixed cost
+    several owners                        1 x bound, at most 10 x the fixed cost
 
-The bound is `max_step_seconds`. That cost is small in small models, so that where owners share the device their steps
-take some milliseconds, and near a tenth of the bound in large ones.
+The bound is `max_step_seconds`. The fixed cost of a step is its time before the first token. It is small in small
+models, so that steps of several owners take a few milliseconds, and about a tenth of the bound in large models.
 
-A longer step of several owners is paused when a short prompt arrives of an owner that was served little, which is then
-computed as a step of its own. The sum of what such interposed steps cost beyond their tokens is bounded.
+A longer step of several owners is paused when an owner with little recent service sends a short prompt, which is then
+computed in an interposed step. The total fixed cost of interposed steps is bounded.
 """
 
 import logging
@@ -23,35 +23,36 @@ from engine.core.step_time import StepTimeModel, StepWork
 logger = logging.getLogger(__name__)
 
 _STEPS_BEFORE_GROWTH = 1024
-"""Steps that must succeed before larger ones are tried again: each failure has prompts computed twice."""
+"""Successful steps after which larger ones are tried again: each failure makes prompts be computed twice."""
 
 _ALONE_PROMPTS, _ALONE_DECODING = 4.0, 1.5
-"""What a step may take, in units of the bound, while there is one owner: where nothing decodes, and else."""
+"""Time of a step in units of the bound, while there is one owner: without decodes, and with decodes."""
 _ALONE_AFTER_SECONDS = 30.0
-"""An owner counts as alone when there has been no other for so long."""
+"""Seconds without another owner after which an owner counts as the only one."""
 _LEAST_PROMPTS, _LEAST_PROMPTS_MIXED = 0.5, 0.25
-"""In the same unit, what prompts get of each step, however long its decodes take; the second under `mixed`."""
+"""Least time of prompts in each step, in units of the bound, however long its decodes take; the second under
+`mixed`."""
 _ALONE_PROMPTS_COSTS, _ALONE_DECODING_COSTS, _SHARED_COSTS = 66.0, 33.0, 10.0
-"""Likewise, how many times what it costs before its first token a step takes at most: that cost is then 1.5 % of the
-step, 3 % where the streams of one owner wait, and a tenth where owners share the device."""
+"""Most time of a step in units of its fixed cost, in the same three cases. The fixed cost is then 1.5 % of the step, 3
+% if streams of one owner wait, and a tenth if owners share the device."""
 _LEAST = 0.005
 """Seconds below which steps are not shortened: the scheduler and the messages cost time too."""
 _MOST_GROWTH = 8.0
 """A default bound is at least `_SHARED_COSTS`, but grows no more than by this factor: otherwise large models on slow
 processors would mostly read their weights."""
 _CHUNK_MULTIPLE = 16
-"""Chunks that time cuts are multiples of it, which suits the cache's blocks and the processor's tiles."""
+"""Chunks that are cut by time are multiples of it, which suits the cache's blocks and the processor's tiles."""
 _LEAST_CHUNK = 64
-"""A step that computes prompts takes no smaller part of another one."""
+"""Smallest chunk of a further prompt in a step that computes prompts."""
 
 _PAUSED_SECONDS, _PAUSED_COSTS = 0.008, 2.5
-"""The least time of a step that is paused, in seconds and in units of what a step costs before its first token: a
-pause costs up to half a millisecond, because the computing threads have to be woken again."""
+"""Least time of a step that may be paused, in seconds and in units of the fixed cost: a pause costs up to 0.5 ms,
+because the computing threads must be woken again."""
 _PAUSE_SECONDS = 0.0005
 """A pause in which nothing is interposed is counted as so much of what interposed steps may cost."""
 _INTERPOSED_SHARE, _MOST_INTERPOSED = 0.01, 6.0
-"""The share of all time that interposed steps may take beyond what their tokens would add to other steps, and how many
-times what a step costs before its first token the allowance saves up."""
+"""Share of all time that interposed steps may take beyond the time that their tokens would add to other steps, and the
+most fixed costs that the allowance accumulates."""
 _MOST_SERVICE, _MOST_LEFT = 0.75, 5.0
 """A step is interposed for an owner with at most this recent service, where 1 is the mean of all owners. For an owner
 with exactly that much, the allowance must hold so many fixed costs beyond that of the step, which are left to owners
@@ -60,13 +61,13 @@ _INTERPOSED_BOUND, _LEAST_BOUND = 0.5, 0.02
 """The steps interposed in one step take at most the first number times its bound, and streams wait longer by that.
 A bound counts as at least the second number of seconds, for small models, and as at most `max_step_seconds`."""
 _FAILED_SECONDS = 10.0
-"""After an interposed step raised, none is interposed for this time: other steps compute its sequences first."""
+"""Seconds without interposed steps after one has raised: other steps compute its sequences first."""
 
 
 class StepLimits:
-    """Most tokens that a step computes and most sequences that run, which a step out of memory halves for a while.
+    """Most tokens of a step and most running sequences. A step that runs out of memory halves them for a while.
 
-    No memory is measured here: a step that was too large is tried again as smaller ones.
+    Memory is not measured: a step that was too large is tried again as smaller steps.
     """
 
     def __init__(self, num_tokens: int, num_rows: int) -> None:
@@ -75,11 +76,11 @@ class StepLimits:
         self._steps_left = 0
 
     def shrink(self, num_tokens: int, num_rows: int) -> bool:
-        """Allow half of a step that ran out of memory. False where that step cannot be made smaller."""
+        """Halve the limits after a step that ran out of memory. Returns False if that step cannot be smaller."""
         if num_tokens <= 1:
             return False
         if num_tokens > num_rows:
-            # Prompts, which can be computed in smaller chunks.
+            # The step has prompts, which can be computed in smaller chunks.
             self.num_tokens = max(1, min(self.num_tokens, num_tokens) // 2)
         else:
             self.num_rows = max(1, min(self.num_rows, num_rows) // 2)
@@ -95,7 +96,7 @@ class StepLimits:
         return True
 
     def note_step(self) -> None:
-        """Count a scheduled step; after enough of them the limits double, up to the configured ones."""
+        """Count a scheduled step. After enough steps the limits double, up to the configured ones."""
         if self._steps_left:
             self._steps_left -= 1
             if not self._steps_left:
@@ -106,11 +107,11 @@ class StepLimits:
 
 
 class StepBudget:
-    """What fits a step, by the durations of earlier ones.
+    """Computes how much work fits a step, by the durations of earlier steps.
 
     `max_step_seconds` is the configured bound; None: `default_seconds`, which grows with a step's fixed cost.
-    `max_interposed_tokens`: the most tokens of an interposed step; 0: no step is interposed. `mixed`: whether decodes
-    go before prompts. Call `begin_step` first in each step.
+    `max_interposed_tokens` is the most tokens of an interposed step; 0 means no interposed steps. `mixed`: whether
+    decodes precede prompts. Call `begin_step` first in each step.
     """
 
     def __init__(
@@ -125,24 +126,24 @@ class StepBudget:
         self._owners: Collection[str] = ()
         """The owners that had sequences when a step was scheduled last."""
         self._alone_from = 0.0
-        """When an owner that has no company counts as alone."""
+        """Time from which a single owner counts as the only one."""
         self._bound = self._max_seconds
         self._fixed = 0.0
-        """What the next step costs before its first token, as predicted."""
+        """Predicted fixed cost of the next step, in seconds."""
         self._turn = 0
         self._interposed_left = 0.0
-        """Seconds that may be interposed in the step that is scheduled now."""
+        """Seconds that interposed steps may still take in the current step."""
         self._allowance = 0.0
-        """Seconds that interposed steps may take now beyond what their tokens would add to other steps."""
+        """Seconds that interposed steps may now take beyond the time that their tokens would add to other steps."""
         self._allowed_until = math.inf
-        """When the allowance was last increased."""
+        """Time at which the allowance was last increased."""
 
     def note(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Learn how long a step took."""
+        """Update the model with the duration of a step."""
         self._model.note(batch, seconds)
 
     def begin_step(self, owners: Collection[str], now: float) -> None:
-        """Bound the step that is scheduled now. `owners` are those that have sequences."""
+        """Compute the bound of the step that is scheduled now. `owners` are the owners with sequences."""
         if len(owners) > 1:
             self._alone_from = now + _ALONE_AFTER_SECONDS
         self._is_alone = now >= self._alone_from
@@ -159,7 +160,7 @@ class StepBudget:
         self._interposed_left = _INTERPOSED_BOUND * min(self._max_seconds, max(self._bound, _LEAST_BOUND))
 
     def may_pause(self, batch: ScheduledBatch) -> bool:
-        """Whether a step is long enough that others are interposed in it."""
+        """Return whether a step is long enough to interpose others."""
         if not self._max_interposed_tokens:
             return False
         return self._model.seconds(StepWork.of(batch)) >= max(_PAUSED_SECONDS, _PAUSED_COSTS * self._fixed)
@@ -172,7 +173,7 @@ class StepBudget:
         return self._interposed_left >= self._fixed and self._allowance >= self._fixed
 
     def may_interpose(self, owner: str, service: float) -> bool:
-        """Whether one more step may be interposed, for an owner of this recent service, where 1 is the mean of all.
+        """Return whether one more step may be interposed for an owner with this recent service, relative to the mean.
 
         The more an owner was served, the more of the allowance it leaves to others. An owner that is alone has its
         prompts in its own steps. Called in any thread.
@@ -182,15 +183,15 @@ class StepBudget:
         return self._allowance >= self._fixed * (1.0 + _MOST_LEFT * service / _MOST_SERVICE)
 
     def interposed_step(self, num_tokens: int) -> StepBuilder:
-        """A step to interpose, of at most so many tokens, with the time that its prompts may take."""
+        """Create a step to interpose, of at most `num_tokens` tokens, with the time that its prompts may take."""
         step = StepBuilder(min(self._max_interposed_tokens, num_tokens), 0)
         step.seconds = self._interposed_left - self._fixed
         return step
 
     def note_interposed(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Count an interposed step, which took so long."""
+        """Subtract an interposed step, which took `seconds`, from the allowance."""
         added = self._model.seconds(StepWork.of(batch)) - self._model.seconds(StepWork())
-        # Other processes delay steps of any kind, and are no cost of this one.
+        # At most the fixed cost: a longer delay comes from other processes on the machine.
         self._allowance -= min(max(0.0, seconds - added), self._fixed)
         self._interposed_left -= seconds
 
@@ -199,11 +200,11 @@ class StepBudget:
         self._allowance -= _PAUSE_SECONDS
 
     def note_failed_interposed(self) -> None:
-        """Interpose no step for a while, because an interposed step raised."""
+        """Stop interposing steps for a while, because an interposed step raised."""
         self._allowance = -_INTERPOSED_SHARE * _FAILED_SECONDS
 
     def give_prompts_time(self, step: StepBuilder) -> None:
-        """Set how long the prompts of a step may take whose decodes are chosen."""
+        """Set the time of a step's prompts, after its decodes were chosen."""
         model, bound = self._model, self._bound
         seconds = bound
         if self._is_alone and not step.num_decodes:
@@ -212,18 +213,18 @@ class StepBudget:
             most = bound if self._mixed else _ALONE_DECODING * bound
             seconds = max(min(most, _ALONE_DECODING_COSTS * self._fixed), _LEAST)
         if step.num_decodes:
-            # On a machine whose other work disturbs steps, streams would otherwise often wait too long.
+            # If other work on the machine delays steps, streams would otherwise often wait too long.
             seconds /= 1.0 + model.excess
         work = StepWork(decode_tokens=step.num_decode_tokens, decode_keys=sum(step.context_lens))
         least = (_LEAST_PROMPTS_MIXED if self._mixed else _LEAST_PROMPTS) * min(bound, seconds)
         step.seconds = max(seconds - model.seconds(work), least)
 
     def take(self, step: StepBuilder, start: int, count: int) -> None:
-        """Count `count` tokens of a prompt after `start` others, which are added to the step."""
+        """Subtract the time of `count` tokens of a prompt, after `start` others, that are added to the step."""
         step.seconds -= self._model.prompt_seconds(start, count)
 
     def chunk(self, step: StepBuilder, start: int, count: int) -> int:
-        """How many of `count` tokens of a prompt, after `start` others, the rest of the step's time is for."""
+        """Return how many of `count` tokens of a prompt, after `start` others, fit the rest of the step's time."""
         fitting = self._model.prompt_tokens(start, step.seconds, step.num_prompt_tokens)
         if fitting >= count:
             return count
@@ -233,7 +234,7 @@ class StepBudget:
         return fitting if fitting >= _LEAST_CHUNK else 0
 
     def take_turns(self, rows: DecodeRows, lengths: list[int], tokens_per_row: float) -> tuple[DecodeRows, list[int]]:
-        """Of several owners' decodes, as many as the bound suffices for: those of each owner take turns."""
+        """Select the decodes of several owners that fit the bound. The rows of each owner take turns."""
         seqs = rows.seqs
         if self._is_alone or len(seqs) <= len(rows.costs):
             return rows, lengths
@@ -249,7 +250,7 @@ class StepBudget:
         self._turn += room
         ranks: dict[str, float] = {}
         ranked = []
-        # Among equals the order rotates, so that none of them is always among the first.
+        # Equal rows rotate, so that none of them is always among the first.
         rotated = (*range(first, len(seqs)), *range(first))
         for index in sorted(rotated, key=lambda index: seqs[index].last_turn):
             seq = seqs[index]

@@ -1,9 +1,9 @@
 """`StepPipeline`: submits scheduled steps to the model runner and reads them in order.
 
-Its depth is the number of steps that may be submitted and unread. With a depth of 1 each step is read at once. With a
-depth of 2 (`async_scheduling`) the device never waits for the host: step N+1 is launched, step N is read, and then
-step N+1 samples, because what sampling needs to know of N's tokens (grammars, penalties, bad words) is known only
-then; the device is still busy with N+1's forward pass meanwhile.
+Its depth is the number of steps that may be submitted and not read. With a depth of 1, each step is read at once. With
+a depth of 2 (`async_scheduling`), the device does not wait for the host: step N+1 is launched, step N is read, and
+then step N+1 samples. Sampling must wait, because grammars, penalties and bad words depend on N's tokens; meanwhile
+the device computes N+1's forward pass.
 """
 
 import itertools
@@ -23,67 +23,67 @@ from engine.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 OnRead: TypeAlias = Callable[[list[RequestOutput], str, float], object]
-"""Called with the outputs of a step that was read, its kind, and the seconds that it took."""
+"""Called with the outputs of a read step, its kind, and its duration in seconds."""
 
 
 class LaunchedStep(Protocol):
-    """A step that runs."""
+    """A running step."""
 
     @property
     def drafts_on_device(self) -> bool:
         """See `Scheduler.begin_step`."""
 
     def sample(self) -> None:
-        """Have the device sample, if it has not yet. The steps before this one have been read."""
+        """Make the device sample, if it has not. All earlier steps must have been read."""
 
     def result(self) -> ScheduledBatchOutput:
-        """Wait for the step's end. Raises what the step raised."""
+        """Wait for the step's end and return its output. Raises the step's error."""
 
     def wait(self) -> None:
-        """Wait until the device has ended a step that is not read. Raises what the device raises."""
+        """Wait until the device has ended a step that will not be read. Raises the device's error."""
 
 
 class ModelRunnerInterface(Protocol):
-    """What the engine core needs of `ModelRunner`: the boundary between the core and torch."""
+    """The interface of `ModelRunner` that the engine core uses: the boundary between the core and torch."""
 
     tokens_across_dp: tuple[int, ...]
-    """Tokens that each replica in lockstep computes in the next pass; 0 for a replica that computes a dummy."""
+    """Number of tokens of each replica in lockstep in the next pass; 0 for a replica with a dummy batch."""
 
     may_replay: bool
     """Whether all replicas in lockstep replay a graph in the next pass."""
 
     def can_replay(self, batch: ScheduledBatch, /) -> bool:
-        """Whether a graph may replay a step, if the graphs of all replicas in lockstep do."""
+        """Return whether a graph can replay a step, if all replicas in lockstep replay graphs."""
 
     def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
         """Compute a step."""
 
     def forward_with_pauses(self, batch: ScheduledBatch, on_pause: Callable[[], object], /) -> ScheduledBatchOutput:
-        """As `forward`, with a pause for `on_pause` after each `interrupt`."""
+        """As `forward`, but pause after each `interrupt` and call `on_pause`."""
 
     def interrupt(self) -> None:
-        """Pause the step that runs `forward_with_pauses`, or the next that does. Called in any thread."""
+        """Pause the running `forward_with_pauses`, or the next one. Thread-safe."""
 
     def forward_interposed(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
         """As `forward`, while `forward_with_pauses` is paused or between two steps."""
 
     def launch(self, batch: ScheduledBatch, /) -> LaunchedStep:
-        """Begin a step. A row's last token may be one that an unread step samples."""
+        """Begin a step. A row's last token may be sampled by a step that is not read yet."""
 
     def dummy_prefill(self) -> None:
-        """Compute a pass over one padding token."""
+        """Compute a forward pass over one padding token."""
 
     def release_cache(self) -> None:
-        """Give the KV cache's memory on the host back to the system until a step needs it; what it held is lost."""
+        """Free the KV cache's memory on the host until a step needs it. Its content is lost."""
 
     def read_adapter(self, path: str, /) -> Any:
-        """Read a LoRA adapter's files, in any thread. Raises `ValueError`, a sentence."""
+        """Read a LoRA adapter's files, in any thread. Raises `ValueError` with a sentence."""
 
     def load_adapter(self, number: int, path: str, adapter: Any, /) -> None:
-        """Attach what `read_adapter` returned, between two steps. Raises `ValueError`; then nothing has changed."""
+        """Attach the result of `read_adapter` between two steps. Raises `ValueError`, and then nothing has changed."""
 
     def unload_adapter(self, number: int, /) -> None:
-        """Remove an adapter that no sequence uses any more, between two steps."""
+        """Remove an adapter that no sequence uses, between two steps."""
 
 
 class _ComputedStep(NamedTuple):
@@ -93,27 +93,27 @@ class _ComputedStep(NamedTuple):
     drafts_on_device: bool = False
 
     def sample(self) -> None:
-        """The step has sampled."""
+        """No effect: the step has sampled already."""
 
     def result(self) -> ScheduledBatchOutput:
         return self.output
 
     def wait(self) -> None:
-        """The step has ended."""
+        """No effect: the step has ended already."""
 
 
 class _Flight(NamedTuple):
     batch: ScheduledBatch
     step: LaunchedStep
     launched: float
-    """When, on `time.perf_counter`'s clock."""
+    """Time of the launch, on `time.perf_counter`'s clock."""
 
 
 class StepPipeline:
-    """At most `depth` submitted steps, which the device computes in order.
+    """Holds at most `depth` submitted steps, which the device computes in order.
 
-    `record` always has the ids of the sequences in the steps that run. With a depth of 1, `on_pause` takes in the
-    sequences that arrived during a step that is paused.
+    `record` always has the ids of the sequences in running steps. With a depth of 1, `on_pause` adds the sequences to
+    the scheduler that were received during a paused step.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class StepPipeline:
         self._last_end = 0.0
         self._on_pause = on_pause if depth == 1 else None
         self._computing: list[list[int]] = []
-        """Ids of the sequences of the step that this thread computes, and of one interposed in it."""
+        """Ids of the sequences of the step that this thread computes, and of a step interposed in it."""
         self._interposed_seconds = 0.0
-        """The time that the steps interposed in the current step have taken."""
+        """Seconds that the steps interposed in the current step have taken."""
         self._pause_error: BaseException | None = None
         """What a pause of the current step raised, after which the engine core ends."""
         self.may_pause = False
@@ -140,16 +140,16 @@ class StepPipeline:
         self._recorded: list[int] = []
 
     def __bool__(self) -> bool:
-        """Whether a step is unread."""
+        """Return whether any step is unread."""
         return bool(self._flights)
 
     def advance(self, on_read: OnRead) -> FailedStep | None:
-        """Schedule and submit a step; with none to schedule, read one. The step that raised, if one did."""
+        """Schedule and submit a step; if there is none to schedule, read one. Returns a step that raised, or None."""
         # Already now, so that the step pauses for what arrives before it begins.
         self.may_pause = self._on_pause is not None
         try:
             if self.may_pause:
-                # Otherwise prompts that arrived since the last pause would be computed in a long step of other owners.
+                # Otherwise prompts received since the last pause would be computed in a long step of other owners.
                 self._interpose(None, on_read)
             scheduled = self._scheduler.schedule()
             if scheduled is not None:
@@ -180,7 +180,7 @@ class StepPipeline:
                 raise self._pause_error from error
             logger.exception("a step of %d sequences failed", len(seqs))
             self._computing = []
-            # The steps that were launched before it are valid.
+            # Steps that were launched earlier are valid.
             failed = self.drain(on_read)
             self._scheduler.retract(seqs.values())
             self._update_record()
@@ -197,14 +197,14 @@ class StepPipeline:
         return self._read(on_read, following=step)
 
     def drain(self, on_read: OnRead) -> FailedStep | None:
-        """Read all steps; the one that raised, if one did, after which no other is read."""
+        """Read all steps, up to the first one that raises. Returns that step, or None."""
         failed = None
         while self._flights and failed is None:
             failed = self._read(on_read)
         return failed
 
     def restore_record(self) -> None:
-        """Write the record again, which was used for a sequence that was taken in."""
+        """Write the record again after it was used while a sequence was added."""
         self._recorded = []
         self._record.end()
         self._update_record()
@@ -240,7 +240,7 @@ class StepPipeline:
             self.may_pause = False
 
     def _interpose(self, paused: ScheduledBatch | None, on_read: OnRead) -> None:
-        """Compute and read the steps that the scheduler interposes in a step, or before the next one."""
+        """Compute and read the steps that the scheduler interposes in a paused step, or before the next step."""
         while (scheduled := self._scheduler.interpose(paused)) is not None:
             batch, seqs = scheduled
             self._computing.append(batch.req_ids)
@@ -259,7 +259,7 @@ class StepPipeline:
             self._update_record()
 
     def _read(self, on_read: OnRead, following: LaunchedStep | None = None) -> FailedStep | None:
-        """Read the oldest step, and have the one after it sample."""
+        """Read the oldest step, and make the next one sample."""
         flight = self._flights.popleft()
         try:
             output = flight.step.result()
@@ -275,7 +275,7 @@ class StepPipeline:
         return failed
 
     def _sample(self, step: LaunchedStep) -> FailedStep | None:
-        """Have the only unread step sample."""
+        """Make the only unread step sample."""
         try:
             step.sample()
         except BaseException as error:  # noqa: BLE001 - it is reported to the clients of the step's sequences
@@ -283,7 +283,7 @@ class StepPipeline:
         return None
 
     def _give_up(self, flight: _Flight, error: BaseException) -> FailedStep:
-        """Drop a step that raised, and the steps after it, which computed on invalid KV."""
+        """Drop a step that raised, and the later steps, which computed on invalid keys and values."""
         logger.error("a step of %d sequences failed", len(flight.batch.req_ids), exc_info=error)
         for each in self._flights:
             try:
@@ -302,7 +302,7 @@ class StepPipeline:
         ids = running[0] if running else []
         if any(others != ids for others in running):
             ids = list(dict.fromkeys(itertools.chain(*running)))
-        # Most steps have the sequences of the step before.
+        # Most steps have the same sequences as the previous step.
         if ids != self._recorded:
             self._recorded = ids
             self._record.begin(ids)

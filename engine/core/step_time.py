@@ -1,12 +1,12 @@
-"""`StepTimeModel`: predicts how long a step takes, from the measured durations of earlier steps.
+"""`StepTimeModel`: predicts the duration of a step from the measured durations of earlier steps.
 
 The scheduler bounds steps by time with it. A step's seconds are modelled as a linear function of its work:
 
     base + a * prompt tokens + b * decode tokens + c * (query, key) pairs of prompts + d * keys that decodes read
 
 The five coefficients follow the measurements by a Kalman filter whose state is a random walk (R. E. Kalman, "A New
-Approach to Linear Filtering and Prediction Problems", 1960): each measurement moves them in proportion to how
-uncertain they are, and coefficients that no recent step depended on become uncertain again.
+Approach to Linear Filtering and Prediction Problems", 1960): each measurement changes them in proportion to their
+uncertainty, and coefficients that no recent step depended on become uncertain again.
 """
 
 import math
@@ -16,49 +16,49 @@ from typing import NamedTuple
 from engine.batch import ScheduledBatch
 
 _FIRST_TOKENS = 64
-"""Most prompt tokens of a step before any was measured: little even for a large model on a slow processor."""
+"""Most prompt tokens of a step before any step was measured: few even for a large model on a slow processor."""
 _GROWTH = 4
-"""How many times more prompt tokens than in any measured step are predicted."""
+"""Predictions are made up to this multiple of the most prompt tokens of a measured step."""
 _DECODES_BETWEEN = 8
-"""Of steps that compute decodes only, this part is measured."""
+"""One in this number of steps with decodes alone is measured."""
 
 _RELATIVE_NOISE = 0.1
 """Standard deviation of a step's duration, as a share of it."""
 _ABSOLUTE_NOISE = 2e-4
-"""The same in seconds, for the shortest steps."""
+"""Standard deviation in seconds, for the shortest steps."""
 _DRIFT = 0.02
 """Change of a coefficient between two measurements, as a share of it."""
 _EXCESS_RATE, _MOST_EXCESS = 0.1, 3.0
-"""Weight of a step in the mean of what steps take longer than predicted, and the most that one counts as."""
+"""Weight of a step in the mean excess over the prediction, and the largest excess that one step counts."""
 _SLOWER_WEIGHT = 0.1
-"""Weight of an error of a step that took longer than predicted: other work on the machine only ever delays steps, so
-that the prediction is of undisturbed ones (expectile regression: W. Newey and J. Powell, 1987)."""
+"""Weight of the error of a step that took longer than predicted. Other work on the machine can only delay steps, so
+the prediction is for undisturbed steps (expectile regression: W. Newey and J. Powell, 1987)."""
 _SMALL_TOKENS = 8
-"""A step of at most so many tokens shows what a step costs whatever it computes."""
+"""Most tokens of a step from which the fixed cost is measured."""
 _SLOWER_FIXED = 0.02
-"""Weight of such a step in that cost where it took longer; one that took less shows that the cost is less."""
+"""Weight of such a step in the fixed cost if it took longer. A shorter step sets the fixed cost at once."""
 _STEPS_UNTIL_KNOWN = 32
-"""Measured steps before which slower ones are learnt from like faster ones."""
+"""Number of measured steps up to which slower steps have the same weight as faster ones."""
 _OUTLIER = 3.0
-"""Standard deviations beyond which a measurement counts as if it were there."""
+"""Errors are limited to this number of standard deviations."""
 _OUTLIERS_BELIEVED, _SLOWER_BELIEVED = 3, 8
-"""So many outliers in a row, all on one side, are a change of the machine; the second is of those that took longer."""
+"""Number of successive outliers on one side that count as a change of the machine: shorter steps, and longer ones."""
 
 
 class StepWork(NamedTuple):
-    """What determines the duration of a step."""
+    """The work of a step, which determines its duration."""
 
     base: float = 1.0
     prompt_tokens: float = 0.0
     decode_tokens: float = 0.0
     prompt_pairs: float = 0.0
-    """Each computed prompt token times the tokens that it attends to."""
+    """Number of (query, key) pairs of the computed prompt tokens."""
     decode_keys: float = 0.0
-    """Context lengths of the decodes."""
+    """Sum of the context lengths of the decodes."""
 
     @classmethod
     def of(cls, batch: ScheduledBatch) -> "StepWork":
-        """The work of a scheduled step."""
+        """Compute the work of a scheduled step."""
         decodes, counts, ends = batch.total_seqs_num_decode, batch.num_scheduled_tokens, batch.context_lens
         pairs = sum(count * (end - 0.5 * count) for count, end in zip(counts[decodes:], ends[decodes:], strict=True))
         return cls(
@@ -71,14 +71,14 @@ class StepWork(NamedTuple):
 
 
 class StepTimeModel:
-    """Follows the durations of steps. Until prompts were measured its predictions are cautious ones.
+    """Learns the durations of steps. Until prompts have been measured, its predictions are cautious.
 
-    `max_step_seconds` is the longest step that is planned for, which scales what is assumed at first.
+    `max_step_seconds` is the longest planned step, which scales the initial coefficients.
     """
 
     def __init__(self, max_step_seconds: float) -> None:
         bound = max_step_seconds
-        # What a step of the bound's duration would have of each, if it had nothing else.
+        # The amount of each kind of work that alone would take the bound's duration, as initially assumed.
         most = StepWork(10.0, 1024.0, 256.0, 4e6, 1e6)
         self._coefficients = [bound / each for each in most]
         self._first_variances = [(4 * each) ** 2 for each in self._coefficients]
@@ -90,16 +90,16 @@ class StepTimeModel:
         self._largest = 0.0
         """Most prompt tokens of a measured step."""
         self.excess = 0.0
-        """By how much steps take longer than predicted, as a share of the prediction; 0 for those that take less."""
+        """Mean excess of durations over predictions, as a share of the prediction; shorter steps count as 0."""
         self._fixed = math.inf
         self._observed = 0
-        """Measured steps."""
+        """Number of measured steps."""
         self._outliers = 0
-        """Successive outliers; negative where these steps took less than predicted."""
+        """Number of successive outliers; negative if these steps took less than predicted."""
         self._decode_steps = 0
 
     def note(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Learn how long a step took. Of decode steps some are left out, since one is like another."""
+        """Update the model with the duration of a step. Most decode steps are skipped, since they are alike."""
         if batch.total_seqs_num_prefill == 0:
             self._decode_steps += 1
             if self._decode_steps % _DECODES_BETWEEN:
@@ -107,7 +107,7 @@ class StepTimeModel:
         self.observe(StepWork.of(batch), seconds)
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn how long a step of this work took."""
+        """Update the model with the duration of a step with this work."""
         self._observed += 1
         if seconds < self._fixed:
             self._fixed = seconds
@@ -135,26 +135,27 @@ class StepTimeModel:
                 row[index] += max(self._least_drifts[index], _DRIFT * coefficients[index]) ** 2
 
     def seconds(self, work: StepWork) -> float:
-        """The predicted duration of a step."""
+        """Predict the duration of a step, in seconds."""
         predicted: float = sum(map(operator.mul, self._coefficients, work))
         return predicted
 
     @property
     def fixed_seconds(self) -> float:
-        """What a step of few tokens takes; until there was one, the shortest step.
+        """Duration of a step with few tokens, the fixed cost; until one was measured, that of the shortest step.
 
-        It is no coefficient: while all steps are about as long as a bound that is a multiple of it, any share of them
-        could be fixed, and the bound and the coefficient would grow together.
+        It is not one of the coefficients: while all steps take about as long as a bound that is a multiple of the
+        fixed cost, any share of their duration could be fixed, and the bound and the coefficient would grow together.
         """
         return self._coefficients[0] if math.isinf(self._fixed) else self._fixed
 
     def prompt_seconds(self, start: int, count: int) -> float:
-        """What computing `count` tokens of a prompt after `start` others adds to a step."""
+        """Predict the seconds that `count` tokens of a prompt, after `start` others, add to a step."""
         _, token, _, pair, _ = self._coefficients
         return count * (token + pair * (start + 0.5 * count))
 
     def prompt_tokens(self, start: int, seconds: float, so_far: int) -> int:
-        """Most tokens of a prompt after `start` others that `seconds` suffice for, in a step with `so_far` others."""
+        """Return the most tokens of a prompt, after `start` others, that fit `seconds`, in a step with `so_far`
+        others."""
         most = max(_FIRST_TOKENS, _GROWTH * self._largest) - so_far
         _, token, _, pair, _ = self._coefficients
         linear, quadratic = token + pair * start, 0.5 * pair
@@ -165,8 +166,8 @@ class StepTimeModel:
         return max(0, int(min(most, 2 * seconds / root if root > 0 else most)))
 
     def _weight_of_slower(self, noise: float) -> float:
-        """Part of an error that is learnt of a step that took longer, of whose variance `noise` is a part: all of what
-        comes of uncertain coefficients."""
+        """Return the weight of the error of a step that took longer. `noise` is the share of the measurement's noise
+        in the variance; the rest, which comes from uncertain coefficients, counts fully."""
         return 1.0 if self._is_new else 1.0 - (1.0 - _SLOWER_WEIGHT) * noise
 
     @property
@@ -174,7 +175,7 @@ class StepTimeModel:
         return self._observed <= _STEPS_UNTIL_KNOWN
 
     def _limited(self, error: float, deviation: float) -> float:
-        """The error that is learnt from: of an outlier less, unless several in a row agree."""
+        """Limit the error of an outlier, unless several successive outliers agree."""
         limit = _OUTLIER * deviation
         if abs(error) <= limit:
             self._outliers = 0
