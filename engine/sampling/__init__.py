@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling parameters to rows, the sampler, log probabilities, and verification of drafts."""
+"""From logits to tokens: sampling parameters per row, the sampler, log probabilities, and verification of drafts."""

@@ -1,8 +1,8 @@
-"""`FILTERS`: what a request may exclude from the tokens of a random draw, one row of the table each.
+"""`FILTERS`: the table of filters, by which a request excludes tokens from random sampling.
 
-To add a filter: a field of `SamplingParams` and of the request schema, and a row here with its `keep`. The draw
-implements the first three itself, where the order of the tokens is known (`engine.sampling.torch_ops`, and operators
-in C and Triton that it names); any other filter masks the logits before the draw.
+To add a filter, add a field to `SamplingParams` and to the request schema, and a row with its `keep` here.
+`TorchOps.draw` and its counterparts in C and Triton implement the first three filters themselves, because they know
+the order of the tokens; any other filter masks the logits before `draw`.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,15 @@ Keep: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Filter(NamedTuple):
-    """One filter. Its name is the field of `SamplingParams` that holds its value."""
+    """One filter. Its name is the field of `SamplingParams` with its value."""
 
     name: str
     dtype: npt.DTypeLike
     is_off: Callable[[npt.NDArray[Any], int], npt.NDArray[np.bool_]]
-    """Which values exclude no token of a vocabulary of that size. # [R] -> [R]"""
+    """Returns which values exclude no token of a vocabulary of the given size. # [R] -> [R]"""
     keep: Keep | None = None
-    """Which tokens stay, of logits less their row's maximum and divided by its temperature; None: the draw decides.
+    """Returns which tokens stay, from logits minus their row's maximum, divided by its temperature; None: `draw`
+    decides.
 
     Each row's argmax must stay. # [R, V] float32, values [R] -> [R, V] bool
     """
@@ -37,7 +38,7 @@ FILTERS = (
 
 
 class FilteredRows(NamedTuple):
-    """Rows of a step that one filter masks before the draw. # 3 x [R]"""
+    """Rows of a step that one filter masks before `draw`. # 3 x [R]"""
 
     keep: Keep
     rows: npt.NDArray[np.int64]
@@ -53,7 +54,8 @@ def mask_excluded(
     temperature: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Minus infinity for the tokens of `rows` that a filter excludes, in place. # logits [N, V], peaks [N], 3 x [R]"""
+    """Set the tokens that a filter excludes in `rows` to minus infinity, in place. # logits [N, V], peaks [N], 3 x
+    [R]"""
     chosen = logits.index_select(0, rows)
     scaled = (chosen - peaks[rows][:, None]) / temperature[:, None]
     logits.index_copy_(0, rows, chosen.masked_fill_(~keep(scaled, values), -torch.inf))

@@ -1,7 +1,7 @@
 """Log probabilities of sampled and of prompt tokens, with the top alternatives at each position.
 
-On the device they are columns (`torch_ops.LogprobColumns`), which `pack_logprobs` makes one tensor to be read in one
-copy.
+On the device they are columns (`torch_ops.LogprobColumns`). `pack_logprobs` packs them into one tensor, which is
+copied to the host at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +14,12 @@ from engine.sampling.ops import ops_for
 from engine.sampling.torch_ops import LogprobColumns
 
 _LOGITS_AT_A_TIME = 1 << 22
-"""Logits of prompt tokens that exist at a time (16 MiB): those of a whole prompt may be gigabytes."""
+"""Most logits of prompt tokens in memory at a time (16 MiB): those of a whole prompt may be gigabytes."""
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Log probability and rank of each row's token, and its top `counts` tokens. # logits [R, V], token_ids [R]
+    """Compute log probability and rank of each row's token, and its top `counts` tokens. # logits [R, V], token_ids
+    [R]
 
     Of equal logits the token with the lower id ranks first.
     """
@@ -27,9 +28,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequen
 
 
 def pack_logprobs(token_ids: torch.Tensor, columns: LogprobColumns) -> torch.Tensor:
-    """Tokens and what is known of them as words. # [R], columns of `count` alternatives -> [R, 3 + 2 * count] int64
+    """Pack tokens and columns of `count` alternatives into words. # [R], columns -> [R, 3 + 2 * count] int64
 
-    Of each row: the token, its log probability, its rank, and the top tokens and their log probabilities.
+    The words of a row are: the token, its log probability, its rank, the top tokens, and their log probabilities.
     """
     logprobs, ranks, top_ids, top_logprobs = columns
     bits = torch.cat((logprobs[:, None], top_logprobs), -1).view(torch.int32).long()
@@ -37,7 +38,7 @@ def pack_logprobs(token_ids: torch.Tensor, columns: LogprobColumns) -> torch.Ten
 
 
 def unpack_logprobs(words: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """A message a row from `pack_logprobs`' words on the host; `counts`: the alternatives that each row asked for."""
+    """Unpack `pack_logprobs`' words on the host. `counts` has the number of alternatives that each row asked for."""
     most = (words.shape[1] - 3) // 2
     floats = words.int().view(torch.float32)
     return [
@@ -54,7 +55,7 @@ def read_prompt_logprobs(
     spans: list[PromptSpan],
     vocab_size: int,
 ) -> dict[int, list[TokenLogprobs]]:
-    """Log probabilities of prompt tokens from a prefill's hidden states: by sequence, one a token. # hidden [T, H]"""
+    """Compute log probabilities of prompt tokens from a prefill's hidden states, by sequence. # hidden [T, H]"""
     read: dict[int, list[TokenLogprobs]] = {span.seq_id: [] for span in spans}
     for span, start, rows in _slices(hidden, spans, vocab_size):
         logits = compute_logits(rows)
@@ -69,7 +70,7 @@ def compute_prompt_logits(
     spans: list[PromptSpan],
     vocab_size: int,
 ) -> None:
-    """Take part, as another rank, in what `read_prompt_logprobs` computes on the first. # hidden [T, H]"""
+    """On other ranks, take part in the computation of `read_prompt_logprobs` on rank 0. # hidden [T, H]"""
     for _, _, rows in _slices(hidden, spans, vocab_size):
         compute_logits(rows)
 
@@ -77,7 +78,8 @@ def compute_prompt_logits(
 def _slices(
     hidden: torch.Tensor, spans: list[PromptSpan], vocab_size: int
 ) -> Iterator[tuple[PromptSpan, int, torch.Tensor]]:
-    """Slices of each span: the span, the index of the slice's first token in it, and its tokens' hidden states."""
+    """Yield slices of each span: the span, the index of the slice's first token in it, and the tokens' hidden
+    states."""
     size = max(1, _LOGITS_AT_A_TIME // vocab_size)
     for span in spans:
         for start in range(0, len(span.token_ids), size):

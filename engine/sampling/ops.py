@@ -1,8 +1,8 @@
-"""`ops_for`: which implementation of the sampler's tensor operations computes on some logits.
+"""`ops_for`: selects the implementation of the sampler's tensor operations.
 
-There are `TorchOps` for any device, `CPUOps` and `TritonOps`. None waits for the device, so that a step's tokens can
-be sampled while the step is still being computed. The three give the same tokens, except where the best two scores
-of a row, or a filter's bound and a token's share of probability, are equal within rounding.
+There are `TorchOps` for any device, `CPUOps` and `TritonOps`. None of them waits for the device, so that sampling can
+be enqueued while the step is still being computed. All three give the same tokens, except if the best two scores of a
+row, or a filter's bound and a token's probability, are equal within rounding.
 """
 
 import torch
@@ -12,9 +12,9 @@ from models.ops import triton
 
 
 def ops_for(logits: torch.Tensor) -> TorchOps:
-    """The implementation for logits on such a device."""
+    """Return the implementation for the device of `logits`."""
     if triton.runs(logits, operator="sampling"):
-        # Triton is installed where its kernels run.
+        # Triton is installed wherever its kernels run.
         from engine.sampling.triton_ops import TritonOps
 
         return TritonOps()

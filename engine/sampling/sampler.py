@@ -1,8 +1,8 @@
-"""`Sampler`: the next token of each row from its logits, and the log probabilities that rows asked for.
+"""`Sampler`: samples the next token of each row from its logits, and computes requested log probabilities.
 
 `launch` never waits for the device: it enqueues penalties and biases, masks, the argmax, filters, the argmax with
-noise and log probabilities. `LaunchedTokens.read` gives the tokens once the device has computed them. What a row gets
-depends on its own logits, parameters and noise only, never on its neighbours.
+noise and log probabilities. `LaunchedTokens.read` returns the tokens when the device has computed them. The result of
+a row depends only on its own logits, parameters and noise, never on other rows.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from models.parallel.tensor_parallel import TensorParallel
 
 _NO_MASKS = np.zeros((0, 0), dtype=np.int32)
 _NO_ROWS = SamplingRows()
-"""Of tokens that were chosen without a sampler."""
+"""Parameters of tokens that were chosen without a sampler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class SampledTokens:
 
     token_ids: npt.NDArray[np.int64]  # [N]
     logprobs: dict[int, TokenLogprobs]
-    """By row, for those that asked."""
+    """Log probabilities by row, for the rows that asked for them."""
     non_finite: list[int]
     """Rows whose logits have no finite maximum."""
     refused: dict[int, str]
-    """Rows whose request leaves no token to sample, and why, as a sentence."""
+    """Sentence for each row whose request excludes every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class LaunchedTokens:
     rows: SamplingRows
     on_device: Candidates | None
     logprobs: torch.Tensor | None = None
-    """As `pack_logprobs` makes them, in the order of `rows.num_logprobs`; None where no row asked."""
+    """Output of `pack_logprobs`, in the order of `rows.num_logprobs`; None if no row asked for them."""
     refused: dict[int, str] = field(default_factory=dict)
     on_host: npt.NDArray[np.int64] | None = None
-    """The `words` of `Candidates` in place of `on_device`, for tokens that were chosen on the host: a step on a CPU is
-    short enough for the handful of tensors to count. # [2, N]"""
+    """The `words` of `Candidates` instead of `on_device`, for tokens that were chosen on the host: in short steps on a
+    CPU, creating a few tensors would take a measurable share of the time. # [2, N]"""
 
     @classmethod
     def of_host(cls, token_ids: npt.NDArray[np.int64], peaks: npt.NDArray[np.floating[Any]]) -> "LaunchedTokens":
-        """Tokens that were chosen on the host, without logits in between, and their logits. # 2 x [N]"""
+        """Create it from tokens that were chosen on the host, and their logits. # 2 x [N]"""
         words = np.empty((2, len(token_ids)), dtype=np.int64)
         words[0] = token_ids
         words[1].view(np.float32)[: len(peaks)] = peaks
@@ -67,7 +67,7 @@ class LaunchedTokens:
 
     @property
     def candidates(self) -> Candidates:
-        """The tokens and their logits as tensors."""
+        """Return the tokens and their logits as tensors."""
         if self.on_device is not None:
             return self.on_device
         assert self.on_host is not None
@@ -79,11 +79,12 @@ class LaunchedTokens:
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """For the next step. # [N] int64"""
+        """The tokens, as input of the next step. # [N] int64"""
         return self.candidates.tokens
 
     def read(self, words: torch.Tensor | None = None, logprobs: torch.Tensor | None = None) -> SampledTokens:
-        """The tokens on the host. Waits for the device, unless given copies of `candidates.words` and `logprobs`."""
+        """Return the tokens on the host. Waits for the device, unless given copies of `candidates.words` and
+        `logprobs`."""
         if words is None and self.on_host is not None:
             tokens, peak_words = self.on_host
             num_rows = len(tokens)
@@ -94,7 +95,7 @@ class LaunchedTokens:
             num_rows = len(self.token_ids)
             tokens, peak_words = words.numpy()
         token_ids, peaks = tokens[:num_rows].copy(), peak_words.view(np.float32)[:num_rows]
-        # A NaN counts as a row's maximum, so the maximum shows every value that would spoil the row.
+        # A NaN counts as a row's maximum, so a finite maximum means that the row has no NaN.
         non_finite = np.flatnonzero(~np.isfinite(peaks)).tolist()
         refused = self.refused | _without_a_token(non_finite, peaks, self.rows) if non_finite else self.refused
         found: dict[int, TokenLogprobs] = {}
@@ -107,13 +108,14 @@ class LaunchedTokens:
 
 
 class Sampler:
-    """Chooses tokens by the operations of `engine.sampling.ops`."""
+    """Samples tokens by the operations of `engine.sampling.ops`."""
 
     def __init__(self, masks: TokenMasks | None = None) -> None:
         self._masks = masks or TokenMasks()
 
     def launch(self, logits: torch.Tensor, rows: SamplingRows, send: Send | None = None) -> LaunchedTokens:
-        """One token a row. `logits` are overwritten; `send` brings arrays to their device. # [N, V] float32"""
+        """Enqueue sampling of one token per row. Overwrites `logits`; `send` copies arrays to the device. # [N, V]
+        float32"""
         ops = ops_for(logits)
         if rows.is_greedy:
             return LaunchedTokens(rows, ops.argmax(logits))
@@ -128,7 +130,7 @@ class Sampler:
             *((change.rows, change.token_ids, change.values) for _, change in rows.adjustments),
             *((each.rows, each.temperature, each.values) for each in rows.filters),
         ]
-        # All in one copy.
+        # Send all arrays in one copy.
         sent = iter((send or _sender(logits.device))([array for group in arrays for array in group]))
         [asking], [masked_rows, masks], draw_arrays, *others = [[next(sent) for _ in group] for group in arrays]
         unmodified = logits.index_select(0, asking) if asked else None
@@ -160,14 +162,14 @@ class Sampler:
     def launch_from(
         self, logits: torch.Tensor, rows: SamplingRows, send: Send | None = None
     ) -> tuple[LaunchedTokens, torch.Tensor | None]:
-        """As `launch`, with the distribution of each of `rows.random`. # [D, V] float32; None without such rows"""
+        """As `launch`, and return the distributions of `rows.random`. # [D, V] float32; None without such rows"""
         launched = self.launch(logits, rows, send)
         if rows.random is None:
             return launched, None
         return launched, ops_for(logits).probabilities(logits, launched.candidates.peaks, rows.random)
 
     def warm_up(self, vocab_size: int, device: torch.device) -> None:
-        """Have Triton's kernels, where they run, compiled before a request needs them."""
+        """Compile Triton's kernels, if they are used, before a request needs them."""
         if not triton.takes("sampling"):
             return
         rows = np.arange(2)
@@ -200,12 +202,12 @@ def _sender(device: torch.device) -> Send:
 
 
 def _on_host(arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-    """Tensors of the arrays' own memory."""
+    """Return tensors that share the arrays' memory."""
     return [torch.from_numpy(array) for array in arrays]
 
 
 def _without_a_token(non_finite: list[int], peaks: npt.NDArray[np.float32], rows: SamplingRows) -> dict[int, str]:
-    """Rows that have no maximum because their request forbids every token, and the fields that do. # peaks [N]"""
+    """Return a sentence for each row without a finite maximum whose request excludes every token. # peaks [N]"""
     refused = {}
     masked = {each.row: each for each in rows.masked or ()}
     forbidding = set[int]()
@@ -222,7 +224,7 @@ def _without_a_token(non_finite: list[int], peaks: npt.NDArray[np.float32], rows
 
 
 def argmax_of_shard(logits: torch.Tensor, first_token: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest logit in a rank's part of the vocabulary, and its token. # [S, tokens] float32 -> 2 x [S]"""
+    """Return each row's largest logit in a rank's shard of the vocabulary, and its token. # [S, tokens] -> 2 x [S]"""
     if logits.shape[1] == 0:
         return logits.new_full((len(logits),), -torch.inf), logits.new_zeros(len(logits), dtype=torch.int64)
     best = argmax(logits)
@@ -230,9 +232,10 @@ def argmax_of_shard(logits: torch.Tensor, first_token: int) -> tuple[torch.Tenso
 
 
 def argmax_over_ranks(peaks: torch.Tensor, token_ids: torch.Tensor, parallel: TensorParallel) -> LaunchedTokens:
-    """The argmax of the ranks' shards, on rank 0; no tokens elsewhere. # [S] float32, [S] int64
+    """Compute the argmax over the ranks' shards, on rank 0; other ranks get no tokens. # [S] float32, [S] int64
 
-    A few bytes a row are moved, not the logits. Of equal logits the lowest token wins, and a NaN before any number.
+    Only a few bytes per row are sent, not the logits. Of equal logits the lowest token id wins; a NaN wins over
+    numbers.
     """
     mine = torch.stack((peaks.double(), token_ids.double()), -1)  # [S, 2], exact for any id
     gathered = parallel.gather(mine)  # [S, 2 * size]

@@ -1,7 +1,7 @@
-"""The k largest of each row in a fixed order: descending, equal values by ascending index. Used by the sampler.
+"""The k largest values of each row in a defined order: descending, equal values by ascending index.
 
-`torch.topk` leaves the order of equal values open, and at the cut even the choice among them; logits computed in
-bfloat16 have many. On CPU the compiled operators select, or NumPy, which is ten times faster than torch.
+`torch.topk` does not define the order of equal values, nor which of them are among the k largest; logits computed in
+bfloat16 have many equal values. On CPUs the compiled operators select, or NumPy, which is ten times faster than torch.
 """
 
 import numpy as np
@@ -15,17 +15,17 @@ _LOW_32_BITS = 0xFFFFFFFF
 
 
 def argmax(values: torch.Tensor) -> torch.Tensor:
-    """Index of each row's largest value, the first of equal ones; a NaN counts as largest. # [R, V] -> [R] int64"""
+    """Return the index of each row's largest value, the first of equal ones; NaN is largest. # [R, V] -> [R] int64"""
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy().argmax(-1))
     return values.argmax(-1)
 
 
 def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest values of each row and their indexes. # values [R, V] float32 -> [R, k] float32, [R, k] int64
+    """Return the `k` largest values of each row and their indexes. # [R, V] float32 -> [R, k] float32, [R, k] int64
 
-    The best k tokens lie in the k blocks with the best maxima (of equal maxima, the first ones): each block that is
-    better than a token's own holds a better token. So a wide row is read once, and only k of its blocks are ordered.
+    The k largest values are in the k blocks with the largest maxima (of equal maxima, the first ones), because each
+    block with a larger maximum has a larger value. So a wide row is read once, and only k of its blocks are sorted.
     """
     if 0 < k <= MAX_LARGEST and sampling_ops.chooses(values):
         best = sampling_ops.largest(values, k)
@@ -43,9 +43,9 @@ def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def sorted_descending(values: torch.Tensor) -> torch.Tensor:
-    """Each row's values, largest first. # [R, V] float32
+    """Return each row's values in descending order. # [R, V] float32
 
-    With `index_of_rank`, a third of what ordering all of their indexes takes.
+    Together with `index_of_rank`, it takes a third of the time of sorting the indexes.
     """
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
@@ -53,9 +53,9 @@ def sorted_descending(values: torch.Tensor) -> torch.Tensor:
 
 
 def index_of_rank(values: torch.Tensor, ordered: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-    """Index of the value that has the rank, one a row; equal ones rank by index. # 2 x [R, V], [R] -> [R] int64
+    """Return the index of the value with the given rank per row. Equal values rank by index. # 2 x [R, V], [R] -> [R]
 
-    `ordered` is what `sorted_descending` made of `values`.
+    `ordered` is the result of `sorted_descending` for `values`.
     """
     wanted = ordered.gather(-1, ranks[:, None])  # [R, 1]
     among_equals = ranks - (ordered > wanted).sum(-1)
@@ -64,7 +64,7 @@ def index_of_rank(values: torch.Tensor, ordered: torch.Tensor, ranks: torch.Tens
 
 
 def block_view(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row's whole blocks and its rest. # [R, V] -> [R, V // size, size], [R, V % size]"""
+    """Split rows into full blocks and the rest. # [R, V] -> [R, V // size, size], [R, V % size]"""
     rows, width = values.shape
     whole = width // size * size
     return values[:, :whole].reshape(rows, whole // size, size), values[:, whole:]
@@ -77,9 +77,10 @@ def _block_maxima(values: torch.Tensor) -> torch.Tensor:
 
 
 def _best(values: torch.Tensor, index: torch.Tensor, k: int) -> torch.Tensor:
-    """`index` of the `k` largest values in order, equal ones by ascending index. # [R, n], [n] or [R, n] -> [R, k]
+    """Return `index` of the `k` largest values in order, equal ones by ascending index. # [R, n], [n] or [R, n] -> [R,
+    k]
 
-    Value and index are packed into one integer, so that no two are equal and the selection has no choice.
+    Value and index are packed into one integer, so that no two are equal and the selection is unique.
     """
     # Adding 0 turns -0 into +0. Flipping a negative float's lower bits makes integers order like the floats.
     bits = (values + 0.0).view(torch.int32)
@@ -89,7 +90,7 @@ def _best(values: torch.Tensor, index: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _largest(packed: torch.Tensor, k: int) -> torch.Tensor:
-    """The `k` largest of each row, descending. `packed` is overwritten. # [R, n] int64 -> [R, k]"""
+    """Return the `k` largest of each row, descending. Overwrites `packed`. # [R, n] int64 -> [R, k]"""
     if packed.device.type != "cpu":
         return packed.topk(k, dim=-1).values
     rows = packed.numpy()
