@@ -1,6 +1,6 @@
 """Typed messages between the front end (`CoreManager`) and the engine core; msgpack by msgspec, never pickle.
 
-To the core: `Inbound`. From the core: `Outbound`, one `StepOutputs` an engine step.
+To the core: `Inbound`. From the core: `Outbound`, with one `StepOutputs` per engine step.
 """
 
 import operator
@@ -18,19 +18,19 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_id: int
     logprob: float
     top_ids: list[int] = []
-    """The top-k tokens in descending order; k is what the request asked for."""
+    """The top-k tokens in descending order; the request sets k."""
     top_logprobs: list[float] = []
     rank: int = 0
     """The token's rank by probability, from 1; 0: unknown."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is wanted of a prompt that is pooled: one vector, and no token."""
+    """The parameters of pooling: the request gets one vector and no tokens."""
 
     dimensions: int | None = None
-    """Leading elements of the vector that are kept (Matryoshka); None: all."""
+    """Number of leading elements to which the vector is truncated (Matryoshka); None: all."""
     activate: bool = True
-    """Apply the model's last function: to unit length for embeddings, to probabilities for classes."""
+    """Whether the model's last function is applied: normalisation for embeddings, probabilities for classes."""
     first_text_tokens: int | None = None
     """Number of tokens of the first text of a pair, for models that embed both texts differently; None: one text."""
 
@@ -48,7 +48,7 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     finished: bool = False
     finish_reason: str | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     queue_time: float | None = None
     """Seconds from the core's receipt to the first scheduled step; on a request's first output only."""
     logprobs: list[TokenLogprobs] | None = None
@@ -56,12 +56,13 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Log probabilities of the prompt's tokens after the first; on the first output, if the request asks for them."""
     bad_request: bool = False
-    """With `error`: the request is at fault, not the engine."""
+    """With `error`: whether the request is invalid; otherwise the engine failed."""
     is_poison: bool = False
-    """With `error`: computing the request broke the engine, and would again."""
+    """With `error`: whether computing the request crashed the engine, so that it must not be tried again."""
     time: float | None = None
-    """When the tokens were read from the device. On the wire: seconds since `AddRequest.sent_time`; the front end's
-    journal makes it a time on its `time.monotonic` clock. None where no step brought the output."""
+    """Time at which the tokens were read from the device. In the message it is in seconds since
+    `AddRequest.sent_time`; the front end's journal converts it to its `time.monotonic` clock. None if the output did
+    not come from a step."""
     vector: bytes | None = None
     """The vector of a request that pools its prompt, as little-endian float32."""
 
@@ -69,7 +70,7 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
 def terminal_output(
     request_id: int, reason: str, error: str | None = None, *, bad_request: bool = False, is_poison: bool = False
 ) -> RequestOutput:
-    """The last output of a request that ends without another token; `error` is the sentence that its client gets."""
+    """Create the last output of a request that ends without a further token. `error` is a sentence for its client."""
     return RequestOutput(
         request_id,
         [],
@@ -82,7 +83,7 @@ def terminal_output(
 
 
 def openai_finish_reason(leave_reason: str | None) -> str | None:
-    """OpenAI's name for an engine finish reason: `length` for `max_tokens`, `stop` for every kind of stop."""
+    """Convert an engine finish reason to OpenAI's: `length` for `max_tokens`, `stop` for every kind of stop."""
     if leave_reason is None:
         return None
     if leave_reason in ("abort", "error"):
@@ -97,25 +98,26 @@ class AddRequest(msgspec.Struct, tag="add"):
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     cache_salt: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Start of the prefix-hash chain; requests of different salts never share blocks. None: the common chain."""
+    """Initial value of the prefix-hash chain: requests with different salts never share blocks. None: no salt."""
     priority: int = 0
-    """Lower is served first."""
+    """Requests with a lower value are served first."""
     adapter: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of a LoRA adapter, from 1 in the order of `Config.lora` and then of loading; 0: the base model alone."""
     resumed_token_ids: list[int] = []
     """Tokens that the sequence generated in a core that died; it continues after them."""
     suspect: bool = False
-    """It was in the step in which the last core died: it is computed alone in its first step."""
+    """Whether the last core died in a step that computed it. Its first step then computes it alone."""
     owner: str = ""
     """The party among which the scheduler shares its time fairly."""
     pooling: PoolingParams | None = None
     """Pool the prompt to a vector, and generate nothing; `sampling_params` then has a `max_tokens` of 0."""
     weight: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
-    """How many times the tokens of an owner of weight 1 its owner gets."""
+    """Relative share of the engine's tokens that its owner gets."""
     shares_tables: bool = False
-    """Its `sampling_params` lack their tables, which are those of the message before it: see `share_tables`."""
+    """Whether its `sampling_params` lack their tables, which equal those of the previous message: see
+    `share_tables`."""
     sent_time: float = 0.0
-    """When the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
+    """Time at which the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -129,15 +131,15 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
-    """Attach a LoRA adapter between two steps, and answer `AdapterChanged`. A number that is attached is left so."""
+    """Attach a LoRA adapter between two steps, and answer `AdapterChanged`. No effect if the number is attached."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
-    """Never used before for another adapter: cached prefixes are found by it."""
+    """Number that no other adapter ever had, because it is part of the keys of cached prefixes."""
     name: str
     path: str
     """Its directory, on every host that has a rank."""
     at_once: bool = False
-    """Before the messages that follow; otherwise its files are read while steps run."""
+    """Whether to attach it before processing later messages; otherwise its files are read while steps run."""
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
@@ -147,15 +149,15 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
 
 
 class ReleaseCache(msgspec.Struct, tag="release_cache", frozen=True):
-    """Forget all cached prefixes, give the KV cache's memory on the host back to the system until a step needs it, and
-    answer `CacheReleased`.
+    """Drop all cached prefixes, free the KV cache's memory on the host until a step needs it, and answer
+    `CacheReleased`.
 
-    No sequence may be live but those whose aborts were sent before.
+    No sequence may be live except those whose aborts were sent earlier.
     """
 
 
 class SetLogLevel(msgspec.Struct, tag="log_level", frozen=True):
-    """Log from this level on."""
+    """Set the log level."""
 
     level: str
 
@@ -163,7 +165,7 @@ class SetLogLevel(msgspec.Struct, tag="log_level", frozen=True):
 Inbound: TypeAlias = AddRequest | AbortRequests | Shutdown | LoadAdapter | UnloadAdapter | ReleaseCache | SetLogLevel
 
 _TABLES = ("logit_bias", "stop_token_ids", "stop_token_sequences", "allowed_token_ids", "bad_words", "grammar")
-"""Sampling parameters that may have thousands of entries, and that all choices of a request have in common."""
+"""Sampling parameters that may have thousands of entries, and that all choices of a request share."""
 _NO_TABLES = dict.fromkeys(_TABLES)
 
 
@@ -172,9 +174,9 @@ def _tables_of(params: SamplingParams) -> list[object]:
 
 
 def share_tables(messages: Iterable[Inbound]) -> Iterator[Inbound]:
-    """The messages of one sending, in which tables that successive requests have in common are sent once.
+    """Change messages that are sent together, so that tables which successive requests share are sent once.
 
-    Tables are common where they are the same objects, as they are for all choices of a request.
+    Tables are shared if they are the same objects, as for all choices of a request.
     """
     before: SamplingParams | None = None
     for message in messages:
@@ -192,7 +194,8 @@ def share_tables(messages: Iterable[Inbound]) -> Iterator[Inbound]:
 
 
 def take_tables(message: AddRequest, previous: SamplingParams | None) -> None:
-    """Give a decoded message that shares tables those of the message before it. Raises `ValueError` without one."""
+    """Copy the tables of the previous message to a decoded message that shares them. Raises `ValueError` without
+    one."""
     if message.shares_tables:
         if previous is None:
             raise ValueError("shares_tables is set, but no request was sent before this one in the same message")
@@ -215,13 +218,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
     block_size: int
     num_kvcache_blocks: int
     own_cpus: list[int] = []
-    """CPUs that the engine reserves; none where it shares all of them."""
+    """CPUs that the engine reserves; empty if it reserves none."""
     shares_prefixes: bool = True
     """Whether requests with equal prefixes share blocks."""
     kernels: str = ""
-    """Hexadecimal digits that name what computes the model, and how: equal where nothing that rounds differs."""
+    """Digest, in hexadecimal digits, of the kernels and settings that affect rounding."""
     is_invariant: bool = False
-    """Whether greedy and seeded answers depend on nothing else that the engine computes."""
+    """Whether greedy and seeded answers are independent of other requests."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -233,10 +236,10 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The core cannot continue; `error` is a sentence for a person. `usage` marks a mistake of the user, not a fault.
+    """The core cannot continue; `error` is a sentence. `usage`: whether it is a mistake of the user.
 
-    `killed`: another process killed one of its ranks. `collateral`: it ends because another replica did with which it
-    computes in lockstep, and none of its requests is the cause.
+    `killed`: whether another process killed one of its ranks. `collateral`: whether it ends because another replica in
+    lockstep ended, so that none of its requests is the cause.
     """
 
     error: str
@@ -260,21 +263,21 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     step_kind: str
     """Kind of the step just read: `prefill`, `decode`, `mixed`, or `idle` for a message without a step."""
     step_seconds: float
-    """Duration of the step just read, from its launch, or the end of the step before it, until it was read."""
+    """Duration of the step just read, from its launch or the end of the previous step until it was read."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     device_memory: int = 0
-    """Bytes of its device's memory that the core's process holds; 0 on a CPU, whose memory is the process's."""
+    """Bytes of GPU memory that the core's process uses; 0 on a CPU."""
     device_memory_total: int = 0
-    """Bytes of that device's memory; 0 on a CPU."""
+    """Total bytes of the GPU's memory; 0 on a CPU."""
     num_drafts: int = 0
-    """Times that a step verified drafts of a sequence."""
+    """Number of times that a step verified drafts of a sequence."""
     accepted_by_position: tuple[int, ...] = ()
-    """Of the first, second, ... drafts, how many were accepted."""
+    """Number of accepted drafts by their position among a sequence's drafts, from the first."""
     sentinel_checks: int = 0
-    """Served results that were computed again by torch and compared."""
+    """Number of served results that were computed again by torch and compared."""
     sentinel_mismatches: int = 0
-    """Those that rounding does not explain."""
+    """Number of these results that differ by more than rounding explains."""
 
 
 class StepOutputs(msgspec.Struct, tag="step"):
@@ -283,9 +286,9 @@ class StepOutputs(msgspec.Struct, tag="step"):
     outputs: list[RequestOutput]
     stats: SchedulerStats | None = None
     replica: int = 0
-    """The replica that it comes from; filled in by the front end."""
+    """Number of the replica that sent it; set by the front end."""
     preempted: list[int] = []
-    """Ids of requests that were preempted since the message before."""
+    """Ids of requests that were preempted since the previous message."""
 
 
 class AdapterChanged(msgspec.Struct, tag="adapter", frozen=True):
@@ -293,7 +296,7 @@ class AdapterChanged(msgspec.Struct, tag="adapter", frozen=True):
 
     number: int
     error: str | None = None
-    """Why it could not be done, as a sentence; nothing has changed then."""
+    """Sentence that says why it failed; then nothing has changed. None on success."""
 
 
 class CacheReleased(msgspec.Struct, tag="cache_released", frozen=True):

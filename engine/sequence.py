@@ -80,7 +80,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.block_table: list[int] = []
         self.num_released_blocks = 0
-        """Leading entries of the block table whose blocks were released, because no later token sees them."""
+        """Number of leading entries of the block table whose blocks were released, because no later token attends to
+        them."""
         self.block_hashes: list[int] = []
         """Chained digests of the leading full blocks, extended as blocks fill; recomputed with another salt only."""
         self.num_published_blocks = 0
@@ -99,7 +100,7 @@ class Sequence:
         self.owner = owner
         """The party among which the scheduler shares its time fairly."""
         self.weight = weight
-        """How many times the tokens of an owner of weight 1 its owner gets."""
+        """Relative share of the engine's tokens that its owner gets."""
         self.last_turn = 0
         """Number of the latest step of decodes by turns that computed it; 0 before."""
         self.slot = -1
@@ -126,20 +127,21 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling_params.prompt_logprobs is None else []
         """Log probabilities so far of the prompt's tokens after the first; None: not requested, or already sent."""
         self.pooling = pooling
-        """How the prompt is pooled to a vector, with which the sequence ends; None: it generates."""
+        """How the prompt is pooled to a vector; then the sequence ends. None: it generates tokens."""
 
         self.sent_time = time.monotonic() if sent_time is None else sent_time
         self.arrive_time = time.monotonic()
         self.schedule_time = 0.0
-        """When a step of this sequence was first scheduled; 0 before."""
+        """Time at which a step of this sequence was first scheduled; 0 before."""
         self.first_token_time = self.arrive_time if len(self.token_ids) > len(token_ids) else 0.0
-        """When its first token was read; the arrival of a resumed sequence, whose first token was sent; 0 before."""
+        """Time at which its first token was read; for a resumed sequence, whose first token was sent, its arrival; 0
+        before."""
         self.leave_time = 0.0
         self.leave_reason: str | None = None
 
     @classmethod
     def from_request(cls, request: AddRequest, block_size: int, *, sent_time: float | None = None) -> Self:
-        """The sequence that a message asks for; `sent_time` as in the constructor."""
+        """Create the sequence of a message. `sent_time` as in the constructor."""
         return cls(
             request.prompt_token_ids,
             block_size,
@@ -161,7 +163,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens plus placeholders. Setting it beyond the known tokens declares the rest placeholders."""
+        """Number of known tokens plus placeholders. Setting it beyond the known tokens makes the rest placeholders."""
         return len(self.token_ids) + self.num_placeholder
 
     @num_tokens.setter
@@ -172,12 +174,12 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
+        """Number of blocks for `num_tokens` tokens; the last one may be partly filled."""
         return -(-self.num_tokens // self.block_size)
 
     @property
     def last_block_num_tokens(self) -> int:
-        """Tokens in the last of `num_blocks` blocks."""
+        """Number of tokens in the last of `num_blocks` blocks."""
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     @property
@@ -209,12 +211,13 @@ class Sequence:
 
     @property
     def num_useful_drafts(self) -> int:
-        """Drafts that could still be accepted before `decode_limit`, besides the token that each step brings."""
+        """Number of drafts that could be accepted before `decode_limit`, in addition to the token that each step
+        adds."""
         return max(0, self.decode_limit - self.num_tokens - 1)
 
     @property
     def num_drafts(self) -> int:
-        """Drafts that the next step verifies."""
+        """Number of drafts that the next step verifies."""
         return min(len(self.spec_token_ids), self.num_useful_drafts)
 
     @property
@@ -239,7 +242,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def follow_rope(self, rope: RopeContext) -> None:
-        """Choose the rotary frequencies by its length. Called while none of its tokens is computed."""
+        """Choose the rotary frequencies for its length. Called while none of its tokens is computed."""
         length = rope.length_of(self.num_prompt_tokens, len(self.token_ids))
         self.rope_limit = sys.maxsize if rope.grows or length else rope.original + 1
         if length != self.rope_length:
@@ -252,5 +255,5 @@ class Sequence:
         self.token_ids.append(token_id)
 
     def block(self, index: int) -> list[int]:
-        """The tokens of block `index`; fewer than `block_size` in the last one."""
+        """Return the tokens of block `index`; the last block may have fewer than `block_size`."""
         return self.token_ids[index * self.block_size : (index + 1) * self.block_size]

@@ -1,9 +1,9 @@
-"""`HostRouter`: the thread that other hosts join at, and that carries messages of their ranks or cores.
+"""`HostRouter`: the thread that other hosts connect to, and that exchanges messages with their ranks or cores.
 
-Made by `RankNetwork` in an engine core, whose ranks the hosts run, and by `CoreHosts` in the front end, whose cores
-they run. `RemoteMember` is one rank or core (`RemoteRank`, `RemoteCore`). `HostSocket` is the port and notices hosts
-that are gone: at once where their system closes the connection, else by their silence. `PendingHosts` have sent a
-hello and cannot join yet.
+`RankNetwork` creates it in an engine core whose ranks other hosts run, and `CoreHosts` in a front end whose cores
+other hosts run. A `RemoteMember` is one rank or core (`RemoteRank`, `RemoteCore`). `HostSocket` is the listening
+socket. It detects hosts that are gone: at once if their system closes the connection, else by missing heartbeats.
+`PendingHosts` have sent a hello and cannot join yet.
 """
 
 import logging
@@ -40,7 +40,7 @@ class RemoteMember(Protocol):
 
     @property
     def number(self) -> int:
-        """Identifies it in messages of its host."""
+        """Number that identifies it in messages of its host."""
 
     @property
     def node(self) -> int:
@@ -48,48 +48,49 @@ class RemoteMember(Protocol):
 
     @property
     def join_by(self) -> float:
-        """Until when its host must have joined, on the monotonic clock."""
+        """Time by which its host must have joined, on the monotonic clock."""
 
     @property
     def far_descriptor(self) -> int:
-        """Readable when there is a message to forward, or its owner has closed it; -1 once it is lost."""
+        """Descriptor that is readable when there is a message to forward, or its owner has closed it; -1 when it is
+        lost."""
 
     def on_joined(self, host: str) -> None:
-        """Its host, of that name, has joined."""
+        """Called when its host, with the name `host`, has joined."""
 
     def next_message(self) -> ToHost | None:
-        """The next message to forward to its host; None when its owner has closed it."""
+        """Return the next message to forward to its host; None when its owner has closed it."""
 
     def on_message(self, message: FromHost) -> None:
-        """Take a message of its host about it."""
+        """Handle a message of its host about it."""
 
     def on_mismatch(self, host: str, difference: str) -> None:
-        """Its host, of that name, cannot join; `difference` continues a sentence about the host."""
+        """Called when its host, with the name `host`, cannot join. `difference` ends a sentence about the host."""
 
     def on_timeout(self, timeout: float) -> None:
-        """Its host has not joined within `timeout` seconds."""
+        """Called when its host has not joined within `timeout` seconds."""
 
     def on_lost(self, how: str, killed: bool) -> None:
-        """It has ended: `how` is the end of a sentence, `killed` says whether something outside ended it."""
+        """Called when it has ended. `how` ends a sentence; `killed`: whether another process ended it."""
 
 
 class PendingHosts:
-    """Their hellos, by the names of their connections. They may have gone meanwhile."""
+    """The hellos of hosts that cannot join yet, by the names of their connections. A host may be gone already."""
 
     def __init__(self) -> None:
         self._for_agreement: dict[bytes, Hello] = {}
         self._for_node: dict[bytes, Hello] = {}
 
     def __iter__(self) -> Iterator[bytes]:
-        """The names of all connections."""
+        """Iterate over the names of all connections."""
         return iter([*self._for_agreement, *self._for_node])
 
     def wait_for_agreement(self, name: bytes, hello: Hello) -> None:
-        """Keep a host until the agreement that it is compared with is known."""
+        """Store a host until the agreement that it is compared with is known."""
         self._for_agreement[name] = hello
 
     def wait_for_node(self, name: bytes, hello: Hello) -> None:
-        """Keep a host until it is known whether the host that has joined under its number is still there."""
+        """Store a host until it is known whether the host that joined with its number is still alive."""
         self._for_node[name] = hello
 
     def take_for_agreement(self) -> Mapping[bytes, Hello]:
@@ -109,45 +110,46 @@ _log = logging.getLogger(__name__)
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _ASK_SECONDS = (0.0, 0.02, 1.0)
-"""Delays after the end of a connection: the monitor does not say whose, and the socket knows a moment later."""
+"""Delays of the checks after a connection has ended: the monitor does not report which one, and the socket knows it
+only a moment later."""
 _LINGER_MS = 2000
-"""For the last messages to be sent."""
+"""Milliseconds for sending the last messages."""
 _SHUTDOWN_MESSAGE_SECONDS = 2.0
-"""For hosts to receive a shutdown message."""
+"""Seconds that hosts have to receive a shutdown message."""
 _ASK_AGAIN_SECONDS = 0.02
 ALIVE = b""
-"""The question whether a host is there, and its answer."""
+"""The message that checks whether a host is alive, and its answer."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class HostSocket:
-    """A ROUTER and its monitor. The router's thread makes all calls.
+    """A ROUTER socket and its monitor. All calls come from the router's thread.
 
-    A host is known by the name of its connection, which is new each time that it connects.
+    A host is identified by the name of its connection, which is new each time that it connects.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: CurvePair) -> None:
-        """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had."""
+        """Listen at the `tcp://` address. Raises `OSError` with a sentence if that is impossible."""
         self._socket = bind_curve(context, zmq.ROUTER, address, keys)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
         self._asks: list[float] = []
-        """When to ask the hosts whether they are there, on the monotonic clock, in descending order."""
+        """Times at which to check whether the hosts are alive, on the monotonic clock, in descending order."""
         self._has_warned = False
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have `poller` wake for messages and for events of the monitor."""
+        """Register with `poller`, which wakes for messages and for events of the monitor."""
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
 
     @property
     def next_ask(self) -> float:
-        """When `is_time_to_ask` without any event, on the monotonic clock; infinite: never."""
+        """Time of the next check without an event, on the monotonic clock; infinite without one."""
         return self._asks[-1] if self._asks else math.inf
 
     def is_time_to_ask(self) -> bool:
-        """Whether a connection has ended, so that all hosts must be asked whether they are there."""
+        """Return whether a connection has ended, so that all hosts must be checked."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
@@ -162,7 +164,7 @@ class HostSocket:
         return True
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The sender and the frames of the next message; None where none has arrived."""
+        """Return the sender and the frames of the next message; None if there is none."""
         try:
             name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -170,11 +172,11 @@ class HostSocket:
         return name, frames
 
     def send(self, name: bytes, message: ToHost) -> bool:
-        """Send a message to a host; False where it is gone."""
+        """Send a message to a host. Returns False if it is gone."""
         return self._send(name, _encoder.encode(message))
 
     def ask(self, name: bytes) -> bool:
-        """Ask a host whether it is there, which it answers by `ALIVE`; False where its connection has ended."""
+        """Check whether a host is alive, which it answers by `ALIVE`. Returns False if its connection has ended."""
         return self._send(name, ALIVE)
 
     def announce_shutdown(self, shutdown: ShutdownMessage, names: Collection[bytes]) -> None:
@@ -187,7 +189,7 @@ class HostSocket:
         self._close(linger=0)
 
     def close(self) -> None:
-        """End all connections, once the last messages are sent."""
+        """End all connections when the last messages have been sent."""
         self._close(_LINGER_MS)
 
     def _close(self, linger: int) -> None:
@@ -226,23 +228,23 @@ class HostRouter:
         nodes: Mapping[int, Sequence[RemoteMember]],
         timeout: float,
     ) -> None:
-        """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had.
+        """Listen at the `tcp://` address. Raises `OSError` with a sentence if that is impossible.
 
-        Without an `agreement` hosts wait for `compare_with`. `timeout`: seconds that `RemoteMember.join_by` allows,
-        which begin anew with `compare_with`.
+        Without an `agreement`, hosts wait for `compare_with`. `timeout` is the number of seconds until
+        `RemoteMember.join_by`; they start again with `compare_with`.
         """
         self._socket = HostSocket(context, address, keys)
         self._agreement = agreement
         self._timeout = timeout
         self._compares_since = math.inf if agreement is None else -math.inf
-        """When the agreement became known, on the monotonic clock: no host is late before."""
+        """Time at which the agreement became known, on the monotonic clock: before it, no host is late."""
         self._nodes = {node: list(members) for node, members in nodes.items()}
         self._waiting = PendingHosts()
         self._new: SimpleQueue[RemoteMember | HostAgreement | _TurnedAway] = SimpleQueue()
         self._joined: dict[bytes, int] = {}
-        """Numbers of the hosts that have joined, by the names of their connections."""
+        """Numbers of the joined hosts, by the names of their connections."""
         self._hosts: dict[int, str] = {}
-        """Names of the hosts that have joined, by number."""
+        """Names of the joined hosts, by number."""
         self._shutdown: ShutdownMessage | None = None
         self._closing, self._wake = os.pipe()
         self._wake_lock = Lock()
@@ -251,20 +253,20 @@ class HostRouter:
         self._thread.start()
 
     def add(self, member: RemoteMember) -> None:
-        """Serve another member from now on. Called by any thread."""
+        """Serve another member from now on. Thread-safe."""
         self._post(member)
 
     def compare_with(self, agreement: HostAgreement) -> None:
-        """Set the agreement that hosts are compared with. Called by any thread."""
+        """Set the agreement that hosts are compared with. Thread-safe."""
         self._post(agreement)
 
     def announce_shutdown(self, why: str) -> None:
-        """Notify the hosts that no other core will come, and `close`; `why` as in `ShutdownMessage`."""
+        """Notify the hosts that no other core will follow, and `close`. `why` as in `ShutdownMessage`."""
         self._shutdown = ShutdownMessage(why)
         self.close()
 
     def close(self) -> None:
-        """End all connections; the second time, nothing. Called by any thread."""
+        """End all connections. Idempotent and thread-safe."""
         with self._wake_lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -272,7 +274,7 @@ class HostRouter:
         self._thread.join()
 
     def turn_away(self, node: int, why: str) -> None:
-        """A host cannot join, for the reason `why`; nothing happens if it has joined. Called by any thread."""
+        """Note that a host cannot join, for the reason `why`. No effect if it has joined. Thread-safe."""
         self._post(_TurnedAway(node, why))
 
     def _post(self, news: "RemoteMember | HostAgreement | _TurnedAway") -> None:
@@ -311,12 +313,12 @@ class HostRouter:
                     self._forward(link)
 
     def _reachable(self) -> list[RemoteMember]:
-        """Members whose hosts have joined."""
+        """Return the members whose hosts have joined."""
         joined = (link for node in self._joined.values() for link in self._nodes[node])
         return [link for link in joined if link.far_descriptor >= 0]
 
     def _receive(self, name: bytes, frames: list[bytes]) -> None:
-        """Handle one message of a peer that has the key, but perhaps another version of Kaon."""
+        """Handle a message of a peer that has the key, but may run another version of Kaon."""
         if frames == [ALIVE]:
             self._refuse_doubles(name)
             return
@@ -330,7 +332,7 @@ class HostRouter:
             self._dispatch(name, message)
 
     def _awaited(self) -> Iterator[RemoteMember]:
-        """Members whose hosts have yet to join."""
+        """Iterate over the members whose hosts have not joined."""
         absent = (link for node in self._nodes.keys() - self._joined.values() for link in self._nodes[node])
         return (link for link in absent if link.far_descriptor >= 0)
 
@@ -368,7 +370,7 @@ class HostRouter:
                 self._deliver(name, message.core, message)
 
     def _deliver(self, name: bytes, number: int, message: FromHost) -> None:
-        """Deliver a message about a member to it; the member or its host may be lost by now."""
+        """Deliver a message to its member. The member or its host may be lost already."""
         for member in self._nodes.get(self._joined.get(name, -1), ()):
             if member.number == number and member.far_descriptor >= 0:
                 member.on_message(message)
@@ -379,8 +381,8 @@ class HostRouter:
         elif hello.node not in self._nodes:
             self._send(name, Refused(f"node_rank is {hello.node}, but the other hosts are 1 to {len(self._nodes)}"))
         elif hello.node in self._joined.values():
-            # The host that has joined may have vanished without a message, or be this very one: it is asked first.
-            # If it stays silent it counts as gone after a while, and this one joins instead.
+            # The joined host may have vanished without a message, or be this host: check it first. If it does not
+            # answer, it counts as gone after a while, and this host joins instead.
             self._waiting.wait_for_node(name, hello)
             self._ask([each for each, node in self._joined.items() if node == hello.node])
         elif (difference := self._agreement.difference(hello.agreement)) is not None:
@@ -395,13 +397,13 @@ class HostRouter:
                 link.on_joined(hello.host)
 
     def _welcome_again(self, hellos: Mapping[bytes, Hello]) -> None:
-        """Handle the hellos of hosts that had to wait, and may have gone since."""
+        """Handle the hellos of hosts that had to wait, and may be gone."""
         for name, hello in hellos.items():
             if self._socket.ask(name):
                 self._welcome(name, hello)
 
     def _refuse_doubles(self, name: bytes) -> None:
-        """Refuse other hosts of the number of one that has joined and is still there."""
+        """Refuse other hosts with the number of a joined host that is alive."""
         node = self._joined.get(name)
         for double in self._waiting.take_for_node(node):
             self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
@@ -414,7 +416,7 @@ class HostRouter:
         self._send(next(name for name, node in self._joined.items() if node == link.node), message)
 
     def _ask(self, names: Iterable[bytes]) -> None:
-        """Ask hosts that have joined whether they are there."""
+        """Check whether joined hosts are alive."""
         for name in names:
             if not self._socket.ask(name):
                 self._lose_connection(name)
@@ -427,7 +429,7 @@ class HostRouter:
         self._lose(name, "is gone: the connection to its host has ended", True)
 
     def _lose(self, name: bytes, how: str, killed: bool) -> None:
-        """Treat a host, which may have joined, as gone; another may wait for its number."""
+        """Treat a host, which may have joined, as gone. Another host may be waiting for its number."""
         node = self._joined.pop(name, None)
         if node is not None:
             for link in self._nodes[node]:

@@ -1,8 +1,8 @@
-"""An engine core on another host, from both sides: `RemoteCore` for the front end, `FrontEndConnection` for the core.
+"""An engine core on another host: `RemoteCore` is the front end's side, `FrontEndConnection` the core's side.
 
-Commands (start, stop) go through `HostRouter` to the core's host. Requests and their outputs go over two connections
-of the core's own. A connection that breaks is not made again, since messages on their way would be lost unnoticed:
-the core ends, and another continues its requests.
+Commands (start, stop) are sent by `HostRouter` to the core's host. Requests and outputs use two separate connections
+of the core. A broken connection is not restored, because messages in transit could be lost: the core ends, and another
+one continues its requests.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ _decoder = msgspec.msgpack.Decoder(CoreCommand)
 
 
 class ReplicaEndpoint(NamedTuple):
-    """Where the cores of a replica run, and connect, one after the other."""
+    """The host and the addresses of a replica's successive cores."""
 
     node: int
     joining: str
-    """Where its host joins."""
+    """Address at which its host joins."""
     calling: str
-    """Where the core connects."""
+    """Address that the core connects to."""
     socket: "zmq.Socket[bytes]"
     """The socket that listens at `calling`."""
 
@@ -60,12 +60,12 @@ class ReplicaEndpoint(NamedTuple):
 class RemoteCore:
     """See `CoreHandle` and `RemoteMember`. Made by `CoreHosts`.
 
-    A pair of sockets: one end is the front end's, the other the thread's that talks to hosts.
+    It is a pair of sockets: one end for the front end, the other for the thread of `HostRouter`.
     """
 
     def __init__(self, launch: LaunchCore, place: ReplicaEndpoint, name: str, join_by: float) -> None:
-        """`name` is what sentences call it. `join_by`: until when its host must have joined, on the monotonic clock;
-        infinite for a core that takes another's place.
+        """`name` is its name in error messages. `join_by` is the time by which its host must have joined, on the
+        monotonic clock; infinite for a restarted core.
         """
         self.number = launch.core
         self.node = place.node
@@ -82,7 +82,7 @@ class RemoteCore:
 
     @property
     def title(self) -> str:
-        """Its name in messages to people."""
+        """Its name in error messages."""
         where = f"node {self.node}" if self._host is None else f"node {self.node} ({self._host})"
         return f"{self._name} on {where}"
 
@@ -103,7 +103,7 @@ class RemoteCore:
         return self._wire
 
     def start(self) -> None:
-        """See `CoreHandle`; it waits until its host has joined."""
+        """See `CoreHandle`. The core starts when its host has joined."""
         self._send(self._launch)
 
     def connected(self) -> None:
@@ -128,17 +128,17 @@ class RemoteCore:
         return Failed(f"{self.title} does not reach {where}; open that port to the hosts", usage=True)
 
     def running_step(self) -> list[int] | None:
-        """See `CoreHandle`: no request is at fault for the end of a connection."""
+        """See `CoreHandle`. If the connection ended, no request is the cause."""
         if self._end is None or self._end.exit_code == LOST_FRONT_END:
             return None
         return self._end.in_step
 
     def stopped_process(self) -> int | None:
-        """See `CoreHandle`: a stopped process of another host is noticed by its silence."""
+        """See `CoreHandle`. Returns None: a stopped process on another host is detected by missing steps."""
         return None
 
     def dump_stacks(self) -> None:
-        """See `CoreHandle`; they go to its host's log."""
+        """See `CoreHandle`. The stacks are in the log of its host."""
         self._send(DumpStacks(self.number))
 
     def kill(self) -> None:
@@ -146,11 +146,11 @@ class RemoteCore:
         self._send(KillCore(self.number))
 
     def stop(self, timeout: float, why: str = "") -> None:
-        """See `CoreHandle`: its host ends it, and receives `why` by the shutdown message of all hosts."""
+        """See `CoreHandle`. Its host ends it; the shutdown message to all hosts has `why`."""
         self.lifeline.close()
 
     def _send(self, message: CoreCommand) -> None:
-        # The lifeline reports one that is gone; it may have been stopped since by another thread.
+        # The lifeline shows that the core is gone. Another thread may have stopped it meanwhile.
         if self.lifeline.fileno() >= 0:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.lifeline.send(_encoder.encode(message))
@@ -185,7 +185,7 @@ class RemoteCore:
             self._far_end.close()
 
     def on_mismatch(self, host: str, difference: str) -> None:
-        """See `RemoteMember`; a core that replaces another continues to wait for the right host."""
+        """See `RemoteMember`. A restarted core continues to wait for the right host."""
         if self.join_by < math.inf:
             self._host = host or None
             self._fail(Failed(f"{self.title}: its host {difference}", usage=True))
@@ -207,16 +207,16 @@ class RemoteCore:
 
 _NEVER_AGAIN_MS = -1
 _TRY_SECONDS = 3.0
-"""For one attempt to be accepted."""
+"""Seconds for one attempt to connect."""
 _BETWEEN_SECONDS = 0.25
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class FrontEndConnection:
-    """A core's two connections to a front end on another host: it receives by one, and sends by the other."""
+    """A core's two connections to a front end on another host: one for receiving, the other for sending."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", to: CoreAddress, timeout: float) -> None:
-        """Connect. Raises `ConnectionError`, a sentence, where the front end is not reached in `timeout` seconds."""
+        """Connect. Raises `ConnectionError` with a sentence if the front end is not reached in `timeout` seconds."""
         self._context, self._to = context, to
         self._is_closing = threading.Event()
         deadline = time.monotonic() + timeout
@@ -225,11 +225,11 @@ class FrontEndConnection:
         self._monitors = [monitor for _, monitor in calls]
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Start a thread that calls `on_lost` with a sentence when one of the two has ended."""
+        """Start a thread that calls `on_lost` with a sentence when either connection has ended."""
         threading.Thread(target=self._watch, args=(on_lost,), name="front-end", daemon=True).start()
 
     def close(self) -> None:
-        """From now on, the end of a connection is not reported."""
+        """Stop reporting the end of a connection."""
         self._is_closing.set()
 
     def _watch(self, on_lost: Callable[[str], object]) -> None:
@@ -249,7 +249,7 @@ class FrontEndConnection:
             on_lost(f"the connection to the front end at {self._to.address} has ended")
 
     def _call(self, name: str, timeout: float, deadline: float) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
-        """A connection, and the monitor that reports its end."""
+        """Open a connection. Returns it and the monitor that reports its end."""
         pair = CurvePair(self._to.public, self._to.secret)
         while True:
             socket = curve_client(self._context, pair, self._to.front_end_public, name.encode())

@@ -1,8 +1,8 @@
-"""The ranks on other hosts, as the process of rank 0 sees them: `RankNetwork` and, of each rank, a `RemoteRank`.
+"""Rank 0's connections to ranks on other hosts: `RankNetwork`, and a `RemoteRank` for each rank.
 
-Only the host of rank 0 listens, at three ports: hosts join at `master_port`, ranks receive steps at the next, and
-torch.distributed's process groups meet at the one after that. `HostRouter` carries the messages of each rank between
-its host and its `RemoteRank`.
+Only the host of rank 0 listens, at three ports: hosts join at `master_port`, ranks receive steps at the next port, and
+the third is the rendezvous of torch.distributed's process groups. `HostRouter` exchanges the messages of each rank
+between its host and its `RemoteRank`.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ _encoder = msgspec.msgpack.Encoder()
 class RemoteRank:
     """See `RankLink` and `RemoteMember`.
 
-    A pair of sockets: one end is the rank manager's, the other the thread's that talks to hosts.
+    It is a pair of sockets: one end for the rank manager, the other for the thread of `HostRouter`.
     """
 
     join_by = math.inf
-    """The rank manager has a timeout of its own."""
+    """No limit, since the rank manager has its own timeout."""
 
     def __init__(self, rank: int, node: int, address: str) -> None:
-        """`address` is where its host joins."""
+        """`address` is the address at which its host joins."""
         self.rank = rank
         self.node = node
         self._address = address
@@ -72,13 +72,13 @@ class RemoteRank:
         return self._socket.fileno()
 
     def send(self, message: ToRank) -> None:
-        """See `RankLink`; kept until the host has joined."""
+        """See `RankLink`. The message waits until the host has joined."""
         send_to_rank(self._socket, message)
 
     def receive(self) -> FromRank | None:
         """See `RankLink`."""
         message = receive_from_rank(self._socket)
-        # The CPUs of another host do not concern the processes of this one.
+        # CPU numbers of another host have no meaning for the processes of this host.
         return msgspec.structs.replace(message, own_cpus=[]) if isinstance(message, RankLoaded) else message
 
     def exit_reason(self) -> tuple[str, bool]:
@@ -86,7 +86,7 @@ class RemoteRank:
         return self._exit_reason
 
     def close(self, timeout: float) -> None:
-        """See `RankLink`: the rank ends with the connection of its host."""
+        """See `RankLink`. The rank ends with the connection of its host."""
         self._socket.close()
 
     # -- for the thread that talks to hosts ---------------------------------------------------------------------
@@ -110,7 +110,7 @@ class RemoteRank:
         try:
             packet = self._far_end.recv(MAX_BYTES)
         except ConnectionResetError:
-            # The manager has closed before it received all messages.
+            # The manager closed before it received all messages.
             return None
         return RankCommand(self.rank, _to_rank.decode(packet)) if packet else None
 
@@ -127,10 +127,10 @@ class RemoteRank:
         self.deliver(RankFailed(f"its host {difference}", usage=True))
 
     def on_timeout(self, timeout: float) -> None:
-        """See `RemoteMember`: the rank manager reports it."""
+        """See `RemoteMember`. No effect: the rank manager reports it."""
 
     def deliver(self, message: FromRank) -> None:
-        """Deliver a message of the rank to the manager, unless that has closed."""
+        """Deliver a message of the rank to the manager, unless the manager has closed."""
         if self._far_end.fileno() >= 0:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._far_end.send(_encoder.encode(message))
@@ -143,22 +143,22 @@ class RemoteRank:
 
 
 STEPS_PORT, STORE_PORT = 1, 2
-"""Added to `master_port`."""
+"""Offsets of the ports from `master_port`."""
 _NAME_SECONDS = 60.0
-"""For this host's own name to have an address: caches remember for half a minute that it had none."""
+"""Seconds until this host's name must have an address: caches remember for half a minute that it had none."""
 
 
 class RankNetwork:
     """The ports at which the ranks of other hosts reach rank 0, and the links to those ranks."""
 
     def __init__(self, config: Config, path: Path, cluster: Cluster) -> None:
-        """Listen at all ports. Raises `ValueError`, a sentence, for a port that is taken."""
+        """Listen at all ports. Raises `ValueError` with a sentence for a port that is in use."""
         assert cluster.keys is not None
         host, port = resolve(cluster.address, _NAME_SECONDS), config.parallel_config.master_port
         self.joining = endpoint(host, port)
-        """Where the other hosts join."""
+        """Address at which the other hosts join."""
         self.store = endpoint(host, port + STORE_PORT)
-        """Where torch.distributed's process groups of all ranks meet."""
+        """Rendezvous address of torch.distributed's process groups of all ranks."""
         placements = enumerate(cluster.placements)
         self.links = {rank: RemoteRank(rank, place.node, self.joining) for rank, place in placements if place.node}
         nodes: dict[int, list[RemoteRank]] = {}
@@ -174,7 +174,7 @@ class RankNetwork:
                 self.transport = TcpSteps(context, host, port + STEPS_PORT, len(cluster.placements))
                 undo.callback(self.transport.close)
                 self.listener = listening_socket(host, port + STORE_PORT)
-                """At `store`; whoever detaches it closes it."""
+                """Socket that listens at `store`. The caller that detaches it closes it."""
                 undo.callback(self.listener.close)
                 authenticator.allow(cluster.keys.host.public)
                 authenticator.allow(self.transport.address.public)
@@ -197,7 +197,7 @@ class RankNetwork:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """For torch's store, which by itself would listen at every address of this host."""
+    """Create a listening socket for torch's store, which would otherwise listen at every address of this host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

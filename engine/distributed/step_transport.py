@@ -1,4 +1,4 @@
-"""How rank 0 sends steps to the other ranks, and how each rank reports that it has completed one.
+"""Sends steps from rank 0 to the other ranks, and their reports back to rank 0.
 
     rank 0                                          rank r
     SharedMemorySteps.write   -- slots of a ring --> SharedMemorySteps.read      all ranks on one host
@@ -6,7 +6,7 @@
     TcpSteps.write            -- TCP, CURVE -------> TcpStepSource.read          ranks on several hosts
     TcpSteps.take             <-- TCP, CURVE ------- TcpStepSource.report
 
-Rank 0 takes the reports of all ranks in the order of steps, at most `REPORTS` steps late. No torch here.
+Rank 0 receives the reports of all ranks in the order of steps, at most `REPORTS` steps later. Imports no torch.
 """
 
 import ctypes
@@ -26,11 +26,11 @@ from engine.distributed.rank_link import SharedMemory, StepAddress
 
 
 class StepTransport(Protocol):
-    """Rank 0's side. One thread calls it. Ranks are numbered from 1, rank 0 being the caller."""
+    """Rank 0's end. One thread calls it. The other ranks are numbered from 1."""
 
     @property
     def address(self) -> SharedMemory | StepAddress:
-        """What the other ranks open it by."""
+        """Address by which the other ranks open it."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -38,36 +38,36 @@ class StepTransport(Protocol):
 
     @property
     def where(self) -> str:
-        """The address as sentences name it."""
+        """The address as text for error messages."""
 
     def missing_rank(self, seconds: float) -> int | None:
-        """Wait until every rank has connected; the first that has not within `seconds`, None for none."""
+        """Wait until every rank has connected. Returns the first one that has not within `seconds`, or None."""
 
     def write(self, message: bytes) -> None:
-        """Send a step to every rank. Raises `ConnectionError`, a sentence, where one cannot be reached."""
+        """Send a step to every rank. Raises `ConnectionError` with a sentence if a rank cannot be reached."""
 
     def take(self, rank: int) -> str:
-        """Wait until a rank has completed the step; its failure, "" for none."""
+        """Wait until a rank has completed the step. Returns its failure, or ""."""
 
     def take_within(self, rank: int, seconds: float) -> str | None:
-        """As `take`; None where the rank has not reported within `seconds`."""
+        """As `take`, but return None if the rank has not reported within `seconds`."""
 
     def close(self) -> None:
         """Free its memory or its port."""
 
 
 class StepSource(Protocol):
-    """The side of a rank other than 0. One thread calls it."""
+    """The end of a rank other than 0. One thread calls it."""
 
     def read(self) -> bytes:
-        """The next step, once there is one."""
+        """Wait for the next step and return it."""
 
     def report(self, failure: str = "") -> None:
-        """This rank has completed the step; `failure` says why it could not compute it."""
+        """Report that this rank has completed the step, or with `failure` why it could not compute it."""
 
 
 def open_steps(steps: SharedMemory | StepAddress, rank: int, size: int) -> StepSource:
-    """The side of that one of `size` ranks."""
+    """Open the end of rank `rank` of `size` ranks."""
     if isinstance(steps, SharedMemory):
         return SharedMemorySteps(steps.descriptor, size, rank)
     return TcpStepSource(steps, rank)
@@ -80,7 +80,7 @@ for _function in (_post, _wait, _try):
     _function.argtypes = [ctypes.c_void_p]
 
 _SPIN_NS = 500_000
-"""How long a waiter spins before it sleeps: the time between two steps of a busy engine.
+"""Nanoseconds that a waiter spins before it sleeps: the time between two steps of a busy engine.
 
 Waking a sleeping process takes 100 microseconds."""
 _NAP_SECONDS = 0.0005
@@ -89,15 +89,15 @@ _NAP_SECONDS = 0.0005
 class Semaphore:
     """The C library's counting semaphore, at an address of memory that processes share.
 
-    It is the one primitive that every Linux has without a compiler. It orders memory on any processor (what was
-    written before a `post` is seen after the `wait` that takes it) and sleeps in the kernel.
+    It is the only such primitive that every Linux has without a compiler. It orders memory on any processor (data
+    written before a `post` are visible after the matching `wait`) and sleeps in the kernel.
     """
 
     BYTES = 64
-    """Memory that each takes: one cache line."""
+    """Bytes of memory of a semaphore: one cache line."""
 
     def __init__(self, address: int) -> None:
-        """Use the semaphore at `address`. The memory is the caller's, and must outlive this object."""
+        """Use the semaphore at `address`. The caller owns the memory, which must outlive this object."""
         self._address = ctypes.c_void_p(address)
 
     def initialise(self, value: int) -> None:
@@ -111,7 +111,7 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "sem_post failed")
 
     def wait(self) -> None:
-        """Take one post: at once, within microseconds while yielding the processor, or asleep."""
+        """Take one post: at once, after a short spin that yields the processor, or after sleeping."""
         address = self._address
         if not _try(address):
             return
@@ -124,7 +124,7 @@ class Semaphore:
             pass
 
     def wait_for(self, seconds: float) -> bool:
-        """Take one post within `seconds`; False where there was none."""
+        """Take one post within `seconds`. Returns False if there was none."""
         end = time.monotonic() + seconds
         while _try(self._address):
             if time.monotonic() >= end:
@@ -137,34 +137,34 @@ SLOTS = 8
 SLOT_BYTES = 64 << 10
 """Bytes of a message in one slot; a longer message takes several successive slots."""
 _HEADER = struct.Struct("qq")
-"""Bytes in this slot, and bytes of the message that follow in further slots."""
+"""Number of bytes in this slot, and number of bytes of the message in further slots."""
 _SLOT = Semaphore.BYTES + SLOT_BYTES
 _LENGTH = struct.Struct("q")
 _FAILURE_BYTES = (16 << 10) - Semaphore.BYTES - _LENGTH.size
-"""Bytes of a failure: a sentence and the end of its traceback."""
+"""Most bytes of a failure: a sentence and the end of its traceback."""
 _REPORT = _LENGTH.size + _FAILURE_BYTES
 REPORTS = 4
-"""Reports of a rank that may wait to be taken: more than the steps that rank 0 has begun and not read."""
+"""Most pending reports of a rank: more than the steps that rank 0 has begun and not read."""
 _RANK_REPORTS = Semaphore.BYTES + REPORTS * _REPORT
 
 
 class SharedMemorySteps:
-    """See `StepTransport` and `StepSource`: both sides, in an anonymous file that every rank maps.
+    """See `StepTransport` and `StepSource`. Both ends, in an anonymous file that every rank maps.
 
-    With n = size - 1 ranks that read, the file holds, one after the other:
+    With n = size - 1 reading ranks, the file contains in this order:
 
         n semaphores     of each rank: slots that it may read
         n semaphores     of each rank: slots that it has read, which rank 0 may fill again
-        SLOTS slots      a header in a cache line of its own, then SLOT_BYTES of a message
+        SLOTS slots      a header in its own cache line, then SLOT_BYTES of a message
         n reports        of each rank: a semaphore, and REPORTS times the length of a failure, and the failure
 
-    A rank without work sleeps. Nothing is left of the file when its processes are gone.
+    A rank without work sleeps. The file disappears with its processes.
     """
 
     where = "shared memory"
 
     def __init__(self, descriptor: int, size: int, rank: int = 0) -> None:
-        """Map the file of that descriptor, which the other side closes, as one of `size` ranks."""
+        """Map the file of `descriptor` as rank `rank` of `size`. The creator closes the descriptor."""
         others = size - 1
         self._descriptor, self._index = descriptor, rank - 1
         self._memory = mmap.mmap(descriptor, _num_bytes(size))
@@ -180,7 +180,7 @@ class SharedMemorySteps:
 
     @classmethod
     def create(cls, size: int) -> Self:
-        """New memory for `size` ranks, as rank 0 uses it."""
+        """Create the memory for `size` ranks, for use by rank 0."""
         steps = cls(anonymous_file("kaon-steps", _num_bytes(size)), size)
         for semaphore in (*steps._filled, *steps._reported):
             semaphore.initialise(0)
@@ -201,10 +201,10 @@ class SharedMemorySteps:
         return (self._descriptor,)
 
     def missing_rank(self, seconds: float) -> None:
-        """See `StepTransport`: every rank maps the memory from its start on."""
+        """See `StepTransport`. Every rank maps the memory from its start."""
 
     def write(self, message: bytes) -> None:
-        """See `StepTransport`. Blocks while one of the ranks has all slots still to read."""
+        """See `StepTransport`. Blocks while a rank has not read any of the slots."""
         left = len(message)
         while True:
             begin = len(message) - left
@@ -230,7 +230,7 @@ class SharedMemorySteps:
         return self._failure(rank) if self._reported[rank - 1].wait_for(seconds) else None
 
     def close(self) -> None:
-        """See `StepTransport`; the ranks keep their mappings."""
+        """See `StepTransport`. The ranks' mappings stay valid."""
         os.close(self._descriptor)
 
     def _failure(self, rank: int) -> str:
@@ -264,7 +264,7 @@ class SharedMemorySteps:
         self._reported[self._index].post()
 
     def _take_report(self, index: int) -> int:
-        """Where the next report of a rank is."""
+        """Wait for the next report of a rank. Returns its offset."""
         number = self._next_report[index]
         self._next_report[index] = (number + 1) % REPORTS
         return self._reports + index * _RANK_REPORTS + Semaphore.BYTES + number * _REPORT
@@ -281,15 +281,15 @@ def _num_bytes(size: int) -> int:
 
 
 def _shortened(text: bytes, limit: int) -> bytes:
-    """A failure in at most `limit` bytes: the sentence comes first, the line that raised comes last."""
+    """Shorten a failure to `limit` bytes. Its beginning is the sentence, its end is the line that raised."""
     half = limit // 2 - 8
     return text if len(text) <= limit else text[:half] + b"\n...\n" + text[-half:]
 
 
 _HELLO = b""
-"""A rank's first message: a ROUTER sends only to peers that it has received from."""
+"""First message of a rank: a ROUTER can send only to peers that it has received from."""
 _TCP_FAILURE_BYTES = 64 << 10
-"""Bytes of a failure: a sentence and both ends of its traceback."""
+"""Most bytes of a failure: a sentence, and beginning and end of its traceback."""
 
 
 class StepsLost(ConnectionError):
@@ -297,16 +297,16 @@ class StepsLost(ConnectionError):
 
 
 class TcpSteps:
-    """See `StepTransport`: one message a step to each rank.
+    """See `StepTransport`. Sends one message per step to each rank.
 
-    Both sides know each other by CURVE keys that are made for this start. The ranks get theirs over the connection
-    by which their host joined.
+    Both ends authenticate each other by CURVE keys that are created for this start. The ranks receive theirs over the
+    connection by which their host joined.
     """
 
     descriptors: tuple[int, ...] = ()
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, port: int, size: int) -> None:
-        """Listen for ranks 1 to `size` - 1. Raises `OSError`, a sentence, when the address cannot be had."""
+        """Listen for ranks 1 to `size` - 1. Raises `OSError` with a sentence if the address cannot be used."""
         own, theirs = CurvePair.new(), CurvePair.new()
         self.address = StepAddress(endpoint(host, port), own.public, theirs.public, theirs.secret)
         self.where = f"port {port} on {host}"
@@ -325,7 +325,7 @@ class TcpSteps:
         return next((rank for rank, name in self._names.items() if name in self._missing), None)
 
     def write(self, message: bytes) -> None:
-        """See `StepTransport`. Raises `StepsLost` where the connection to a rank is gone."""
+        """See `StepTransport`. Raises `StepsLost` if the connection to a rank is gone."""
         for rank, name in self._names.items():
             try:
                 self._socket.send_multipart([name, message], copy=False)
@@ -359,7 +359,7 @@ class TcpSteps:
 
 
 class TcpStepSource:
-    """See `StepSource`: a rank's side of `TcpSteps`."""
+    """See `StepSource`. A rank's end of `TcpSteps`."""
 
     def __init__(self, steps: StepAddress, rank: int) -> None:
         own = CurvePair(steps.public, steps.secret)
