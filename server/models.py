@@ -224,8 +224,9 @@ class Models:
     async def use(self, name: str | None, owner: Owner) -> AsyncIterator[Frontend]:
         """Yield the front end of the model or adapter `name`, which stays loaded within this context; see `named`.
 
-        Waits until it is loaded. Raises `NotReady` if it cannot be, and `Overloaded` if too many requests wait. The
-        model also stays loaded until the requests have ended that the caller submits within this context.
+        Waits until it is loaded. Raises `NotReady` if it cannot be, and `Overloaded` if too many requests wait.
+        Requests that the caller submits within this context, or after it without awaiting before, keep the model
+        loaded until they end.
         """
         self._check_started()
         entry = self._named(name)

@@ -96,7 +96,7 @@ def holder_of_stream(http: Request, request: SamplingFields) -> ResumableStreams
 
 @asynccontextmanager
 async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Accepted, Frontend, Owner]]:
-    """Yield the validated body, the front end and the owner of a request. The context ends after `Generation.respond`.
+    """Yield the validated body, the front end and the owner of a request, for all work before `Generation.respond`.
 
     Raises `ApiError` if the body, the model's name or the server's state does not allow the request. Refusals within
     the context are counted.

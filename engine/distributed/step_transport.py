@@ -264,7 +264,7 @@ class SharedMemorySteps:
         self._reported[self._index].post()
 
     def _take_report(self, index: int) -> int:
-        """Wait for the next report of a rank. Returns its offset."""
+        """Advance to the next report of a rank, and return its offset in the memory."""
         number = self._next_report[index]
         self._next_report[index] = (number + 1) % REPORTS
         return self._reports + index * _RANK_REPORTS + Semaphore.BYTES + number * _REPORT

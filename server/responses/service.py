@@ -116,7 +116,8 @@ class ResponsesService:
         run.task.cancel()
 
     async def close(self) -> None:
-        """Wait for the end of all background responses. The front end has failed them; their last events report it."""
+        """Wait briefly for the end of all background responses, which the front end has failed; then cancel the
+        rest."""
         runs = list(self._runs.values())
         if runs:
             await asyncio.wait([run.task for run in runs], timeout=_CLOSE_SECONDS)
