@@ -73,7 +73,7 @@ def _tolerated() -> Iterator[str]:
     yield "| --- | --- | --- |"
     for field in TOLERATED:
         values = " or ".join(f"`{json.dumps(value)}`" for value in field.values) or "any"
-        yield f"| `{field.place}{field.name}` | {values} | {field.sent_by} |"
+        yield f"| `{field.object_path}{field.name}` | {values} | {field.sent_by} |"
 
 
 def _listed(fields: Sequence[Field]) -> str:

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from engine.config.spelling import nearest
 from server.errors import BadRequest
-from server.schemas.tolerated import Place, without_tolerated
+from server.schemas.tolerated import ObjectPath, without_tolerated
 
 NO_CHANGE = "Accepted; changes nothing here."
 """Description of OpenAI's fields that have no effect here."""
@@ -48,14 +48,16 @@ class RequestModel(BaseModel):
     """Base of all objects in requests: strict JSON types, no unknown fields, null means absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-    place: ClassVar[Place | None] = None
+    object_path: ClassVar[ObjectPath | None] = None
     """Path of these objects, if they may have fields of `server.schemas.tolerated`."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, data: Any) -> Any:
         data = _limit_fields(data)
-        return data if cls.place is None or not isinstance(data, dict) else without_tolerated(data, cls.place)
+        return (
+            data if cls.object_path is None or not isinstance(data, dict) else without_tolerated(data, cls.object_path)
+        )
 
 
 @dataclass(frozen=True, slots=True)

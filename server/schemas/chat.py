@@ -63,7 +63,7 @@ class FunctionDefinition(RequestModel):
 class FunctionTool(RequestModel):
     """A function that the model may call."""
 
-    place = "tools[]."
+    object_path = "tools[]."
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -101,7 +101,7 @@ class CustomDefinition(RequestModel):
 class CustomTool(RequestModel):
     """A tool whose input is free text. The model calls it as a function of one string, `input`."""
 
-    place = "tools[]."
+    object_path = "tools[]."
 
     type: Literal["custom"]
     custom: CustomDefinition
@@ -313,7 +313,7 @@ def _position(tools: Sequence[Tool], choice: NamedTool) -> int:
 class ContentPart(RequestModel):
     """A part of a message; this release supports text only."""
 
-    place = "messages[].content[]."
+    object_path = "messages[].content[]."
 
     type: Literal["text", "refusal"]
     text: str = ""
@@ -361,7 +361,7 @@ class FunctionCall(RequestModel):
 class ToolCall(RequestModel):
     """A call of a function that the assistant made earlier in the chat."""
 
-    place = "messages[].tool_calls[]."
+    object_path = "messages[].tool_calls[]."
 
     id: str
     type: Literal["function"] = "function"
@@ -384,7 +384,7 @@ class CustomCallInput(RequestModel):
 class CustomToolCall(RequestModel):
     """A call of a custom tool that the assistant made earlier in the chat."""
 
-    place = "messages[].tool_calls[]."
+    object_path = "messages[].tool_calls[]."
 
     id: str
     type: Literal["custom"]
@@ -401,7 +401,7 @@ class CustomToolCall(RequestModel):
 class Message(RequestModel):
     """One turn of the chat."""
 
-    place = "messages[]."
+    object_path = "messages[]."
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Items[ContentPart] | None = None
     """Text, or a list of text parts; only an assistant's message may have none."""

@@ -1,7 +1,7 @@
-"""What the requests and answers of all generating endpoints share.
+"""The parts of requests and answers that all generating endpoints share.
 
-Forms of the answer (`response_format`, `structured_outputs`), the sampling fields of a request, and of an answer its
-head, its usage and the log probabilities of the prompt.
+These are the forms of an answer (`response_format`, `structured_outputs`), the sampling fields of a request, and the
+head, the usage and the prompt log probabilities of an answer.
 """
 
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -96,10 +96,10 @@ _INT63 = 2**63
 _MAX_TIMEOUT = 86400
 _MAX_BAD_WORD_CHARACTERS = 256
 _MAX_BAD_WORDS_CHARACTERS = 4096
-"""All words together: each sequence of a request sends them to the engine's core as tokens."""
+"""Most characters of all words together: each sequence of a request sends their tokens to the engine core."""
 
 Logprobs = Annotated[int, Between(0, MAX_LOGPROBS)]
-"""How many alternatives' log probabilities a request asks for."""
+"""Number of alternatives whose log probabilities a request asks for."""
 
 
 def _short_words(value: list[str]) -> list[str]:
@@ -134,11 +134,11 @@ class StreamOptions(RequestModel):
     """End the stream with a chunk that has no choices and the request's usage."""
 
     continuous_usage_stats: bool = False
-    """With `include_usage`: report in each chunk what the request has used so far."""
+    """With `include_usage`: report the usage so far in each chunk."""
 
     resumable: bool = False
-    """Give each event an id, and hold the stream when the connection is lost: the same request with the header
-    `Last-Event-ID` gets the rest. The header `x-kaon-resumable: true` asks for the same."""
+    """Give each event an id, and store the stream when the connection is lost: the same request with the header
+    `Last-Event-ID` gets the rest. The header `x-kaon-resumable: true` has the same effect."""
 
     include_obfuscation: bool = False
     """Accepted; changes nothing here."""
@@ -150,7 +150,7 @@ class StreamOptions(RequestModel):
 
 
 class ModelRequest(RequestModel):
-    """Base of requests that name the model that they are for."""
+    """Base of requests that name a model."""
 
     model: str
     """Name of a served model, as `/v1/models` lists it."""
@@ -159,7 +159,7 @@ class ModelRequest(RequestModel):
 class SamplingFields(ModelRequest):
     """Fields of the requests that generate in OpenAI's APIs."""
 
-    place = ""
+    object_path = ""
 
     n: Annotated[int, Between(1, INT31)] = 1
     """Choices generated for each prompt."""
@@ -190,7 +190,7 @@ class SamplingFields(ModelRequest):
     """Default: the checkpoint's generation config, or else 1."""
 
     logit_bias: Annotated[dict[str, Annotated[float, Between(-100, 100)]], FewFields] = {}  # noqa: RUF012 - copied
-    """Added to the logits of tokens, by token id."""
+    """Values that are added to the logits of tokens, by token id."""
 
     seed: Annotated[int, Between(-_INT63, _INT63 - 1)] | None = None
     """Makes sampling reproducible. Choice `i` of a prompt is seeded with `seed + i`."""
@@ -208,10 +208,10 @@ class SamplingFields(ModelRequest):
     """Let neither EOS nor stops end the text before this many tokens."""
 
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
 
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Remove special tokens from the text."""
 
     allowed_token_ids: Annotated[Items[int], AfterValidator(_not_empty)] | None = None
     """Sample these tokens only."""
@@ -238,7 +238,7 @@ class SamplingFields(ModelRequest):
     """Report the log probability of each prompt token and of this many of the most probable alternatives."""
 
     truncate_prompt_tokens: TruncatePromptTokens | None = None
-    """Keep only this many of the prompt's last tokens; -1: as many as fit."""
+    """Truncate the prompt to this number of its last tokens; -1: to as many as fit."""
 
     return_token_ids: bool = False
     """Report the token ids of prompt and answer too."""
@@ -247,16 +247,17 @@ class SamplingFields(ModelRequest):
     """Spell each token in log probabilities as `token_id:` and its id."""
 
     priority: Priority = 0
-    """Lower is served first, equal ones in order of arrival; beyond -100 and 100 it counts as these."""
+    """Requests with a lower value are served first, equal ones in order of arrival; values are clipped to -100 to
+    100."""
 
     timeout: Timeout | None = None
-    """Seconds that the answer may take, waiting included; a request that is not done by then is ended with a 408."""
+    """Seconds that the answer may take, including waiting; a request that is not completed by then ends with a 408."""
 
     cache_salt: str | None = None
-    """Share cached prefixes only with requests of the same salt."""
+    """Share cached prefixes only with requests that have the same salt."""
 
     stream: bool = False
-    """Answer with server-sent events, a chunk a step."""
+    """Answer with server-sent events, one chunk per step."""
 
     stream_options: StreamOptions | None = None
 
@@ -288,12 +289,12 @@ PromptLogprobs = list[dict[int, PromptTokenLogprob] | None]
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
-    """Tokens of the model's reasoning."""
+    """Tokens of reasoning."""
 
 
 class Usage(msgspec.Struct):

@@ -1,7 +1,7 @@
-"""`/v1/messages`: requests as Anthropic's clients send them, and the whole answers.
+"""`/v1/messages`: the requests of Anthropic's clients, and the complete answers.
 
-Clients change the fields that they send from release to release: those that mean nothing here are listed and left out,
-all others are a 400. The events of a stream are written by `server.anthropic.rendering`.
+Clients send other fields from release to release. Fields without effect here are listed and ignored, all others are a
+400. `server.anthropic.rendering` writes the events of a stream.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
@@ -26,7 +26,7 @@ from server.schemas.generation import INT31, ModelRequest
 from server.schemas.responses import Schema
 
 Hint: TypeAlias = Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)]
-"""An object that has no effect here, whatever it holds."""
+"""An object without effect here, with any content."""
 
 HintList: TypeAlias = Annotated[list[Any] | None, Field(description=NO_CHANGE)]
 HintText: TypeAlias = Annotated[str | None, Field(description=NO_CHANGE)]
@@ -98,7 +98,7 @@ class ToolUseBlock(_Part):
 
 
 class ImageBlock(_Part):
-    """An image. This server reads none: in a tool's result a note takes its place, elsewhere it is refused."""
+    """An image, which this server does not support: in a tool's result it is replaced by a note, elsewhere refused."""
 
     type: Literal["image"]
     source: Annotated[dict[str, Any], FewFields]
@@ -163,7 +163,7 @@ _HOSTED_BLOCKS = (
 
 
 class HostedBlock(_Part):
-    """What a tool that runs at Anthropic left in the conversation. It is left out of the prompt."""
+    """A block of a tool that runs at Anthropic. It is not part of the prompt."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -191,7 +191,8 @@ def _of_known_type(data: Any, known: tuple[str, ...]) -> Any:
 
 
 def _tag(data: Any) -> str:
-    """The tag of a block's class. In brackets, so that in the path of an error it is not taken for a field's name."""
+    """Return the tag of a block's class, in brackets, which distinguish it from a field's name in the path of an
+    error."""
     kind = data["type"]
     return "<hosted>" if kind in _HOSTED_BLOCKS else f"<{kind}>"
 
@@ -218,7 +219,7 @@ class ToolResultBlock(_Part):
     """Id of an earlier `tool_use`."""
     content: str | Items[ResultBlock] = ""
     is_error: bool = False
-    """The call failed: the model is shown the words `The tool failed:` before the content."""
+    """Whether the call failed: then the prompt has `The tool failed:` before the content."""
     cache_control: Hint = None
     toolset_name: HintText = None
 
@@ -255,7 +256,7 @@ def _blocks(value: Any) -> Any:
 
 
 class MessageParam(_Part):
-    """One message. Neighbours of one role count as one turn."""
+    """One message. Consecutive messages of one role are one turn."""
 
     role: Literal["user", "assistant", "system"]
     """`system`: further instructions in the course of the conversation."""
@@ -278,7 +279,7 @@ _HOSTED_TOOLS = (
     "advisor_",
     "mcp_toolset",
 )
-"""Beginnings of the types of tools that Anthropic defines."""
+"""Prefixes of the types of tools that Anthropic defines."""
 
 
 class ClientTool(_Part):
@@ -288,9 +289,9 @@ class ClientTool(_Part):
     name: FunctionName
     description: str | None = None
     input_schema: Schema
-    """JSON schema of the call's input, an object's."""
+    """JSON schema of the call's input, which is an object."""
     strict: bool = False
-    """Hold the input of every call to the schema, also where the model may choose whether to call."""
+    """Enforce the schema in the input of every call, also if the model may choose whether to call."""
     cache_control: Hint = None
     allowed_callers: HintList = None
     defer_loading: Annotated[bool, Field(description=f"{NO_CHANGE} The model is shown every tool.")] = False
@@ -299,7 +300,7 @@ class ClientTool(_Part):
 
 
 class AnthropicTool(_Part):
-    """A tool that Anthropic defines, such as `web_search_20250305` or `bash_20250124`. It is left out."""
+    """A tool that Anthropic defines, such as `web_search_20250305` or `bash_20250124`. It is ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -389,7 +390,7 @@ def _no_mcp_servers(value: list[Any]) -> list[Any]:
 
 
 class CountTokensRequest(ModelRequest):
-    """Body of `POST /v1/messages/count_tokens`: what of a request for a message makes its prompt."""
+    """Body of `POST /v1/messages/count_tokens`: the fields of a message request that determine its prompt."""
 
     messages: Annotated[Items[MessageParam], Field(min_length=1)]
     """The conversation so far, oldest first. A last message of the assistant's is continued."""
@@ -451,13 +452,13 @@ class MessagesRequest(CountTokensRequest):
     """Makes sampling reproducible. Not Anthropic's, like the next three."""
 
     priority: Annotated[int, Between(-INT31 - 1, INT31)] = 0
-    """Lower is served first, equal ones in order of arrival."""
+    """Requests with a lower value are served first, equal ones in order of arrival."""
 
     timeout: Annotated[float, Between(0, 86400, low_open=True)] | None = None
     """Seconds that the answer may take, waiting included."""
 
     cache_salt: str | None = None
-    """Share cached prefixes only with requests of the same salt."""
+    """Share cached prefixes only with requests that have the same salt."""
 
     metadata: Hint = None
     service_tier: HintText = None
@@ -495,7 +496,7 @@ class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    """Those values that were written whole, if `stop_reason` is `max_tokens`."""
+    """The input; only completely written values, if `stop_reason` is `max_tokens`."""
 
 
 Content: TypeAlias = TextContent | ThinkingContent | ToolUseContent
@@ -513,9 +514,9 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     input_tokens: int
     """Prompt tokens that were neither read from the prefix cache nor counted as written to it."""
     cache_creation_input_tokens: int = 0
-    """Prompt tokens newly cached, where the request holds a `cache_control`."""
+    """Newly cached prompt tokens, if the request has a `cache_control`."""
     cache_read_input_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     output_tokens: int
     output_tokens_details: OutputTokensDetails | msgspec.UnsetType = msgspec.UNSET
     service_tier: Literal["standard"] = "standard"

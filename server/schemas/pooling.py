@@ -23,16 +23,17 @@ class PoolingFields(RequestModel):
     """Name of a served model, as `/v1/models` lists it."""
 
     truncate_prompt_tokens: TruncatePromptTokens | None = None
-    """Keep only this many of a prompt's first tokens, the special ones included; -1: as many as fit."""
+    """Truncate a prompt to this number of its first tokens, including special tokens; -1: to as many as fit."""
 
     priority: Priority = 0
-    """Lower is served first, equal ones in order of arrival; beyond -100 and 100 it counts as these."""
+    """Requests with a lower value are served first, equal ones in order of arrival; values are clipped to -100 to
+    100."""
 
     timeout: Timeout | None = None
-    """Seconds that the answer may take, waiting included; a request that is not done by then is ended with a 408."""
+    """Seconds that the answer may take, including waiting; a request that is not completed by then ends with a 408."""
 
     cache_salt: str | None = None
-    """Share cached prefixes only with requests of the same salt."""
+    """Share cached prefixes only with requests that have the same salt."""
 
     user: Ignored | None = None
 
@@ -54,10 +55,10 @@ class VectorFields(InputFields):
     """Write each vector as a list of numbers, or as base64 of little-endian float32."""
 
     dimensions: Annotated[int, Between(1, INT31)] | None = None
-    """Cut each vector to this many elements, where the model was trained for that."""
+    """Truncate each vector to this number of elements, if the model was trained for that."""
 
     prompt_name: str | None = None
-    """Name of one of the checkpoint's prompts, which goes before each text; default: the checkpoint's own choice."""
+    """Name of one of the checkpoint's prompts, which is prepended to each text; default: the checkpoint's default."""
 
 
 class EmbeddingRequest(VectorFields):

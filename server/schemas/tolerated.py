@@ -1,26 +1,26 @@
-"""Fields that requests may hold although they have no effect here, because clients that people use send them.
+"""Fields that requests may have although they have no effect here, because common clients send them.
 
-Everything else that the API does not know is a 400. A field with `values` is accepted only with one of these, which
-ask for nothing that the server does not do. What is left out is named in the answer's `x-kaon-ignored` header.
+All other unknown fields are a 400. A field with `values` is accepted only with one of these, which ask for nothing
+that the server does not do anyway. Ignored fields are listed in the answer's `x-kaon-ignored` header.
 """
 
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from server.ignored import ignore
 
-Place: TypeAlias = Literal["", "messages[].", "messages[].content[].", "messages[].tool_calls[].", "tools[]."]
-"""Where a field is: in the request itself, or in one of its objects."""
+ObjectPath: TypeAlias = Literal["", "messages[].", "messages[].content[].", "messages[].tool_calls[].", "tools[]."]
+"""Path of the object that has a field: the request itself (empty), or an object within it."""
 
 
 class Tolerated(NamedTuple):
     """A field without effect."""
 
-    place: Place
+    object_path: ObjectPath
     name: str
     sent_by: str
-    """Clients, or what the field is for."""
+    """The clients that send it, or its purpose."""
     values: tuple[Any, ...] = ()
-    """Values that are accepted; none: any."""
+    """Accepted values; empty means any value."""
 
 
 TOLERATED = (
@@ -53,14 +53,14 @@ TOLERATED = (
     Tolerated("tools[].", "cache_control", "Anthropic's cache hints"),
 )
 
-_BY_PLACE: dict[str, dict[str, Tolerated]] = {}
+_BY_PATH: dict[str, dict[str, Tolerated]] = {}
 for _field in TOLERATED:
-    _BY_PLACE.setdefault(_field.place, {})[_field.name] = _field
+    _BY_PATH.setdefault(_field.object_path, {})[_field.name] = _field
 
 
-def without_tolerated(data: dict[str, Any], place: Place) -> dict[str, Any]:
-    """`data` without the fields that are tolerated at `place`, which are recorded as ignored."""
-    fields = _BY_PLACE[place]
+def without_tolerated(data: dict[str, Any], object_path: ObjectPath) -> dict[str, Any]:
+    """Return `data` without the fields that are tolerated at `object_path`, and record these as ignored."""
+    fields = _BY_PATH[object_path]
     left_out = [
         name
         for name in fields.keys() & data.keys()
@@ -69,5 +69,5 @@ def without_tolerated(data: dict[str, Any], place: Place) -> dict[str, Any]:
     if not left_out:
         return data
     for name in sorted(left_out):
-        ignore(f"{place}{name}")
+        ignore(f"{object_path}{name}")
     return {name: value for name, value in data.items() if name not in left_out}

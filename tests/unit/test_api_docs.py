@@ -83,4 +83,4 @@ def test_what_stands_between_backticks_is_code_on_the_page_for_people() -> None:
 
 def test_every_tolerated_field_is_on_the_page() -> None:
     page = api_docs.PAGE.read_text()
-    assert [field.name for field in TOLERATED if f"`{field.place}{field.name}`" not in page] == []
+    assert [field.name for field in TOLERATED if f"`{field.object_path}{field.name}`" not in page] == []
