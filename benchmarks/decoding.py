@@ -154,7 +154,7 @@ def _times(engine: LLMEngine, streams: int) -> tuple[float, float]:
 
 
 def _children_bytes() -> int:
-    """Memory that this process's children share with nobody; files that they map are shared."""
+    """Return the private memory of this process' children; files that they map are shared."""
     return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
 
 

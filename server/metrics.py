@@ -260,7 +260,7 @@ class Metrics:
             registry=registry,
         )
         self._dropped_log_lines = counter(
-            "kaon_log_lines_dropped_total", "Lines of the API process' log dropped because nobody read them."
+            "kaon_log_lines_dropped_total", "Lines of the API process' log dropped because the log was not read."
         )
         self._seen_dropped_log_lines = 0
         self._open_connections = gauge("kaon_connections_open", "Connections of clients that are open.")

@@ -224,7 +224,7 @@ def first_line(error: BaseException) -> str:
 
 
 def describe(device: str) -> dict[str, str] | None:
-    """By name, in the order in which it is told; None where there is no such device."""
+    """Results by name, in the order of the report; None if there is no such device."""
     import torch
 
     found = {}

@@ -138,7 +138,7 @@ class _Contestants:
     def measure(self, load: Load, of_both: Load) -> Values:
         """Kaon's rate with a load, and both ones' with another. Raises what Kaon's failure raises.
 
-        The peer's failure is told of in its column.
+        The peer's failure is reported in its column.
         """
         if self._folder is None:
             self._start()

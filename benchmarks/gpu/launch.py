@@ -104,7 +104,7 @@ def _binder(function: Any, plain: tuple[Any, ...], unaligned: tuple[Any, ...]) -
 
 
 def _hints(kernel: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `@triton.jit` was told not to specialise on; the interpreter keeps it in another attribute."""
+    """Arguments of `@triton.jit` that are not specialised on; the interpreter has them in another attribute."""
     kept = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
     plain, unaligned = (kept.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
     return tuple(plain), tuple(unaligned)

@@ -99,7 +99,8 @@ def findings_of(
 ) -> Iterator[Finding]:
     """As they come, for `seconds` at most. `command` is given how many cases are done.
 
-    A process that ends within a case is told of as that case's failure, and another one goes on behind it.
+    If the process ends within a case, that case is reported as failed, and another process continues with the next
+    one.
     """
     deadline, done, case = clock() + seconds, 0, _START
     while True:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.peers`: Kaon and its peers in turn, and their section of docs/benchmarks.md.
 
-`make bench-peers` calls it. A peer that cannot be installed, started or measured is told of, and the others go on.
+`make bench-peers` calls it. A peer that cannot be installed, started or measured is reported, and the others continue.
 """
 
 import argparse

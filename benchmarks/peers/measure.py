@@ -121,7 +121,8 @@ def measure(
     root: Path,
     tell: Callable[[Measurement], None],
 ) -> None:
-    """Tell each figure as it is found. Raises `ServerError` or `LoadError`; then what was told stands."""
+    """Report each figure as it is measured. Raises `ServerError` or `LoadError`; figures reported before stay
+    valid."""
     for checkpoint in dict.fromkeys(workload.checkpoint for workload in workloads):
         chosen = [workload for workload in workloads if workload.checkpoint == checkpoint]
         _measure_checkpoint(contestant, checkpoint, chosen, round_number, root, tell)

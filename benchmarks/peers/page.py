@@ -77,7 +77,7 @@ _HOW = """\
 
     make bench-peers                                             # every peer, three rounds: an hour or more
     make bench-peers ARGS="--peers vllm,llama-cpp --rounds 5"    # some, each next to the Kaon of its precision
-    make bench-peers ARGS="--workloads one,eight --no-page"      # some workloads, told and not written
+    make bench-peers ARGS="--workloads one,eight --no-page"      # some workloads, printed and not written
     make bench-peers ARGS="--peers vllm --rounds 1 --append"     # a further round of a run in pieces
     make bench-peers ARGS="--rounds 0 --append"                  # the page again, from what was measured
 

@@ -849,7 +849,7 @@ class Acceptor:
                 ssl=None if self._tls is None else self._tls(),
                 ssl_handshake_timeout=timeout,
             )
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, nobody else is concerned
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - no other connection is affected
             is_usual = isinstance(error, (OSError, asyncio.CancelledError))
             _log.log(logging.DEBUG if is_usual else logging.ERROR, "a connection was not set up: %r", error)
             connection.close()
