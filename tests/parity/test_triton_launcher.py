@@ -103,6 +103,18 @@ def test_every_launch_runs_the_binary_that_triton_chooses(ran: Ran) -> None:
     launched_as_by_triton(ran)
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 16])
+@pytest.mark.parametrize("second", [0, 1, 2, 16])
+def test_an_integer_that_triton_specialises_selects_the_binary(first: int, second: int, ran: Ran) -> None:
+    """Of launches that differ in one integer alone: 1, a multiple of 16, or another number."""
+    kernel, x = kernel_of(), torch.zeros(64)
+    for columns in (first, second, first):
+        arguments, given_by_name = (x, x, 3, columns, 1.0), {"SIZE": 16, "HAS_SCALE": True}
+        kernel[2, 3](*arguments, **given_by_name)
+        JITFunction.run(kernel, *arguments, grid=(2, 3), warmup=False, **given_by_name)
+        assert ran[-2] == ran[-1]
+
+
 def test_the_second_launch_of_a_form_does_not_pass_through_triton(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, x = kernel_of(), torch.zeros(64)
     bound = []

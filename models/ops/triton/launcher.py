@@ -10,7 +10,7 @@ take twice as long. Of a kernel with a tensor `x`, an integer `n` and a constant
 
     def launch__(grid__, x, n, *, SIZE, num_warps=None, num_stages=None, **rest__):
         ...
-        form__ = (device__, x.dtype, n.__class__, n & 15 and n == 1, pointers, sizes, wide, SIZE, num_warps, ...)
+        form__ = (device__, x.dtype, n.__class__, n & 15 and 2 - (n == 1), pointers, sizes, wide, SIZE, num_warps, ...)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +123,8 @@ def _source_of(parameters: Sequence[KernelParam], arguments: Sequence[Any], opti
         facts.append(f"{name}.__class__")
         wide.append(f"{name} >> 31")
         if not each.do_not_specialize:
-            facts.append(f"{name} & 15 and {name} == 1")
+            # 0 for multiples of 16, 1 for 1, and 2 for others: False would be equal to 0.
+            facts.append(f"{name} & 15 and 2 - ({name} == 1)")
     if not pointers:
         return None
     return _SOURCE.format(
