@@ -1,19 +1,21 @@
 """`LaunchedStep`: a step on the device that is read later. `StepResult` is what a step's pass has computed."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.batch import ScheduledBatchOutput
+from engine.distributed.rank_steps import RankSteps
 from engine.messages import TokenLogprobs
 from engine.runner.device import Download, oom_in_step
-from engine.runner.device_batch import DeviceInputs
+from engine.runner.device_batch import DeviceBatch
 from engine.runner.drafting import DeviceDrafts
 from engine.runner.input_batch import StepInputs
 from engine.runner.pooling import PooledVectors
 from engine.sampling.parameters import SamplingRows
-from engine.sampling.sampler import LaunchedTokens
+from engine.sampling.sampler import LaunchedTokens, SampledTokens
 from models.ops.cpu.draft_chain import Verified
 
 
@@ -32,6 +34,21 @@ class StepResult(NamedTuple):
     """The step with the drafts that follow it, where one call computed both."""
 
 
+class StepWork(NamedTuple):
+    """What a runner does with one of its steps. The step is part of the functions."""
+
+    resolve: Callable[[StepInputs], StepInputs]
+    """Completes inputs that depend on tokens of earlier steps, once these are read."""
+    sample: Callable[
+        [torch.Tensor | LaunchedTokens, StepInputs, SamplingRows], tuple[LaunchedTokens, DeviceDrafts | None]
+    ]
+    """Has the device sample from the logits, and keep the tokens, or draft after them, for the next step."""
+    finish: Callable[[StepInputs, SampledTokens, DeviceDrafts | None], ScheduledBatchOutput]
+    """Stores what was sampled, and reports it by sequence."""
+    add_vectors: Callable[[ScheduledBatchOutput, PooledVectors, torch.Tensor], None]
+    """Reports the vectors of pooled prompts, which the last argument has on the host."""
+
+
 class LaunchedStep:
     """A step on the device whose tokens are read later, as asynchronous scheduling needs it.
 
@@ -41,33 +58,32 @@ class LaunchedStep:
 
     def __init__(
         self,
-        runner: Any,
-        batch: ScheduledBatch,
         inputs: StepInputs,
-        on_device: DeviceInputs,
         result: StepResult,
+        device_batch: DeviceBatch,
+        ranks: RankSteps | None,
+        work: StepWork,
         *,
         drafts_on_device: bool,
     ) -> None:
-        """`runner`: the `ModelRunner` that launches it, whose module imports this one."""
-        self._runner, self._batch, self._inputs, self._on_device = runner, batch, inputs, on_device
+        """`ranks`: of rank 0 of several. `work`: what the runner does with the step."""
+        self._inputs, self._device_batch, self._ranks, self._work = inputs, device_batch, ranks, work
         self.drafts_on_device = drafts_on_device
         """Whether the drafts after it are made before it is read."""
         self._logits: torch.Tensor | LaunchedTokens | None = result.logits
         self._prompt_logprobs = result.prompt_logprobs
-        self._drafted_from = result.drafted_from
         self._pooled = result.pooled
-        self._vectors = None if result.pooled is None else runner.device_batch.downloads.begin(_words(result.pooled))
+        self._vectors = None if result.pooled is None else device_batch.downloads.begin(_words(result.pooled))
         self._tokens: LaunchedTokens | None = None
         self._drafts: DeviceDrafts | None = None
         self._downloads: list[Download] = []
-        self._number = runner.ranks.number if runner.ranks is not None else 0
+        self._number = ranks.number if ranks is not None else 0
 
     def sample(self) -> None:
         """Launch the sampler, if it was not yet: the steps before have been read."""
         if self._tokens is None:
             try:
-                self._inputs = self._runner.input_batch.resolve(self._inputs)
+                self._inputs = self._work.resolve(self._inputs)
                 assert self._inputs.sampling is not None
                 self.launch_sampler(self._inputs.sampling)
             except BaseException as error:
@@ -76,22 +92,14 @@ class LaunchedStep:
 
     def launch_sampler(self, rows: SamplingRows) -> None:
         """Have the device sample, keep the tokens for the next step, and copy them to the host."""
-        runner = self._runner
         assert self._logits is not None
         with torch.inference_mode(), oom_in_step():
-            self._tokens = tokens = runner.launch_sampler(self._logits, self._inputs, rows)
-            if self.drafts_on_device:
-                self._drafts = runner.draft_on_device(
-                    self._batch, self._inputs, self._on_device, tokens, self._drafted_from
-                )
-            else:
-                slots = self._on_device.sampled_slots
-                runner.keep_tokens(self._batch, self._inputs, slots, tokens.token_ids, self._drafted_from)
+            self._tokens, self._drafts = tokens, drafts = self._work.sample(self._logits, self._inputs, rows)
             words = tokens.candidates.words
-            if self._drafts is not None:
+            if drafts is not None:
                 # The host waits once, for both.
-                words = torch.cat((words.flatten(), self._drafts.token_ids.flatten()))
-            downloads = runner.device_batch.downloads
+                words = torch.cat((words.flatten(), drafts.token_ids.flatten()))
+            downloads = self._device_batch.downloads
             self._downloads = [downloads.begin(each) for each in (words, tokens.logprobs) if each is not None]
         # The logits may be most of the memory that a step takes.
         self._logits = None
@@ -99,7 +107,7 @@ class LaunchedStep:
     def result(self) -> ScheduledBatchOutput:
         """Wait for the step's tokens. Raises what the step raised."""
         assert self._tokens is not None
-        runner = self._runner
+        downloads = self._device_batch.downloads
         try:
             words, *logprobs = (download.wait() for download in self._downloads)
             of_tokens = self._tokens.candidates.words
@@ -109,22 +117,16 @@ class LaunchedStep:
             self._discard()
             raise
         for download in self._downloads:
-            runner.device_batch.downloads.give_back(download)
+            downloads.give_back(download)
+        on_device = None if self._drafts is None else self._drafts._replace(on_host=drafts)
         with torch.inference_mode():
-            output: ScheduledBatchOutput = runner.finish(
-                self._batch,
-                self._inputs,
-                sampled,
-                self._drafted_from,
-                device_drafts=None if self._drafts is None else self._drafts._replace(on_host=drafts),
-                is_launched=True,
-            )
+            output = self._work.finish(self._inputs, sampled, on_device)
         output.prompt_logprobs = self._prompt_logprobs
         if self._pooled is not None and self._vectors is not None:
             shape = self._pooled.values.shape
             values = self._vectors.wait().view(torch.float32)[: shape.numel()].view(shape).clone()
-            runner.device_batch.downloads.give_back(self._vectors)
-            runner.add_vectors(output, self._batch, self._pooled, values)
+            downloads.give_back(self._vectors)
+            self._work.add_vectors(output, self._pooled, values)
         return output
 
     def wait(self) -> None:
@@ -134,15 +136,15 @@ class LaunchedStep:
             self._abandon(RuntimeError("an earlier step failed"))
         else:
             self._discard()
-        self._runner.device_batch.device.record().synchronize()
+        self._device_batch.device.record().synchronize()
 
     def _abandon(self, error: BaseException) -> None:
-        if self._runner.ranks is not None:
-            self._runner.ranks.abandon(self._number, error)
+        if self._ranks is not None:
+            self._ranks.abandon(self._number, error)
 
     def _discard(self) -> None:
-        if self._runner.ranks is not None:
-            self._runner.ranks.discard(self._number)
+        if self._ranks is not None:
+            self._ranks.discard(self._number)
 
 
 def _words(pooled: PooledVectors) -> torch.Tensor:

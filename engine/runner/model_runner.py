@@ -29,7 +29,7 @@ from engine.runner.drafting import DeviceDrafts, ModelDrafter
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kernel_checks import leave_to_torch
 from engine.runner.kv_cache import PageCommitter
-from engine.runner.launched_step import LaunchedStep, StepResult
+from engine.runner.launched_step import LaunchedStep, StepResult, StepWork
 from engine.runner.loaded_model import LoadedModel, drafter_caches
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
 from engine.runner.pooling import PooledVectors, PromptPooler, finish_vectors
@@ -350,7 +350,7 @@ class ModelRunner:
                 inputs, on_device = self.prepare_model(batch, is_launched=True)
                 result = self.run_model(inputs, on_device, batch.prompt_spans)
             self.input_batch.reserve_tokens(inputs)
-            step = LaunchedStep(self, batch, inputs, on_device, result, drafts_on_device=self._drafts_on_device)
+            step = self._launched(batch, inputs, on_device, result)
             if inputs.sampling is not None and not step.drafts_on_device:
                 step.launch_sampler(inputs.sampling)
         self._last_step_seconds = time.perf_counter() - start
@@ -358,6 +358,30 @@ class ModelRunner:
             self.sentinel.note_host_seconds(self._last_step_seconds)
         self._count_step()
         return step
+
+    def _launched(
+        self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs, result: StepResult
+    ) -> LaunchedStep:
+        """A step whose pass was launched."""
+        drafted_from, drafts_on_device = result.drafted_from, self._drafts_on_device
+
+        def sample(
+            logits: torch.Tensor | LaunchedTokens, inputs: StepInputs, rows: SamplingRows
+        ) -> tuple[LaunchedTokens, DeviceDrafts | None]:
+            tokens = self.launch_sampler(logits, inputs, rows)
+            if drafts_on_device:
+                return tokens, self._draft_on_device(batch, inputs, on_device, tokens, drafted_from)
+            self._keep_tokens(batch, inputs, on_device.sampled_slots, tokens.token_ids, drafted_from)
+            return tokens, None
+
+        def finish(inputs: StepInputs, sampled: SampledTokens, drafts: DeviceDrafts | None) -> ScheduledBatchOutput:
+            return self.finish(batch, inputs, sampled, drafted_from, device_drafts=drafts, is_launched=True)
+
+        def add_vectors(output: ScheduledBatchOutput, pooled: PooledVectors, values: torch.Tensor) -> None:
+            self.add_vectors(output, batch, pooled, values)
+
+        work = StepWork(self.input_batch.resolve, sample, finish, add_vectors)
+        return LaunchedStep(inputs, result, self.device_batch, self.ranks, work, drafts_on_device=drafts_on_device)
 
     def can_replay(self, batch: ScheduledBatch) -> bool:
         """Whether a graph may replay a step, if the graphs of all replicas in lockstep do."""
@@ -480,9 +504,9 @@ class ModelRunner:
                 return
             self.input_batch.reserve_tokens(inputs)
             if message.drafts_on_device:
-                self.draft_on_device(batch, inputs, on_device, None, result.drafted_from)
+                self._draft_on_device(batch, inputs, on_device, None, result.drafted_from)
             else:
-                self.keep_tokens(batch, inputs, on_device.sampled_slots, None, result.drafted_from)
+                self._keep_tokens(batch, inputs, on_device.sampled_slots, None, result.drafted_from)
 
     def _store_followed(self, inputs: StepInputs, drafted: list[int] | None, token_ids: npt.NDArray[np.int64]) -> None:
         """Store what rank 0 has sampled in an earlier step; `NO_TOKEN` at positions that it has not accepted.
@@ -495,7 +519,7 @@ class ModelRunner:
         if self.drafter is not None and drafted is not None:
             self.drafter.settle(inputs, drafted)
 
-    def draft_on_device(
+    def _draft_on_device(
         self,
         batch: StepRows,
         inputs: StepInputs,
@@ -534,7 +558,7 @@ class ModelRunner:
     def _is_greedy(self, inputs: StepInputs) -> bool:
         return self.input_batch.are_greedy(inputs.slots) if self.parallel.size == 1 else self._chooses_by_shard
 
-    def keep_tokens(
+    def _keep_tokens(
         self,
         batch: StepRows,
         inputs: StepInputs,
