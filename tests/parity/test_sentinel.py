@@ -61,10 +61,11 @@ def unhurried(runner: ModelRunner) -> None:
     runner.sentinel._seconds = dict.fromkeys(sentinel.OPERATORS, 0.0)
 
 
-def decode(runner: ModelRunner, steps: int, count: int = 2) -> list[list[int]]:
-    """So many steps of some sequences, and what the sentinel finds of them afterwards, while idle."""
+def decode(runner: ModelRunner, steps: int, seed: int = 0) -> list[list[int]]:
+    """So many steps of two sequences, and what the sentinel finds of them afterwards, while idle."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
-    tokens = generate(runner, Scheduler(runner.config), [prompt(5 + seed, seed=seed) for seed in range(count)], params)
+    prompts = [prompt(5 + seed % 7, seed=2 * seed), prompt(6 + seed % 5, seed=2 * seed + 1)]
+    tokens = generate(runner, Scheduler(runner.config), prompts, params)
     while runner.sentinel is not None and runner.sentinel.catch_up():
         pass
     return tokens
@@ -83,8 +84,8 @@ def test_sound_steps_raise_no_alarm(checkpoint: Path, steps: int, monkeypatch: p
     monkeypatch.setattr(sentinel, "_LATER", 0)
     runner = watched(checkpoint)
     assert runner.program is not None, "steps that are not compared are recorded ones"
-    for _ in range(steps // 240 + (steps % 240 > 0)):
-        decode(runner, 240)
+    for seed in range(-(-steps // 240)):
+        decode(runner, 240, seed)
     checks, mismatches = runner.sentinel_counts()
     assert checks > 0.9 * steps
     assert mismatches == 0
