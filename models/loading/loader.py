@@ -438,7 +438,7 @@ def _keep_quantized(
         if parameter.dim() == 3:
             # The name of the stack is the last.
             stack = layers.pop()
-            if _stays_stacked(parameter, stack):
+            if stack is not None and stack.storage == "mxfp4-experts":
                 keep_quantized(parameter)
                 staying.append(sources[-1])
                 continue

@@ -4,7 +4,10 @@ A parameter made by `keep_quantized` has the shape and type of the dense weight,
 """
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from models.ops import aiter, triton
 from models.ops.aiter import operators as aiter_operators
 from models.ops.types import FP8_GROUP, RoundedRows
 from models.ops.weight_formats import (
+    RUN,
     Codes,
     FourBitWeight,
     FP8Weight,
@@ -28,6 +32,19 @@ from models.ops.weight_formats import (
 )
 
 
+class StoredForm(NamedTuple):
+    """How a part's codes lie. Parts of equal forms can be joined."""
+
+    kind: str
+    width: int
+    """Inputs of a group."""
+    groups: int
+    lead: int = 0
+    """Columns of zeros before the first input, which complete a group that another rank's inputs begin."""
+    trail: int = 0
+    """Columns of zeros after the last one."""
+
+
 class StoredPart:
     """The memory of those rows of a weight, or of those experts of a stack, that are of one form: quantized or dense.
 
@@ -36,7 +53,7 @@ class StoredPart:
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._first: Codes | None = None
+        self._form: StoredForm | None = None
         self._codes = self._scales = torch.empty(0)
         self._zeros: torch.Tensor | None = None
         self._numbers: torch.Tensor | None = None
@@ -49,12 +66,17 @@ class StoredPart:
         """Equal for parts that can be joined; None before it has rows."""
         if self._numbers is not None:
             return "dense"
-        return None if self._first is None else _form_of(self._first)
+        return self._form
 
     @property
     def kind(self) -> str | None:
         """`fp8`, `int8`, `int4` or `mxfp4`; None where it is dense."""
-        return None if self._first is None else self._first.kind
+        return None if self._form is None else self._form.kind
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether a product rounds rows to FP8 in groups that begin with their first number."""
+        return self._form is not None and self._form.kind == "fp8" and not self._form.lead
 
     def put(self, first: int, rows: Codes, index: int | None = None) -> bool:
         """Fill rows from `first` on, of a stack those of weight `index`; False if they differ in layout from those
@@ -63,10 +85,11 @@ class StoredPart:
         rows = rows.unpaired()
         if rows.kind == "int8" and (rows.scales.shape[1] > 1 or _has_zero_points(rows)):
             return False
-        if self._numbers is not None or (self._first is not None and _form_of(rows) != _form_of(self._first)):
+        rows, form = _in_whole_groups(rows)
+        if self._numbers is not None or self._form not in (None, form):
             return False
-        if self._first is None:
-            self._begin(rows)
+        if self._form is None:
+            self._begin(rows, form)
         some = slice(first, first + len(rows.codes))
         at = some if index is None else (index, some)
         codes, scales = self._as_kernels_read(rows)
@@ -81,16 +104,16 @@ class StoredPart:
         """Fill rows of one weight from `first` on, which makes all of its rows dense. # [count, inputs]"""
         if self._numbers is None:
             self._numbers = self.dense()
-            self._first, self._zeros = None, None
+            self._form, self._zeros = None, None
             self._codes = self._scales = torch.empty(0)
         self._numbers[first : first + len(rows)].copy_(rows)
 
-    def _begin(self, rows: Codes) -> None:
+    def _begin(self, rows: Codes, form: "StoredForm") -> None:
         from models.ops.triton.configs import target_of
 
-        self._first = rows
-        *outputs, inputs = self._shape
-        groups = rows.scales.shape[1]
+        self._form = form
+        *outputs, _ = self._shape
+        inputs, groups = rows.inputs, form.groups
 
         def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(*outputs, columns, dtype=dtype, device=self._device)
@@ -129,9 +152,9 @@ class StoredPart:
         # [..., outputs, inputs], [..., outputs / 128, inputs / 128] float32
         """
         if not self._has_looked_for_blocks:  # Once, since it waits for the device.
-            inputs = self._shape[-1]
-            first = self._first
-            if first is not None and first.kind == "fp8" and first.width == FP8_GROUP and inputs % FP8_GROUP == 0:
+            form = self._form
+            is_whole = form is not None and form.kind == "fp8" and form.width == FP8_GROUP and not form.lead
+            if is_whole and self._shape[-1] % FP8_GROUP == 0:
                 blocks = aiter_operators.scale_blocks(self._scales)
                 self._fp8_blocks = None if blocks is None else (self._codes, blocks)
             self._has_looked_for_blocks = True
@@ -141,7 +164,7 @@ class StoredPart:
         """Its numbers, or those of some rows, as torch computes with them; undefined where rows were not filled."""
         if self._numbers is not None:
             return self._numbers[at]
-        if self._first is None:
+        if self._form is None:
             return torch.empty(self._shape, dtype=self._dtype, device=self._device)[at]
         return self._quantized.part(at).dense(self._dtype)
 
@@ -152,12 +175,14 @@ class StoredPart:
 
     @property
     def _quantized(self) -> QuantizedWeight:
-        assert self._first is not None, "a weight is filled before it is used"
-        if self._first.kind == "fp8":
-            return FP8Weight(self._codes, self._scales if self._first.width == FP8_GROUP else self._scales[..., 0])
-        if self._first.kind == "int8":
+        assert self._form is not None, "a weight is filled before it is used"
+        form = self._form
+        if form.kind == "fp8":
+            scales = self._scales if form.width == FP8_GROUP else self._scales[..., 0]
+            return FP8Weight(self._codes, scales, form.lead)
+        if form.kind == "int8":
             return Int8Weight(self._codes, self._scales[..., 0])
-        return FourBitWeight(self._codes, self._scales, self._zeros)
+        return FourBitWeight(self._codes, self._scales, self._zeros, form.lead, form.trail)
 
     def some(self, at: slice | list[int]) -> "StoredPart":
         """A copy of some of its rows, or of its experts."""
@@ -184,7 +209,7 @@ class StoredPart:
         if self._numbers is not None:
             found._numbers = made("_numbers")
             return found
-        found._first, found._codes, found._scales = self._first, made("_codes"), made("_scales")
+        found._form, found._codes, found._scales = self._form, made("_codes"), made("_scales")
         found._zeros = None if self._zeros is None else made("_zeros")
         return found
 
@@ -309,7 +334,7 @@ class StoredWeight:
         """The FP8 that a product rounds `x` to; None where it does not."""
         from models.ops.triton.configs import target_of
 
-        return target_of(x.device).fp8_dtype if any(part.kind == "fp8" for part in self.parts) else None
+        return target_of(x.device).fp8_dtype if any(part.rounds_rows for part in self.parts) else None
 
     def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `StoredPart.fp8_blocks`, where all of the weight is of that form."""
@@ -347,8 +372,38 @@ class StoredWeight:
         raise IndexError(f"the weight has {self._shape[0]} rows, not {some.start}")
 
 
-def _form_of(rows: Codes) -> Hashable:
-    return rows.kind, rows.width, rows.scales.shape[1]
+def _in_whole_groups(rows: Codes) -> tuple[Codes, StoredForm]:
+    """Rows with columns of zeros where the first group or the last is not whole, and their form.
+
+    4-bit codes get smaller groups where that takes fewer columns; their scales are repeated.
+    """
+    width, lead, inputs = rows.width, rows.lead, rows.inputs
+    if not rows.cuts_groups and (rows.kind in ("fp8", "int8") or inputs % (2 * RUN) == 0):
+        return rows, StoredForm(rows.kind, width, rows.scales.shape[1])
+    if rows.kind == "fp8":
+        codes = F.pad(rows.codes.view(torch.uint8), (lead, 0)).view(rows.codes.dtype)
+        return replace(rows, codes=codes, lead=0), StoredForm("fp8", width, rows.scales.shape[1], lead)
+    smaller = math.gcd(width, lead, lead + inputs)
+    if smaller % (2 * RUN):
+        smaller = RUN
+    skipped, lead = divmod(lead, smaller)
+    trail = -(lead + inputs) % (2 * RUN)
+    groups = (lead + inputs + trail) // smaller
+
+    def of_smaller(each: torch.Tensor) -> torch.Tensor:
+        # A group of padding has the scale of the last one: its codes are multiplied by rows' zeros.
+        some = each.repeat_interleave(width // smaller, 1)[:, skipped : skipped + groups]
+        return torch.cat((some, some[:, -1:].expand(-1, groups - some.shape[1])), 1)
+
+    rows = replace(
+        rows,
+        codes=F.pad(rows.codes, (lead, trail)),
+        scales=of_smaller(rows.scales),
+        zeros=None if rows.zeros is None else of_smaller(rows.zeros),
+        width=smaller,
+        lead=0,
+    )
+    return rows, StoredForm(rows.kind, smaller, groups, lead, trail)
 
 
 def dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from types import EllipsisType
 from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from models.ops.types import FP8_GROUP
 
@@ -34,6 +35,8 @@ class FP8Weight(NamedTuple):
 
     Of a stack: [experts, N, K / 128] or [experts, N].
     """
+    lead: int = 0
+    """Columns before the weight's first, which complete the group that it begins in; rows have zeros there."""
 
     @property
     def is_blocked(self) -> bool:
@@ -53,7 +56,7 @@ class FP8Weight(NamedTuple):
             return (self.codes.float() * scales[..., None]).to(dtype)
         rows = 1 if scales.shape[-2] == outputs else FP8_GROUP
         scales = scales.repeat_interleave(rows, -2).repeat_interleave(FP8_GROUP, -1)
-        return (self.codes.float() * scales[..., :outputs, :inputs]).to(dtype)
+        return (self.codes.float() * scales[..., :outputs, :inputs]).to(dtype)[..., self.lead :]
 
     @property
     def kind(self) -> str:
@@ -63,11 +66,15 @@ class FP8Weight(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """Shape of the dense weight. # [.., N, K]"""
-        return self.codes.shape
+        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] - self.lead))
 
     def part(self, at: Rows) -> "FP8Weight":
         """Some rows of a weight with a scale for each row or for 128 inputs of it."""
-        return FP8Weight(self.codes[at], self.scales[at])
+        return FP8Weight(self.codes[at], self.scales[at], self.lead)
+
+    def completed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows with zeros where the codes have columns that the weight has not. # [M, K]"""
+        return F.pad(rows, (self.lead, 0)) if self.lead else rows
 
 
 def to_flavour(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,6 +96,10 @@ class FourBitWeight(NamedTuple):
     """[.., out, groups] of the model's type; with MXFP4 the exponents of powers of two, uint8, biased by 127."""
     zeros: torch.Tensor | None = None
     """[.., out, groups] uint8, the code that means 0; None with MXFP4."""
+    lead: int = 0
+    """Columns before the weight's first, as those of `FP8Weight`."""
+    trail: int = 0
+    """Columns after its last, so that there is an even number of runs."""
 
     @property
     def kind(self) -> str:
@@ -98,11 +109,16 @@ class FourBitWeight(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """Shape of the dense weight. # [.., out, in]"""
-        return torch.Size((*self.packed.shape[:-1], 2 * self.packed.shape[-1]))
+        return torch.Size((*self.packed.shape[:-1], 2 * self.packed.shape[-1] - self.lead - self.trail))
 
     def part(self, at: Rows) -> "FourBitWeight":
         """Some rows."""
-        return FourBitWeight(self.packed[at], self.scales[at], None if self.zeros is None else self.zeros[at])
+        zeros = None if self.zeros is None else self.zeros[at]
+        return FourBitWeight(self.packed[at], self.scales[at], zeros, self.lead, self.trail)
+
+    def completed(self, rows: torch.Tensor) -> torch.Tensor:
+        """As that of `FP8Weight`."""
+        return F.pad(rows, (self.lead, self.trail)) if self.lead or self.trail else rows
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The numbers. # [.., out, in]"""
@@ -114,7 +130,8 @@ class FourBitWeight(NamedTuple):
         else:
             values = (codes - self.zeros.long().repeat_interleave(size, -1)).float()
             scales = self.scales.float()
-        return (values * scales.repeat_interleave(size, -1)).to(dtype)
+        dense = (values * scales.repeat_interleave(size, -1)).to(dtype)
+        return dense[..., self.lead : dense.shape[-1] - self.trail]
 
 
 class Int8Weight(NamedTuple):
@@ -280,13 +297,15 @@ class Codes:
     zeros: torch.Tensor | None
     """[rows, groups], of the dtype of the codes: the code that means 0, with int4 and int8."""
     width: int
-    """Inputs of a group; the last of FP8 may have fewer."""
+    """Inputs of a group; the last may have fewer."""
     dense: Callable[[], torch.Tensor]
     """Computes the same rows and columns dequantized, as the model uses them without kernels."""
     order: torch.Tensor | None = None
     """[inputs] int32, the layer's input that each column multiplies, on a CPU; None: the columns are in its order."""
     is_paired: bool = False
     """Whether two codes of 4 bits share a byte, the first in its low half."""
+    lead: int = 0
+    """Inputs of the first group that another rank has, before these."""
 
     @property
     def inputs(self) -> int:
@@ -299,8 +318,14 @@ class Codes:
             return self
         return replace(self, codes=nibbles(self.codes), is_paired=False)
 
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether the first group or the last lacks inputs that another rank has."""
+        has_part = self.kind != "fp8" and (self.lead + self.inputs) % self.width != 0
+        return self.scales.shape[1] > 1 and (self.lead > 0 or has_part)
+
     def part(self, dim: int, first: int, last: int, step: int = 1) -> "Codes | None":
-        """Some rows or columns; None where a group would be cut, or two runs of 4-bit codes."""
+        """Some rows or columns; None of columns that are not neighbours, or not in the order of the layer's inputs."""
         dense = self.dense
 
         def slice_of_dense() -> torch.Tensor:
@@ -311,21 +336,20 @@ class Codes:
             some = slice(first, last, step)
             zeros = None if self.zeros is None else self.zeros[some]
             return replace(self, codes=self.codes[some], scales=self.scales[some], zeros=zeros, dense=slice_of_dense)
-        inputs = self.inputs
-        if step != 1 or (self.order is not None and last - first < inputs):
+        if step != 1 or (self.order is not None and last - first < self.inputs):
             return None
-        groups = slice(0, self.scales.shape[1])
-        if self.width < inputs:
-            if first % self.width or (last % self.width and last != inputs):
-                return None
-            if self.kind != "fp8" and (last - first) % (2 * RUN):
-                return None
-            groups = slice(first // self.width, -(-last // self.width))
-        zeros = None if self.zeros is None else self.zeros[:, groups]
+        if self.is_paired and (first % 2 or last % 2):
+            return self.unpaired().part(dim, first, last)
+        groups, lead = slice(0, 1), 0
+        if self.scales.shape[1] > 1:
+            begin = self.lead + first
+            groups, lead = slice(begin // self.width, -(-(self.lead + last) // self.width)), begin % self.width
         per_byte = 2 if self.is_paired else 1
-        if first % per_byte or last % per_byte:
-            return None
-        columns = slice(first // per_byte, last // per_byte)
         return replace(
-            self, codes=self.codes[:, columns], scales=self.scales[:, groups], zeros=zeros, dense=slice_of_dense
+            self,
+            codes=self.codes[:, first // per_byte : last // per_byte],
+            scales=self.scales[:, groups],
+            zeros=None if self.zeros is None else self.zeros[:, groups],
+            lead=lead if groups.stop - groups.start > 1 else 0,
+            dense=slice_of_dense,
         )

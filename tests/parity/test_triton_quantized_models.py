@@ -12,7 +12,11 @@ from triton.runtime.interpreter import InterpretedFunction
 from models.loading.checkpoint import read_checkpoint_config
 from models.loading.loader import load_model
 from models.ops import triton
+from models.ops.self_test import Problems
 from models.ops.stored_weight import stored_of
+from models.ops.triton.cases.quantized_products import as_multiplied, part_of
+from models.ops.triton.quantized_products import quantized_linear
+from models.ops.weight_formats import FourBitWeight, FP8Weight
 from models.parallel.tensor_parallel import SINGLE_RANK, ExpertParallel, TensorParallel
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family
@@ -250,15 +254,42 @@ def test_other_experts_stay_as_they_are_stored_where_one_of_them_is_dense(name: 
     assert_near(run(pair.quantised)[0], run(pair.dense)[0], name)
 
 
-def test_experts_of_ranks_that_cut_groups_become_dense(tmp_path: Path) -> None:
-    pair = write_experts(tmp_path, "Qwen3MoeForCausalLM", "gptq, zero points", moe_intermediate_size=64)
-    for parallel in ranks(2):
+@pytest.mark.parametrize(
+    ("architecture", "name", "size"),
+    [
+        # The second of two ranks begins within the first group of 128.
+        ("Qwen3MoeForCausalLM", "fp8 blocks", 192),
+        # Half of 64 inputs are one run of 32, and two of them share their bytes.
+        ("Qwen3MoeForCausalLM", "gptq, zero points", 64),
+        # The second of two ranks begins within a group of 64.
+        ("Qwen3MoeForCausalLM", "gptq, one group", 320),
+        # Groups of 32, which each rank begins or ends within.
+        ("MixtralForCausalLM", "quark mxfp4", 192),
+        ("GptOssForCausalLM", "gpt-oss", 192),
+    ],
+)
+def test_weights_stay_as_they_are_stored_where_ranks_cut_groups(
+    architecture: str, name: str, size: int, tmp_path: Path
+) -> None:
+    family = family_of(architecture)
+    if name == "gpt-oss":
+        pair = q.write_gpt_oss_pair(tmp_path, family, hidden_size=64, intermediate_size=size)
+    else:
+        field = "intermediate_size" if architecture.startswith("Mixtral") else "moe_intermediate_size"
+        pair = write_experts(tmp_path, architecture, name, **{field: size, "num_hidden_layers": 1})
+    for parallel in ranks(4 if size % 4 == 0 and "mxfp4" in name else 2):
         found, expected = stacks_of(pair.quantised, parallel), stacks_of(pair.dense, parallel)
         for ours, theirs in zip(found, expected, strict=True):
-            # Half of 64 inputs are one run of 32, and two of them share their bytes.
             stored = stored_of(ours)
-            assert (stored is None) == (ours.shape[2] == 32)
-            torch.testing.assert_close(ours.data if stored is None else stored.dense(), theirs.data)
+            assert stored is not None
+            torch.testing.assert_close(stored.dense(), theirs.data)
+            operand = stored.operand
+            assert isinstance(operand, FP8Weight | FourBitWeight)
+            assert operand.shape == theirs.shape
+            x = Problems(DEVICE).normal(3, operand.shape[-1], dtype=torch.bfloat16)
+            products = quantized_linear(x, operand.part(1))
+            exact = as_multiplied(x, operand) @ part_of(operand, 1, torch.bfloat16).T
+            torch.testing.assert_close(products.float(), exact, rtol=2**-7, atol=float(exact.abs().max()) * 2**-8)
 
 
 def test_experts_of_gpt_oss_stay_as_they_are_stored(tmp_path: Path) -> None:

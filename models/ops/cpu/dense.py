@@ -363,7 +363,7 @@ class QuantizedWeight(PackedWeight):
         """See `PackedWeight`: codes and scales of the very form that rows are rounded to."""
         if rows.kind != f"int{self.bits}" or rows.order is not None or rows.scales.dtype is not torch.bfloat16:
             return False
-        if rows.width != group_of(self.bits) or self.in_features % rows.width:
+        if rows.width != group_of(self.bits) or self.in_features % rows.width or rows.lead:
             return False
         return rows.zeros is None or bool((rows.zeros == _MIDDLE[self.bits]).all())
 
@@ -518,7 +518,7 @@ class CodedWeight(PackedWeight):
     def _group_fits(self, rows: Codes) -> bool:
         has_one_group = rows.scales.shape[1] == 1 and rows.width >= self.in_features
         return has_one_group or (
-            rows.width % DEPTH == 0 and rows.scales.shape[1] == -(-self.in_features // rows.width)
+            not rows.lead and rows.width % DEPTH == 0 and rows.scales.shape[1] == -(-self.in_features // rows.width)
         )
 
     def begin(self, form: "_Form", order: torch.Tensor | None = None) -> None:

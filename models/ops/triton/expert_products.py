@@ -587,9 +587,10 @@ def grouped_products(
         assert out is not None
         return out
     if isinstance(weight, FP8Weight):
+        rows = weight.completed(rows)
         return moe_fp8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out, rounded=rounded)
     if isinstance(weight, FourBitWeight):
-        return moe_four_bit_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)
+        return moe_four_bit_gemm(weight.completed(rows), weight, bias, pairs, num_pairs, gating=gating, out=out)
     if isinstance(weight, Int8Weight):
         return moe_int8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)
     return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating, out=out)

@@ -582,7 +582,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """`x @ weight.T + bias` by the kernel for the weight's layout. `rounded`: see `fp8_linear`. # [M, K] -> [M, N]"""
     if isinstance(weight, FP8Weight):
-        return fp8_linear(x, weight, bias, rounded)
+        return fp8_linear(weight.completed(x), weight, bias, rounded)
     if isinstance(weight, Int8Weight):
         return int8_linear(x, weight, bias)
-    return four_bit_linear(x, weight, bias)
+    return four_bit_linear(weight.completed(x), weight, bias)

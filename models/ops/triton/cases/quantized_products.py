@@ -97,7 +97,9 @@ def as_multiplied(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> to
         codes, scales = reference_quantize_rows(x)
         return codes.float() * scales[:, None]
     fp8 = target_of(x.device).fp8_dtype
-    return x.float() if fp8 is None or not isinstance(weight, FP8Weight) else rounded(x, fp8)
+    if fp8 is None or not isinstance(weight, FP8Weight):
+        return x.float()
+    return rounded(weight.completed(x), fp8)[:, weight.lead :]
 
 
 def ends_of(outputs: int) -> tuple[slice, ...]:
@@ -147,7 +149,7 @@ class ProductCase(Case):
         """See `Case`: layout and shape of the weight."""
         if isinstance(self.weight, torch.Tensor):
             return self.weight.shape, self.weight.dtype, self.bias is not None
-        return self.weight.kind, self.weight.shape, self.weight.scales.shape, self.bias is not None
+        return self.weight.kind, self.weight[0].shape, self.weight.scales.shape, self.bias is not None
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: one row, some and many, which take different tiles."""
