@@ -323,6 +323,9 @@ def _read(
     if missing := [name for name, target in wanted.items() if not target.is_alternative_to(wanted)]:
         lacking = some(dequantizer.missing_names(missing))
         raise CheckpointError(f"{path} lacks {lacking}, which {config.architecture} needs")
+    if dequantizer.made_dense and triton.takes("linear"):
+        forms = "; ".join(f"{count} in {form}" for form, count in dequantizer.made_dense.items())
+        _log.warning("Quantised weights are made dense, which takes two to four times their memory: %s", forms)
     scales = dequantizer.kv_scales
     has_scales = bool(scales)
     for module in model.modules():

@@ -1,5 +1,6 @@
 """`Dequantizer`: the loader's stage between a quantised checkpoint's tensors and the model's dense parameters."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from models.errors import CheckpointError
-from models.quantization.config import LayerQuantConfig, QuantizationConfig
+from models.quantization.config import Granularity, LayerQuantConfig, QuantizationConfig
 from models.quantization.layouts import StorageLayout, layout_of
 from models.quantization.stored import QuantizedRows
 
@@ -84,6 +85,8 @@ class Dequantizer:
         self._stays = stays
         self._gathered: dict[str, _PartialWeight] = {}
         self._layouts: dict[str, StorageLayout | None] = {}
+        self.made_dense: Counter[str] = Counter()
+        """How many weights do not stay quantised, by form and reason in words."""
         self.kv_scales: dict[str, KVScales] = {}
         """The scales of each attention layer, `model.layers.N.self_attn`, that the checkpoint has."""
 
@@ -162,13 +165,18 @@ class Dequantizer:
         """The dense weight, or the stored one where it may stay quantised and kernels take its form."""
         layout, parts = gathered.layout, gathered.parts
         dense = partial(layout.dequantize, module, parts, self._dtype)
-        if not self._stays(gathered.result):
-            return dense()
-        stack = layout.stack(parts, self._dtype)
-        if stack is not None:
-            return stack
-        codes = layout.codes(parts, dense)
-        return dense() if codes is None else QuantizedRows.of(codes, self._dtype)
+        stays = self._stays(gathered.result)
+        if stays:
+            stack = layout.stack(parts, self._dtype)
+            if stack is not None:
+                return stack
+            codes = layout.codes(parts, dense)
+            if codes is not None:
+                return QuantizedRows.of(codes, self._dtype)
+        is_read_otherwise = layout.has_kernel and not stays
+        reason = "the layer reads their numbers" if is_read_otherwise else "no kernel multiplies them"
+        self.made_dense[f"{_words(layout.layer)}, {reason}"] += 1
+        return dense()
 
     def _end_file(self) -> None:
         """Copy the parts that wait for other files: a mapped tensor would keep its whole file in memory."""
@@ -204,6 +212,15 @@ class Dequantizer:
             value if "k" in side else scales.k, value if "v" in side else scales.v, (*scales.names, name)
         )
         return True
+
+
+def _words(layer: LayerQuantConfig) -> str:
+    """A form of weights."""
+    is_grouped = layer.quant_type is Granularity.GROUP and layer.group_size is not None
+    scales = f"groups of {layer.group_size}" if is_grouped else f"scales {layer.quant_type.value.replace('_', ' ')}"
+    order = " in the order of activations" if layer.has_group_index else ""
+    zeros = "" if layer.symmetric else " with zero points"
+    return f"{layer.quant_dtype} with {scales}{order}{zeros}"
 
 
 def _is_stacked(name: str) -> bool:

@@ -61,13 +61,32 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STAYING)
-def test_weights_stay_as_they_are_stored(name: str, tmp_path: Path) -> None:
+def test_weights_stay_as_they_are_stored(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quantize, config = FORMATS[name]
     pair = q.write_pair(tmp_path, quantize, config, **SHAPE)
     (found, stored), (expected, dense) = run(pair.quantised), run(pair.dense)
     assert dense == 0
     assert stored == 2 * 4  # Two layers of qkv, o, gate and up, down.
+    assert "made dense" not in caplog.text
     assert_near(found, expected, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("mxfp8", "fp8 with scales per block"),
+        ("compressed-tensors int8 channel", "int8 with scales per channel"),
+        ("gptq, activation order", "int4 with groups of 32 in the order of activations"),
+        ("compressed-tensors nvfp4", "nvfp4 with groups of 16"),
+    ],
+)
+def test_weights_that_do_not_stay_as_they_are_stored_are_logged(
+    name: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one sentence, by form."""
+    PagedModel(q.write_pair(tmp_path, *FORMATS[name]).quantised)
+    [line] = [record.getMessage() for record in caplog.records if "made dense" in record.getMessage()]
+    assert line.endswith(f": 14 in {form}, no kernel multiplies them")
 
 
 @pytest.mark.parametrize(
