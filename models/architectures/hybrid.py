@@ -13,7 +13,7 @@ from models.layers.attention import Attention
 from models.layers.base import CacheSpec
 from models.layers.linear import VocabParallelEmbedding
 from models.layers.mamba2 import Mamba2Mixer, Mamba2Options, Mamba2Shape
-from models.layers.norm import RMSNorm
+from models.layers.norm import RMSNorm, round_for_reader
 from models.layers.rotary import RotaryEmbedding
 from models.layers.short_conv import ShortConv
 from models.parallel.tensor_parallel import TensorParallel
@@ -42,6 +42,9 @@ class HybridDecoderLayer(nn.Module):
         self.residual_multiplier = residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        for part, norm in ((self_attn, self.input_layernorm), (feed_forward, self.post_attention_layernorm)):
+            if part is not None:
+                round_for_reader(part, norm)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
@@ -75,6 +78,7 @@ class OnePartDecoderLayer(nn.Module):
         super().__init__()
         self.mixer = mixer
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        round_for_reader(mixer, self.norm)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor

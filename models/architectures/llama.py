@@ -22,9 +22,8 @@ from models.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from models.layers.mla import MLAAttention
-from models.layers.moe import SparseMoE, leave_sum_open
-from models.layers.norm import RMSNorm
+from models.layers.moe import leave_sum_open
+from models.layers.norm import RMSNorm, round_for_reader
 from models.layers.rotary import RotaryEmbedding
 from models.ops.activation import ACTIVATIONS, GatedActivation, activate, gated_activation, gating_of
 from models.ops.columns import join_columns
@@ -118,6 +117,10 @@ class LlamaAttention(nn.Module):
         )
         return self.o_proj(self.gated(attended, hidden).view(num_tokens, -1))  # type: ignore[no-any-return]
 
+    def follow(self, norm: RMSNorm) -> None:
+        """See `ParallelLinear.follow`."""
+        self.qkv_proj.follow(norm)
+
     @classmethod
     def output_bias(cls, config: ModelConfig) -> bool:
         """Whether the output projection has a bias."""
@@ -190,6 +193,10 @@ class LlamaMLP(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inner = self.gate_up_proj.gated(hidden, self.activation, self.down_proj.feed)
         return self.down_proj(inner)  # type: ignore[no-any-return]
+
+    def follow(self, norm: RMSNorm) -> None:
+        """See `ParallelLinear.follow`."""
+        self.gate_up_proj.follow(norm)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
         """The activation, where the kernels have it."""
@@ -264,16 +271,10 @@ class LlamaDecoderLayer(nn.Module):
         leave_sum_open(self.self_attn)
         leave_sum_open(self.mlp)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
-        if isinstance(self.self_attn, LlamaAttention):
-            self.self_attn.qkv_proj.follow(self.input_layernorm)
-        elif isinstance(self.self_attn, MLAAttention):
-            self.self_attn.first_proj.follow(self.input_layernorm)
+        round_for_reader(self.self_attn, self.input_layernorm)
         if self.has_second_norm:
             self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps, parallel)
-            if isinstance(self.mlp, LlamaMLP):
-                self.mlp.gate_up_proj.follow(self.post_attention_layernorm)
-            elif isinstance(self.mlp, SparseMoE):
-                self.mlp.follow(self.post_attention_layernorm)
+            round_for_reader(self.mlp, self.post_attention_layernorm)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
@@ -328,6 +329,8 @@ class SandwichDecoderLayer(nn.Module):
         self.post_attention_layernorm = norm(size, eps)
         self.pre_feedforward_layernorm = norm(size, eps)
         self.post_feedforward_layernorm = norm(size, eps)
+        round_for_reader(self.self_attn, self.input_layernorm)
+        round_for_reader(self.mlp, self.pre_feedforward_layernorm)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""

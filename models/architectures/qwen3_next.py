@@ -20,7 +20,8 @@ from models.layers.linear import (
     logits,
 )
 from models.layers.lora import OutputPart, Span
-from models.layers.norm import OffsetRMSNorm
+from models.layers.moe import SparseMoE
+from models.layers.norm import OffsetRMSNorm, RMSNorm, round_for_reader
 from models.layers.parameter import empty_parameter, load_whole
 from models.layers.rotary import RotaryEmbedding
 from models.ops.activation import gate_heads
@@ -66,6 +67,10 @@ class Qwen3NextAttention(nn.Module):
         attended = self.attn(q, k, v, norms=HeadNorms(self.q_norm.operand, self.k_norm.operand), rotation=(cos, sin))
         return self.o_proj(gate_heads(attended, gate).view(num_tokens, -1))  # type: ignore[no-any-return]
 
+    def follow(self, norm: RMSNorm) -> None:
+        """See `ParallelLinear.follow`."""
+        self.qkv_proj.follow(norm)
+
 
 class SharedExpertGate(ParallelLinear):
     """The gate on the shared expert's output, whole on every rank."""
@@ -86,20 +91,23 @@ class SharedExpertGate(ParallelLinear):
         return found + added
 
 
-class Qwen3NextSparseBlock(nn.Module):
+class Qwen3NextSparseBlock(SparseMoE):
     """Routed experts, and a shared one with a gate."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
-        super().__init__()
-        self.gate, self.experts = routed_experts(config, parallel)
+        super().__init__(*routed_experts(config, parallel))
         size = config.fields.integer("shared_expert_intermediate_size")
         self.shared_expert = LlamaMLP(config, parallel, intermediate_size=size, reduces=False)
         self.shared_expert_gate = SharedExpertGate(config.hidden_size)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
-        shared, share = self.shared_expert(hidden), self.shared_expert_gate(hidden)
-        return self.experts(hidden, *self.gate(hidden), shared, share)  # type: ignore[no-any-return]
+    @property
+    def shared(self) -> nn.Module:
+        """See `SparseMoE`."""
+        return self.shared_expert
+
+    def shared_gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `SparseMoE`."""
+        return self.shared_expert_gate(hidden)  # type: ignore[no-any-return]
 
 
 class Qwen3NextDecoderLayer(nn.Module):
@@ -120,6 +128,8 @@ class Qwen3NextDecoderLayer(nn.Module):
         self.mlp = self.feed_forward(config, layer, parallel)
         self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        round_for_reader(self.linear_attn if self.is_linear else self.self_attn, self.input_layernorm)
+        round_for_reader(self.mlp, self.post_attention_layernorm)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor

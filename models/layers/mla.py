@@ -171,6 +171,10 @@ class MLAAttention(nn.Module):
         self.shares_selection = shares_selection
         self.packed_heads: PackedHeads | None = None
 
+    def follow(self, norm: RMSNorm) -> None:
+        """See `ParallelLinear.follow`."""
+        self.first_proj.follow(norm)
+
     @property
     def first_proj(self) -> ColumnParallelLinear:
         """The queries' projection from the hidden states."""

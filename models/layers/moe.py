@@ -151,10 +151,20 @@ class SparseMoE(nn.Module):
         """Of the norm that makes the input."""
         self._shared_feed: Feed | None = None
 
+    @property
+    def shared(self) -> nn.Module | None:
+        """The shared experts."""
+        return self.shared_experts
+
+    def shared_gate(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits of the share of the shared experts' output that is added; None: all of it. # [tokens, 1] float32"""
+        del hidden
+        return None
+
     def follow(self, norm: RMSNorm) -> None:
         """As `ParallelLinear.follow`: experts, and the shared ones' first layer, read the same rows."""
         norm.feed = self.feed = Feed(self.experts.w13)
-        first = getattr(self.shared_experts, "gate_up_proj", None)
+        first = getattr(self.shared, "gate_up_proj", None)
         if isinstance(first, PackedLinear):
             self._shared_feed = first.feed = Feed(first.weight)
 
@@ -163,10 +173,9 @@ class SparseMoE(nn.Module):
         rounded = None if self.feed is None else self.feed.take(hidden)
         if self._shared_feed is not None:
             self._shared_feed.give(hidden, rounded)
-        shared = None if self.shared_experts is None else self.shared_experts(hidden)
-        if rounded is None:
-            return self.experts(hidden, *self.gate(hidden), shared)  # type: ignore[no-any-return]
-        return self.experts(hidden, *self.gate(hidden), shared, rounded=rounded)  # type: ignore[no-any-return]
+        shared = None if self.shared is None else self.shared(hidden)
+        share = self.shared_gate(hidden)
+        return self.experts(hidden, *self.gate(hidden), shared, share, rounded)  # type: ignore[no-any-return]
 
 
 class StackProduct(NamedTuple):

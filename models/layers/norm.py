@@ -1,6 +1,6 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019), and layer normalisation (Ba, 2016)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -152,6 +152,13 @@ class RMSNorm(nn.Module):
                 rounds=mode != "NORM_ADD" and self.feed is not None and self.feed.rounds(self.weight.device),
                 weight_rows=self.weight.shape[0] if self.weight.dim() == 2 else 1,
             )
+
+
+def round_for_reader(layer: nn.Module, norm: RMSNorm) -> None:
+    """Have a norm round its rows to FP8 for the layer that reads them first, if it has a product that takes them."""
+    follow: Callable[[RMSNorm], None] | None = getattr(layer, "follow", None)
+    if follow is not None:
+        follow(norm)
 
 
 class UnitRMSNorm(RMSNorm):

@@ -66,15 +66,20 @@ def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-@pytest.mark.parametrize(("ranks", "one_shot_bytes"), [(2, 1 << 19), (3, 0)], ids=["one shot", "two shots"])
+@pytest.mark.parametrize(
+    ("ranks", "one_shot_bytes", "calls"),
+    [(2, 1 << 19, 0), (3, 0, 0), (2, 1 << 19, 2**31 - 2)],
+    ids=["one shot", "two shots", "after days"],
+)
 def test_all_ranks_get_the_same_bits_whichever_sums_came_before(
-    ranks: int, one_shot_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, one_shot_bytes: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_sums, "_ONE_SHOT_BYTES", one_shot_bytes)
     of_few_programs(monkeypatch)
     shapes = [(1, 32), (3, 160), (13, 64), (2, 32)]
 
     def compute(memory: PeerMemory, rank: int) -> list[list[float]]:
+        memory._calls += calls
         return [
             memory.all_reduce(parts_of(rank, shape, call)).flatten().float().tolist()
             for call, shape in enumerate(shapes)

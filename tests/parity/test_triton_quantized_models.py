@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from triton.runtime.interpreter import InterpretedFunction
 
+from models.attention.triton import TritonAttentionBackend
 from models.loading.checkpoint import read_checkpoint_config
 from models.loading.loader import load_model
 from models.ops import triton
@@ -76,7 +77,7 @@ def test_weights_stay_as_they_are_stored(name: str, tmp_path: Path, caplog: pyte
     [
         ("mxfp8", "fp8 with scales per block"),
         ("compressed-tensors int8 channel", "int8 with scales per channel"),
-        ("gptq, activation order", "int4 with groups of 32 in the order of activations"),
+        ("gptq, activation order", "int4 with groups of 32 in the order of activations with zero points"),
         ("compressed-tensors nvfp4", "nvfp4 with groups of 16"),
     ],
 )
@@ -161,6 +162,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         # q_a and kv_a read one norm, and q_b that of the queries' latents. The second layer has experts, who read one
         # norm with the shared ones and whose second product rounds its own rows.
         ("DeepseekV3ForCausalLM", 12, 3),
+        # Of each of three layers, with norms on both sides of attention and of the feed-forward layer.
+        pytest.param("Gemma2ForCausalLM", 12, 3, marks=pytest.mark.slow),
+        # A shared expert with a gate.
+        pytest.param("Qwen2MoeForCausalLM", 12, 4, marks=pytest.mark.slow),
     ],
 )
 def test_norms_and_activations_round_what_a_product_in_fp8_reads(
@@ -182,6 +187,41 @@ def test_norms_and_activations_round_what_a_product_in_fp8_reads(
     assert torch.equal(model.logits(tokens), found)
     assert (launched.pop("quantize_groups_kernel"), counts.pop("quantize_groups_kernel")) == (alone, fused)
     assert counts == launched
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        # Of each of two layers: two norms, which add; the norms of queries and keys, the rotation and the store; the
+        # activation; the rounding of what the attention's last product reads. Then the last norm.
+        ("Qwen3ForCausalLM", {"rms_norm": 5, "store": 2, "gated": 2, "quantize_groups": 2}),
+        # Experts gate in their first product, and their second one rounds its rows.
+        ("Qwen3MoeForCausalLM", {"rms_norm": 5, "store": 2, "quantize_groups": 4}),
+        # The first layer has no experts; the second one's shared experts read what the others do.
+        ("Glm4MoeForCausalLM", {"rms_norm": 5, "store": 2, "gated": 2, "quantize_groups": 3}),
+        # Each layer has one more norm, of the queries' latents.
+        ("DeepseekV3ForCausalLM", {"rms_norm": 7, "latent_store": 2, "gated": 2, "quantize_groups": 3}),
+        # MXFP4 multiplies rows as they are.
+        ("GptOssForCausalLM", {"rms_norm": 5, "store": 2}),
+    ],
+)
+def test_what_a_layer_launches_besides_products_and_attention(
+    architecture: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By counting, without computing."""
+    family = family_of(architecture)
+    if architecture == "GptOssForCausalLM":
+        path = q.write_gpt_oss_pair(tmp_path, family, hidden_size=64, intermediate_size=64).quantised
+    else:
+        path = q.write_pair(tmp_path, *FORMATS["fp8 blocks"], family=family, num_hidden_layers=2).quantised
+    model = PagedModel(path, backend=TritonAttentionBackend(DEVICE))
+    names: Counter[str] = Counter()
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda self, *_, **__: names.update([self.__name__.removesuffix("_kernel")])
+    )
+    model.logits(prompt(5))
+    kinds = ("rms_norm", "store", "latent_store", "gated", "activated", "quantize_groups")
+    assert {name: names[name] for name in kinds if names[name]} == expected
 
 
 def test_weights_become_dense_where_torch_is_to_compute_them(tmp_path: Path) -> None:
