@@ -23,7 +23,7 @@ COMPILATIONS = (
                 **dict.fromkeys(("x", "out"), f"*{dtype}"),
                 "peers": "*i64",
                 **dict.fromkeys(("num_steps", "limit"), "i32"),
-                "calls": "*i32",
+                "calls": "*i64",
             },
             constexprs={**_memory(size), "IS_TWO_SHOT": is_two_shot},
         )
@@ -40,7 +40,7 @@ COMPILATIONS = (
                 **dict.fromkeys(("x", "residual", "weight", "out"), f"*{dtype}"),
                 "peers": "*i64",
                 **dict.fromkeys(("num_rows", "limit"), "i32"),
-                "calls": "*i32",
+                "calls": "*i64",
                 "eps": "fp32",
             },
             constexprs={**_memory(size), "WIDTH": width, "ELEMENTS": next_power_of_2(width), "OFFSET": 0.0},

@@ -1,12 +1,12 @@
 """Sums over the ranks of one host, in memory that all of their GPUs read; also with a residual sum and a norm.
 
-    a rank's memory:   flags [PHASES, PROGRAMS, ranks] int32 | half 0 | half 1
+    a rank's memory:   flags [PHASES, PROGRAMS, ranks] int64 | half 0 | half 1
 
 Each rank copies its part to a half, sets a flag at every other rank, waits for theirs, and reads all parts in the
 order of ranks: all get the same bits, whatever the number of rows. Where that is much to read, each rank adds up its
 share of the tiles, and a second barrier later reads the others' (two-shot). Calls alternate between the halves: a rank
 that writes to one for the second time has met all others in the call between, so none still reads. The number of a
-call is kept on the device, so a graph can replay it.
+call is kept on the device, so a graph can replay it; it has 64 bits, since a server makes 2^31 calls in some days.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _STEP_SIZE = tl.constexpr(STEP)
 
 def flag_bytes(size: int) -> int:
     """Bytes of the flags of `size` ranks, which come before the halves."""
-    return _PHASES * PROGRAMS * size * torch.int32.itemsize
+    return _PHASES * PROGRAMS * size * torch.int64.itemsize
 
 
 @triton.jit
@@ -43,9 +43,9 @@ def _meet(peers, phase, call, limit, RANK: tl.constexpr, SIZE: tl.constexpr):
     tl.debug_barrier()
     first = (phase * _PROGRAMS + tl.program_id(0)) * SIZE
     for rank in tl.static_range(SIZE):
-        theirs = tl.load(peers + rank).to(tl.pointer_type(tl.int32))
+        theirs = tl.load(peers + rank).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(theirs + first + RANK, call, sem="release", scope="sys")
-    own = tl.load(peers + RANK).to(tl.pointer_type(tl.int32))
+    own = tl.load(peers + RANK).to(tl.pointer_type(tl.int64))
     for rank in tl.static_range(SIZE):
         looks = 0
         seen = tl.atomic_add(own + first + rank, 0, sem="acquire", scope="sys")
@@ -76,7 +76,7 @@ def peer_sum_kernel(
     x,  # [num_elements]
     out,  # [num_elements]
     peers,  # [SIZE] int64, addresses of all ranks' memory
-    calls,  # [PROGRAMS] int32, calls so far
+    calls,  # [PROGRAMS] int64, calls so far
     num_steps,  # num_elements / STEP
     limit,  # Looks at a flag, at most
     RANK: tl.constexpr,
@@ -89,7 +89,7 @@ def peer_sum_kernel(
     """Each program adds up every PROGRAMS-th run of tiles. Grid: (PROGRAMS,)."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     call = tl.load(calls + tl.program_id(0)) + 1
-    offset = FLAG_BYTES + (call % 2).to(tl.int64) * HALF_BYTES
+    offset = FLAG_BYTES + call % 2 * HALF_BYTES
     lanes = tl.arange(0, ELEMENTS)
     num_elements = num_steps * _STEP_SIZE
     RUN: tl.constexpr = SIZE if IS_TWO_SHOT else 1
@@ -150,7 +150,7 @@ def peer_sum_norm_kernel(
     """The norm of `sum over ranks of x + residual`, rounded as by one kernel after the other. Grid: (PROGRAMS,)."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     call = tl.load(calls + tl.program_id(0)) + 1
-    offset = FLAG_BYTES + (call % 2).to(tl.int64) * HALF_BYTES
+    offset = FLAG_BYTES + call % 2 * HALF_BYTES
     columns = tl.arange(0, ELEMENTS)
     inside = columns < WIDTH
     own = _half(peers, RANK, offset, DTYPE)
@@ -190,7 +190,7 @@ class PeerMemory:
         if self._half_bytes <= 0:
             raise ValueError(f"{parts[rank].nbytes} bytes hold no sum of {self._size} ranks; allocate more")
         self._peers = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
-        self._calls = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
         self.limit = (1 << 31) - 1
         """Looks at another rank's flag before its part is read although it has not come."""
 
