@@ -24,6 +24,7 @@ from models.layers.linear import PackedLinear
 from models.layers.mamba2 import Mamba2Options, sections_of
 from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
 from models.layers.routing import SoftmaxRouter, experts_per_token
+from models.ops.activation import gated_activation
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
@@ -78,7 +79,14 @@ def _experts(config: ModelConfig, num_experts: int, parallel: TensorParallel) ->
     fields = config.fields.with_defaults({"num_experts_per_tok": 2})
     gate = SoftmaxRouter(config.hidden_size, num_experts, experts_per_token(fields, num_experts), renormalize=True)
     names = ExpertNames(stacked_gate_up="input_linear.weight", stacked_down="output_linear.weight")
-    experts = FusedMoE(config.hidden_size, config.intermediate_size, num_experts, names=names, parallel=parallel)
+    experts = FusedMoE(
+        config.hidden_size,
+        config.intermediate_size,
+        num_experts,
+        activation=gated_activation(config.activation),
+        names=names,
+        parallel=parallel,
+    )
     return SparseMoE(gate, experts)
 
 

@@ -70,6 +70,8 @@ def _complete(fields: Fields) -> Fields:
             attending = section.integers("full_attn_layers", minimum=1)  # Counted from 1.
             attends = [layer + 1 in attending for layer in layers]
         values["layer_types"] = ["full_attention" if each else "linear_attention" for each in attends]
+    # transformers' class has a head of its own whatever this field says.
+    values["tie_word_embeddings"] = False
     return Fields(values, fields.where)
 
 

@@ -21,7 +21,8 @@ class Ministral3Attention(LlamaAttention):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
-        rope = config.fields.section("rope_parameters") or Fields({}, config.fields.where)
+        fields = config.fields
+        rope = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
         self.beta = rope.number(_BETA) if rope.values.get(_BETA) else 0.0
         self.length = config.rope.original_max_len
 

@@ -123,6 +123,8 @@ def _complete(fields: Fields) -> Fields:
     values["num_hidden_layers"] = len(kinds)
     # Published configs have `rms_norm_eps` as well, which transformers does not read.
     values["rms_norm_eps"] = fields.number("layer_norm_epsilon", 1e-5)
+    # transformers' class has a head of its own whatever this field says.
+    values["tie_word_embeddings"] = False
     return with_kv_heads(Fields(values, fields.where))
 
 

@@ -63,7 +63,6 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rms_norm_eps": 1e-05,
             "rope_parameters": {
                 "rope_type": "yarn",
-                "rope_theta": 150000.0,
                 "factor": 32.0,
                 "beta_fast": 32.0,
                 "beta_slow": 1.0,
@@ -158,8 +157,9 @@ _ROPES = frozenset({"rope_parameters", "rope_scaling"})
 
 
 def with_left_out(config: Fields, architecture: str, *, is_text_part: bool) -> Fields:
-    """`config` with values of fields that it does not have; a field that is null has a value."""
+    """`config` with values of fields that it does not have. A field that is null has a value, but a rope."""
     values = {**_LEFT_OUT.get(architecture, {}), **(_SIZES.get(architecture, {}) if is_text_part else {})}
-    if not _ROPES.isdisjoint(config.values):
+    if any(config.has(name) for name in _ROPES):
         values.pop("rope_parameters", None)
-    return Fields({**values, **config.values}, config.where)
+    own = {name: value for name, value in config.values.items() if value is not None or name not in _ROPES}
+    return Fields({**values, **own}, config.where)

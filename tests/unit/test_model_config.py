@@ -247,6 +247,14 @@ def test_rotary_dim_counts_where_the_models_own_code_reads_it(
     assert config.rope.rotary_dim == rotated
 
 
+def test_heads_that_are_never_shared_and_ropes_that_are_null_are_read_as_transformers_reads_them(
+    tmp_path: Path,
+) -> None:
+    assert not parse(tmp_path, architectures=["NemotronHForCausalLM"], tie_word_embeddings=True).tie_word_embeddings
+    rope = parse(tmp_path, architectures=["GptOssForCausalLM"], rope_scaling=None, rope_theta=10000.0).rope
+    assert (rope.rope_type, rope.theta, rope.factor) == ("yarn", 10000.0, 32.0)
+
+
 def test_hunyuan_3_scales_and_shares_experts_by_default(tmp_path: Path) -> None:
     fields = parse(tmp_path, architectures=["HYV3ForCausalLM"]).fields
     assert (fields.number("routed_scaling_factor"), fields.integer("n_shared_experts")) == (2.826, 1)
