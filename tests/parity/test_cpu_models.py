@@ -37,6 +37,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"head_dim": 32},
     "Gemma4ForCausalLM": {"head_dim": 32, "global_head_dim": 64, "moe_intermediate_size": 32},
     "Phi3ForCausalLM": {"head_dim": 32},
+    "PhimoeForCausalLM": {"head_dim": 32, "intermediate_size": 64},
     "CohereForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
     "Cohere2ForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4},
     "GraniteForCausalLM": {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4},
@@ -101,7 +102,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 TURNS_TO_ANOTHER_EXPERT = {("torch", "Qwen3MoeForCausalLM"), ("operators", "DeepseekV4ForCausalLM")}
 # Most queries of this one attend to another token than in float32, nearly as good, in some layer.
 SELECTS_OTHERS = {("GlmMoeDsaForCausalLM", "every layer selects five, biases, keys all rotated")}
-VARIANTS = [each for each in all_variants() if each.architecture in _SIZES]
+VARIANTS = [each for each in all_variants() if each.architecture in _SIZES.keys() - PARTLY_TORCH]
 
 
 def _fields(variant: Variant) -> dict[str, Any]:
