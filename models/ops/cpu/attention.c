@@ -15,9 +15,9 @@
 
 #define OF_PAIR 4 /* lines that are fetched while a pair of keys' values is copied */
 
-void begin(struct seen *seen, int64_t dim) {
+void begin(struct seen *seen, int64_t count, int64_t dim) {
     for (int lane = 0; lane < LANES; lane++) seen->most[lane] = -INFINITY, seen->total[lane] = 0;
-    memset(seen->sums, 0, LANES * value_size(dim) * sizeof(float));
+    memset(seen->sums, 0, count * value_size(dim) * sizeof(float));
 }
 
 /* What is compiled for several processors is static, here and elsewhere: the library would offer it to others else. */
@@ -88,6 +88,7 @@ static struct values values_in_place(const struct units *units, int64_t dim) {
 CLONES static void gather(const struct units *values, int64_t dim, bf16 *tiles, struct fetches *ahead) {
     for (int unit = 0; unit < UNITS; unit++) {
         bf16 *to = tiles + unit / 2 * SPAN * value_size(dim) + unit % 2 * UNIT * LANES;
+        if (!values->at[unit] && !values->at[unit ^ 1]) continue; /* no column sees the span */
         for (int pair = 0; pair < UNIT / 2; pair++, to += 2 * LANES) {
             if (values->at[unit]) fetch_lines(ahead, OF_PAIR);
             for (int64_t i = 0; i < dim; i += LANES) {
@@ -120,7 +121,7 @@ static void take_step(const struct task *task, const struct attention_products *
                       struct room *room) {
     int64_t dim = task->op->dim, value_dim = task->op->value_dim;
     /* The few columns of a decode take values from the cache itself. */
-    int is_gathered = products->needs_tiles || task->tiles > 1;
+    int is_gathered = task->tiles > products->tiles_in_place;
     struct values from = is_gathered ? values_of_tiles(room->values, values, value_dim) : values_in_place(values, value_dim);
     for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
         int tiles = (int)min64(PAIR, task->tiles - tile);
@@ -164,7 +165,7 @@ static void meet_keys(const struct task *task, const struct attention_products *
         if ((first_key + KEYS) % SPLIT) continue;
         for (int64_t tile = 0; tile < task->tiles; tile++) {
             merge(&task->all[tile], &task->split[tile], task->columns[tile].count, task->op->value_dim);
-            begin(&task->split[tile], task->op->value_dim);
+            begin(&task->split[tile], task->columns[tile].count, task->op->value_dim);
         }
     }
 }
@@ -184,8 +185,8 @@ static void finish(const struct task *task) {
 
 static void begin_tiles(const struct task *task) {
     for (int64_t tile = 0; tile < task->tiles; tile++) {
-        begin(&task->all[tile], task->op->value_dim);
-        begin(&task->split[tile], task->op->value_dim);
+        begin(&task->all[tile], task->columns[tile].count, task->op->value_dim);
+        begin(&task->split[tile], task->columns[tile].count, task->op->value_dim);
     }
 }
 

@@ -86,7 +86,7 @@ static inline int64_t value_size(int64_t dim) { return parts(dim, LANES) * LANES
 /* Where a step's values are, by unit; NULL: no query sees these. Of a unit's pair of keys, 16 elements lie together as
  * [16][2]. Strides and offsets are in elements. */
 struct values {
-    const bf16 *tiles; /* where they were gathered as tiles [span][dim / 16][16 pairs][16][2], absent ones 0 */
+    const bf16 *tiles; /* where they were gathered as tiles [span][dim / 16][16 pairs][16][2], absent ones 0; or NULL */
     const bf16 *at[UNITS];
     int64_t pair_stride, block_stride; /* to the next pair of keys, and to the next 16 elements */
     int64_t last_block;                /* offset of the last 16 elements */
@@ -115,8 +115,8 @@ typedef void add_values(const struct values *values, struct spans spans, const v
                         struct fetches *ahead);
 
 struct attention_products {
-    int64_t bytes;  /* of an element of queries and weights */
-    int needs_tiles; /* whether values have to be gathered as tiles */
+    int64_t bytes;      /* of an element of queries and weights */
+    int tiles_in_place; /* tiles of columns at most that take values from the cache: for more they are gathered first */
     turn_queries *turn;
     score_keys *score;
     weigh_keys *weigh;
@@ -128,8 +128,8 @@ const struct attention_products *attention_products(enum isa isa);
 /* The values that were gathered as tiles, of these units. */
 struct values values_of_tiles(const bf16 *tiles, const struct units *units, int64_t dim);
 
-/* The state of a column before its first key. */
-void begin(struct seen *seen, int64_t dim);
+/* The state of `count` columns before their first key. */
+void begin(struct seen *seen, int64_t count, int64_t dim);
 
 /* Merge the state of one split into that of the splits before it. */
 void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim);

@@ -184,7 +184,7 @@ TARGET static void NAME(add)(const struct values *values, struct spans spans, co
     }
 }
 
-static const struct attention_products NAME(products) = {sizeof(float), 0,           NAME(turn), NAME(score),
+static const struct attention_products NAME(products) = {sizeof(float), 1,           NAME(turn), NAME(score),
                                                          NAME(weigh),   NAME(add)};
 
 #undef VECTORS_OF

@@ -397,7 +397,7 @@ AVX512_BF16 static void weigh_avx512(const struct attention *op, const struct co
     fade_sums(op, by, fades, seen->sums);
 }
 
-static const struct attention_products pairs = {sizeof(bf16), 0, turn_avx512, score_pairs, weigh_avx512, add_pairs};
+static const struct attention_products pairs = {sizeof(bf16), 1, turn_avx512, score_pairs, weigh_avx512, add_pairs};
 
 /* ---- AMX ---- */
 
@@ -442,9 +442,10 @@ AMX static void score_amx(const struct units *keys, struct spans spans, const vo
     }
 }
 
-/* `blocks` tiles of values, one or two, of the elements from `i` on, by the weights of one or two tiles: as above. */
-AMX INLINE void add_elements(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int blocks,
-                             int64_t size, int64_t i, struct seen *seen, struct fetches *ahead) {
+/* `blocks` tiles of values, one or two, of the elements from `i` on, by the weights of one or two tiles: as above. The
+ * values of a span lie `apart` after those of the one before. */
+AMX INLINE void add_elements(const bf16 *values, int64_t apart, struct spans spans, const bf16 *weights, int tiles,
+                             int blocks, int64_t size, int64_t i, struct seen *seen, struct fetches *ahead) {
     int64_t stride = size * sizeof(float);
     float *sums = seen[0].sums + i, *others = seen[tiles - 1].sums + i;
     _tile_loadd(0, sums, stride);
@@ -452,7 +453,7 @@ AMX INLINE void add_elements(const bf16 *values, struct spans spans, const bf16 
     if (tiles == PAIR) _tile_loadd(2, others, stride);
     if (tiles == PAIR && blocks == PAIR) _tile_loadd(3, others + LANES, stride);
     for (int span = spans.from; span < spans.past; span++) {
-        const bf16 *v = values + (span * size + i) * SPAN, *w = weights + span * LANES * SPAN;
+        const bf16 *v = values + span * apart, *w = weights + span * LANES * SPAN;
         fetch_lines(ahead, OF_ADD);
         _tile_loadd(4, w, LINE);
         _tile_loadd(6, v, LINE);
@@ -470,21 +471,48 @@ AMX INLINE void add_elements(const bf16 *values, struct spans spans, const bf16 
     if (tiles == PAIR && blocks == PAIR) _tile_stored(3, others + LANES, stride);
 }
 
+#define OF_UNIT 8 /* lines that are fetched while a unit's values are gathered for two tiles */
+
+/* Values from the cache as [span][block][16 pairs of keys][16][2], of one or two blocks of 16 elements from `i` on: few
+ * enough to stay in the first cache until they are multiplied. */
+AMX static void gather_blocks(const struct values *from, struct spans spans, int blocks, int64_t dim, int64_t i,
+                              bf16 *tiles, struct fetches *ahead) {
+    for (int unit = spans.from * SPAN / UNIT; unit < spans.past * SPAN / UNIT; unit++) {
+        bf16 *to = tiles + unit / 2 * PAIR * LANES * SPAN + unit % 2 * UNIT * LANES;
+        fetch_lines(ahead, OF_UNIT);
+        for (int block = 0; block < blocks; block++, to += LANES * SPAN) {
+            int64_t first = i + block * LANES;
+            int64_t offset = first + LANES < dim ? first / LANES * from->block_stride : from->last_block;
+#pragma GCC unroll 8
+            for (int pair = 0; pair < UNIT / 2; pair++) {
+                __m512i line = _mm512_setzero_si512();
+                if (from->at[unit]) line = _mm512_loadu_si512(from->at[unit] + offset + pair * from->pair_stride);
+                _mm512_store_si512(to + pair * 2 * LANES, line);
+            }
+        }
+    }
+}
+
 AMX static void add_amx(const struct values *from, struct spans spans, const void *weights,
                         const struct columns *columns, int tiles, int64_t dim, struct seen *seen,
                         struct fetches *ahead) {
     (void)columns;
-    const bf16 *values = from->tiles;
-    int64_t size = value_size(dim), i = 0;
-    for (; i + 2 * LANES <= size; i += 2 * LANES)
-        if (tiles == PAIR) add_elements(values, spans, weights, PAIR, PAIR, size, i, seen, ahead);
-        else add_elements(values, spans, weights, 1, PAIR, size, i, seen, ahead);
-    if (i == size) return;
-    if (tiles == PAIR) add_elements(values, spans, weights, PAIR, 1, size, i, seen, ahead);
-    else add_elements(values, spans, weights, 1, 1, size, i, seen, ahead);
+    ALIGNED bf16 near[KEYS * PAIR * LANES];
+    int64_t size = value_size(dim);
+    for (int64_t i = 0; i < size; i += PAIR * LANES) {
+        int blocks = i + LANES < size ? PAIR : 1;
+        const bf16 *values = from->tiles ? from->tiles + i * SPAN : near;
+        int64_t apart = from->tiles ? size * SPAN : PAIR * LANES * SPAN;
+        if (!from->tiles) gather_blocks(from, spans, blocks, dim, i, near, ahead);
+        if (tiles == PAIR && blocks == PAIR)
+            add_elements(values, apart, spans, weights, PAIR, PAIR, size, i, seen, ahead);
+        else if (tiles == PAIR) add_elements(values, apart, spans, weights, PAIR, 1, size, i, seen, ahead);
+        else if (blocks == PAIR) add_elements(values, apart, spans, weights, 1, PAIR, size, i, seen, ahead);
+        else add_elements(values, apart, spans, weights, 1, 1, size, i, seen, ahead);
+    }
 }
 
-static const struct attention_products amx = {sizeof(bf16), 1, turn_avx512, score_amx, weigh_avx512, add_amx};
+static const struct attention_products amx = {sizeof(bf16), PAIR, turn_avx512, score_amx, weigh_avx512, add_amx};
 #endif
 
 const struct attention_products *attention_products(enum isa isa) {

@@ -176,12 +176,12 @@ static void attend(struct latent_task *task, int64_t context, struct worker *wor
         columns[tile] = see(&task->as, first, task->query_len * op->heads, context, op->heads);
         stage_queries(task, products, first, columns[tile].count,
                       (char *)room->queries + tile * LANES * op->dim * products->bytes);
-        begin(&room->all[tile], op->rank);
+        begin(&room->all[tile], columns[tile].count, op->rank);
     }
     task->past = columns[task->tiles - 1].past;
     for (int64_t first_key = 0; first_key < task->past;) {
         int64_t past = min64(task->past, first_key + SPLIT);
-        for (int64_t tile = 0; tile < task->tiles; tile++) begin(&room->split[tile], op->rank);
+        for (int64_t tile = 0; tile < task->tiles; tile++) begin(&room->split[tile], columns[tile].count, op->rank);
         for (; first_key < past; first_key += KEYS) take_step(task, products, columns, first_key, room);
         for (int64_t tile = 0; tile < task->tiles; tile++)
             merge(&room->all[tile], &room->split[tile], columns[tile].count, op->rank);

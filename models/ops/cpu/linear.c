@@ -93,7 +93,7 @@ int64_t look_ahead(int64_t rows) { return rows <= FEWEST_ROWS ? AHEAD_OF_FEW : A
 int64_t multiply_first(const struct panel_products *products, const char *staged, int64_t count, const bf16 *weight,
                        int64_t panels, int64_t steps, int64_t ahead, float *sums) {
     int64_t made = 0;
-    if (ahead && count <= SIDE_ROWS && products->multiply_side)
+    if (ahead && products->multiply_side)
         made = products->multiply_side(staged, count, weight, panels, steps, sums);
     if (made) return made;
     products->multiply(staged, count, weight, steps, ahead, sums);

@@ -297,6 +297,50 @@ AMX static void add_side_amx(const bf16 *x, int64_t count, const struct near_pan
 }
 
 #define SIDE_PANELS_OF_AMX 3
+#define SIDE_AHEAD_OF_AMX 2 /* steps */
+
+static inline void fetch_tile(const char *soon) {
+    for (int line = 0; line < STEP_LINES / 2; line++) _mm_prefetch(soon + line * LINE, _MM_HINT_T0);
+}
+
+/* A step of a panel by the rows in tile 6, and a step of this panel that is to come from memory. */
+#define SIDE_STEP(LOW, HIGH, weight, soon)           \
+    do {                                             \
+        _tile_loadd(7, weight, LINE);                \
+        fetch_tile(soon);                            \
+        _tile_dpbf16ps(LOW, 6, 7);                   \
+        _tile_loadd(7, (weight) + TILE, LINE);       \
+        fetch_tile((soon) + TILE * sizeof(bf16));    \
+        _tile_dpbf16ps(HIGH, 6, 7);                  \
+    } while (0)
+
+/* One tile of rows by three panels that come from memory: several streams keep more lines under way. During the last
+ * steps the panels that are read next are fetched. A panel has 16 rows of sums, of which those past `count` lie where
+ * the next panel's are stored afterwards. */
+AMX static int64_t multiply_side_amx(const char *rows, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
+                                     float *sums) {
+    enum { STRIDE = PANEL * sizeof(float) };
+    if (count > LANES || panels < SIDE_PANELS_OF_AMX) return 0;
+    const bf16 *x = (const bf16 *)rows;
+    int64_t apart = steps * STEP, bytes = apart * (int64_t)sizeof(bf16);
+    clear_sums(SIDE_PANELS_OF_AMX);
+    for (int64_t step = 0; step < steps; step++, x += TILE, weight += STEP) {
+        int64_t beyond = step + SIDE_AHEAD_OF_AMX < steps ? 0 : (SIDE_PANELS_OF_AMX - 1) * apart;
+        const char *soon = (const char *)(weight + SIDE_AHEAD_OF_AMX * STEP + beyond);
+        _tile_loadd(6, x, LINE);
+        SIDE_STEP(0, 1, weight, soon);
+        SIDE_STEP(2, 3, weight + apart, soon + bytes);
+        SIDE_STEP(4, 5, weight + 2 * apart, soon + 2 * bytes);
+    }
+    float *second = sums + count * PANEL, *third = second + count * PANEL;
+    _tile_stored(0, sums, STRIDE);
+    _tile_stored(1, sums + LANES, STRIDE);
+    _tile_stored(2, second, STRIDE);
+    _tile_stored(3, second + LANES, STRIDE);
+    _tile_stored(4, third, STRIDE);
+    _tile_stored(5, third + LANES, STRIDE);
+    return SIDE_PANELS_OF_AMX;
+}
 
 static int64_t side_panels_amx(int64_t count) { return count > LANES ? 1 : SIDE_PANELS_OF_AMX; }
 
@@ -384,7 +428,8 @@ AMX static int64_t spin_amx(int64_t rounds, float *sums) {
 }
 
 static const struct panel_products amx = {sizeof(bf16), multiply_amx, add_amx, add_columns_amx,
-                                          multiply_part_amx, pairs_round, pairs_put, spin_amx, NULL, side_panels_amx};
+                                          multiply_part_amx, pairs_round, pairs_put, spin_amx,
+                                          multiply_side_amx, side_panels_amx};
 
 /* Eight tiles of lines: seven of so many rows and one of 16, the weight's; or seven of 16 rows of so many columns.
  * Constants: to gcc 12 the intrinsic reads but the first bytes, so that it would leave out the stores to the rest of a

@@ -59,8 +59,9 @@ struct panel_products {
     /* A plain loop of products in registers, so many rounds, and how many multiplications and additions it made.
      * `sums`: [1536], what the loop adds up. */
     int64_t (*spin)(int64_t rounds, float *sums);
-    /* Of up to SIDE_ROWS rows, by as many of the `panels`, which come from memory, as are best read side by side: sums
-     * [panel][count][32]. Returns how many those are, 0 where it made none. NULL where rows are padded to a tile. */
+    /* Of few rows, by as many of the `panels`, which come from memory, as are best read side by side: sums
+     * [panel][count][32], after which it may write as far as 16 rows of the last panel reach. Returns how many those
+     * are, 0 where it made none: more rows than it takes, or fewer panels. */
     int64_t (*multiply_side)(const char *staged, int64_t count, const bf16 *weight, int64_t panels, int64_t steps,
                              float *sums);
     /* How many panels `add` multiplies so many rows by at once. */

@@ -6,7 +6,10 @@
 #define STAGED_VALUES (1 << 20) /* of rows that are multiplied by a panel while it is near: 16 rows always fit */
 #define MOST_HELD 16            /* panels of gates that wait for theirs of the other half, where rows are few */
 #define AHEAD 8192              /* bytes between what is read of a weight and what is fetched */
-#define ROWS_IN_TURN 8          /* from so many rows on, with one group, PAGES_IN_TURN further ahead, pages in turn */
+
+/* From so many rows on, with one group, a weight is fetched PAGES_IN_TURN further ahead, pages in turn. AMX multiplies a
+ * tile of rows by 8 bits fast enough for the order of memory. */
+static int64_t rows_in_turn(enum isa isa, int64_t bits) { return isa == WITH_AMX && bits == 8 ? LANES + 1 : 8; }
 
 /* A thread's scratch. */
 struct quantized_bench {
@@ -138,7 +141,7 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
             unpack_values(&panel, bench->unpacked);
             panel.values = bench->unpacked, panel.values_stride = BYTES_OF_VALUES;
         }
-        int in_turn = groups == 1 && rows >= ROWS_IN_TURN;
+        int in_turn = groups == 1 && rows >= rows_in_turn(at->isa, bits);
         const char *later = panel.blocks + (groups > 1 ? panel.count * size : AHEAD + in_turn * PAGES_IN_TURN);
         struct lines ahead = {later, (int)parts(size / LINE, groups), groups == 1, in_turn};
         const struct quantized_rows here = {.values = bench->values + block * STEPS * BYTES_OF_TILE,
