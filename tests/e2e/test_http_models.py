@@ -248,3 +248,25 @@ def test_a_model_that_cannot_be_loaded_costs_no_other_and_serves_once_it_can(ser
     eventually(lambda: complete(server, "broken").status_code == 200)
     server.broken.unlink()
     assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))
+
+
+def test_a_core_that_is_killed_while_its_model_loads_costs_no_other_and_the_model_is_served_later(
+    server: ModelsServer,
+) -> None:
+    server.load("one", "two")
+    stream = Stream(server, "one", LENGTH)
+    eventually(stream.has_begun)
+    present = {core.pid for core in server.cores}
+    with server.gate.open() as gate, ThreadPoolExecutor() as threads:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        refused = threads.submit(complete, server, "three")
+        eventually(lambda: {core.pid for core in server.cores} - present != set())
+        for core in server.cores:
+            if core.pid not in present:
+                core.kill()
+        answer = refused.result()
+    assert answer.status_code == 503
+    assert error_of(answer)[1].startswith("model three cannot be loaded: ")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert stream.join() == list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))
+    eventually(lambda: complete(server, "three").status_code == 200)
