@@ -58,6 +58,8 @@ _LEAST_LOSS, _LARGE_LOSS = 0.005, 0.03
 """Shares of the time: a small and a large loss."""
 _FIRST_STOP, _LONGEST_STOP = 16.0, 128.0
 """How long drafting is stopped at first, in units of the time in which it lost, and at most. Each stop doubles it."""
+_LONGEST_STOP_SECONDS = 600.0
+"""Most seconds of a stop: where steps are long, the units above would be hours, in which other requests may come."""
 _WITHOUT_PROMPTS = 8.0
 """How many times its duration a step of decodes shortens a stop by: drafts may gain soon where no prompts come."""
 _STALE_STEPS = 4096
@@ -261,7 +263,7 @@ class NetGain:
         if not is_long and (self._steps < _STEPS_JUDGED_AGAIN or self._factor == _FIRST_STOP):
             return
         if self._net < -(_LEAST_LOSS if is_long else _LARGE_LOSS) * self._seconds:
-            self._left = self._factor * self._seconds
+            self._left = min(self._factor * self._seconds, _LONGEST_STOP_SECONDS)
             self._factor = min(2.0 * self._factor, _LONGEST_STOP)
             self._net = self._seconds = 0.0
             self._steps = 0
@@ -352,14 +354,25 @@ class DraftPlan:
         else:
             self.costs.note_step(num_tokens, seconds)
 
-    def note_gain(self, batch: ScheduledBatch, seconds: float, num_accepted: int, drafting_seconds: float) -> None:
-        """Learn what drafts have gained or cost in a step that took `seconds`, `drafting_seconds` of them included."""
+    def note_gain(
+        self,
+        batch: ScheduledBatch,
+        seconds: float,
+        num_accepted: int,
+        drafting_seconds: float,
+        *,
+        has_drafted: bool = False,
+    ) -> None:
+        """Learn what drafts have gained or cost in a step that took `seconds`, `drafting_seconds` of them included.
+
+        `has_drafted`: drafts were made in the step itself, as of `note_step`, and `drafting_seconds` lacks their time.
+        """
         num_rows, num_drafts = batch.total_seqs_num_decode, sum(map(len, batch.scheduled_spec_decode_tokens.values()))
         if batch.total_seqs_num_prefill or not num_rows:
             # Drafts take as long as prompt tokens there, and so would the accepted ones as tokens of later steps.
             num_rejected, num_tokens = num_drafts - num_accepted, max(1, batch.total_tokens_num)
             gained = -drafting_seconds - num_rejected / num_tokens * max(0.0, seconds - drafting_seconds)
-        elif num_drafts or drafting_seconds:
+        elif num_drafts or drafting_seconds or has_drafted:
             plain = self.costs.step(num_rows)
             gained = plain * (1.0 + num_accepted / num_rows) - self.costs.with_drafting(num_rows + num_drafts, 0, 0)
             gained -= min(drafting_seconds, _MOST_DRAFTING * plain)

@@ -255,14 +255,14 @@ class Drafts:
         """Learn how long the step took that was read last, with its drafting where that was `drafts_on_device`."""
         if not self.are_on:
             return
+        has_drafted = drafts_on_device and any(batch.num_next_drafts)
         if self.plan.net_gain.is_stopped or not self._pause_left:
-            self.plan.note_gain(batch, seconds, self._num_accepted, self._draft_seconds)
+            self.plan.note_gain(batch, seconds, self._num_accepted, self._draft_seconds, has_drafted=has_drafted)
         if self._pause_left % _MEASURED_EVERY:
             return
         if batch.total_seqs_num_decode and not batch.total_seqs_num_prefill:
             seconds += self._schedule_seconds - self._draft_seconds
             is_kept = self._drafts_by_model and bool(batch.num_next_drafts) and not any(batch.num_next_drafts)
-            has_drafted = drafts_on_device and any(batch.num_next_drafts)
             sizes = batch.total_seqs_num_decode, batch.total_tokens_num
             self.plan.note_step(*sizes, seconds, is_kept=is_kept, has_drafted=has_drafted)
 

@@ -10,7 +10,7 @@ import pytest
 from engine.batch import DraftWork, ScheduledBatch
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.speculative.adaptive import KEPT_STEPS, DraftPlan, StepCosts
+from engine.speculative.adaptive import KEPT_STEPS, DraftPlan, NetGain, StepCosts
 
 K = 4
 ROOM = 1000
@@ -287,6 +287,29 @@ def test_drafting_that_was_stopped_begins_again_when_prompts_end() -> None:
     stopped = changes.num_stopped
     changes.run(1000)
     assert changes.num_stopped == stopped
+
+
+def test_drafting_is_stopped_for_ten_minutes_at_most_however_long_steps_take() -> None:
+    gain = NetGain()
+    for _ in range(3):
+        while not gain.is_stopped:
+            gain.note(10.0, -10.0, has_prompts=True)
+        seconds = 0.0
+        while gain.is_stopped:
+            gain.note(10.0, 0.0, has_prompts=True)
+            seconds += 10.0
+        assert seconds <= 600.0
+
+
+def test_drafts_made_on_the_device_cost_time_before_any_is_verified() -> None:
+    plan = DraftPlan(K, by_model=True)
+    plan.note_step(1, 1, 0.010)
+    for _ in range(8):
+        plan.note_step(1, 1, 0.020, has_drafted=True)
+    for _ in range(64):
+        assert not plan.net_gain.is_stopped
+        plan.note_gain(step_of(decodes=1), 0.020, 0, 0.0, has_drafted=True)
+    assert plan.net_gain.is_stopped, "half of the time went to drafts of which none was verified"
 
 
 def test_nothing_is_planned_or_kept_while_drafting_is_stopped_and_states_are_kept_before_the_next_drafts() -> None:
