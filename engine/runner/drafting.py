@@ -441,7 +441,8 @@ class ModelDrafter:
                 probabilities.append(sampled.probabilities[depth])
         if not rows:
             return None
-        return Proposals(np.array(rows), np.array(token_ids), torch.stack(probabilities))
+        at = np.array(rows)
+        return Proposals(at, inputs.sampled_slots[at], np.array(token_ids), torch.stack(probabilities))
 
     def wait(self, inputs: StepInputs, hidden: torch.Tensor | None, starting: _Ints) -> bool:
         """In place of `draft`, where no row is to draft: keep what a step has added. False where it verified drafts.

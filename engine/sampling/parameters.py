@@ -78,10 +78,15 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Drafts that a drafter sampled from distributions of its own, each after the position of a random row."""
+    """Drafts that a drafter sampled from distributions of its own, each after the position of a random row.
+
+    The row after that of a sequence's last draft samples the token after this draft, or has a draft of another one.
+    """
 
     rows: npt.NDArray[np.int64]  # [D], ascending
     """The row at whose position the draft is verified."""
+    sequences: npt.NDArray[np.int64]  # [D]
+    """Equal for the drafts of a sequence."""
     token_ids: npt.NDArray[np.int64]  # [D]
     probabilities: torch.Tensor  # [D, V] float32, that the draft was sampled from
 

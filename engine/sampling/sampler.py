@@ -116,9 +116,16 @@ class Sampler:
     def launch(self, logits: torch.Tensor, rows: SamplingRows, send: Send | None = None) -> LaunchedTokens:
         """Enqueue sampling of one token per row. Overwrites `logits`; `send` copies arrays to the device. # [N, V]
         float32"""
+        return self._launch(logits, rows, send, is_kept=False)[0]
+
+    def _launch(
+        self, logits: torch.Tensor, rows: SamplingRows, send: Send | None, *, is_kept: bool
+    ) -> tuple[LaunchedTokens, torch.Tensor | None]:
+        """See `launch`, and `launch_from` where the distributions are kept."""
+        probabilities: torch.Tensor | None = None
         ops = ops_for(logits)
         if rows.is_greedy:
-            return LaunchedTokens(rows, ops.argmax(logits))
+            return LaunchedTokens(rows, ops.argmax(logits)), None
         vocab_size, asked, masked = logits.shape[-1], rows.num_logprobs or {}, rows.masked or []
         mask_words, refused = self._masks.fill(masked, vocab_size) if masked else (_NO_MASKS, {})
         arrays: list[Sequence[npt.NDArray[Any]]] = [
@@ -145,15 +152,18 @@ class Sampler:
             drawn: tuple[RandomRows, Sequence[torch.Tensor]] = rows.random, draw_arrays
             if rows.later is not None:
                 drawn = ops.draw_later(*drawn, rows.later)
-            ops.draw(logits, candidates, *drawn)
             if rows.proposals is not None:
-                ops.verify(logits, candidates, rows.random, rows.proposals)
+                ops.draw_verified(logits, candidates, *drawn, rows.proposals)
+            elif is_kept:
+                probabilities = ops.draw_from(logits, candidates, *drawn)
+            else:
+                ops.draw(logits, candidates, *drawn)
         logprobs = None
         if unmodified is not None:
             chosen = candidates.tokens.index_select(0, asking)
             columns = ops.logprobs(unmodified, chosen, min(max(asked.values()), vocab_size))
             logprobs = pack_logprobs(chosen, columns)
-        return LaunchedTokens(rows, candidates, logprobs, refused)
+        return LaunchedTokens(rows, candidates, logprobs, refused), probabilities
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         """`launch`, then `read`."""
@@ -163,10 +173,7 @@ class Sampler:
         self, logits: torch.Tensor, rows: SamplingRows, send: Send | None = None
     ) -> tuple[LaunchedTokens, torch.Tensor | None]:
         """As `launch`, and return the distributions of `rows.random`. # [D, V] float32; None without such rows"""
-        launched = self.launch(logits, rows, send)
-        if rows.random is None:
-            return launched, None
-        return launched, ops_for(logits).probabilities(logits, launched.candidates.peaks, rows.random)
+        return self._launch(logits, rows, send, is_kept=True)
 
     def warm_up(self, vocab_size: int, device: torch.device) -> None:
         """Compile Triton's kernels, if they are used, before a request needs them."""

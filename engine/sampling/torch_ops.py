@@ -133,6 +133,25 @@ class TorchOps:
                 tokens = draw_unfiltered(scaled, row_keys)
             candidates.tokens.index_copy_(0, rows, tokens.where(is_finite[rows], candidates.tokens[rows]))
 
+    def draw_from(
+        self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """`draw`, and what it has drawn from. # -> [D, V] float32"""
+        self.draw(logits, candidates, random, arrays)
+        return self.probabilities(logits, candidates.peaks, random)
+
+    def draw_verified(
+        self,
+        logits: torch.Tensor,
+        candidates: Candidates,
+        random: RandomRows,
+        arrays: Sequence[torch.Tensor],
+        proposals: Proposals,
+    ) -> None:
+        """`draw`, then `verify`. The tokens of a sequence's rows after a rejected draft may be any."""
+        self.draw(logits, candidates, random, arrays)
+        self.verify(logits, candidates, random, proposals)
+
     def probabilities(self, logits: torch.Tensor, peaks: torch.Tensor, random: RandomRows) -> torch.Tensor:
         """How probable each token is in `draw`, of rows whose peak is finite. # peaks [N] -> [D, V] float32"""
         device, vocab_size = logits.device, logits.shape[-1]
@@ -291,16 +310,52 @@ class CPUOps(TorchOps):
             random = random.take(np.flatnonzero(is_finite[random.rows]))
             if len(random.rows) == 0:
                 return
-        tokens = cpu_sampling.draw(
+        tokens = cpu_sampling.draw(logits, candidates.peaks, **_columns(random))
+        candidates.tokens.numpy()[random.rows] = tokens
+
+    def draw_from(
+        self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """See `TorchOps`."""
+        if not cpu_sampling.chooses(logits) or not np.isfinite(candidates.peaks.numpy()).all():
+            return super().draw_from(logits, candidates, random, arrays)
+        found = torch.empty(len(random.rows), logits.shape[1])
+        tokens = cpu_sampling.draw(logits, candidates.peaks, **_columns(random), probabilities=found)
+        candidates.tokens.numpy()[random.rows] = tokens
+        return found
+
+    def draw_verified(
+        self,
+        logits: torch.Tensor,
+        candidates: Candidates,
+        random: RandomRows,
+        arrays: Sequence[torch.Tensor],
+        proposals: Proposals,
+    ) -> None:
+        """See `TorchOps`: in one call, in which nothing is computed after a rejected draft."""
+        if not cpu_sampling.chooses(logits) or not np.isfinite(candidates.peaks.numpy()).all():
+            super().draw_verified(logits, candidates, random, arrays, proposals)
+            return
+        at, given = np.searchsorted(random.rows, proposals.rows), proposals.probabilities.contiguous()
+        drafts, addresses = np.full(len(random.rows), -1), np.zeros(len(random.rows), dtype=np.uint64)
+        drafts[at], sequences = proposals.token_ids, np.full(len(random.rows), -1)
+        sequences[at] = proposals.sequences
+        stride = given.stride(0) * given.itemsize
+        addresses[at] = np.arange(len(at), dtype=np.uint64) * np.uint64(stride) + np.uint64(given.data_ptr())
+        # A row without a draft, after one that verifies a draft, is of the same sequence.
+        is_followed = (drafts[1:] < 0) | (sequences[1:] == sequences[:-1])
+        goes_on = (drafts[:-1] >= 0) & (np.diff(random.rows) == 1) & is_followed
+        firsts = np.concatenate(([0], np.flatnonzero(~goes_on) + 1, [len(random.rows)]))
+        tokens = candidates.tokens.numpy()[random.rows]
+        cpu_sampling.verify_drafts(
             logits,
             candidates.peaks,
-            rows=random.rows,
-            temperature=random.temperature,
-            top_k=random.top_k,
-            top_p=random.top_p,
-            min_p=random.min_p,
-            row_keys=random.row_keys,
-            filtered=random.filtered,
+            tokens,
+            **_columns(random),
+            firsts=firsts,
+            drafts=drafts,
+            probabilities=addresses,
+            numbers=uniform(random.of_stream(ACCEPT).row_keys),
         )
         candidates.tokens.numpy()[random.rows] = tokens
 
@@ -364,6 +419,12 @@ class CPUOps(TorchOps):
             for row, token, value in zip(rows, token_ids.tolist(), own, strict=True)
         ]
         return torch.tensor(ranks)
+
+
+def _columns(random: RandomRows) -> dict[str, Any]:
+    """The arguments of `cpu_sampling.draw` that describe rows."""
+    names = ("rows", "temperature", "top_k", "top_p", "min_p", "row_keys", "filtered")
+    return {name: getattr(random, name) for name in names}
 
 
 def draw_unfiltered(scaled: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.parameters import RandomRows, SamplingRows
+from engine.sampling.parameters import Proposals, RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
 from engine.sampling.top_k import stable_topk
-from models.ops.counter_rng import gumbel_noise, request_key
+from engine.sampling.torch_ops import CPUOps, TorchOps
+from models.ops.counter_rng import DRAFT, gumbel_noise, request_key
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
@@ -265,3 +266,82 @@ def test_rows_that_are_wider_than_the_operators_take_are_torchs() -> None:
     runtime.start(1)
     runtime.stop()
     assert not sampling_ops.chooses(widest)
+
+
+# -- rejection sampling ------------------------------------------------------------------------------------------
+
+
+FILTERS = {
+    "none": {},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.6},
+    "wide top-p": {"top_p": 0.999},
+    "min-p": {"min_p": 0.1},
+    "all": {"top_k": 1100, "top_p": 0.97, "min_p": 1e-3},
+}
+
+
+def verified_rows(count: int, width: int, stream: int = 0, **filters: float) -> RandomRows:
+    top_k = min(int(filters.get("top_k", width)), width)
+    return RandomRows(
+        rows=np.arange(count),
+        temperature=np.full(count, 0.8, dtype=np.float32),
+        top_k=np.full(count, top_k),
+        top_p=np.full(count, filters.get("top_p", 1.0)),
+        min_p=np.full(count, filters.get("min_p", 0.0)),
+        key=np.arange(count, dtype=np.uint64) + np.uint64(7),
+        position=np.arange(count) + 3,
+        filtered=np.full(count, bool(filters)),
+    ).of_stream(stream)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("width", [1, 15, 64, 257, 1500, WIDE])
+def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: int, filters: str) -> None:
+    for seed in range(3):
+        # Drafts of three positions of each sequence, and a fourth position.
+        target = rows_of(width, seed).contiguous().repeat_interleave(4, 0)
+        near = target + torch.from_numpy(np.random.default_rng(seed).normal(size=target.shape)).float() * 0.7
+        drafter = torch.where(target.isfinite(), near, -0.5)
+        random = verified_rows(len(target), width, DRAFT, **FILTERS[filters])
+        ops = CPUOps()
+        drafts = ops.argmax(drafter)
+        probabilities = ops.draw_from(drafter, drafts, random, [])
+        # Torch's softmax is 2e-5 off in wide rows: it shows what the filters leave.
+        is_left = TorchOps().probabilities(drafter, drafts.peaks, random) > 0
+        scaled = (drafter - drafts.peaks[:, None]) / torch.tensor(0.8)
+        expected = scaled.double().masked_fill(~is_left, -torch.inf).softmax(-1)
+        torch.testing.assert_close(probabilities.double(), expected, rtol=1e-6, atol=1e-9)
+        at = np.flatnonzero(np.arange(len(target)) % 4 < 3)
+        proposals = Proposals(at, at // 4, drafts.tokens.numpy()[at], probabilities[torch.from_numpy(at)])
+        random = verified_rows(len(target), width, **FILTERS[filters])
+        found, wanted = ops.argmax(target), ops.argmax(target)
+        ops.draw_verified(target, found, random, [], proposals)
+        TorchOps.draw_verified(ops, target, wanted, random, [], proposals)
+        is_accepted = (wanted.tokens == drafts.tokens).view(-1, 4)[:, :3]
+        is_used = torch.nn.functional.pad(is_accepted.long().cumprod(1), (1, 0), value=1).bool().flatten()
+        assert found.tokens[is_used].tolist() == wanted.tokens[is_used].tolist()
+
+
+@pytest.mark.usefixtures("operators")
+def test_drafts_of_equal_distributions_are_accepted_and_others_replaced_by_what_is_left() -> None:
+    width = 300
+    logits = rows_of(width)[:1].contiguous().repeat(2, 1)
+    random = verified_rows(2, width)
+    ops = CPUOps()
+    drafts = ops.argmax(logits)
+    same = ops.draw_from(logits, drafts, random.of_stream(DRAFT), [])
+    found = ops.argmax(logits)
+    ops.draw_verified(logits, found, random, [], Proposals(np.arange(2), np.arange(2), drafts.tokens.numpy(), same))
+    assert found.tokens.tolist() == drafts.tokens.tolist()
+    # The drafter gives one token all of the probability, the target none of it.
+    logits[:, 4] = -math.inf
+    certain = torch.zeros(2, width)
+    certain[:, 4] = 1.0
+    ops.draw_verified(logits, found, random, [], Proposals(np.arange(2), np.arange(2), np.array([4, 4]), certain))
+    wanted = ops.argmax(logits)
+    TorchOps.draw(
+        ops, logits, wanted, random, [torch.from_numpy(each) for each in TorchOps().draw_arrays(random, width)]
+    )
+    assert found.tokens.tolist() == wanted.tokens.tolist(), "the noise is that of a plain sample"

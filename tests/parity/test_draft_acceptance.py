@@ -141,7 +141,7 @@ def answer(slots: Slots, drafts: np.ndarray, probabilities: torch.Tensor | None)
     slots.tokens[:, len(PROMPT) :] = drafts
     rows = slots.rows(at, depths)
     if probabilities is not None:
-        proposals = Proposals(np.arange(2 * count), drafts.reshape(-1), probabilities.flatten(0, 1))
+        proposals = Proposals(np.arange(2 * count), at, drafts.reshape(-1), probabilities.flatten(0, 1))
         rows = dataclasses.replace(rows, proposals=proposals)
     tokens = Sampler().sample(slots.logits(TABLE, at, depths), rows).token_ids.reshape(count, 2).copy()
     is_rejected = tokens[:, 0] != drafts[:, 0]
@@ -245,7 +245,7 @@ def test_a_broken_row_keeps_its_peak_for_the_report_of_it() -> None:
     slots = slots_of("temperature", 4)
     drafts, probabilities = propose(slots, Q, by_rejection=True)
     rows = slots.rows(slots.slots, 0)
-    rows = dataclasses.replace(rows, proposals=Proposals(slots.slots, drafts[:, 0], probabilities[:, 0]))
+    rows = dataclasses.replace(rows, proposals=Proposals(slots.slots, slots.slots, drafts[:, 0], probabilities[:, 0]))
     logits = slots.logits(TABLE, slots.slots, 0)
     logits[1, 4], logits[2] = torch.nan, -torch.inf
     assert Sampler().sample(logits, rows).non_finite == [1, 2]

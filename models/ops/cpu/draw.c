@@ -62,9 +62,9 @@ CLONES static void weigh_entries(const struct best *best, double *weights) {
     }
 }
 
-/* Sample among the top tokens, which are in order; -1 where they do not show what the filters keep. `total` is what
- * the row weighs, of which top-p is a share where top-k leaves all. */
-static int64_t draw_from_best(const struct draw *op, int64_t which, const struct best *best, double total) {
+/* How many of the top tokens, which are in order, the filters leave; -1 where these do not show it. `total` is what the
+ * row weighs, of which top-p is a share where top-k leaves all. */
+static int64_t count_kept(const struct draw *op, int64_t which, const struct best *best, double total) {
     int64_t top_k = op->top_k[which], count = best->count, kept = min64(top_k, count), likely = 0;
     double weights[MAX_LARGEST], sum = 0;
     if (op->top_p[which] < 1 || op->min_p[which] > 0) weigh_entries(best, weights);
@@ -79,7 +79,10 @@ static int64_t draw_from_best(const struct draw *op, int64_t which, const struct
         while (likely < kept && weights[likely] >= op->min_p[which]) likely++;
         kept = likely;
     }
-    if (top_k > count && (top_k < op->width || kept == count)) return -1;
+    return top_k > count && (top_k < op->width || kept == count) ? -1 : kept;
+}
+
+static int64_t draw_from_best(const struct draw *op, int64_t which, const struct best *best, int64_t kept) {
     struct noise noise = noise_of_key(op->row_keys[which]);
     struct winner winner = NO_WINNER;
     for (int64_t i = 0; i < kept; i++) {
@@ -92,16 +95,22 @@ static int64_t draw_from_best(const struct draw *op, int64_t which, const struct
     return winner.token;
 }
 
-static int64_t draw_filtered(const struct draw *op, int64_t which, const double *masses, char *scratch) {
+/* What the masses of a row's blocks are kept in, where top-p needs them: where top-k filters, the total does not matter. */
+static double *masses_of(const struct draw *op, int64_t which) {
+    int is_weighed = op->filtered[which] && op->top_p[which] < 1 && op->top_k[which] == op->width;
+    return is_weighed ? op->masses + which * parts(op->width, WEIGHED) : NULL;
+}
+
+struct kept filter_row(const struct draw *op, int64_t which) {
     uint64_t *of_row = op->best + which * op->pieces * op->most;
     const int64_t *found = op->found + which * op->pieces;
-    struct best best = {of_row, found[0], looked_at(op->top_k[which])};
+    const double *masses = masses_of(op, which);
+    struct kept kept = {.best = {of_row, found[0], looked_at(op->top_k[which])}};
     for (int64_t piece = 1; piece < op->pieces; piece++)
-        for (int64_t i = 0; i < found[piece]; i++) offer_entry(&best, of_row[piece * op->most + i]);
-    double total = 0;
-    for (int64_t block = 0; masses && block < parts(op->width, WEIGHED); block++) total += masses[block];
-    int64_t token = draw_from_best(op, which, &best, total);
-    return token < 0 ? draw_from_whole(op, which, total, scratch) : token;
+        for (int64_t i = 0; i < found[piece]; i++) offer_entry(&kept.best, of_row[piece * op->most + i]);
+    for (int64_t block = 0; masses && block < parts(op->width, WEIGHED); block++) kept.total += masses[block];
+    kept.count = count_kept(op, which, &kept.best, kept.total);
+    return kept;
 }
 
 static int64_t draw_unfiltered(const struct draw *op, int64_t which) {
@@ -113,14 +122,7 @@ static int64_t draw_unfiltered(const struct draw *op, int64_t which) {
     return best.token;
 }
 
-/* What the masses of a row's blocks are kept in, where top-p needs them: where top-k filters, the total does not matter. */
-static double *masses_of(const struct draw *op, int64_t which) {
-    int is_weighed = op->filtered[which] && op->top_p[which] < 1 && op->top_k[which] == op->width;
-    return is_weighed ? op->masses + which * parts(op->width, WEIGHED) : NULL;
-}
-
-/* A task's piece of a row: what `token_of` needs of it. */
-static void look_at_piece(const struct draw *op, int64_t task) {
+void look_at_piece(const struct draw *op, int64_t task) {
     int64_t which = task / op->pieces, share = parts(parts(op->width, WEIGHED), op->pieces) * WEIGHED;
     int64_t first = task % op->pieces * share, past = min64(op->width, first + share);
     if (op->filtered[which]) {
@@ -133,8 +135,75 @@ static void look_at_piece(const struct draw *op, int64_t task) {
     }
 }
 
-static int64_t token_of(const struct draw *op, int64_t which, char *scratch) {
-    return op->filtered[which] ? draw_filtered(op, which, masses_of(op, which), scratch) : draw_unfiltered(op, which);
+int64_t token_of(const struct draw *op, int64_t which, const struct kept *kept, char *scratch) {
+    if (!op->filtered[which]) return draw_unfiltered(op, which);
+    if (kept->count < 0) return draw_from_whole(op, which, kept->total, scratch);
+    return draw_from_best(op, which, &kept->best, kept->count);
+}
+
+/* e to the x for x of at most 0, within 3e-7 of it; 0 below -87. The multiple of ln 2 is subtracted in two parts, of which
+ * the first product is exact. */
+INLINE vector exp_below_0(vector x) {
+    integers is_tiny = x < -87.0f;
+    vector inside = choose(is_tiny, all(-87.0f), x), shifted = inside * LOG2_E + 12582912.0f, n = shifted - 12582912.0f;
+    vector r = inside - n * 0.693359375f + n * 2.12194440e-4f;
+    vector p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return (vector)(((integers)p + ((integers)shifted << 23)) & ~is_tiny);
+}
+
+/* Weights of the tokens up to `last` in the row's order, 0 of others; returns their sum. */
+CLONES static double weigh_until(const struct draw *op, int64_t which, uint64_t last, float *weights) {
+    const float *logits = op->logits + op->rows[which] * op->stride;
+    struct scaling by = scaling_of(op, which);
+    uint32_t last_key = last >> 32, last_id = (uint32_t)last;
+    double sum = 0;
+    for (int64_t block = 0; block < op->width; block += WEIGHED) {
+        int64_t past = min64(op->width, block + WEIGHED);
+        vector some = {0};
+        for (int64_t i = block; i < past; i += LANES) {
+            float padded[LANES];
+            int64_t count = min64(LANES, past - i);
+            const float *from = logits + i;
+            if (count < LANES) {
+                for (int64_t lane = 0; lane < LANES; lane++) padded[lane] = lane < count ? from[lane] : -INFINITY;
+                from = padded;
+            }
+            vector scaled = scaled_of(load(from), by), weight = exp_below_0(scaled);
+            if (last != ALL_KEPT) {
+                bits keys = keys_of_scaled(scaled);
+                bits ids = (uint32_t)i + (bits){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+                integers is_kept = (integers)(keys < last_key) | ((integers)(keys == last_key) & (integers)(ids <= last_id));
+                weight = choose(is_kept, weight, all(0));
+            }
+            some += weight;
+            if (count == LANES) store(weights + i, weight);
+            else memcpy(weights + i, &weight, count * sizeof(float));
+        }
+        sum += sum_of(some);
+    }
+    return sum;
+}
+
+double weigh_some(const struct draw *op, int64_t which, const struct kept *kept, char *scratch, float *weights) {
+    if (op->filtered[which] && kept->count >= 0) {
+        double some[MAX_LARGEST], sum = 0;
+        weigh_entries(&kept->best, some);
+        memset(weights, 0, op->width * sizeof(float));
+        for (int64_t i = 0; i < kept->count; i++)
+            weights[(uint32_t)kept->best.entries[i]] = (float)some[i], sum += some[i];
+        return sum;
+    }
+    return weigh_until(op, which, op->filtered[which] ? last_of_whole(op, which, kept->total, scratch) : ALL_KEPT, weights);
+}
+
+CLONES static void scale_row(float *row, int64_t count, float factor) {
+    for (int64_t i = 0; i < count; i++) row[i] *= factor;
 }
 
 /* Tasks: pieces of rows. The last of a row draws. */
@@ -142,8 +211,14 @@ void draw(const void *arguments, const struct step *step, struct worker *worker)
     const struct draw *op = arguments;
     for (int64_t task; (task = take_task(worker)) < step->num_tokens * op->pieces;) {
         int64_t which = task / op->pieces;
+        struct kept kept = {0};
         look_at_piece(op, task);
-        if (is_last_piece(op->ended + which, op->pieces)) op->tokens[which] = token_of(op, which, worker->scratch);
+        if (!is_last_piece(op->ended + which, op->pieces)) continue;
+        if (op->filtered[which]) kept = filter_row(op, which);
+        op->tokens[which] = token_of(op, which, &kept, worker->scratch);
+        if (!op->probabilities) continue;
+        float *row = op->probabilities + which * op->width;
+        scale_row(row, op->width, (float)(1 / weigh_some(op, which, &kept, worker->scratch, row)));
     }
 }
 
@@ -213,8 +288,10 @@ static int64_t sample_row(const float *logits, int64_t width, float peak, const 
         .row_keys = &key, .filtered = &filtered, .masses = masses, .best = best, .scores = &score, .found = &found,
         .most = MAX_LARGEST,
     };
+    struct kept kept = {0};
     look_at_piece(&op, 0);
-    return token_of(&op, 0, scratch);
+    if (filtered) kept = filter_row(&op, 0);
+    return token_of(&op, 0, &kept, scratch);
 }
 
 /* Tasks: rows. */

@@ -70,9 +70,34 @@ INLINE doubles weights_of_eight(const uint32_t *keys) {
 /* Top tokens among which the end of the kept prefix is searched first: those of a small top-k, or LOOKED_AT. */
 static inline int64_t looked_at(int64_t top_k) { return top_k <= MAX_LARGEST ? top_k : LOOKED_AT; }
 
-/* The token with the largest score among those that the filters leave, of a whole row. `total` is what the row weighs
- * where `top_p` is a share of that. `scratch` is a thread's. */
+#define ALL_KEPT UINT64_MAX /* in place of the entry of the last token that filters leave: there are none */
+
+/* The tokens that a row's filters leave, which are a prefix of its order. */
+struct kept {
+    struct best best; /* top tokens of the row */
+    int64_t count;    /* how many of these are all that is left; -1: they do not show it */
+    double total;     /* what the row weighs, where `top_p` is a share of that */
+};
+
+/* Of a row with filters whose pieces were looked at; once a row, as it merges the pieces. */
+struct kept filter_row(const struct draw *op, int64_t which);
+
+/* What a task does with a piece of a row: it finds the best of it. */
+void look_at_piece(const struct draw *op, int64_t task);
+
+/* The token with the largest score, of a row whose pieces were looked at. `kept`: of a row with filters. `scratch` is a
+ * thread's. */
+int64_t token_of(const struct draw *op, int64_t which, const struct kept *kept, char *scratch);
+
+/* The token with the largest score among those that the filters leave, of a whole row. */
 int64_t draw_from_whole(const struct draw *op, int64_t which, double total, char *scratch);
+
+/* The last token that the filters leave of a whole row, as an entry. */
+uint64_t last_of_whole(const struct draw *op, int64_t which, double total, char *scratch);
+
+/* The weights of a row's tokens, 0 of those that filters leave out, and what they weigh together. The row's pieces were
+ * looked at if it has filters. # [width] */
+double weigh_some(const struct draw *op, int64_t which, const struct kept *kept, char *scratch, float *weights);
 
 INLINE struct scaling scaling_of(const struct draw *op, int64_t which) {
     return (struct scaling){op->peaks[op->rows[which]], op->temperature[which]};

@@ -193,3 +193,9 @@ int64_t draw_from_whole(const struct draw *op, int64_t which, double total, char
     struct prefix kept = apply_filters(op, which, total, &row);
     return best_of_prefix(&row, kept, noise_of_key(op->row_keys[which]));
 }
+
+uint64_t last_of_whole(const struct draw *op, int64_t which, double total, char *scratch) {
+    struct row row = read_row(op, which, scratch);
+    struct prefix kept = apply_filters(op, which, total, &row);
+    return (uint64_t)kept.key << 32 | (uint64_t)last_of_prefix(&row, kept);
+}

@@ -23,6 +23,7 @@ operator *const operators[OPERATORS] = {
     [DELTA_RULE] = delta_rule, [SELECTIVE_SCAN] = selective_scan,
     [QUANTIZED_GATED_LINEAR] = quantized_gated_linear,
     [SAMPLE_TOKENS] = sample_tokens, [ROTATE_HEADS] = rotate_heads, [SELECT_KEYS] = select_keys,
+    [VERIFY_DRAFTS] = verify_drafts,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -77,6 +78,7 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [SAMPLE_TOKENS] = sizeof(struct sample_tokens),
     [ROTATE_HEADS] = sizeof(struct rotate_heads),
     [SELECT_KEYS] = sizeof(struct select_keys),
+    [VERIFY_DRAFTS] = sizeof(struct verify_drafts),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

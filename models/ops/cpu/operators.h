@@ -34,6 +34,7 @@ enum {
     QUANTIZED_GATED_LINEAR,
     SAMPLE_TOKENS,
     ROTATE_HEADS, SELECT_KEYS,
+    VERIFY_DRAFTS,
     OPERATORS
 };
 
@@ -487,11 +488,22 @@ struct draw {
     int64_t most;      /* LOOKED_AT, or any top_k of at most MAX_LARGEST that is more */
     atomic_int *ended; /* [rows], 0 */
     int64_t *tokens;   /* [rows] */
+    float *probabilities; /* [rows, width] receives what each token is drawn with, or NULL */
 };
 #define WEIGHED 256
 #define LOOKED_AT 64
 
 #define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds two keys each */
+
+/* Rejection sampling: the drafts of sequences, each of which has some rows of `by` that follow each other, in one piece
+ * each. After a rejected draft the tokens of a sequence's rows stay as they are. */
+struct verify_drafts {
+    struct draw by;
+    const int64_t *firsts;                    /* [sequences + 1] rows */
+    const int64_t *drafts;                    /* [rows] -1: none, the row's token is drawn */
+    const float **probabilities_of_drafts;    /* [rows] [width] of the draft's distribution */
+    const double *numbers;                    /* [rows] uniform, from 0 to 1 */
+};
 
 /* How sequences sample, by slot, and their tokens. */
 struct sampling {
@@ -691,7 +703,7 @@ operator position_scales;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear, quantized_gated_linear;
 operator coded_linear, expand_codes, coded_pack, coded_grouped_linear;
 operator float_linear, route, sort_pairs, combine;
-operator largest, draw, sample_tokens;
+operator largest, draw, sample_tokens, verify_drafts;
 operator rotate_heads, select_keys;
 operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
 

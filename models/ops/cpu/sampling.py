@@ -7,7 +7,7 @@ runner and `DraftChain` call them. The result of a row depends neither on other 
 
 import ctypes
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -69,41 +69,86 @@ def draw(
     min_p: npt.NDArray[np.float64],
     row_keys: npt.NDArray[np.uint64],
     filtered: npt.NDArray[np.bool_],
+    probabilities: torch.Tensor | None = None,
 ) -> npt.NDArray[np.int64]:
     """A token for each of D rows of the logits, as `engine.sampling.torch_ops` has it. # [N, V], [N], 7 x [D] -> [D]
 
     `peaks` are the rows' finite maxima, `top_k` is 1 to V. `row_keys` determine the noise (`models.ops.counter_rng`).
+    `probabilities` receives what each token is drawn with. # [D, V] float32, contiguous
     """
-    num_rows, width = len(rows), logits.shape[1]
-    pieces = _pieces(num_rows, width)
-    most = int(top_k[top_k <= MAX_LARGEST].max(initial=LOOKED_AT))
-    best, found, ended = _room(num_rows, pieces, most)
-    masses = np.empty((num_rows, -(-width // WEIGHED)), np.float64)
-    scores = np.empty((num_rows, pieces), np.float64)
-    tokens = np.empty(num_rows, np.int64)
-    arguments = structures.Draw(
-        logits.data_ptr(),
-        logits.stride(0),
-        width,
-        pieces,
-        peaks.data_ptr(),
-        rows.ctypes.data,
-        temperature.ctypes.data,
-        top_k.ctypes.data,
-        top_p.ctypes.data,
-        min_p.ctypes.data,
-        row_keys.ctypes.data,
-        filtered.ctypes.data,
-        masses.ctypes.data,
-        best.ctypes.data,
-        scores.ctypes.data,
-        found.ctypes.data,
-        most,
-        ended.ctypes.data,
-        tokens.ctypes.data,
-    )
-    runtime.current().run(arguments, Step(num_tokens=num_rows), ())
+    columns = (rows, temperature, top_k, top_p, min_p, row_keys, filtered)
+    tokens = np.empty(len(rows), np.int64)
+    room = _DrawRoom(logits, len(rows), top_k, _pieces(len(rows), logits.shape[1]))
+    arguments = structures.Draw(*room.arguments(logits, peaks, columns, tokens))
+    arguments.probabilities = None if probabilities is None else probabilities.data_ptr()
+    runtime.current().run(arguments, Step(num_tokens=len(rows)), ())
     return tokens
+
+
+def verify_drafts(
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    tokens: npt.NDArray[np.int64],
+    *,
+    rows: npt.NDArray[np.int64],
+    temperature: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    min_p: npt.NDArray[np.float64],
+    row_keys: npt.NDArray[np.uint64],
+    filtered: npt.NDArray[np.bool_],
+    firsts: npt.NDArray[np.int64],
+    drafts: npt.NDArray[np.int64],
+    probabilities: npt.NDArray[np.uint64],
+    numbers: npt.NDArray[np.float64],
+) -> None:
+    """As `draw`, but by rejection sampling in rows that verify a draft, into `tokens`. # [D]
+
+    `firsts`: the index of the first row of each sequence, and D. Tokens of a sequence's rows after a rejected draft
+    remain as they are. `drafts` are -1 in rows without one, and `probabilities` the addresses of the distributions
+    from which they were sampled; `numbers` are uniform in [0, 1). # [sequences + 1], 3 x [D]
+    """
+    columns = (rows, temperature, top_k, top_p, min_p, row_keys, filtered)
+    room = _DrawRoom(logits, len(rows), top_k, 1)
+    arguments = structures.VerifyDrafts(*room.arguments(logits, peaks, columns, tokens))
+    arguments.firsts, arguments.drafts = firsts.ctypes.data, drafts.ctypes.data
+    arguments.probabilities_of_drafts, arguments.numbers = probabilities.ctypes.data, numbers.ctypes.data
+    runtime.current().run(arguments, Step(num_tokens=len(firsts) - 1), ())
+
+
+class _DrawRoom:
+    """Memory that the operators need to draw from rows, each cut into `pieces`."""
+
+    def __init__(self, logits: torch.Tensor, num_rows: int, top_k: npt.NDArray[np.int64], pieces: int) -> None:
+        self._pieces = pieces
+        self._most = int(top_k[top_k <= MAX_LARGEST].max(initial=LOOKED_AT))
+        self._best, self._found, self._ended = _room(num_rows, pieces, self._most)
+        self._masses = np.empty((num_rows, -(-logits.shape[1] // WEIGHED)), np.float64)
+        self._scores = np.empty((num_rows, pieces), np.float64)
+
+    def arguments(
+        self,
+        logits: torch.Tensor,
+        peaks: torch.Tensor,
+        columns: tuple[npt.NDArray[Any], ...],
+        tokens: npt.NDArray[np.int64],
+    ) -> tuple[int, ...]:
+        """The fields of `structures.Draw` up to `tokens`; `columns` are those of `draw` in order."""
+        return (
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            self._pieces,
+            peaks.data_ptr(),
+            *(each.ctypes.data for each in columns),
+            self._masses.ctypes.data,
+            self._best.ctypes.data,
+            self._scores.ctypes.data,
+            self._found.ctypes.data,
+            self._most,
+            self._ended.ctypes.data,
+            tokens.ctypes.data,
+        )
 
 
 def _pieces(num_rows: int, width: int) -> int:

@@ -418,8 +418,15 @@ class Draw(Arguments):
     kind = 26
     _fields_: ClassVar = _declared(
         "*logits stride width pieces *peaks *rows *temperature *top_k *top_p *min_p *row_keys *filtered *masses "
-        "*best *scores *found most *ended *tokens"
+        "*best *scores *found most *ended *tokens *probabilities"
     )
+
+
+class VerifyDrafts(Arguments):
+    """`struct verify_drafts`."""
+
+    kind = 51
+    _fields_: ClassVar = [*Draw._fields_, *_declared("*firsts *drafts *probabilities_of_drafts *numbers")]
 
 
 class Sampling(ctypes.Structure):
