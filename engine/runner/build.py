@@ -1,7 +1,7 @@
-"""`load_rank`: from a configuration and a checkpoint to a `LoadedModel`, on every rank alike.
+"""`load_rank` makes a `LoadedModel` from a configuration and a checkpoint, in the same way on every rank.
 
-In this order: check the configuration against the checkpoint, choose the device and its kernels, place threads and
-memory by a `CorePlan`, set up collectives, and read the weights. Called by the core's start and by rank processes, on
+In this order: check the configuration against the checkpoint, choose the device and its kernels, pin threads and bind
+memory by a `CorePlan`, set up collectives, and read the weights. The core's start and rank processes call it on
 the thread that will run the steps.
 """
 
@@ -45,15 +45,16 @@ from models.quantization.config import ROUNDINGS
 logger = logging.getLogger(__name__)
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The system call's number."""
+"""The number of the system call `set_mempolicy`."""
 _MPOL_BIND = 2
 _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def choose_threads(config: Config, cpus: Collection[int] | None = None, *, ranks: int = 1) -> CorePlan:
-    """A plan of `cpu_threads`, else OMP_NUM_THREADS, else what `plan_cores` chooses. Raises `ValueError` for too many.
+    """A plan with `cpu_threads`, or OMP_NUM_THREADS, or the number that `plan_cores` chooses.
 
-    `cpus`: that this rank of `ranks` may use; None: those of the process.
+    `cpus`: the CPUs that this rank of `ranks` may use; None for those of the process. Raises `ValueError` for more
+    threads than CPUs.
     """
     allowed = os.sched_getaffinity(0) if cpus is None else cpus
     asked = config.cpu_threads
@@ -63,9 +64,9 @@ def choose_threads(config: Config, cpus: Collection[int] | None = None, *, ranks
 
 
 def settle(plan: CorePlan, *, is_rank: bool = False) -> None:
-    """Start torch's threads and put them on their cores, before there are operators or weights.
+    """Start torch's threads and pin them to their cores, before operators start or weights are read.
 
-    One of several ranks computes on the CPUs of its plan alone: the system would let two share one for a while.
+    One of several ranks computes only on the CPUs of its plan, since the system might let two ranks share a CPU.
     """
     torch.set_num_threads(plan.threads)
     caller = threading.get_native_id()
@@ -80,19 +81,19 @@ def settle(plan: CorePlan, *, is_rank: bool = False) -> None:
     except OSError as error:
         logger.warning("threads run on any core: the system refused to keep them on some (%s)", error)
     if plan.pins:
-        # Have torch start its threads now: later ones would inherit the CPUs that the caller is pinned to by then.
+        # Torch starts its threads now, since later threads would inherit the CPUs that the caller is pinned to.
         torch.ones(1 << 20).add_(1)
 
 
 def pin(plan: CorePlan, operators: Library | None) -> frozenset[int]:
-    """Keep the operators' threads on cores of their own, and other threads off them; the CPUs kept.
+    """Pin the operators' threads to the plan's cores, and all other threads outside them. Returns the pinned CPUs.
 
     Torch's threads sleep while operators run.
     """
     if operators is None or not plan.pins:
         return frozenset()
     try:
-        # Threads that the caller starts later run on CPUs outside the plan; the caller itself has no reason to move.
+        # Threads that the caller starts later run on CPUs outside the plan; the caller itself stays where it is.
         os.sched_setaffinity(0, {plan.pins[0], *(plan.cpus - plan.own)})
         if not operators.pin(plan.pins):
             raise OSError("pthread_setaffinity_np failed")
@@ -103,16 +104,16 @@ def pin(plan: CorePlan, operators: Library | None) -> frozenset[int]:
 
 
 def bind_memory(node: int, needed: int, root: Path = Path("/")) -> bool:
-    """Bind what this process allocates from now on to a NUMA node, if it has `needed` bytes; whether it is bound.
+    """Bind this process's later allocations to a NUMA node that has `needed` bytes. Returns whether they are bound.
 
-    Unbound memory comes from the node of the thread that first writes to it, while that has any.
+    An unbound page comes from the node of the thread that first writes to it, while that node has free memory.
     """
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None or needed > node_memory(node, root):
         return False
     words = (ctypes.c_ulong * (node // _LONG_BITS + 1))()
     words[node // _LONG_BITS] = 1 << node % _LONG_BITS
-    # The kernel reads one bit less than the given number.
+    # The kernel reads one bit less than the number it receives.
     last = ctypes.c_ulong(len(words) * _LONG_BITS + 1)
     refused: int = ctypes.CDLL(None).syscall(number, _MPOL_BIND, words, last)
     return not refused
@@ -129,13 +130,13 @@ def node_memory(node: int, root: Path = Path("/")) -> int:
 
 
 World: TypeAlias = ReplicaWorld | SharedMemoryExchange
-"""What joins the ranks of all replicas that compute in lockstep."""
+"""The transport between the ranks of all replicas that compute in lockstep."""
 _FP8_BLOCK = FP8_GROUP, FP8_GROUP
-"""Rows and columns that share a scale, in the FP8 experts that aiter computes."""
+"""Rows and columns per scale in the FP8 experts that aiter computes."""
 
 
 class RankCollectives(Collectives, RankGroup, Protocol):
-    """A rank's end of its group: its collectives, and how it joins and leaves."""
+    """A rank's collectives, with the methods that join and leave its group."""
 
 
 class Checkpoint(NamedTuple):
@@ -147,7 +148,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(config: Config, path: Path) -> Checkpoint:
-    """Read all but the weights. Raises `ValueError` with a sentence for settings that the checkpoint forbids."""
+    """Read everything but the weights. Raises `ValueError` for settings that the checkpoint excludes."""
     pooling = read_pooling(path, config.task, matryoshka=config.matryoshka)
     model_config = read_checkpoint_config(path, config.model_impl, pooling)
     _require_quantization(config.quantization_config.quantization, path, model_config)
@@ -155,21 +156,21 @@ def read_checkpoint(config: Config, path: Path) -> Checkpoint:
 
 
 def dtype_of(config: Config, model_config: CheckpointConfig) -> torch.dtype:
-    """The type of activations."""
+    """The dtype of activations."""
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     return dtype
 
 
 class LoadedRank(NamedTuple):
-    """A rank's model before it has met the others."""
+    """A rank's model before the rank has joined the others."""
 
     loaded: LoadedModel
     own_cpus: frozenset[int]
-    """CPUs that other processes keep off."""
+    """CPUs on which no other process of this engine should run."""
     group: RankCollectives | None
-    """Collectives of the ranks, where there are several; not joined yet."""
+    """The collectives of several ranks, not joined yet."""
     world: World | None
-    """Collectives of all replicas, where they compute in lockstep; to be joined before `group`."""
+    """The collectives of all replicas that compute in lockstep; joined before `group`."""
 
 
 def load_rank(
@@ -179,9 +180,9 @@ def load_rank(
     lockstep_member: LockstepMember | None = None,
     share: HostShare = HostShare(),  # noqa: B008, immutable
 ) -> LoadedRank:
-    """Load the checkpoint, or a rank's shard of it. Raises `ValueError`, a sentence, for what cannot be served.
+    """Load the checkpoint, or a rank's shard of it. Raises `ValueError` with one sentence if it cannot be served.
 
-    `lockstep_member`: this replica among those that compute in lockstep; `share`: this replica's share of the host.
+    `lockstep_member`: this replica's rank among those in lockstep. `share`: this replica's share of the host.
     """
     config, model_config, pooling = read_checkpoint(config, path)
     device = _resolve_device(config, shard, share)
@@ -197,7 +198,7 @@ def load_rank(
     logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
     plan = None
     if device.type == "cpu":
-        rank, ranks = _place(shard, share)
+        rank, ranks = _rank_on_host(shard, share)
         plan = choose_threads(config, None if ranks == 1 else own_cpus(rank, ranks), ranks=ranks)
         settle(plan, is_rank=ranks > 1)
         if plan.node is not None:
@@ -241,8 +242,8 @@ def load_rank(
     return LoadedRank(loaded, pinned, group, world)
 
 
-def _place(shard: Shard | None, share: HostShare) -> tuple[int, int]:
-    """The index of this rank among those of this host, and their number: each has a device or a part of the cores."""
+def _rank_on_host(shard: Shard | None, share: HostShare) -> tuple[int, int]:
+    """This rank's index among the ranks on this host, and their number; each has a GPU or a share of the cores."""
     rank, size = (0, 1) if shard is None else (shard.local_rank, shard.local_size)
     return share.local_index * size + rank, share.num_local * size
 
@@ -289,17 +290,17 @@ def _collectives(config: Config, shard: Shard, device: torch.device, world: Worl
 
 
 def _bind_memory(node: int, path: Path, config: Config, replicas: int) -> None:
-    """Keep a rank's weights and cache on a NUMA node, if it has room for those of all replicas of this host."""
+    """Bind a rank's weights and cache to a NUMA node, if those of all replicas of this host fit there."""
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     cache = MAX_CPU_BYTES if config.cpu_kvcache_gib is None else int(config.cpu_kvcache_gib * GIB)
-    # Weights may be widened; several replicas may be on one node.
+    # Weights may be stored in a wider dtype than the checkpoint's, and several replicas may share a node.
     needed = (2 * weights * replicas + cache) // config.parallel_config.tensor_parallel_size
     bound = config.num_kvcache_blocks is None and bind_memory(node, needed)
     logger.info("memory is %s NUMA node %d", "bound to" if bound else "taken by preference from", node)
 
 
 def _require_quantization(wanted: str, path: Path, model_config: CheckpointConfig) -> None:
-    """Raise `ValueError` where the checkpoint is not quantised as the user says."""
+    """Raise `ValueError` if the checkpoint's quantization is not the one that the user named."""
     if wanted == "auto" or _is_rounding(wanted, model_config):
         return
     found = "none" if model_config.quantization is None else model_config.quantization.quant_method
@@ -310,12 +311,12 @@ def _require_quantization(wanted: str, path: Path, model_config: CheckpointConfi
 
 
 def _is_rounding(wanted: str, model_config: CheckpointConfig) -> bool:
-    """Whether the weights are to be rounded as they are read. MXFP4 is also the name of a checkpoint's method."""
+    """Whether weights are rounded while they are read. A rounding and a checkpoint's method are both named MXFP4."""
     return wanted in ROUNDINGS and (wanted != "mxfp4" or model_config.quantization is None)
 
 
 def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise `ValueError` where weights cannot be rounded as they are read."""
+    """Raise `ValueError` if weights cannot be rounded while they are read."""
     if not _is_rounding(wanted, model_config):
         return
     type_name = str(dtype).removeprefix("torch.")
@@ -333,16 +334,16 @@ def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch
 
 
 def _leave_default_stream(device: torch.device) -> None:
-    """Have this thread work on a stream of its own on AMD's GPUs, where work on the default stream waits for that of
-    other streams, and they for it, in more of the runtime's calls than on NVIDIA's."""
+    """Set a non-default stream for this thread on AMD GPUs, where the default stream and other streams wait for each
+    other in more of the runtime's calls than on NVIDIA GPUs."""
     if device.type == "cuda" and torch.version.hip is not None:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> torch.device:
-    """The device to run on; its attention backend must exist. Raises `ValueError` where one of the two does not."""
+    """The device to run on. Raises `ValueError` if the device or its attention backend does not exist."""
     wanted = config.device
-    rank, ranks = _place(shard, share)
+    rank, ranks = _rank_on_host(shard, share)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
         if wanted == "cpu" and Path("/dev/kfd").exists():
@@ -372,7 +373,7 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
 
 
 def sizes_of(config: CheckpointConfig, block: int, ranks: int) -> Sizes:
-    """Sizes of one rank's part of a model, for the probe of aiter; defaults for what the model does not have."""
+    """Sizes of one rank's shard of a model, for the probe of aiter; defaults for layers that the model lacks."""
     usual = Sizes(block=block)
     if not isinstance(config, ModelConfig):
         return usual
@@ -400,15 +401,15 @@ def sizes_of(config: CheckpointConfig, block: int, ranks: int) -> Sizes:
 
 
 def _first(config: ModelConfig, *names: str) -> int | None:
-    """A field by any of its names. The model's constructor checks its value."""
+    """A configuration field by any of its names. The model's constructor checks its value."""
     found = (config.fields.values.get(name) for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
 def _choose_kernels(device: torch.device, wanted: Sequence[str], sizes: Sizes) -> None:
-    """Choose what computes each operator, and log it. Raises `ValueError` for an unknown backend.
+    """Choose the implementation of each operator, and log it. Raises `ValueError` for an unknown backend.
 
-    `sizes`: of the model's layers.
+    `sizes`: sizes of the model's layers.
     """
     if device.type == "cpu":
         backends.parse(wanted)
@@ -418,14 +419,14 @@ def _choose_kernels(device: torch.device, wanted: Sequence[str], sizes: Sizes) -
 
 
 def _with_checkpoint(config: Config, model: CheckpointConfig, pooling: PoolingConfig | None) -> Config:
-    """`config` with what the checkpoint decides. Raises `ValueError` for a context beyond the model's own."""
+    """`config` with the checkpoint's values. Raises `ValueError` for a context longer than the model's."""
     own = model.default_max_len
     if pooling is not None and pooling.max_length is not None:
         own = max(2, min(own, pooling.max_length))
     max_model_len = config.max_model_len or own
     max_num_batched_tokens = config.max_num_batched_tokens
     if pooling is not None and pooling.is_encoder:
-        # It computes a prompt in one step.
+        # An encoder computes a whole prompt in one step.
         max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ValueError(

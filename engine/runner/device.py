@@ -1,8 +1,8 @@
-"""`Device`: where steps run: its memory figures, pinned memory, copies, events and graphs; `Uploads` and `Downloads`.
+"""`Device`: memory statistics, pinned memory, copies, events and graphs of a device; `Uploads` and `Downloads`.
 
-`HostDevice` does everything before a call returns; `GPUDevice` is CUDA or ROCm, both `torch.cuda`. Enqueued work runs
-in order: one stream is enough, since a step's copies are a few kilobytes. `oom_at_start` and `oom_in_step` turn a
-GPU's lack of memory into errors of the start and of a step.
+`HostDevice` completes all work before a call returns; `GPUDevice` is CUDA or ROCm, both through `torch.cuda`. Enqueued
+work runs in order on one stream, which suffices since a step's copies are a few kilobytes. `oom_at_start` and
+`oom_in_step` convert torch's out-of-memory exceptions to errors of the start and of a step.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from models.ops.memory import Packing, Views
 
 @contextmanager
 def oom_at_start(what: str, advice: str) -> Iterator[None]:
-    """Raises `ValueError`, with how much is missing and what to do, where a GPU has no memory for `what`."""
+    """Raises `ValueError`, with the missing amount and a remedy, where a GPU has no memory for `what`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -31,11 +31,11 @@ def oom_at_start(what: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def oom_in_step() -> Iterator[None]:
-    """Raises `StepOutOfMemory` where a GPU has no memory for a step, after giving back what torch keeps for reuse."""
+    """Raises `StepOutOfMemory` where a GPU has no memory for a step, after torch has freed its cached memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        # Its frames hold what the step had made.
+        # The traceback's frames hold the step's tensors, so they must be cleared.
         traceback.clear_frames(error.__traceback__)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -43,7 +43,7 @@ def oom_in_step() -> Iterator[None]:
 
 
 def _shortage(error: torch.OutOfMemoryError) -> str:
-    """What an allocation asked for and what was free, in torch's words, without its advice on fragmentation."""
+    """The requested and the free bytes of torch's message, without its advice on fragmentation."""
     text = " ".join(str(error).split())
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
     free = re.search(r"of which ([\d.]+ \w+) is free", text)
@@ -53,37 +53,37 @@ def _shortage(error: torch.OutOfMemoryError) -> str:
 
 
 class DeviceMemory:
-    """Figures of a GPU's memory, in bytes."""
+    """Statistics of a GPU's memory, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def total(self) -> int:
-        """All of the device's memory."""
+        """The device's total memory."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free(self) -> int:
-        """What no process holds."""
+        """Memory that no process has allocated."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def held(self) -> int:
-        """What this process holds through torch's allocator, in use or kept for reuse."""
+        """Memory that torch's allocator has reserved in this process, in use or cached."""
         return torch.cuda.memory_reserved(self._device)
 
     def in_use(self) -> int:
-        """What of `held` is in use."""
+        """The part of `held` that tensors use."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """The most that was in use at a time since `reset_peak`."""
+        """The peak of `in_use` since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def give_back(self) -> None:
-        """Give back what is kept for reuse: the next steps take it again, which takes time."""
+        """Free torch's cached memory. The next steps allocate it again, which takes time."""
         torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
-        """Forget the peak so far."""
+        """Reset `peak` to the memory in use now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
@@ -94,30 +94,30 @@ class Event(Protocol):
         """Whether the device has reached it."""
 
     def synchronize(self) -> None:
-        """Wait until it has. Raises what it failed with."""
+        """Wait until the device has reached it. Raises the error of work that failed."""
 
 
 class Graph(Protocol):
-    """Captured work, which reads and writes the memory that it was captured with."""
+    """Captured work, which reads and writes the same memory on each replay."""
 
     def replay(self) -> object:
-        """Enqueue it again."""
+        """Enqueue the captured work."""
 
 
 class Device(Protocol):
-    """Where steps run."""
+    """The device on which steps run."""
 
     torch_device: torch.device
     has_graphs: bool
     """Whether replaying a graph is faster than enqueueing its work again."""
     has_pieces: bool
-    """Whether it can capture a pass in pieces."""
+    """Whether the device can capture a pass in pieces."""
     is_host: bool
-    """Whether it reads the host's memory at once, so that nothing need be copied."""
+    """Whether the device reads host memory directly, so that no copies are needed."""
     computes: bool
-    """Whether kernels run; those of a GPU that is not there are only compiled."""
+    """Whether kernels run; on an emulated GPU they are only compiled."""
     memory: DeviceMemory | None
-    """None where its memory is the host's."""
+    """None where the device's memory is the host's."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Page-locked host memory, for asynchronous copies. # [num_bytes] uint8"""
@@ -129,17 +129,17 @@ class Device(Protocol):
         """An event after all work that is enqueued now."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """The work that `run` enqueues, as a graph. All graphs of a device share one pool of memory.
+        """Capture the work that `run` enqueues. All graphs of a device share one memory pool.
 
-        The caller has called `run` before, which compiles kernels and sets up libraries.
+        The caller has called `run` before, which compiled kernels and initialised libraries.
         """
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Graph]:
-        """The same as several graphs: `run` receives a function that ends one graph and begins the next."""
+        """Capture several graphs: `run` receives a function that ends one graph and begins the next."""
 
 
 class HostDevice:
-    """The CPU: nothing is ever pending, and a graph is the call itself."""
+    """The CPU: work is complete when a call returns, and a graph calls the captured function again."""
 
     torch_device = torch.device("cpu")
     has_graphs = False
@@ -208,7 +208,7 @@ class GPUDevice:
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            # Other threads may query their events during the capture, as the watchdog of collectives does.
+            # In this mode other threads may query events during the capture, as the watchdog of collectives does.
             graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
         def cut() -> None:
@@ -216,14 +216,14 @@ class GPUDevice:
             begin()
 
         torch.cuda.synchronize(self.torch_device)
-        # Not by `torch.cuda.graph`, which gives back all memory that is kept for steps.
+        # `torch.cuda.graph` is not used, since it frees all memory that torch has cached for steps.
         with torch.cuda.stream(self._capture_stream):
             begin()
             try:
                 run(cut)
                 graphs[-1].capture_end()
             except BaseException:
-                # What failed may have ended the capture already.
+                # The failed work may have ended the capture already.
                 with contextlib.suppress(RuntimeError):
                     graphs[-1].capture_end()
                 self._leave_pool()
@@ -231,12 +231,12 @@ class GPUDevice:
         return list(graphs)
 
     def _leave_pool(self) -> None:
-        """Have torch allocate from its general memory again.
+        """Switch torch's allocator back from the graphs' pool to its general memory.
 
-        Where a capture cannot be ended, torch's allocator stays in the graphs' pool and frees nothing.
+        After a capture that cannot be ended, the allocator would stay in the graphs' pool and free nothing.
         """
         index = self.torch_device.index
-        # The allocator has left the pool already, or this release of torch leaves it by itself.
+        # The allocator has left the pool already, or this release of torch has no such function.
         with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device() if index is None else index, self._pool)
 
@@ -278,21 +278,21 @@ class Uploads:
         self._sent: deque[tuple[torch.Tensor, Event]] = deque()
         self._free: list[torch.Tensor] = []
         self.num_copies = self.num_bytes = 0
-        """Copies and bytes so far."""
+        """Numbers of copies and bytes so far."""
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays on the device, valid for work that is enqueued from now on; they share memory."""
+        """Copy arrays to the device in one copy; the tensors are valid for work that is enqueued from now on."""
         upload = self.begin()
         tensors = upload.add(arrays)
         upload.go()
         return tensors
 
     def begin(self) -> "Upload":
-        """An upload whose arrays are added one after the other."""
+        """Begin an upload whose arrays are added one after the other."""
         return Upload(self)
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pinned memory of at least `num_bytes`, and as much of the device's. # 2 x [...] uint8"""
+        """Pinned memory of at least `num_bytes`, and device memory of the same size. # 2 x [...] uint8"""
         while self._sent and self._sent[0][1].query():
             self._free.append(self._sent.popleft()[0])
         while self._free:
@@ -304,7 +304,7 @@ class Uploads:
         return pinned, torch.empty(len(pinned), dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, pinned: torch.Tensor, on_device: torch.Tensor, num_bytes: int) -> None:
-        """Copy the first `num_bytes` of what `take` returned, and take the pinned memory back for reuse."""
+        """Copy the first `num_bytes` of the buffers from `take`, and reuse the pinned memory after the copy."""
         if num_bytes == 0:
             self._free.append(pinned)
             return
@@ -322,7 +322,7 @@ class Upload:
         self._end = self._room = 0
 
     def add(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """The tensors that hold the arrays once `go` is called; the arrays are read now."""
+        """Stage arrays. Returns the tensors that hold them after `go`; the arrays are read now."""
         packing = Packing(arrays, self._end)
         if packing.end == self._end:
             nothing = torch.empty(0, dtype=torch.uint8, device=self._uploads.torch_device)
@@ -337,27 +337,27 @@ class Upload:
         return packing.read(self._views)
 
     def go(self) -> None:
-        """Enqueue the copy. Until then no work may be enqueued that reads the arrays."""
+        """Enqueue the copy. Work that reads the tensors must be enqueued after this call."""
         if self._room:
             self._uploads.copy(self._pinned, self._on_device, self._end)
             self._end = self._room = 0
 
 
 class Download:
-    """A copy to the host that has begun."""
+    """An enqueued copy to the host."""
 
     def __init__(self, buffer: torch.Tensor, shape: torch.Size, arrived: Event) -> None:
         self.buffer, self._shape, self._arrived = buffer, shape, arrived
 
     def wait(self) -> torch.Tensor:
-        """Wait for the copy; what is returned is valid until `Downloads.give_back`. # int64"""
+        """Wait for the copy. The returned tensor is valid until `Downloads.give_back`. # int64"""
         self._arrived.synchronize()
         num_bytes = self._shape.numel() * torch.int64.itemsize
         return self.buffer[:num_bytes].view(torch.int64).view(self._shape)
 
 
 class Downloads:
-    """Copies a step's results to pinned host memory. A buffer is reused once its reader has given it back."""
+    """Copies a step's results to pinned host memory. A buffer is reused after `give_back`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -372,5 +372,5 @@ class Downloads:
         return Download(buffer, source.shape, self._device.record())
 
     def give_back(self, download: Download) -> None:
-        """Reuse the download's buffer: its reader is done."""
+        """Return the download's buffer for reuse."""
         self._free.append(download.buffer)

@@ -1,9 +1,9 @@
-"""`DeviceBatch`: a step's arrays on the device, assembled from what is kept there by slot and what the step sends.
+"""`DeviceBatch`: assembles a step's arrays on the device from per-slot state there and the arrays that the step sends.
 
-The last sampled token of each slot is on the device, and with some attention backends its block table is too: a step
-sends the entries that changed. On a GPU all of a step's arrays go in one copy. Where a model drafts, the device also
-keeps each slot's length, its drafts and the index of its recurrent state: `accept` writes them after a step that the
-next one does not wait for, and `assemble` reads them for rows of which the host knows bounds only.
+The last sampled token of each slot is on the device. With some attention backends its block table is too: a step
+sends only the entries that changed. On a GPU all of a step's arrays are sent in one copy. Where a model drafts, the
+device also holds each slot's length, its drafts and the index of its recurrent state. `accept` writes them after a
+step that the host has not read, and `assemble` reads them for rows whose lengths the host knows only as bounds.
 """
 
 from typing import NamedTuple
@@ -19,27 +19,27 @@ from models.attention.gpu import GPUAttentionBackend
 from models.ops.memory import Send
 
 MOST_DRAFTS = 16
-"""Drafts of a sequence at most, as `SpeculativeConfig` bounds them."""
+"""The most drafts of a sequence, the limit of `SpeculativeConfig`."""
 
 
 class DeviceBlockTables:
     """A copy of the input batch's block table, at most one step old, with one more row for padding."""
 
     def __init__(self, num_slots: int, max_blocks: int, padding_block: int, device: torch.device) -> None:
-        """The row of slot `num_slots`, which pads captured graphs, names nothing but `padding_block`."""
+        """The row of slot `num_slots` pads captured graphs: all of its entries are `padding_block`."""
         self._tables = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
         self._tables[num_slots] = padding_block
         self._flat = self._tables.view(-1)
         self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def send(self, indexes: npt.NDArray[np.int64], blocks: npt.NDArray[np.int32], send: Send) -> None:
-        """Send entries by their index in the flat table; `gather` writes them. An index may come twice."""
+        """Send entries by their index in the flat table; `gather` writes them. An index may appear twice."""
         if len(indexes):
             changed, values = send([indexes, blocks])
             self._sent = changed, values
 
     def gather(self, slots: torch.Tensor, into: torch.Tensor) -> None:
-        """Write what was sent to the table, and then the beginnings of these slots' rows to `into`.
+        """Write the sent entries to the table, then copy the first `num_blocks` entries of these slots to `into`.
 
         # [B] int64 -> [B, num_blocks] int32
         """
@@ -50,29 +50,29 @@ class DeviceBlockTables:
 
 
 class Accepted(NamedTuple):
-    """What a step has accepted of its B rows, without padding, on the device."""
+    """The tokens that a step accepted in each of its B rows, without padding rows, on the device."""
 
     counts: torch.Tensor  # [B] int64, accepted positions of each row; 0 where no token could be sampled
     lengths: torch.Tensor  # [B] int64, tokens of each sequence, the new ones included
-    last: torch.Tensor  # [B] int64, index among the step's tokens of the one before the last accepted position
-    tokens: torch.Tensor  # [B, 2] int64, each sequence's last tokens
+    last: torch.Tensor  # [B] int64, index in the step's tokens of the input token of the last accepted position
+    tokens: torch.Tensor  # [B, 2] int64, the last two tokens of each sequence
 
 
 class DeviceInputs(NamedTuple):
-    """A step on the device: B rows of T tokens, with those that pad a captured graph; S sample a token."""
+    """A step on the device: B rows of T tokens, including a captured graph's padding; S positions sample a token."""
 
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, see `StepInputs.carried_positions`
-    last_tokens: torch.Tensor  # [S] int64, index in the T tokens of each sampled row's last one
+    last_tokens: torch.Tensor  # [S] int64, index in the T tokens of the input token of each sampled position
     sampled_slots: torch.Tensor  # [S] int64
     metadata: AttentionMetaData
     graph_size: int = 0
     """Rows of the graph that replays the step; 0: it runs eagerly."""
-    adapters: torch.Tensor | None = None  # [T] int64, of a step that replays a graph, where there are any
+    adapters: torch.Tensor | None = None  # [T] int64, where the step replays a graph and graphs read adapters
 
 
 class AttentionTarget(NamedTuple):
-    """What a step's arrays are assembled for."""
+    """The attention backend that reads a step's arrays, and the cache layout that they refer to."""
 
     backend: AttentionBackend
     tables: DeviceBlockTables | None
@@ -81,11 +81,11 @@ class AttentionTarget(NamedTuple):
     """Whether captured graphs read the LoRA adapter of each token."""
     block_size: int = 0
     states_per_slot: int = 0
-    """Both are needed for rows of which the host knows bounds only."""
+    """Both are needed for rows whose lengths the host knows only as bounds."""
 
 
 class DeviceBatch:
-    """The last token of each slot, and how a step's arrays get to the device."""
+    """Holds each slot's last token on the device and copies a step's arrays there."""
 
     def __init__(self, device: Device, max_num_seqs: int) -> None:
         self.device = device
@@ -94,15 +94,15 @@ class DeviceBatch:
         self.last_tokens, self.lengths, self._valid_states = (
             torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device.torch_device) for _ in range(3)
         )
-        """The token that each slot sampled last; its number of tokens, and the one of its recurrent states that is
-        valid, after a step that the host may not have read."""
+        """For each slot, after a step that the host may not have read: the last sampled token, the number of tokens,
+        and the index of the valid recurrent state."""
         self.drafts = torch.zeros(max_num_seqs + 1, MOST_DRAFTS, dtype=torch.int64, device=device.torch_device)
         """The drafts that follow each slot's last token."""
 
     def assemble(
         self, inputs: StepInputs, changes: TableChanges, target: AttentionTarget, graph_size: int
     ) -> DeviceInputs:
-        """A step on the device, padded already if it replays a graph of `graph_size` rows.
+        """Copy a step to the device; it is padded already if it replays a graph of `graph_size` rows.
 
         Tokens that the host has not read yet are taken from `last_tokens`.
         """
@@ -139,7 +139,7 @@ class DeviceBatch:
     def _bounded(
         self, inputs: StepInputs, changes: TableChanges, target: AttentionTarget, graph_size: int
     ) -> DeviceInputs:
-        """A step whose rows begin where `accept` has left their slots, as far as the host has not read that."""
+        """Assemble a step whose rows start at the lengths that `accept` wrote, where the host has not read them."""
         bounds, backend, length = inputs.bounds, target.backend, inputs.query_len
         assert bounds is not None
         assert target.tables is not None
@@ -189,9 +189,9 @@ class DeviceBatch:
     def accept(
         self, inputs: StepInputs, step: DeviceInputs, token_ids: torch.Tensor, states_per_slot: int
     ) -> Accepted:
-        """Compare what a step of decodes has sampled with its drafts, and keep by slot what the next one needs.
+        """Verify the drafts of a step of decodes against its sampled tokens, and store what the next step reads.
 
-        `token_ids`: negative where none could be sampled. # [S] int64
+        `token_ids`: sampled tokens, negative where none could be sampled. # [S] int64
         """
         counts = np.bincount(inputs.sampled_rows, minlength=len(inputs.slots))
         offsets = np.arange(int(counts.max()))
@@ -205,7 +205,7 @@ class DeviceBatch:
         lengths = step.positions[before[:, 0]] + 1 + num_accepted
         last = before.gather(1, latest)[:, 0]
         token = sampled.gather(1, latest).clamp(min=0)
-        # The token before a row's first position is one that the step has computed, as those before others are.
+        # The token before a row's first sampled position is an input of the step too, as it is for later positions.
         tokens = torch.cat((step.input_ids[last][:, None], token), 1)
         self.last_tokens.index_copy_(0, slots, token[:, 0])
         self.lengths.index_copy_(0, slots, lengths)
@@ -216,7 +216,7 @@ class DeviceBatch:
         return Accepted(num_accepted, lengths, last, tokens)
 
     def _on_host(self, inputs: StepInputs, target: AttentionTarget, graph_size: int) -> DeviceInputs:
-        """Nothing is copied: the device reads the host's arrays, before the next step is made."""
+        """The step without copies: the device reads the host's arrays before the host prepares the next step."""
         if len(inputs.pending_rows):
             pending_slots = torch.from_numpy(inputs.slots[inputs.pending_rows])
             inputs.input_ids[inputs.pending_tokens] = self.last_tokens[pending_slots].numpy()
@@ -231,7 +231,7 @@ class DeviceBatch:
         )
 
     def _room_for_tables(self, inputs: StepInputs, target: AttentionTarget, graph_size: int) -> torch.Tensor:
-        """Memory for the rows' block tables: the buffer that a graph reads, or a new one."""
+        """Memory for the rows' block tables: the buffer that a captured graph reads, or a new tensor."""
         if graph_size:
             captured = target.backend.captured_tables(graph_size, inputs.query_len)
             if captured is not None:
@@ -241,12 +241,12 @@ class DeviceBatch:
 
 
 def mapped(tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Where positions of rows have their keys and values. # [B, blocks] int32, [B, n] int64 -> [B, n] int64"""
+    """The slot mapping of positions in each row. # [B, blocks] int32, [B, n] int64 -> [B, n] int64"""
     return tables.gather(1, positions // block_size).long() * block_size + positions % block_size
 
 
 def _adapters(inputs: StepInputs) -> npt.NDArray[np.int64]:
-    """The adapter of each token. # [T]"""
+    """The LoRA adapter index of each token. # [T]"""
     if inputs.adapters is None:
         return np.zeros(len(inputs.input_ids), dtype=np.int64)
     return np.repeat(inputs.adapters.astype(np.int64), inputs.query_lens)

@@ -40,7 +40,7 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def pci_address(properties: Any) -> str | None:
-    """Where torch's device properties say that a GPU is, `0000:c1:00.0`; None where they do not."""
+    """A GPU's PCI address from torch's device properties, `0000:c1:00.0`; None where they lack it."""
     try:
         domain, bus, device = (getattr(properties, f"pci_{name}_id") for name in ("domain", "bus", "device"))
     except AttributeError:
@@ -76,11 +76,11 @@ def free_by_nvml(nvml: Any, address: str) -> int | None:
 
 MIB, GIB = 2**20, 2**30
 _TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
-"""Names of Triton's package: of torch for CUDA, for ROCm, and for ROCm up to torch 2.9."""
+"""Names of Triton's package: for torch on CUDA, on ROCm, and on ROCm up to torch 2.9."""
 
 
 def gather() -> Facts:
-    """Look at everything. Takes seconds: kernels are compiled and run."""
+    """Gather all facts. Takes seconds, since kernels are compiled and run."""
     closed, groups = _closed_devices()
     facts = Facts(
         user=_user(),
@@ -95,7 +95,7 @@ def gather() -> Facts:
     )
     try:
         import torch  # noqa: F401
-    # A broken installation may raise any exception, whose text says what is missing.
+    # A broken installation may raise any exception; its text is reported.
     except Exception as error:  # noqa: BLE001
         return msgspec.structs.replace(facts, torch_error=f"{type(error).__name__}: {error}")
     return _with_torch(facts)
@@ -162,7 +162,7 @@ def _with_torch(facts: Facts) -> Facts:
 
 
 def _with_operators(facts: Facts, library: "Library") -> Facts:
-    """The path that a server of the same environment takes, and its share of the machine's limits."""
+    """Add the CPU operators that a server in this environment uses, and their share of the machine's limits."""
     from engine.distributed.host_resources import plan_cores
     from models.ops.cpu import limits, runtime
 
@@ -180,7 +180,7 @@ def _with_operators(facts: Facts, library: "Library") -> Facts:
 
 
 def _checked_kernels(device: "torch.device") -> tuple[tuple[str, ...], dict[str, str]]:
-    """Operators whose Triton kernels were compared with torch at sizes of common models; what is wrong with some."""
+    """Operators whose Triton kernels were compared with torch at sizes of common models, and the failures."""
     import torch
 
     from engine.runner.kernel_checks import failure_of
@@ -195,7 +195,7 @@ def _checked_kernels(device: "torch.device") -> tuple[tuple[str, ...], dict[str,
     for operator, some in cases.items():
         try:
             reason = failure_of(some, device, operator)
-        except ValueError as lost:  # The device computes nothing any more.
+        except ValueError as lost:  # The kernels made the device unusable.
             return tuple(cases), {**found, operator: str(lost)}
         if reason is not None:
             found[operator] = reason
@@ -203,7 +203,7 @@ def _checked_kernels(device: "torch.device") -> tuple[tuple[str, ...], dict[str,
 
 
 def _like(device: "torch.device") -> str:
-    """The target whose tiles the kernels have on a GPU."""
+    """The target whose recorded tile sizes the kernels use on a GPU."""
     from models.ops.triton.configs import target_of
 
     target = target_of(device)
@@ -235,7 +235,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _gpu_error() -> str | None:
-    """What torch says of why there is no GPU."""
+    """Torch's reason why there is no GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -248,7 +248,7 @@ def _gpu_error() -> str | None:
 
 
 def _has_nvidia(root: Path = Path("/dev")) -> bool:
-    """A container that was given one GPU of several may have any number."""
+    """Whether there is an NVIDIA device file; in a container with one GPU of several it may have any number."""
     return any(root.glob("nvidia[0-9]*"))
 
 
@@ -277,7 +277,7 @@ def _closed_devices(root: Path = Path("/dev")) -> tuple[tuple[str, ...], tuple[s
 
 
 def _group(node: Path) -> str:
-    """Its name, or number where it has none, as in a container."""
+    """The name of a file's group, or its number where it has no name, as in a container."""
     number = node.stat().st_gid
     try:
         return grp.getgrgid(number).gr_name
@@ -293,7 +293,7 @@ def _user() -> str:
 
 
 def main() -> None:
-    """Print the report as JSON, last of all that libraries may print."""
+    """Print the report as JSON, after anything that libraries print."""
     facts = gather()
     sys.stdout.write("\n" + msgspec.json.encode(Report(facts=facts, problems=problems(facts))).decode() + "\n")
 

@@ -1,7 +1,7 @@
-"""Graphs of a drafter's passes: `DraftGraphs` replays one for rows of the same number of entries.
+"""Graphs of a drafter's passes: `DraftGraphs` replays one for rows with equal numbers of entries.
 
 A first pass has up to one entry for each token that a step has verified, and a pass after it has one. Rows with fewer
-entries than the longest are padded at the front with entries that were computed before: these are stored in the
+entries than the longest are padded at the front with entries that were computed before. Those are stored in the
 padding block, and their outputs are not used.
 """
 
@@ -50,8 +50,8 @@ class DraftGraphRunner(GraphRunner):
         combines: bool,
         largest_first: bool = True,
     ) -> None:
-        """`features`: size of the hidden states that a pass reads; 0: it reads none. `combines`: whether these states
-        are the target's, which `DraftLM.combine` takes. `caches` are the drafter's.
+        """`features`: size of the hidden states that a pass reads, 0 if it reads none. `combines`: whether these
+        states are the target's, which `DraftLM.combine` takes. `caches` are the drafter's.
         """
         self._model, self._caches, self._combines = model, caches, combines
         num_entries = max(sizes) * shape.query_len
@@ -99,7 +99,7 @@ class DraftGraphRunner(GraphRunner):
     ) -> torch.Tensor:
         """The drafter's output for all entries of some rows. # [T], [T], [T, features] -> [T, hidden_size]
 
-        The next replay overwrites what is returned.
+        The next replay overwrites the returned tensor.
         """
         num_entries, size = len(ids), self.size_of(len(ids) // self.query_len)
         torch._foreach_copy_([each[:num_entries] for each in self._tokens], [ids, positions])
@@ -140,7 +140,7 @@ class DraftGraphRunner(GraphRunner):
 
 
 class DraftGraphs:
-    """The graphs of a drafter's first passes, by their entries a row, and of the passes after these."""
+    """The graphs of a drafter's first passes, by entries per row, and of its following passes of one entry."""
 
     def __init__(self, device: Device, first: Sequence[DraftGraphRunner], following: DraftGraphRunner) -> None:
         self._uploads = Uploads(device)
@@ -149,15 +149,15 @@ class DraftGraphs:
 
     @property
     def runners(self) -> list[DraftGraphRunner]:
-        """All of them, each once, in the order in which they are captured."""
+        """All runners without duplicates, in the order in which they are captured."""
         return list(dict.fromkeys((*self._first.values(), self._following)))
 
     def runner_for(self, ends: _Ints, length: int, *, is_first: bool) -> DraftGraphRunner | None:
-        """The graphs for a pass over at most `length` entries of each row, up to `ends`; None: run eagerly. # [B]"""
+        """The graphs for a pass over at most `length` entries of each row before `ends`; None to run eagerly. # [B]"""
         return None if int(ends.min()) < length else self.of_rows(len(ends), length, is_first=is_first)
 
     def of_rows(self, num_rows: int, length: int, *, is_first: bool) -> DraftGraphRunner | None:
-        """The graphs for a pass over `length` entries of each row; None: run eagerly."""
+        """The graphs for a pass over `length` entries of each row; None to run eagerly."""
         runner = self._first.get(length) if is_first else self._following
         return runner if runner is not None and runner.size_of(num_rows) else None
 
@@ -170,7 +170,7 @@ class DraftGraphs:
         states: torch.Tensor | None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The drafter's output for the last of each row's entries `[begins, ends)`. # [B] -> [B, hidden_size]
+        """The drafter's output for the last entry of each row's `[begins, ends)`. # [B] -> [B, hidden_size]
 
         `span` has `runner.query_len` entries of each row up to `ends`, and `states` those from `begins` on. `tokens`:
         those of one entry of each row, on the device, if the host has not read them. # [B] int64
@@ -178,7 +178,7 @@ class DraftGraphs:
         length, counts = runner.query_len, ends - begins
         slot_mapping, rows = span.slot_mapping, np.arange(len(span.token_ids))
         if (counts < length).any():
-            # Entries are counted backwards from the last one of each row; padding before the first takes any state.
+            # Each row's last entry comes last; padding entries at the front may read any state.
             rows = np.repeat(np.cumsum(counts) - length, length) + np.tile(np.arange(length), len(counts))
             is_padding = np.tile(np.arange(length), len(counts)) < np.repeat(length - counts, length)
             rows[is_padding] = 0

@@ -1,4 +1,4 @@
-"""`DraftPasses`: a drafter's forward passes, by the compiled operators, by graphs or by torch."""
+"""`DraftPasses`: runs a drafter's forward passes by the compiled operators, by captured graphs or by torch."""
 
 import dataclasses
 import logging
@@ -34,7 +34,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class DraftPasses:
-    """A drafter's forward passes over its caches: recorded where the CPU's operators run, else by torch."""
+    """A drafter's forward passes over its caches: recorded where the CPU's operators compute, else run by torch."""
 
     def __init__(
         self,
@@ -45,23 +45,23 @@ class DraftPasses:
         target: tuple[Program, GreedyHead] | None = None,
         sampling: Sampling | None = None,
     ) -> None:
-        """`caches` as `drafter_caches` gives them. `operators` record the passes; None: torch runs them.
+        """`caches`: from `drafter_caches`. `operators` record the passes; None where torch runs them.
 
         `target`: the recorded pass and the head of the target, if it has both. `sampling`: the sampling parameters of
         all slots, if the operators may sample drafts.
         """
         self._loaded, self._model, self._caches = loaded, model, caches
         self.max_tokens = loaded.config.max_num_batched_tokens + loaded.config.max_num_seqs
-        """Entries of a pass at most: a step's tokens, and those that it samples."""
+        """The most entries of a pass: a step's tokens plus one sampled token per row."""
         self.backend = loaded.backend
         self.graphs: DraftGraphs | None = None
         """Graphs that replay passes over rows of few entries."""
         self._first: Program | None = None
         self._next: Program | None = None
         self.head: GreedyHead | None = None
-        """Chooses argmax tokens without logits in between."""
+        """Computes argmax tokens without storing logits."""
         self.chain: DraftChain | None = None
-        """Makes several drafts of each row in one call."""
+        """Computes several drafts of each row in one call."""
         self._num_logits_bytes = 0
         if operators is not None:
             self._record(operators, target, sampling)
@@ -78,7 +78,7 @@ class DraftPasses:
         return sum(each.num_bytes for each in programs.values()) + self._num_logits_bytes
 
     def prepare(self, span: DraftSpan, counts: Ints, ends: Ints) -> AttentionMetaData:
-        """A pass over the last `counts` entries up to `ends` of each row."""
+        """Prepare a pass over the last `counts` entries before `ends` of each row."""
         num_rows = len(counts)
         return self.backend.build_metadata(
             query_lens=counts,
@@ -129,7 +129,7 @@ class DraftPasses:
     ) -> torch.Tensor:
         """Run a pass over decodes whose arrays are on the device, by a graph where there is one. # [T] -> [T, H]
 
-        `states` may end before the entries of rows that pad a graph. The rest as in `run`.
+        `states` need not cover the padding rows of a graph. The other arguments are as in `run`.
         """
         runner = None
         if self.graphs is not None and metadata.num_decodes == len(metadata.seq_lens):
@@ -171,9 +171,9 @@ class DraftPasses:
         *,
         largest_first: bool,
     ) -> list[DraftGraphRunner]:
-        """Make the graphs that passes replay from here on. Returns the runners, which the caller has to capture.
+        """Create the graphs that passes replay from now on. Returns their runners, which the caller has to capture.
 
-        `sizes`: numbers of rows by the number of entries of a row. `backend`: used by the graphs and by eager passes.
+        `sizes`: numbers of rows, by the number of entries per row. `backend`: used by the graphs and by eager passes.
         """
         model, loaded = self._model, self._loaded
 
@@ -255,7 +255,7 @@ class DraftPasses:
     def _sampled_heads(
         self, greedy: ChainHeads[GreedyHead], sampling: Sampling | None
     ) -> ChainHeads[SampledHead] | None:
-        """Heads that sample from the logits of the same products, which they compute in turn into the same memory."""
+        """Heads for argmax and for sampling that share the weights and the memory of the logits."""
         config = self._loaded.config
         if config.drafts_by_rejection:
             return None

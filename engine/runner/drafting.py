@@ -1,15 +1,16 @@
-"""`ModelDrafter`: drafts the next tokens of a step's rows with a model, after the step has sampled.
+"""`ModelDrafter`: drafts the next tokens of a step's rows with a draft model, after the step has sampled.
 
-Owned by the model runner. The drafter's entries (see `DraftLM`) are kept in caches of its own over the blocks of the
-target, so they are shared, preempted and released with these:
+Owned by the model runner. The drafter stores its entries (see `DraftLM`) in its own KV caches, which use the target's
+block tables: an entry is shared, preempted and released together with the target's block.
 
     positions          0 1 2 ... done-1 | done ... end-1 | end ...
-    a slot's entries   computed           first pass       one pass a further draft
+    a slot's entries   computed           first pass       one pass per further draft
 
-The first pass computes what the target's tokens have added since the last one, of all rows together; the entries of
-drafts are computed again once it is known which of them were accepted, unless the drafter reads no hidden states.
-A row that is to draft nothing only keeps its latest hidden states, so that it costs next to nothing: when it drafts
-again, as many entries are computed, and those before are left out. That costs acceptance, and no answer.
+The first pass computes, for all rows together, the entries of the tokens that the target accepted since the previous
+pass. Entries of drafts are computed again once the step has verified them, unless the drafter reads no hidden states.
+A row that does not draft only stores its latest hidden states, which is cheap. When it drafts again, the entries of
+these states are computed and older entries are skipped. Skipped entries lower the acceptance rate; they never change
+the output tokens.
 """
 
 import ctypes
@@ -40,11 +41,11 @@ from models.ops.cpu.draft_chain import Verified
 from models.ops.cpu.structures import Step
 
 _MAX_WAITING = KEPT_STEPS
-"""Entries of a row that drafts nothing which are computed when it drafts again."""
+"""The most entries of a row that did not draft which are computed when it drafts again."""
 _SKIPPED = -1
-"""Marks a slot, in place of its number of entries: the entries before its next step are left out."""
+"""Value of a slot's entry count: the entries before the slot's next step are skipped."""
 _ON_DEVICE = -2
-"""Marks a slot whose entries are computed up to what an unread step has accepted."""
+"""Value of a slot's entry count: entries are computed up to the tokens accepted by a step that is not read yet."""
 _NO_SLOTS: _Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -52,14 +53,14 @@ class _Sampled(NamedTuple):
     """The drafts of a slot that were sampled at random, in order of their positions."""
 
     position: int
-    """Of the first."""
+    """Position of the first draft."""
     token_ids: list[int]
     probabilities: list[torch.Tensor]
-    """What each was sampled from. # [V] float32 each"""
+    """The distribution from which each draft was sampled. # [V] float32 each"""
 
 
 class _Choice(NamedTuple):
-    """One draft for each of some rows, which the host may not have read yet. # each [rows]"""
+    """One draft of each row in a subset of the step's rows; the host may not have read it yet. # each [rows]"""
 
     rows: _Ints
     """Indices of the rows in the step."""
@@ -72,14 +73,14 @@ class _Choice(NamedTuple):
 
 
 class DeviceDrafts(NamedTuple):
-    """Drafts of B rows that the device has made after a step that was not read."""
+    """Drafts of B rows, computed on the device before the host has read the step that they follow."""
 
     token_ids: torch.Tensor
-    """Negative, or outside of the vocabulary, from where a row has none. # [B, most] int64, on rank 0"""
+    """Drafts of each row, then negative or invalid token ids. # [B, most] int64, on rank 0"""
     choices: list[_Choice]
-    """The same with the distributions that rejection sampling needs."""
+    """The same drafts with the distributions that rejection sampling needs."""
     on_host: _Ints = _NO_SLOTS
-    """`token_ids` in one row, once they are read."""
+    """`token_ids` flattened, once the host has read them."""
 
 
 class _Pass(NamedTuple):
@@ -91,9 +92,10 @@ class _Pass(NamedTuple):
 
 
 def _rows_of(states: torch.Tensor, rows: _Ints) -> torch.Tensor:
-    """Some rows, copied. # [T, features], [rows] -> [rows, features]
+    """A copy of the chosen rows. # [T, features], [rows] -> [rows, features]
 
-    On a CPU by NumPy: torch copies a prompt's on threads of its own, which then wait actively where others compute.
+    On a CPU, NumPy copies: torch would copy a prompt's states on its own threads, which then busy-wait on cores that
+    the CPU operators use.
     """
     if states.device.type != "cpu":
         return states[torch.from_numpy(rows).to(states.device)]
@@ -101,7 +103,7 @@ def _rows_of(states: torch.Tensor, rows: _Ints) -> torch.Tensor:
 
 
 def _copy(states: torch.Tensor) -> torch.Tensor | npt.NDArray[np.uint8]:
-    """All rows, copied; on a CPU as bytes, without torch: see `_rows_of`. # [T, features]"""
+    """A copy of all rows; on a CPU, bytes that are copied without torch, see `_rows_of`. # [T, features]"""
     if states.device.type != "cpu" or not states.is_contiguous():
         return states.clone()
     copied = np.empty(states.numel() * states.itemsize, dtype=np.uint8)
@@ -118,7 +120,7 @@ def _write_rows(to: torch.Tensor, rows: _Ints, states: torch.Tensor) -> None:
 
 
 def _fill(drafts: list[list[int]], rows: _Ints, found: _Ints, counts: _Ints) -> None:
-    """Put `counts` drafts of some rows into `drafts`, up to the first that is none. # [rows], [most, rows], [rows]"""
+    """Write up to `counts` drafts of each row to `drafts`, and stop at the first -1. # [rows], [most, rows], [rows]"""
     for row, tokens, count in zip(rows.tolist(), found.T.tolist(), counts.tolist(), strict=True):
         end = tokens.index(-1) if -1 in tokens else count
         drafts[row] = tokens[: min(end, count)]
@@ -138,42 +140,42 @@ class ModelDrafter:
         *,
         by_rejection: bool,
     ) -> None:
-        """`by_rejection`: drafts have noise of their own, and `proposals` has what they were sampled from."""
+        """`by_rejection`: drafts are sampled with their own noise, and `proposals` holds their distributions."""
         self._loaded, self._model, self._passes = loaded, model, passes
         self._uploads, self._downloads = Uploads(loaded.seam), Downloads(loaded.seam)
         self._input_batch, self._sampler = input_batch, sampler
         self._vocab_size = loaded.model_config.vocab_size
         rope = loaded.model_config.rope_context(loaded.max_model_len)
         self._has_plain_positions = rope is None
-        """Whether a sequence's length never changes its rotary frequencies."""
+        """Whether rotary frequencies are independent of the sequence's length."""
         self.reads_hidden = bool(model.hidden_layers)
         """Whether `draft` needs the target's hidden states."""
         self.hidden_layers = model.hidden_layers
         self._token_offset = int(self.reads_hidden)
-        """How many tokens an entry's token is after the entry's position."""
+        """Offset from an entry's position to the position of the token that it reads."""
         self._has_skipped = False
         """Whether the last step was skipped."""
         self._num_done = np.zeros(num_slots, dtype=np.int64)
-        """Entries of each slot that are computed."""
+        """Number of computed entries of each slot."""
         self._num_stored = np.zeros(num_slots, dtype=np.int64)
         """Positions of each slot that had blocks when `draft_on_device` computed its entries."""
         self._num_guessed = np.zeros(num_slots, dtype=np.int64)
-        """Entries after those that are computed of drafts, which count where these were accepted."""
+        """Number of entries of drafts that follow the computed ones; they are valid if the drafts are accepted."""
         self._waiting: torch.Tensor | None = None  # [num_slots * _MAX_WAITING, features]
-        """The target's hidden states for entries that wait, each at its position modulo `_MAX_WAITING`."""
+        """The target's hidden states of entries not computed yet, each at its position modulo `_MAX_WAITING`."""
         self._idle_steps: deque[tuple[_Ints, _Ints, torch.Tensor | npt.NDArray[np.uint8]]] = deque()
-        """Slots, positions and hidden states of the latest steps, in which no row drafted, as `_copy` makes them; at
-        most `_MAX_WAITING` of them."""
+        """Slots, positions and hidden states (from `_copy`) of the latest consecutive steps in which no row drafted;
+        at most `_MAX_WAITING` steps."""
         self.has_caught_up = False
-        """Whether the last `draft` computed entries that had waited, or of prompts, and took longer for it."""
+        """Whether the last `draft` also computed postponed entries or entries of prompts, and so took longer."""
         self._num_slots = num_slots
         self._by_rejection = by_rejection
         self._sampled: dict[int, _Sampled] = {}
-        """By slot."""
+        """Drafts that were sampled at random, by slot."""
 
     @property
     def is_recorded(self) -> bool:
-        """Whether its passes, and its choice of argmax tokens, are calls of the compiled operators."""
+        """Whether the drafter's passes and its argmax run as calls of the compiled operators."""
         return self._passes.are_recorded and self._passes.head is not None
 
     def draft(
@@ -186,13 +188,14 @@ class ModelDrafter:
         *,
         is_greedy: bool,
     ) -> list[list[int]]:
-        """Drafts of each row of a step whose tokens are stored: at most `wanted`, as blocks and context allow. # [B]
+        """Draft at most `wanted` tokens for each row, limited by the row's blocks and context length. # [B]
 
-        The entries of a prompt, or of a part of a prompt, are computed if its `wanted` is more than 0.
+        The step's sampled tokens are stored in the input batch already. The entries of a prompt or of a prompt chunk
+        are computed if its `wanted` is more than 0.
 
-        `hidden` are the target's states of the step's tokens that `hidden_layers` names. # [T, features]
-        `num_decodes`: leading rows that are no prompts. `starting`: slots of sequences that start in this step.
-        `is_greedy`: whether every row takes its argmax. On ranks other than 0 the result is the same.
+        `hidden`: the target's states of the step's tokens at the layers `hidden_layers`. # [T, features]
+        `num_decodes`: number of leading rows that are decodes. `starting`: slots of sequences that start in this step.
+        `is_greedy`: whether every row takes its argmax. All ranks return the same drafts.
         """
         slots, firsts, computed, is_sampled = self._computed(inputs)
         if self._sampled:
@@ -206,13 +209,13 @@ class ModelDrafter:
         num_drafts = np.where(is_sampled, np.clip(wanted, 0, np.maximum(room, 0)), 0)
         ends = np.minimum(ends, capacity)
         done = self._num_done[slots]
-        # Entries of accepted drafts, with the same tokens: the last token is never a draft.
+        # Entries of accepted drafts stay valid, since their tokens are the same; the last token is never a draft.
         done = np.minimum(done + self._num_guessed[slots], np.maximum(done, computed))
         if self.reads_hidden:
             done = np.maximum(done, firsts - _MAX_WAITING)
         is_prompt = np.arange(len(slots)) >= num_decodes
         is_due = (num_drafts > 0) | (is_prompt & (wanted > 0))
-        # As in `verify`: a row stays up to date while the drafter runs on its steps.
+        # As in `verify`, a row without missing entries stays up to date while the drafter runs for other rows.
         is_due |= ~is_prompt & (done == firsts) & (wanted > 0).any()
         for span in inputs.pooled:
             is_due[span.row] = False
@@ -222,7 +225,7 @@ class ModelDrafter:
         self.has_caught_up = bool(is_prompt.any() or (done < firsts)[due].any())
         if self.reads_hidden:
             assert hidden is not None
-            self._keep_waiting(hidden, inputs, np.flatnonzero(~is_due & (done < ends)), done, ends, firsts)
+            self._store_waiting_states(hidden, inputs, np.flatnonzero(~is_due & (done < ends)), done, ends, firsts)
         drafts: list[list[int]] = [[] for _ in range(len(slots))]
         if not len(due):
             return drafts
@@ -237,15 +240,16 @@ class ModelDrafter:
         if len(drafting):
             rows = due[drafting]
             state = last if len(drafting) == len(due) else last[torch.from_numpy(drafting).to(last.device)]
-            self._go_on(state, rows, slots[rows], ends[rows], num_drafts[rows], drafts, is_greedy=is_greedy)
+            self._draft_following(state, rows, slots[rows], ends[rows], num_drafts[rows], drafts, is_greedy=is_greedy)
         return drafts
 
     def verify(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, step: Step | None, wanted: _Ints
     ) -> Verified | None:
-        """Compute a step of the target and the drafts after it in one call of the operators; None where it takes more.
+        """Compute a step of the target and the drafts after it in one call of the operators.
 
-        The step has decodes alone. `wanted` as in `draft`. `take` comes after it. # 2 x [T]
+        Returns None where one call cannot compute both. The step has decodes only. `wanted` is as in `draft`. The
+        caller calls `take` afterwards. # 2 x [T]
         """
         chain, slots, num_tokens = self._passes.chain, inputs.slots, len(inputs.input_ids)
         if chain is None or step is None or not chain.verifies or self._sampled:
@@ -274,10 +278,10 @@ class ModelDrafter:
     # Drafts on the device, before the host has read the step
 
     def can_draft_on_device(self, batch: StepRows) -> bool:
-        """Whether the drafts after a step, which is about to be launched, can be made before its tokens are read.
+        """Whether the device can draft after a step, about to be launched, before the host reads the step's tokens.
 
-        They cannot after prompts, where entries have waited, and where a draft's sampling depends on those before it;
-        but where the drafts of an unread step were made on the device, so are those of the next step.
+        It cannot after prompts, where entries were postponed, or where sampling a draft depends on the drafts before
+        it. Where the drafts of an unread step were made on the device, those of the next step must be too.
         """
         wanted, slots = batch.num_next_drafts, batch.slots
         if not self._has_plain_positions or not isinstance(self._passes.backend, GPUAttentionBackend):
@@ -307,12 +311,12 @@ class ModelDrafter:
         *,
         is_greedy: bool,
     ) -> DeviceDrafts:
-        """Accept what a step has sampled and draft after it, all on the device.
+        """Accept a step's sampled tokens and draft after them, all on the device.
 
-        `take_from_device` follows once the step is read.
+        The caller calls `take_from_device` once the host has read the step.
 
-        `token_ids`: on the devices of all ranks, negative where none could be sampled. # [S]
-        `inputs`: on rank 0, resolved. `hidden`, `wanted` and `is_greedy` as in `draft`.
+        `token_ids`: sampled tokens on the devices of all ranks, negative where none could be sampled. # [S]
+        `inputs` is resolved on rank 0. `hidden`, `wanted` and `is_greedy` are as in `draft`.
         """
         slots, most, backend = inputs.slots, max(wanted, default=0), self._passes.backend
         assert isinstance(backend, GPUAttentionBackend)
@@ -334,7 +338,10 @@ class ModelDrafter:
             *,
             is_first: bool,
         ) -> torch.Tensor:
-            """A pass over consecutive positions of each row; those without a block are not stored. # 2 x [B, n]"""
+            """Run a pass over consecutive positions of each row; positions without a block are not stored.
+
+            # 2 x [B, n]
+            """
             size = self._input_batch.block_size
             at = positions.clamp(max=min(self._input_batch.max_model_len, tables.shape[1] * size) - 1)
             metadata.seq_lens = (at[:, -1] + 1).int()
@@ -369,7 +376,7 @@ class ModelDrafter:
         return DeviceDrafts(torch.stack(columns, 1) if columns else accepted.tokens[:, :0], choices)
 
     def settle(self, inputs: StepInputs, wanted: list[int]) -> None:
-        """Note the entries that `draft_on_device` has computed: the step's tokens are stored."""
+        """Record which entries `draft_on_device` has computed, once the step's tokens are stored."""
         slots = inputs.slots
         ends, stored = self._input_batch.num_read(slots) - self._token_offset, self._num_stored[slots]
         self._num_done[slots] = done = np.minimum(ends, stored)
@@ -380,7 +387,7 @@ class ModelDrafter:
         self._num_guessed[slots] = guessed
 
     def take_from_device(self, inputs: StepInputs, made: DeviceDrafts, wanted: list[int]) -> list[list[int]]:
-        """The drafts of each row that `draft_on_device` made, which are read; the step's tokens are stored. # [B]"""
+        """The drafts of each row from `draft_on_device`, after both they and the step's tokens were read. # [B]"""
         self.settle(inputs, wanted)
         slots, ends = inputs.slots, self._input_batch.num_read(inputs.slots)
         token_ids = made.on_host.reshape(len(slots), max(wanted, default=0))
@@ -395,7 +402,7 @@ class ModelDrafter:
         for depth, choice in enumerate(made.choices):
             if choice.probabilities is not None:
                 is_next = (is_valid[:, depth] * (np.array(wanted) > depth)).tolist()
-                self._keep_proposals(choice._replace(positions=ends + depth), drafts[:, depth], is_next)
+                self._store_proposals(choice._replace(positions=ends + depth), drafts[:, depth], is_next)
         return [row[:count] for row, count in zip(drafts.tolist(), wanted, strict=True)]
 
     def _can_choose(self, inputs: StepInputs, *, is_greedy: bool) -> bool:
@@ -406,14 +413,14 @@ class ModelDrafter:
         return chain.samples and self._input_batch.are_of_operators(inputs.slots)
 
     def take(self, verified: Verified, inputs: StepInputs) -> list[list[int]]:
-        """The drafts of each row that `verify` made, once the step's tokens are stored. # [B]"""
+        """The drafts of each row from `verify`, once the step's tokens are stored. # [B]"""
         slots, is_current = inputs.slots, self._are_current(inputs)
         ends = self._input_batch.num_read(slots) - 1
         if not is_current.all():
             firsts, waiting = inputs.seq_lens - inputs.query_lens, np.flatnonzero(~is_current)
             done = np.maximum(self._num_done[slots], firsts - _MAX_WAITING)
             self._num_done[slots[waiting]] = done[waiting]
-            self._keep_waiting(verified.hidden, inputs, waiting, done, ends, firsts)
+            self._store_waiting_states(verified.hidden, inputs, waiting, done, ends, firsts)
         self._num_done[slots[is_current]] = ends[is_current]
         self.has_caught_up = False
         drafts: list[list[int]] = [[] for _ in range(len(slots))]
@@ -421,12 +428,12 @@ class ModelDrafter:
         return drafts
 
     def _are_current(self, inputs: StepInputs) -> npt.NDArray[np.bool_]:
-        """Whether the entries of each row before the step's are computed. # [B]"""
+        """Whether all entries of each row before the step's positions are computed. # [B]"""
         current: npt.NDArray[np.bool_] = self._num_done[inputs.slots] == inputs.seq_lens - inputs.query_lens
         return current
 
     def proposals(self, inputs: StepInputs) -> Proposals | None:
-        """The drafts which a step verifies that were sampled from distributions, for rejection sampling."""
+        """Those of a step's drafts that were sampled at random, with their distributions, for rejection sampling."""
         if not self._sampled or not inputs.has_drafts:
             return None
         rows, token_ids, probabilities = [], [], []
@@ -445,9 +452,10 @@ class ModelDrafter:
         return Proposals(at, inputs.sampled_slots[at], np.array(token_ids), torch.stack(probabilities))
 
     def wait(self, inputs: StepInputs, hidden: torch.Tensor | None, starting: _Ints) -> bool:
-        """In place of `draft`, where no row is to draft: keep what a step has added. False where it verified drafts.
+        """Replaces `draft` where no row drafts: store the step's hidden states for later entries.
 
-        The rest as in `draft`. # hidden [T, features]
+        Returns False, and stores nothing, where the step verified drafts. The arguments are as in `draft`.
+        # hidden [T, features]
         """
         if inputs.has_drafts:
             return False
@@ -461,7 +469,7 @@ class ModelDrafter:
         assert hidden is not None
         self._room_to_wait(hidden)
         if len(self._idle_steps) == _MAX_WAITING:
-            # A step that is interposed is one more than the plan counts.
+            # An interposed step is not in the count of steps that the plan made, so one more may arrive.
             self._end_idle_step()
         if len(hidden) == len(slots):
             self._idle_steps.append((slots, inputs.positions, _copy(hidden)))
@@ -473,9 +481,9 @@ class ModelDrafter:
         return True
 
     def skip(self, inputs: StepInputs, starting: _Ints) -> None:
-        """Called in place of `wait` where no row will draft for a while: keep nothing. The rest as in `draft`.
+        """Replaces `wait` where no row will draft for many steps: store nothing. The arguments are as in `draft`.
 
-        Its time is all that a drafter adds to such a step, so it does as little as possible.
+        This call is the drafter's whole cost in such a step, so it does as little as possible.
         """
         self._sampled.clear()
         if self.reads_hidden:
@@ -484,9 +492,9 @@ class ModelDrafter:
             self._begin(inputs.slots, inputs.seq_lens - inputs.query_lens, starting)
 
     def _begin(self, slots: _Ints, firsts: _Ints, starting: _Ints = _NO_SLOTS) -> None:
-        """Register the rows of a step; the step begins at positions `firsts` of the rows. # 2 x [B], [starting]
+        """Register the rows of a step, which begins at positions `firsts` of the rows. # 2 x [B], [starting]
 
-        Entries before the step are left out for rows that start, and for all rows if steps were skipped.
+        Entries before the step are skipped for rows that start, and for all rows if earlier steps were skipped.
         """
         if self._has_skipped:
             self._has_skipped = False
@@ -499,7 +507,7 @@ class ModelDrafter:
             self._num_done[slots[is_new]], self._num_guessed[slots[is_new]] = firsts[is_new], 0
 
     def _end_idle_steps(self) -> None:
-        """Bring the states of idle steps to where those of other waiting entries are."""
+        """Move the hidden states of idle steps to the buffer of postponed entries."""
         while self._idle_steps:
             self._end_idle_step()
 
@@ -514,15 +522,15 @@ class ModelDrafter:
             room.view(torch.uint8).numpy()[where] = states.reshape(len(slots), -1)
 
     def _room_to_wait(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The memory of waiting states. # [num_slots * _MAX_WAITING, features]"""
+        """The buffer of hidden states of postponed entries. # [num_slots * _MAX_WAITING, features]"""
         if self._waiting is None:
             self._waiting = hidden.new_empty(self._num_slots * _MAX_WAITING, hidden.shape[1])
         return self._waiting
 
-    # One call's parts
+    # Steps of one call
 
     def _computed(self, inputs: StepInputs) -> tuple[_Ints, _Ints, _Ints, npt.NDArray[np.bool_]]:
-        """Of each row: its slot, the first position of the step, the tokens whose KV is valid, whether it sampled."""
+        """For each row: slot, first position of the step, number of tokens with valid KV, and whether it sampled."""
         slots = inputs.slots
         is_sampled = np.zeros(len(slots), dtype=np.bool_)
         is_sampled[inputs.sampled_rows] = True
@@ -532,9 +540,9 @@ class ModelDrafter:
     def _first_pass(
         self, entries: _Pass, hidden: torch.Tensor | None, inputs: StepInputs, firsts: _Ints, rows: _Ints
     ) -> torch.Tensor:
-        """What the drafter returns for each slot's last entry. # [rows, hidden_size]"""
+        """Run the first pass. Returns the drafter's output for each slot's last entry. # [rows, hidden_size]"""
         last: list[torch.Tensor] = []
-        for chosen, part in self._parts(entries):
+        for chosen, part in self._split_passes(entries):
             states = None
             if self.reads_hidden:
                 assert hidden is not None
@@ -552,9 +560,9 @@ class ModelDrafter:
     def _replayed(
         self, entries: _Pass, states: torch.Tensor | None, tokens: torch.Tensor | None = None, *, is_first: bool
     ) -> torch.Tensor | None:
-        """As `_first_pass`, with `states` of all entries, by a graph; None if no graph fits the pass.
+        """Run a pass by a captured graph, with the `states` of all entries; None if no graph fits the pass.
 
-        `tokens`: those of one entry of each row, on the device, if the host has not read them. # [rows] int64
+        `tokens`: the token of each row's single entry, on the device, if the host has not read it. # [rows] int64
         """
         graphs = self._passes.graphs
         if graphs is None:
@@ -580,9 +588,9 @@ class ModelDrafter:
         *,
         is_greedy: bool,
     ) -> bool:
-        """Draft in one call of the operators, into `drafts`; False if several calls are needed.
+        """Write drafts to `drafts` by one call of the operators; False if several calls are needed.
 
-        `drafting`: indexes of the entries' `rows` that draft, of which `num_drafts` has the numbers by row.
+        `drafting`: indices into `rows` of the rows that draft. `num_drafts`: number of drafts of each row of the step.
         """
         chain = self._passes.chain
         slots, begins, ends = entries
@@ -620,8 +628,8 @@ class ModelDrafter:
             self._num_guessed[slots[drafting]] = np.minimum(counts - 1, num_valid)
         return True
 
-    def _parts(self, entries: _Pass) -> Iterator[tuple[_Ints, _Pass]]:
-        """The entries in passes of at most `max_num_batched_tokens`, with the rows of each."""
+    def _split_passes(self, entries: _Pass) -> Iterator[tuple[_Ints, _Pass]]:
+        """Split entries into passes of at most `max_num_batched_tokens`, each with its rows."""
         slots, begins, ends = entries
         counts = ends - begins
         total = int(counts.sum())
@@ -630,13 +638,13 @@ class ModelDrafter:
             return
         stops = np.cumsum(counts)
         for start in range(0, total, self._passes.max_tokens):
-            # Of each row, the part of its entries between `start` and `start + max_tokens` of all.
+            # Each row's share of the entries `start` to `start + max_tokens`, counted over all rows.
             low = np.clip(start - (stops - counts), 0, counts)
             high = np.clip(start + self._passes.max_tokens - (stops - counts), 0, counts)
             chosen = np.flatnonzero(high > low)
             yield chosen, _Pass(slots[chosen], (begins + low)[chosen], (begins + high)[chosen])
 
-    def _go_on(
+    def _draft_following(
         self,
         state: torch.Tensor,
         rows: _Ints,
@@ -647,15 +655,15 @@ class ModelDrafter:
         *,
         is_greedy: bool,
     ) -> None:
-        """Draft after `state`, a token a pass, into `drafts`. # state [rows, hidden_size], the rest [rows]
+        """Append the drafts that follow `state`, one per pass. # state [rows, hidden_size], the rest [rows]
 
-        On a GPU each pass reads the previous tokens on the device, and the host waits once, for all drafts; unless a
+        On a GPU each pass reads the previous tokens on the device, and the host waits once, for all drafts, unless a
         row's penalties, masks or bad words depend on its previous draft.
         """
         most, first_rows, first_slots, wanted = int(num_drafts.max()), rows, slots, num_drafts
         waits = self._loaded.seam.is_host or not is_greedy
         if waits and self._loaded.parallel.size == 1 and not self._loaded.seam.is_host:
-            # Other ranks have no sampling parameters: only of greedy steps do they know that drafts are independent.
+            # Other ranks have no sampling parameters, so they know only for greedy steps that drafts are independent.
             waits = self._input_batch.need_drafts(slots, ends + (self._token_offset + most))
         unread: list[_Choice] = []
         span: DraftSpan | None = None
@@ -688,7 +696,7 @@ class ModelDrafter:
                 state = replayed
                 continue
             if span is not None and metadata is not None and self._passes.are_recorded:
-                # A recorded pass reads the memory of its step anew.
+                # A recorded pass reads the step's arrays again on each call.
                 span.token_ids[:] = self._input_batch.tokens_at(slots, begins + self._token_offset)
                 span.positions[:] += 1
                 span.slot_mapping[:] = self._input_batch.slot_mapping(slots, begins)
@@ -700,7 +708,7 @@ class ModelDrafter:
         if unread:
             self._read(unread, drafts)
         if not self.reads_hidden:
-            # Passes have taken each draft but the last, up to the first invalid one.
+            # Every draft up to the first invalid one, except the last, was the input of a pass.
             num_valid = np.array([len(drafts[row]) for row in first_rows.tolist()])
             self._num_guessed[first_slots] = np.minimum(wanted - 1, num_valid)
 
@@ -714,10 +722,10 @@ class ModelDrafter:
         *,
         is_greedy: bool,
     ) -> _Choice:
-        """Choose a token for each row, with the noise with which the target will sample; the result is on the device.
+        """Choose a token for each row, with the noise that the target will sample with; the result is on the device.
 
-        With rejection sampling the noise is the drafter's own. `later`: how much later than `positions` the tokens go.
-        # [rows, hidden_size], 3 x [rows]
+        With rejection sampling the noise is the drafter's own. `later`: offset from `positions` to the positions of
+        the chosen tokens. # [rows, hidden_size], 3 x [rows]
         """
         parallel, head = self._loaded.parallel, self._passes.head
         if parallel.size == 1 and is_greedy and head is not None and len(state) <= head.max_rows:
@@ -738,7 +746,7 @@ class ModelDrafter:
     def _share_on_device(self, choice: _Choice) -> torch.Tensor:
         """A choice's tokens on the devices of all ranks, before the host has read them. # [rows] int64
 
-        An invalid token is replaced by one of the vocabulary, since the next pass reads its embedding.
+        An invalid token is replaced by a valid token id, since the next pass reads its embedding.
         """
         parallel = self._loaded.parallel
         if choice.launched is None:
@@ -761,10 +769,10 @@ class ModelDrafter:
         before = {row: len(drafts[row]) for row in choices[0].rows.tolist()} if len(choices) > 1 else {}
         for depth, (choice, stop) in enumerate(zip(choices, stops.tolist(), strict=True)):
             of_choice, rows = slice(stop - len(choice.rows), stop), choice.rows.tolist()
-            # A row whose previous draft is invalid has no further one.
+            # A row has no further drafts after its first invalid one.
             is_next = [not depth or len(drafts[row]) == before[row] + depth for row in rows]
             if choice.probabilities is not None:
-                self._keep_proposals(choice, token_ids[of_choice], is_next)
+                self._store_proposals(choice, token_ids[of_choice], is_next)
             tokens = zip(rows, token_ids[of_choice].tolist(), is_valid[of_choice].tolist(), is_next, strict=True)
             for row, token_id, is_good, is_due in tokens:
                 if is_good and is_due:
@@ -792,8 +800,8 @@ class ModelDrafter:
         if download is not None:
             self._downloads.give_back(download)
 
-    def _keep_proposals(self, choice: _Choice, token_ids: _Ints, is_next: list[bool]) -> None:
-        """Keep the distributions of drafts until they are verified, for rows whose previous drafts are valid."""
+    def _store_proposals(self, choice: _Choice, token_ids: _Ints, is_next: list[bool]) -> None:
+        """Store the distributions of drafts until they are verified, for rows whose previous drafts are valid."""
         assert choice.launched is not None
         assert choice.launched.rows.random is not None
         assert choice.probabilities is not None
@@ -805,7 +813,7 @@ class ModelDrafter:
                 made.probabilities.append(of_row)
 
     def share(self, token_ids: _Ints) -> _Ints:
-        """Rank 0's tokens, on all ranks. # [rows]"""
+        """Broadcast rank 0's tokens to all ranks. # [rows]"""
         parallel = self._loaded.parallel
         if parallel.size == 1 or not len(token_ids):
             return token_ids
@@ -816,13 +824,13 @@ class ModelDrafter:
     def _states(
         self, entries: _Pass, hidden: torch.Tensor, inputs: StepInputs, firsts: _Ints, rows: _Ints
     ) -> torch.Tensor:
-        """The states of entries: of this step, or those that waited. # [entries, features]"""
+        """The hidden states of entries, from this step or stored from earlier ones. # [entries, features]"""
         slots, begins, ends = entries
         counts = ends - begins
         stops = np.cumsum(counts)
         total = int(stops[-1])
         positions = np.arange(total) + np.repeat(ends - stops, counts)
-        # Of position p the state is at the end of its row in the step, less what follows it there.
+        # The state of position p lies as far before its row's end in the step as p is before the sequence's end.
         row_ends = np.cumsum(inputs.query_lens)[rows]
         at = positions + np.repeat(row_ends - inputs.seq_lens[rows], counts)
         waits = positions < np.repeat(firsts, counts)
@@ -837,10 +845,10 @@ class ModelDrafter:
         _write_rows(states, np.flatnonzero(waits), _rows_of(self._waiting, where))
         return states
 
-    def _keep_waiting(
+    def _store_waiting_states(
         self, hidden: torch.Tensor, inputs: StepInputs, rows: _Ints, done: _Ints, ends: _Ints, firsts: _Ints
     ) -> None:
-        """Keep this step's states of rows whose entries are not computed yet."""
+        """Store this step's hidden states of rows whose entries are postponed."""
         if not len(rows):
             return
         begins = np.maximum(np.maximum(done, firsts), ends - _MAX_WAITING)[rows]

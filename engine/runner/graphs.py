@@ -1,10 +1,10 @@
-"""Captured graphs of decode steps: `GraphRunner` captures them, and replays one for a step.
+"""Captured graphs of decode steps: `GraphRunner` captures them, and replays one of them for each step.
 
-A graph is captured over fixed buffers for each of some batch sizes, and a batch is padded to the next size. There is a
-`GraphRunner` for plain decodes, and one for rows that verify drafts; `step_graphs` has both. All sizes are captured
-before the server is ready, largest first; or one at a time between steps, smallest first, so that few sequences need
-not wait for the sizes of many. `GraphMemory` decides whether one more graph leaves steps the memory they need: all
-graphs share one pool, which the largest fills with what its pass takes; a smaller one adds little.
+A graph is captured over fixed buffers for each of several batch sizes, and a batch is padded to the next size. There
+is a `GraphRunner` for plain decodes, and one for rows that verify drafts; `step_graphs` holds both. All sizes are
+captured before the server is ready, largest first, or one at a time between steps, smallest first, so that small
+batches need not wait for the graphs of large ones. `GraphMemory` decides whether one more graph leaves enough memory
+for steps. All graphs share one memory pool: the largest pass determines its size, and smaller ones add little.
 """
 
 import logging
@@ -29,44 +29,45 @@ from models.ops.triton.grids import PIECE
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _MARGIN = 256 << 20
-"""Bytes kept free besides the largest step's: for fragmentation, and for libraries that allocate late."""
+"""Bytes left free in addition to the largest step's, for fragmentation and for libraries that allocate late."""
 _Integer = TypeVar("_Integer", bound=np.integer[Any] | np.bool_)
 _log = logging.getLogger(__name__)
 
 _STEPS_BETWEEN = 32
-"""Steps between two captures while there is work: a capture and its test take as long as several steps."""
+"""Steps between two captures under load: a capture and its test take as long as several steps."""
 
 _TRIED_LENGTHS = (1, 2, PIECE + 30, 3)
-"""Context lengths of the rows that a new graph is tested with, as far as a model allows them: one of them longer than
-a piece of decode attention, whose results are then merged."""
+"""Context lengths of the rows that a new graph is tested with, if the model allows them. One is longer than a split of
+decode attention, so that split results are merged."""
 _APART = 0.2
-"""Largest distance of a replayed row from the eager one, as a share of its norm. Libraries sum in any order; a wrong
-row is further away."""
+"""Largest distance of a replayed row from the eager one, relative to its norm. Libraries may sum in another order,
+which stays below it; a wrong row exceeds it."""
 
 
 class GraphMemory:
-    """Whether there is memory for one more graph.
+    """Decides whether there is memory for one more graph.
 
-    Constructed while no step runs, before the steps of the start, the largest of which shows what steps take.
+    It is constructed while no step runs, before the steps of the start: the largest of these shows how much memory a
+    step takes.
     """
 
     def __init__(self, memory: DeviceMemory | None) -> None:
-        """`memory`: of the device; None where graphs take no memory."""
+        """`memory`: the device's; None where graphs take no memory."""
         self._memory = memory
         self._of_steps: int | None = None
         self._at_rest = self._in_use = 0
-        """Bytes in use between steps, and before the pass that is measured."""
+        """Bytes in use between steps, and bytes in use before the pass that is measured."""
         self._of_pass = self._largest_pass = 0
-        """Bytes of the pass that was measured, and of the largest one that was captured."""
+        """Bytes of the measured pass, and of the largest captured pass."""
         self._num_graphs = self._of_graphs = self._of_last = 0
-        """Graphs captured; bytes that all of them, and the last one, took from what was free."""
+        """Number of captured graphs; bytes that all of them, and the last one, took from free memory."""
         if memory is not None:
             memory.give_back()
             memory.reset_peak()
             self._at_rest = memory.in_use()
 
     def begin(self) -> None:
-        """Called before the pass of a graph is run eagerly, which shows what it takes."""
+        """Start measuring. The caller then runs the graph's pass eagerly, which shows its peak memory."""
         memory = self._memory
         if memory is None:
             return
@@ -76,7 +77,7 @@ class GraphMemory:
         self._in_use = memory.in_use()
 
     def shortage(self) -> str | None:
-        """Why there is no memory for a graph of the pass that was run, in words; None: there is."""
+        """The reason why there is no memory for a graph of the measured pass; None if there is enough."""
         memory = self._memory
         if memory is None or self._of_steps is None:
             return None
@@ -87,14 +88,14 @@ class GraphMemory:
         elif self._num_graphs > 1:
             needed = self._of_last
         kept, free = self._of_steps + _MARGIN, memory.free()
-        # Steps may use again what torch keeps, a graph may not.
+        # Steps may reuse memory that torch's allocator has cached; a graph's pool may not.
         reusable = max(0, memory.held() - memory.in_use() - self._of_graphs)
         if needed + kept <= free + reusable and needed + _MARGIN <= free:
             return None
         return f"it may take {gib(needed)}, and steps need {gib(kept)} of the {gib(free + reusable)} that are free"
 
     def capturing(self) -> AbstractContextManager[None]:
-        """A context for the capture of the graph, whose memory it measures."""
+        """A context for the capture of the graph, which measures the graph's memory."""
         return nullcontext() if self._memory is None else self._measured(self._memory)
 
     @contextmanager
@@ -109,21 +110,21 @@ class GraphMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShape:
-    """What all graphs of a `GraphRunner` have in common."""
+    """The sizes that all graphs of a `GraphRunner` share."""
 
     block_size: int
     max_blocks: int
     """Blocks of the longest sequence."""
     padding_block: int
-    """A block that no sequence uses: padding rows write there."""
+    """A block that no sequence uses, which padding rows write to."""
     padding_slot: int
     """The padding rows' slot in block tables and in the layers' states."""
     query_len: int = 1
-    """Tokens of a row: one, and the drafts that are verified with it."""
+    """Tokens of a row: one plus the drafts that are verified with it."""
     has_adapters: bool = False
     """Whether rows may use LoRA adapters."""
     states_per_slot: int = 0
-    """States that a layer keeps for each slot; 0: none does."""
+    """Recurrent states that a layer stores for each slot; 0 without recurrent layers."""
 
     @property
     def padding_state(self) -> int:
@@ -139,7 +140,7 @@ def not_observed(_size: int) -> AbstractContextManager[None]:
 
 
 class GraphRunner:
-    """Graphs of one model for rows of one number of tokens."""
+    """The graphs of one model for rows of a fixed number of tokens."""
 
     rows: ClassVar[str] = "Decodes of %d rows"
     """The unit of a size, for log lines."""
@@ -160,28 +161,28 @@ class GraphRunner:
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
-        `sizes`: numbers of rows. `parallel`: the ranks that replay graphs together. `memory`: shared with the device's
-        other graphs; None: there are no others. `largest_first`: the order in which sizes are captured. `observing`:
-        a context for each pass of a number of rows, which may copy what it computes. `stream_layers`: layers whose
+        `sizes`: numbers of rows. `parallel`: the ranks that replay graphs together. `memory`: shared by the device's
+        graph runners; None where there is only this one. `largest_first`: the order of captures. `observing`:
+        a context for each pass, by its number of rows, which may copy results. `stream_layers`: layers whose
         residual streams a replay leaves in the forward context.
         """
         self._observing = observing
         self._stream_layers = stream_layers
         self._streams: dict[int, torch.Tensor] = {}
-        """The streams of all graphs, by layer, allocated with `_hidden`. # each [max tokens, H]"""
+        """The residual streams that graphs output, by layer, allocated with `_hidden`. # each [max tokens, H]"""
         self._device, self._backend, self._forward = device, backend, forward
         self._shape, self._parallel = shape, parallel
         self._sizes = sorted(set(sizes))
         self._pending = sorted(self._sizes, reverse=not largest_first)
-        """Sizes to capture, the next one last."""
+        """Sizes left to capture, the next one last."""
         self._captured: dict[int, Graph] = {}
         self._steps_left = 0
         most = self._sizes[-1] * shape.query_len
-        # Token ids, positions, and adapters where there are any.
+        # Token ids, positions, and adapters if rows may use them.
         num_columns = 3 if shape.has_adapters else 2
         self._tokens = list(torch.zeros(num_columns, most, dtype=torch.int64, device=device.torch_device))
         self._hidden: torch.Tensor | None = None
-        """The output of all graphs, allocated by the first pass, which shows how wide it is. # [max tokens, H]"""
+        """The output of all graphs, allocated by the first pass, which shows its width. # [max tokens, H]"""
         self._init_capture()
         self._memory = memory or GraphMemory(device.memory)
         self._has_warned = False
@@ -190,7 +191,7 @@ class GraphRunner:
         self._backend.init_capture(self._sizes[-1], self._shape.max_blocks, self._shape.query_len)
 
     def _metadata_for(self, size: int) -> AttentionMetaData | None:
-        """The metadata with which a pass of `size` rows is captured; None if the backend captures none."""
+        """The metadata with which a pass of `size` rows is captured; None if the backend supports no capture."""
         return self._backend.prepare_for_capture(size, self._shape.query_len)
 
     @property
@@ -204,7 +205,7 @@ class GraphRunner:
 
     @property
     def padding_slot(self) -> int:
-        """Where padding tokens are written, as an entry of a slot mapping."""
+        """The slot mapping's entry for padding tokens."""
         return self._shape.padding_block * self._shape.block_size
 
     @property
@@ -218,7 +219,7 @@ class GraphRunner:
         return sorted(self._captured)
 
     def size_for(self, inputs: StepInputs) -> int:
-        """Rows of the graph that replays a step; 0 where it runs eagerly: prompts, other rows, no graph yet."""
+        """Rows of the graph that replays a step; 0 where it runs eagerly: other rows, or no graph yet."""
         num_rows, length = len(inputs.query_lens), self._shape.query_len
         if inputs.query_len != length or inputs.num_decodes < num_rows or len(inputs.positions) > num_rows * length:
             return 0
@@ -227,11 +228,11 @@ class GraphRunner:
         return self.size_of(num_rows)
 
     def size_of(self, num_rows: int) -> int:
-        """Rows of the graph that replays a decode of so many; 0 where there is none yet."""
+        """Rows of the graph that replays a decode of `num_rows` rows; 0 where none is captured yet."""
         return next((size for size in self._sizes if size >= num_rows and size in self._captured), 0)
 
     def pad(self, inputs: StepInputs, size: int) -> StepInputs:
-        """A step padded to a graph of `size` rows. 0: as it is."""
+        """A step padded to a graph of `size` rows; with size 0, the step unchanged."""
         missing = size - len(inputs.query_lens)
         if missing <= 0:
             return inputs
@@ -246,7 +247,7 @@ class GraphRunner:
         if bounds is not None:
             bounds = RowBounds(_extended(bounds.counts, missing, 0), _extended(bounds.is_unread, missing, 0))
         if len(pending_rows) == len(inputs.input_ids):
-            # The padding slot has a last token as well: all are gathered in one operation.
+            # The padding slot has a last token too, so that one operation gathers those of all rows.
             pending_rows = pending_tokens = np.arange(size)
         return replace(
             inputs,
@@ -271,9 +272,9 @@ class GraphRunner:
         )
 
     def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
-        """Replay a padded step of `num_tokens` tokens without padding. # -> [num_tokens, H]
+        """Replay a padded step; `num_tokens` excludes the padding. # -> [num_tokens, H]
 
-        The next replay overwrites what is returned.
+        The next replay overwrites the returned tensor.
         """
         given = [step.input_ids, step.positions]
         if self._shape.has_adapters:
@@ -288,17 +289,17 @@ class GraphRunner:
         return self._hidden[:num_tokens]
 
     def count_step(self) -> None:
-        """Called once a step: capture a further size every `_STEPS_BETWEEN` steps."""
+        """Count a step, and capture a further size every `_STEPS_BETWEEN` steps."""
         if self._pending:
             self._steps_left -= 1
             if self._steps_left < 0:
                 self.capture_next()
 
     def capture_next(self) -> bool:
-        """Capture the next size that is left; whether there are more. Where that fails, steps stay eager.
+        """Capture the next size; returns whether more remain. If a capture fails, steps of that size run eagerly.
 
-        Ranks that compute together capture at the same time, and all of them have a graph or none: each first shows
-        alone that it can. Raises what the pass raises after that.
+        Ranks that compute together capture at the same time, and either all of them have a graph or none. Each rank
+        first runs the pass without collectives; an exception of the pass after that is raised.
         """
         if not self._pending:
             return False
@@ -328,12 +329,12 @@ class GraphRunner:
         _log.info("%s replay %d graphs, of %d to %d rows", what, len(sizes), sizes[0], sizes[-1])
 
     def _is_fit(self, size: int, run: Callable[[], None]) -> bool:
-        """Whether the pass, run eagerly, neither fails on any rank nor takes memory that steps need there."""
+        """Whether the eager pass succeeds on all ranks and leaves the memory that steps need there."""
         failure: Exception | None = None
         shortage: str | None = None
         self._memory.begin()
         try:
-            # Alone: a rank that fails in a collective would leave the others waiting for its part.
+            # Without collectives, since a rank that fails in one would leave the others waiting.
             with oom_in_step(), self._parallel.without_collectives():
                 self._run_alone(size, run)
             shortage = self._memory.shortage()
@@ -346,13 +347,13 @@ class GraphRunner:
         if shortage is not None and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s run eagerly, and smaller ones if need be: a graph finds no memory (%s); lower "
+                "%s run eagerly, and smaller ones if need be: memory does not suffice for a graph (%s); lower "
                 "gpu_memory_utilization, or name smaller cudagraph_capture_sizes",
                 self.rows % size,
                 shortage,
             )
         if not self._all_agree(failure is None):
-            # A smaller one would fail the same way.
+            # A graph of a smaller size would fail in the same way.
             self._pending.clear()
             return False
         return self._all_agree(shortage is None)
@@ -371,9 +372,9 @@ class GraphRunner:
         graph.replay()
 
     def _capture(self, size: int, run: Callable[[], None]) -> Graph | None:
-        """The graph of a pass, on all ranks or on none."""
+        """Capture the graph of a pass on all ranks, or on none."""
         if not self._parallel.is_alone:
-            # The first run sets up what the ranks exchange.
+            # The first run allocates the buffers of the collectives.
             run()
         graph: Graph | None = None
         try:
@@ -384,18 +385,18 @@ class GraphRunner:
             graph = None
         if self._all_agree(graph is not None):
             return graph
-        # A smaller one would fail the same way, or leave no memory for steps.
+        # A graph of a smaller size would fail in the same way, or leave no memory for steps.
         self._pending.clear()
         return None
 
     def _is_tried(self, size: int, run: Callable[[], None], graph: Graph) -> bool:
-        """Whether a graph may serve on all ranks: its replays give what the eager pass gives."""
+        """Whether a graph's replays give the results of the eager pass on all ranks."""
         try:
             with oom_in_step():
                 is_right = self._is_right(size, run, graph)
         except (RuntimeError, StepOutOfMemory) as error:
             if not self._parallel.is_alone:
-                # The others wait in the pass that this one left.
+                # The other ranks wait in a collective of the pass that this rank left.
                 raise
             self._log_failure(size, error)
             self._pending.clear()
@@ -406,18 +407,18 @@ class GraphRunner:
         return False
 
     def _is_right(self, size: int, run: Callable[[], None], graph: Graph) -> bool:
-        """Some releases of ROCm replay graphs wrongly without an error.
+        """Whether replays equal the eager pass: some releases of ROCm replay graphs wrongly without an error.
 
-        Layers' states change with each pass: models that keep some are not compared.
+        Models with recurrent states are not compared, since each pass changes the states.
         """
         if self._shape.states_per_slot or not self._device.computes:
             return True
         assert self._hidden is not None
         hidden = self._hidden[: size * self._shape.query_len]
         is_right = True
-        # Padding rows share one slot of the cache, so all are equal; their contexts grow. Every rank runs all lengths,
-        # whatever it finds: the others wait for it in collectives.
-        # The last block of the longest sequence may be cut short.
+        # Padding rows share one slot of the cache, so all rows are equal. Every rank runs all context lengths, even
+        # after a mismatch, since the others wait for it in collectives. The last block of the longest sequence may be
+        # cut short.
         most = max(3, (self._shape.max_blocks - 1) * self._shape.block_size + 2 - self._shape.query_len)
         for trial, length in enumerate(_TRIED_LENGTHS):
             self._write_padding_rows(size, min(length, most), token=1 + trial)
@@ -430,7 +431,7 @@ class GraphRunner:
         return is_right
 
     def _drop_all(self, size: int) -> None:
-        """Drop all graphs: a device that replays one wrongly may replay others wrongly."""
+        """Drop all graphs, since a device that replays one graph wrongly may replay others wrongly."""
         _log.warning(
             "%s run eagerly, and those of other sizes: their graph does not reproduce the pass that it was captured "
             "of; another release of the driver or of ROCm may do better",
@@ -440,7 +441,7 @@ class GraphRunner:
         self._pending.clear()
 
     def _captured_by_all(self, size: int, run: Callable[[], None]) -> Graph:
-        """Raises `RuntimeError` on all ranks where one of them failed."""
+        """Capture a graph. Raises `RuntimeError` on all ranks if one of them failed."""
         failure: Exception | None = None
         try:
             graph = self._record(size, run)
@@ -457,7 +458,7 @@ class GraphRunner:
         _log.warning("%s, and smaller ones, run eagerly: capturing a graph failed: %s", self.rows % size, error)
 
     def _pass(self, size: int, metadata: AttentionMetaData) -> Callable[[], None]:
-        """The work that a graph of `size` rows is captured of, on padding rows."""
+        """The function that a graph of `size` rows captures, run over padding rows."""
         shape = self._shape
         num_tokens = size * shape.query_len
         input_ids, positions, *adapters = (tokens[:num_tokens] for tokens in self._tokens)
@@ -480,15 +481,15 @@ class GraphRunner:
     def _step(
         self, metadata: AttentionMetaData, context: Context, lora: LoRARows | None
     ) -> AbstractContextManager[ForwardContext]:
-        """The forward context of a pass."""
+        """The forward context of a captured pass."""
         return forward_context(metadata, context, lora=lora, stream_layers=self._stream_layers)
 
     def _write_padding_rows(self, size: int, length: int = 1, token: int = 1) -> None:
-        """Fill the buffers with padding rows of such tokens, whose contexts, in the padding block, have `length`."""
+        """Fill the buffers with padding rows of `token`, whose context in the padding block has `length` tokens."""
         shape = self._shape
         positions = np.arange(length - 1, length - 1 + shape.query_len)
         seq_len = length - 1 + shape.query_len
-        # The padding block stands for all blocks of the context: positions beyond it are stored nowhere.
+        # All block table entries are the padding block; tokens at positions beyond one block are not stored.
         slots = np.where(positions < shape.block_size, self.padding_slot + positions, NO_SLOT)
         num_blocks = -(-seq_len // shape.block_size)
         states_after = None

@@ -1,7 +1,7 @@
-"""`InputBatch`: running sequences kept by slot between steps, and the arrays of one step built of them.
+"""`InputBatch`: holds the running sequences by slot between steps, and builds the arrays of a step from them.
 
-Owned by the model runner. A step brings new rows whole and, of running ones, only the blocks they gained: the tokens
-they sampled were appended here.
+Owned by the model runner. A step's message holds new rows in full, but for running rows only their appended blocks:
+their sampled tokens were stored here.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from models.ops.cpu.structures import Sampling
 
 
 class StepRows(Protocol):
-    """What a step's arrays are built from: a `ScheduledBatch`, or a `RankBatch` on other ranks."""
+    """The message that a step's arrays are built from: a `ScheduledBatch`, or a `RankBatch` on other ranks than 0."""
 
     @property
     def slots(self) -> npt.NDArray[np.int64]: ...
@@ -48,27 +48,27 @@ class StepRows(Protocol):
 
 
 class PooledSpan(NamedTuple):
-    """A step's tokens of a prompt that is pooled."""
+    """The tokens of a pooled prompt that a step computes."""
 
     row: int
     slot: int
     first: int
-    """Index of its first token among the step's."""
+    """Index of the first token in the step."""
     end: int
-    """Index after its last."""
+    """Index in the step after the last token."""
     position: int
-    """Position in the prompt of its first token."""
+    """Position of the first token in the prompt."""
     is_last: bool
-    """Whether it ends the prompt."""
+    """Whether the last token is the prompt's last."""
     params: PoolingParams
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's arrays: B rows, decodes first, of T tokens together. At S positions a token is sampled.
+    """One step's arrays: B rows, decodes first, with T tokens in total. At S positions a token is sampled.
 
-    A row is sampled after its last known token; one that verifies drafts after each draft as well, and one that
-    computes only a part of a prompt, or whose prompt is pooled, not at all.
+    A row samples a token after its last known token; a row that verifies drafts also samples after each draft. A row
+    that computes a chunk before a prompt's end, or a pooled prompt, samples none.
     """
 
     input_ids: npt.NDArray[np.int64]  # [T]
@@ -76,7 +76,7 @@ class StepInputs:
     slot_mapping: npt.NDArray[np.int64]  # [T], where the token's K and V go: block * block_size + offset
     query_lens: npt.NDArray[np.int64]  # [B], tokens computed
     seq_lens: npt.NDArray[np.int64]  # [B], tokens attended to, this step's included
-    block_tables: npt.NDArray[np.int32] | None  # [B, num_blocks]; None where the device keeps them
+    block_tables: npt.NDArray[np.int32] | None  # [B, num_blocks]; None where the tables are on the device
     num_blocks: int
     """Blocks of the longest row."""
     num_decodes: int
@@ -84,49 +84,50 @@ class StepInputs:
     slots: npt.NDArray[np.int64]  # [B]
     sampled_rows: npt.NDArray[np.int64]  # [S], row of each sampled position, ascending
     sampled_slots: npt.NDArray[np.int64]  # [S]
-    last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of the one before each
+    last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of the token before each sampled position
     pending_rows: npt.NDArray[np.int64]  # [U], decodes whose last token the host has not read yet
     pending_tokens: npt.NDArray[np.int64]  # [U], index of that token in the T tokens
     sampling: SamplingRows | None
-    """None where sampling a row needs its last token, which the host has not read yet."""
+    """None if sampling a row depends on its last token, and the host has not read that token yet."""
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
     states: npt.NDArray[np.int64] | None = None  # [B], see `AttentionMetaData.slots`; None where layers keep none
     states_after: npt.NDArray[np.int64] | None = None  # [T], see `AttentionMetaData.slots_after`
     rope_lengths: npt.NDArray[np.int64] | None = None  # [T], `Sequence.rope_length`; None where all are 0
     num_by_token: int = 0
-    """Leading rows that decode, in a step that verifies drafts of a model with states."""
+    """Number of leading decode rows, in a step that verifies drafts of a model with recurrent states."""
     query_len: int = 1
-    """Tokens of a decode: one, and the drafts that are verified with it."""
+    """Tokens of a decode row: one plus the drafts that are verified with it."""
     has_drafts: bool = False
     """Whether a row verifies drafts."""
     pooled: Rows[PooledSpan] = ()
     """The rows whose prompts are pooled; no token is sampled for them."""
     bounds: "RowBounds | None" = None
-    """Of a step with rows whose first position only the device knows; `positions`, `seq_lens` and `input_ids` are then
-    upper bounds until `InputBatch.resolve`, and `slot_mapping`, `states` and `states_after` are made on the device."""
+    """Set for a step with rows whose first position only the device knows. `positions` and `seq_lens` are then upper
+    bounds and `input_ids` unknown until `InputBatch.resolve`; the device computes `slot_mapping`, `states` and
+    `states_after`."""
 
     @property
     def carried_positions(self) -> npt.NDArray[np.int64]:
-        """The positions as models take them: each carries the length that chooses its rotary frequencies. # [T]"""
+        """The positions as models take them, combined with the length that selects rotary frequencies. # [T]"""
         return self.positions if self.rope_lengths is None else with_lengths(self.positions, self.rope_lengths)
 
     @property
     def sampled_positions(self) -> npt.NDArray[np.int64]:
-        """Where each sampled token goes in its sequence. # [S]"""
+        """The position of each sampled token in its sequence. # [S]"""
         return self.positions[self.last_tokens] + 1
 
 
 class RowBounds(NamedTuple):
-    """Decodes of `query_len` tokens, the last of which pad the rows that verify fewer drafts. # each [B]"""
+    """Decode rows of `query_len` tokens; rows that verify fewer drafts are padded at the end. # each [B]"""
 
     counts: npt.NDArray[np.int64]
-    """Tokens of each row without padding; 0 for a row that pads a graph."""
+    """Tokens of each row without padding; 0 for a padding row of a graph."""
     is_unread: npt.NDArray[np.bool_]
-    """Whether the row begins where the unread step before has left its slot."""
+    """Whether the row starts at the position that an unread step has stored for its slot."""
 
 
 class DraftSpan(NamedTuple):
-    """T entries of a drafter, of B slots."""
+    """T entries of a drafter, in B slots."""
 
     token_ids: npt.NDArray[np.int64]  # [T]
     positions: npt.NDArray[np.int64]  # [T], as `StepInputs.carried_positions`
@@ -135,19 +136,19 @@ class DraftSpan(NamedTuple):
 
 
 class UniformRows(NamedTuple):
-    """One length for all rows of a step that verifies drafts, as captured graphs and decode attention need it."""
+    """The common length of the rows of a step that verifies drafts, for captured graphs and decode attention."""
 
     max_len: int
-    """One token and the most drafts of a row: the length of a step's rows is that of the longest one. A row with fewer
-    drafts computes earlier tokens again."""
+    """One plus the most drafts of a row. All rows of a step have the longest row's length; a row with fewer drafts
+    computes earlier tokens again."""
     padding_slot: int
-    """Slot mapping of those tokens, whose keys and values are stored already."""
+    """Slot mapping of those earlier tokens, whose keys and values are stored already."""
     max_tokens: int
-    """Most tokens of a step."""
+    """The most tokens of a step."""
 
 
 class TableChanges:
-    """Entries of the block table that its copy on the device does not have yet."""
+    """Entries of the block table that were not sent to its copy on the device yet."""
 
     def __init__(self, table: npt.NDArray[np.int32]) -> None:
         self._flat = table.reshape(-1)
@@ -155,25 +156,25 @@ class TableChanges:
         self._indexes: list[int] = []
 
     def note(self, slot: int, start: int, count: int) -> None:
-        """`count` entries of a slot's row were written, from `start` on."""
+        """Record that `count` entries of a slot's row were written, from index `start` on."""
         first = slot * self._width + start
         self._indexes.extend(range(first, first + count))
 
     def entries(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Their indexes in the flat table, which may repeat, and the values there now. # 2 x [changes]"""
+        """The changed entries: indices in the flat table, possibly repeated, and current values. # 2 x [changes]"""
         indexes = np.array(self._indexes, dtype=np.int64)
         return indexes, self._flat[indexes]
 
     def forget(self) -> None:
-        """All entries have been sent."""
+        """Clear the changes once all of them were sent."""
         self._indexes.clear()
 
 
 class InputBatch:
     """Token table, lengths, block table and sampling columns of `max_num_seqs` slots.
 
-    The tables are as wide as a sequence may become; the system commits their pages as rows grow. Raises `ValueError`
-    when it refuses so much.
+    The tables are as wide as the longest sequence; the system commits their pages as rows grow. Raises `ValueError`
+    when the system refuses the allocation.
     """
 
     def __init__(
@@ -188,18 +189,18 @@ class InputBatch:
         num_lookahead_tokens: int = 0,
         states_per_slot: int = 0,
     ) -> None:
-        """`device_has_tables`: steps have no block tables; `table_changes` has what the device's copy lacks. Their
-        `num_blocks` reach `num_lookahead_tokens` positions beyond a step, for a drafter that runs after it.
+        """`device_has_tables`: steps carry no block tables, and `table_changes` records what to send to the device's
+        copy. `num_blocks` of a step covers `num_lookahead_tokens` further positions, for a drafter that runs after it.
 
-        `states_per_slot`: states of a sequence that each recurrent layer keeps: one, and one for each draft that a
-        step verifies, so that the one after the accepted drafts can be chosen; 0 where layers keep no states.
+        `states_per_slot`: states of a sequence in each recurrent layer: one plus one for each draft that a step
+        verifies, so that the state after the accepted drafts can be selected; 0 without recurrent layers.
         """
         self.block_size = block_size
         self._states_per_slot = states_per_slot
         self._device_has_tables = device_has_tables
         self._num_lookahead_tokens = num_lookahead_tokens if device_has_tables else 0
         try:
-            # One more: a token is sampled after a prompt that fills the context as well, and then dropped.
+            # One more position, since a token is also sampled, and dropped, after a prompt that fills the context.
             self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
             self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         except (MemoryError, OverflowError, ValueError) as error:
@@ -209,27 +210,27 @@ class InputBatch:
             ) from error
         self.table_changes = TableChanges(self._block_table)
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
-        """Tokens of each slot that the host knows."""
+        """Number of tokens of each slot that the host knows."""
         self._num_unread = np.zeros(max_num_seqs, dtype=np.int64)
-        """Tokens of each slot that launched steps have sampled and the host has not read, at most."""
+        """Upper bound of the tokens of each slot that launched steps have sampled and the host has not read."""
         self._has_unread = False
-        """Whether a step was ever launched before the one before it was read."""
+        """Whether a step was ever launched before the previous step was read."""
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._valid_state = np.zeros(max_num_seqs, dtype=np.int64)
-        """Of each slot's states, the one after all tokens that were computed and accepted."""
+        """Index among each slot's states of the one after all computed and accepted tokens."""
         self._adapters: npt.NDArray[np.int32] | None = None
         self._rope_lengths: npt.NDArray[np.int64] | None = None
         self._pooling: dict[int, PoolingParams] = {}
-        """Parameters by slot, of sequences that pool their prompts."""
+        """Pooling parameters by slot, for sequences whose prompts are pooled."""
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest sequence."""
+        """The most blocks of a sequence."""
         return self._block_table.shape[1]
 
     def apply(self, batch: StepRows) -> None:
-        """Apply what a step changes, gained blocks first: a slot may get a new sequence in this step."""
+        """Apply a step's changes: appended blocks first, since a slot may get a new sequence in this step."""
         for gained in batch.appended_blocks:
             end = gained.start + len(gained.block_ids)
             self._block_table[gained.slot, gained.start : end] = gained.block_ids
@@ -240,9 +241,9 @@ class InputBatch:
             self._write(seq)
 
     def step_inputs(self, batch: StepRows, uniform_rows: "UniformRows | None" = None) -> StepInputs:
-        """The arrays of a step whose changes have been applied.
+        """Build the arrays of a step whose changes have been applied.
 
-        `uniform_rows`: the length of all decodes where one of them verifies drafts, if all sequences are that long.
+        `uniform_rows`: the common length of decodes where one of them verifies drafts, if all sequences are that long.
         """
         slots = batch.slots
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
@@ -254,7 +255,8 @@ class InputBatch:
         # Prompt spans refer to tokens of the step by index, so rows cannot grow.
         is_movable = not batch.prompt_spans
         if drafts and uniform_rows and is_movable:
-            # Tokens that change no state give no keys and values that others of their step could read.
+            # In a model with states, a row cannot start before its first position: tokens that must not change the
+            # state again would have no valid keys and values for the other tokens of the step.
             num_before = int(self._states_per_slot > 0)
             query_lens = _of_one_length(scheduled, seq_lens - num_before, num_decodes, uniform_rows)
         ends = np.cumsum(query_lens)
@@ -281,7 +283,7 @@ class InputBatch:
             self._tokens[token_slots[drafted], positions[drafted]] = drafts
             if uniform_rows:
                 slot_mapping[positions < np.repeat(seq_lens - scheduled, query_lens)] = uniform_rows.padding_slot
-            # To the attention backend rows of one length are decodes; others are spans like those of a prompt.
+            # The attention backend takes rows of one length as decodes, and others as spans like those of a prompt.
             shortest, longest = query_lens[:num_decodes].min(), query_lens[:num_decodes].max()
             num_decodes, query_len = (num_decodes, int(longest)) if shortest == longest else (0, 1)
         states = states_after = None
@@ -290,7 +292,7 @@ class InputBatch:
         if drafts and states is not None:
             states_after = self._states_after(slots, states, scheduled, query_lens, batch.total_seqs_num_decode)
         sampled_slots, sampled_positions = slots[sampled], positions[last_tokens] + 1
-        # Of a row's tokens, drafts aside, the host may only lack the last.
+        # Apart from drafts, the host may lack only the last token of a row.
         unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
         needs_pending_token = len(unread) > 0 and self._sampling.need_last_token(slots[unread], seq_lens[unread])
         return StepInputs(
@@ -322,7 +324,7 @@ class InputBatch:
         )
 
     def are_positions_unread(self, batch: StepRows) -> bool:
-        """Whether the device alone knows where a row of a step begins, or what it verifies."""
+        """Whether only the device knows the first position or the drafts of a row in this step."""
         return bool((self._num_unread[batch.slots] > 1).any()) or UNREAD_DRAFT in batch.draft_tokens
 
     def _bounded_inputs(
@@ -332,9 +334,9 @@ class InputBatch:
         counts: npt.NDArray[np.int64],
         drafts: list[int],
     ) -> StepInputs:
-        """A step of decodes with rows of which the device alone knows where they begin, and what they verify.
+        """Build a step of decodes in which only the device knows the first position and the drafts of some rows.
 
-        `seq_lens`: at most, with drafts. `counts`: tokens of each row. `drafts`: `UNREAD_DRAFT` for unknown ones.
+        `seq_lens`: upper bounds, drafts included. `counts`: tokens of each row. `drafts`: `UNREAD_DRAFT` if unknown.
         """
         length, num_rows = int(counts.max()), len(slots)
         is_unread = self._num_unread[slots] > 0
@@ -379,7 +381,7 @@ class InputBatch:
         )
 
     def resolve(self, inputs: StepInputs) -> StepInputs:
-        """`inputs` with exact positions, tokens and sampling parameters: all earlier steps have been read."""
+        """`inputs` with exact positions, tokens and sampling parameters, once all earlier steps have been read."""
         if inputs.bounds is not None:
             starts = self._num_read[inputs.slots] - 1
             positions = starts[:, None] + np.arange(inputs.query_len)
@@ -390,7 +392,7 @@ class InputBatch:
         return dataclasses.replace(inputs, sampling=self.sampling_rows(inputs))
 
     def _num_table_blocks(self, seq_lens: npt.NDArray[np.int64]) -> int:
-        """Columns of the block tables of a step with rows of these lengths. # [B]"""
+        """Number of block table columns of a step with rows of these lengths. # [B]"""
         return min(-(-(int(seq_lens.max()) + self._num_lookahead_tokens) // self.block_size), self.max_blocks)
 
     def _states_after(
@@ -401,10 +403,10 @@ class InputBatch:
         computed: npt.NDArray[np.int64],
         num_decodes: int,
     ) -> npt.NDArray[np.int64]:
-        """The index that the state after each token of a step gets. # 4 x [B] -> [T]
+        """The index of the state that is written after each token of a step. # 4 x [B] -> [T]
 
-        `scheduled`: tokens of each row, of `computed` ones the last. The first of a decode replaces the state that it
-        begins with, and each draft has the next of the slot's states, which are used in turn.
+        `scheduled`: tokens of each row, the last ones of `computed`. The first token of a decode overwrites the state
+        that it reads, and each draft writes the next of the slot's states, cyclically.
         """
         after = np.repeat(states, computed)
         is_decode = np.repeat(np.arange(len(slots)) < num_decodes, computed)
@@ -422,7 +424,7 @@ class InputBatch:
         query_lens: npt.NDArray[np.int64],
         ends: npt.NDArray[np.int64],
     ) -> list[PooledSpan]:
-        """# 4 x [B]; `ends`: the index after each row's last token."""
+        """The spans of pooled prompts. # 4 x [B]; `ends`: the index after each row's last token."""
         spans = []
         for row, slot in enumerate(slots.tolist()):
             params = self._pooling.get(slot)
@@ -431,7 +433,7 @@ class InputBatch:
                 is_last = bool(length >= self._num_read[slot] + self._num_unread[slot])
                 spans.append(PooledSpan(row, slot, end - count, end, length - count, is_last, params))
                 if is_last:
-                    # Further steps need not look for it. Should this one fail, the sequence is written again.
+                    # Later steps need not look the prompt up. If this step fails, the sequence is written again.
                     del self._pooling[slot]
         return spans
 
@@ -440,18 +442,18 @@ class InputBatch:
         return self._sampling.rows(inputs.sampled_slots, inputs.sampled_positions, self._tokens)
 
     def _adapters_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
-        """None where no row of the step uses one."""
+        """The LoRA adapter of each slot; None where no row of the step uses one."""
         if self._adapters is None:
             return None
         adapters = self._adapters[slots]
         return adapters if adapters.any() else None
 
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether each of these slots takes its argmax, and nothing else is asked of the logits."""
+        """Whether each of these slots takes its argmax, and no log-probabilities or other processing of the logits."""
         return self._sampling.are_greedy(slots)
 
     def are_of_operators(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether `sampling_operands` has all sampling parameters that these slots use."""
+        """Whether `sampling_operands` includes all sampling parameters that these slots use."""
         return self._sampling.are_of_operators(slots)
 
     def sampling_operands(self) -> Sampling:
@@ -459,7 +461,7 @@ class InputBatch:
         return self._sampling.operands(self._tokens)
 
     def reserve_tokens(self, inputs: StepInputs) -> None:
-        """Count the tokens that each sequence samples in a launched step, at most; `store_tokens` brings them."""
+        """Reserve the most tokens that each sequence may sample in a launched step; see `store_tokens`."""
         self._has_unread = True
         np.add.at(self._num_unread, inputs.sampled_slots, 1)
 
@@ -471,7 +473,7 @@ class InputBatch:
     ) -> npt.NDArray[np.int64] | None:
         """Store the tokens that a step sampled; `accepted_positions`, or None where it verified no drafts. # [S]
 
-        `accepted`: those positions, where another rank found them.
+        `accepted`: the accepted positions, where another rank has verified them.
         """
         slots, positions = inputs.sampled_slots, inputs.sampled_positions
         if inputs.has_drafts:
@@ -479,7 +481,7 @@ class InputBatch:
                 accepted = accepted_positions(inputs.sampled_rows, inputs.last_tokens, inputs.input_ids, token_ids)
             slots, positions, token_ids = slots[accepted], positions[accepted], token_ids[accepted]
         self._tokens[slots, positions] = token_ids
-        # Where a slot comes several times, NumPy keeps the last value, which is its last position.
+        # If a slot occurs several times, NumPy's assignment leaves the last value, which is that of its last position.
         self._num_read[slots] = positions + 1
         if inputs.has_drafts and inputs.states_after is not None:
             num_accepted = np.bincount(inputs.sampled_rows[accepted], minlength=len(inputs.slots))
@@ -487,16 +489,16 @@ class InputBatch:
             valid = self._valid_state[inputs.slots] + further
             self._valid_state[inputs.slots] = valid % self._states_per_slot
         if self._has_unread:
-            # Of some rows no position may be accepted.
+            # A row may have no accepted position.
             np.subtract.at(self._num_unread, inputs.sampled_slots, 1)
             np.maximum(self._num_unread, 0, out=self._num_unread)
         return accepted
 
-    # What a drafter needs of the rows, after a step's tokens were stored.
+    # Read by a drafter, after a step's tokens were stored.
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
+        """The most tokens of a sequence."""
         return self._tokens.shape[1] - 1
 
     @property
@@ -505,20 +507,20 @@ class InputBatch:
         return self._states_per_slot
 
     def num_read(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens of these slots that the host knows. # [B] -> [B]"""
+        """Number of tokens of these slots that the host knows. # [B] -> [B]"""
         return self._num_read[slots]
 
     def capacity(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Positions for which these slots have blocks. # [B] -> [B]"""
+        """Number of positions for which these slots have blocks. # [B] -> [B]"""
         return self._num_blocks[slots] * self.block_size
 
     def num_blocks(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Blocks that these slots have. # [B] -> [B]"""
+        """Number of blocks of these slots. # [B] -> [B]"""
         return self._num_blocks[slots]
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
-        """The blocks of all slots. # [slots, max_blocks]"""
+        """The block table of all slots. # [slots, max_blocks]"""
         return self._block_table
 
     def draft_span(
@@ -533,7 +535,7 @@ class InputBatch:
 
         # 3 x [B]
 
-        Block tables reach to `num_more` further positions, as far as there are blocks.
+        The block tables cover `num_more` further positions, as far as blocks are allocated.
         """
         counts = ends - begins
         stops = np.cumsum(counts)
@@ -553,11 +555,11 @@ class InputBatch:
     def carried_positions(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """As `StepInputs.carried_positions`, of positions of slots. # 2 x [T] -> [T]"""
+        """As `StepInputs.carried_positions`, for positions of slots. # 2 x [T] -> [T]"""
         return positions if self._rope_lengths is None else with_lengths(positions, self._rope_lengths[slots])
 
     def slot_mapping(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where positions of slots have their keys and values: block * block_size + offset. # 2 x [T] -> [T]"""
+        """The slot mapping of positions of slots: block * block_size + offset. # 2 x [T] -> [T]"""
         blocks, offsets = np.divmod(positions, self.block_size)
         return self._block_table[slots, blocks] * np.int64(self.block_size) + offsets
 
@@ -566,16 +568,16 @@ class InputBatch:
         return self._tokens[slots, positions]
 
     def need_drafts(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]) -> bool:
-        """Whether one of these slots cannot choose a draft before the draft before it is known.
+        """Whether sampling a draft in one of these slots depends on the draft before it.
 
-        `num_tokens`: their lengths with all drafts. # 2 x [B]
+        `num_tokens`: the slots' lengths with all drafts. # 2 x [B]
         """
         return self._sampling.need_last_token(slots, num_tokens)
 
     def write_drafts(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]
     ) -> None:
-        """Write drafts after the known tokens, which the next step overwrites. # 3 x [B]"""
+        """Write drafts after the known tokens; the next step overwrites them. # 3 x [B]"""
         self._tokens[slots, positions] = token_ids
 
     def draft_sampling(
@@ -586,10 +588,10 @@ class InputBatch:
         stream: int,
         are_tokens_known: bool = True,
     ) -> SamplingRows:
-        """How to sample a draft at these positions, as the target will. # 2 x [B]
+        """The parameters for sampling drafts at these positions as the target will. # 2 x [B]
 
-        `stream` is that of the noise: `SAMPLE` for the target's own. `are_tokens_known`: False where tokens before the
-        positions are not read yet: what depends on them is left out.
+        `stream`: the stream of the noise, `SAMPLE` for the target's own. `are_tokens_known`: False where tokens before
+        the positions are not read yet; parameters that depend on them are then left out.
         """
         rows = self._sampling.rows(slots, positions, self._tokens, are_tokens_known=are_tokens_known)
         random = None if rows.random is None else rows.random.of_stream(stream)
@@ -622,7 +624,7 @@ class InputBatch:
 def _of_one_length(
     scheduled: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], num_decodes: int, uniform_rows: UniformRows
 ) -> npt.NDArray[np.int64]:
-    """Tokens computed of each row, with the decodes as long as the longest, if sequences and the step allow. # [B]"""
+    """Tokens to compute in each row, decodes extended to the longest one if sequences and step allow it. # [B]"""
     longest = int(scheduled[:num_decodes].max())
     padded = scheduled.copy()
     padded[:num_decodes] = longest
@@ -633,7 +635,8 @@ def _of_one_length(
 def _verification_positions(
     rows: npt.NDArray[np.int64], last_tokens: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rows sampled at `counts` positions each: each position's row, the token before it, and which tokens are drafts.
+    """For rows sampled at `counts` positions each: the row and the input token of each position, and which tokens are
+    drafts.
 
     # 3 x [rows] -> [S], [S], [drafts]
     """

@@ -1,9 +1,9 @@
 """The child process of `kaon kernels build`: `python -m engine.runner.kernel_build TARGET [flags of kaon serve]`.
 
-It runs the start of a server over an emulated device: kernels are compiled into Triton's cache and do not run, and
-torch computes nothing large. The compiled kernels are therefore those that a start on that GPU looks up: the launches
-are the same, with arguments of the same types, alignments and sizes. Errors are one sentence on stderr; the exit code
-is 0 when all was compiled, 1 when not.
+It runs the start of a server on an emulated device: kernels are compiled into Triton's cache but not run, and
+torch skips large computations. The compiled kernels are those that a start on that GPU looks up, since the launches
+are the same, with arguments of the same types, alignments and sizes. An error is one sentence on stderr; the exit code
+is 0 if everything was compiled, else 1.
 """
 
 import sys
@@ -33,15 +33,15 @@ from models.parallel.tensor_parallel import TensorParallel
 
 _CPU = torch.device("cpu")
 _LARGE = 1 << 15
-"""Elements of a tensor above which nothing is computed with it."""
+"""Number of elements above which a tensor's values are not computed."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
-"""Operators that are not computed with small tensors either."""
+"""Operators that are skipped for tensors of any size."""
 _FRESH_BYTES = 32 << 20
-"""Allocations of this size and more come from the system as zeros, without committed pages."""
+"""Bytes from which an allocation is mapped from the system: zeros, without committed pages."""
 _CACHE_BYTES = 2**31 + 2**28
-"""A cache of more than 2 GiB takes the same kernels whatever its size."""
+"""Every cache of more than 2 GiB uses the same kernels."""
 _MUCH = 1 << 44
-"""Bytes of memory that no model's start exceeds."""
+"""Bytes of emulated device memory, more than the start of any model takes."""
 
 
 class Idle(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here.
@@ -56,7 +56,7 @@ class Idle(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no 
         is_product = func._schema.name in _PRODUCTS
         if func.is_view or not (is_product or tree_any(_is_large, (args, kwargs))):
             made = func(*args, **kwargs)
-            # Tokens and lengths that no kernel has written must be valid ones.
+            # No kernel writes tokens and lengths, so they must be initialised to valid values.
             if "empty" in func.name() and made.nbytes < _FRESH_BYTES:
                 made.zero_()
             return made
@@ -65,7 +65,7 @@ class Idle(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no 
         try:
             return tree_map_only(torch.Tensor, _unwritten, func(*_on_meta(args), **_on_meta(kwargs)))
         except (NotImplementedError, RuntimeError):
-            # The numbers decide the shape of the result.
+            # The values decide the shape of the result, so they must be computed.
             return func(*args, **kwargs)
 
 
@@ -87,7 +87,7 @@ def _unwritten(like: torch.Tensor) -> torch.Tensor:
 
 
 class _AbsentMemory(DeviceMemory):
-    """Memory with room for everything, so that only the settings and the model limit the sizes that are served."""
+    """Emulated memory without a practical limit, so that only the settings and the model limit the sizes."""
 
     def __init__(self) -> None:
         super().__init__(_CPU)
@@ -133,7 +133,7 @@ class AbsentDevice(HostDevice):
 
 
 class _SameEverywhere:
-    """Collectives of ranks that all compute the same."""
+    """Collectives that assume that all ranks compute the same values."""
 
     are_captured = True
 
@@ -157,16 +157,16 @@ class _SameEverywhere:
 
 
 class Compiled(NamedTuple):
-    """What the start of one target needed."""
+    """Numbers of kernels that the start on one target needed."""
 
     new: int
     """Kernels that were compiled."""
     found: int
-    """Kernels that the cache had already."""
+    """Kernels that were in the cache already."""
 
 
 def build(config: Config, target: Target) -> Compiled:
-    """Compile what a start on such a GPU would. Raises `ValueError` with a sentence if it cannot serve the model.
+    """Compile what a start on such a GPU would. Raises `ValueError` with one sentence if it cannot serve the model.
 
     The process cannot be used for anything else afterwards: its CPU tensors are treated as tensors of the GPU.
     """
@@ -202,7 +202,7 @@ def build(config: Config, target: Target) -> Compiled:
 
 
 def _load(config: Config, rank: int, size: int) -> LoadedModel:
-    """One rank's model, whose large weights are not read."""
+    """Load one rank's model without reading its large weights."""
     path = resolve_checkpoint(config.model)
     config, model_config, pooling = read_checkpoint(config, path)
     return load_model(
@@ -221,7 +221,7 @@ def _load(config: Config, rank: int, size: int) -> LoadedModel:
 
 
 def _blocks(loaded: LoadedModel, fits: KVCacheSize) -> tuple[int, int]:
-    """Blocks and slots of the cache: as served, but no more than needed to choose the kernels of a large cache."""
+    """Blocks and slots of the cache: as served, but of at most a little more than 2 GiB."""
     enough = _CACHE_BYTES // max(1, loaded.layer_caches().block_bytes) + 1
     return min(fits.num_blocks, enough), fits.num_slots
 

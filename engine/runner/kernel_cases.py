@@ -1,7 +1,7 @@
 """The self-test cases of a loaded model: the forms in which its layers call the kernels.
 
-A pass of the model with suspended kernels shows how its layers attend; every layer with a method `kernel_cases` gives
-its own cases, and every weight that stays quantized is one. Layers that are alike give one case.
+A pass of the model with suspended kernels records how its layers call attention. Every layer with a method
+`kernel_cases` gives its own cases, and every weight that stays quantized gives one. Equal cases are checked once.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ from models.ops.triton.cases.token_scans import DeltaRuleCase, SelectiveScanCase
 def cases_of_model(
     model: CausalLM | DraftLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int, *, query_len: int = 1
 ) -> dict[str, list[Case]]:
-    """The cases by operator; cases that give addresses come first.
+    """The cases by operator; those of kernels that compute addresses come first.
 
-    `observed`: a pass of the model with suspended kernels. `max_tokens`: of a step. `query_len`: tokens of a decode
-    that verifies drafts. Raises `ValueError` for an FP8 cache that kernels are to read on hardware without FP8.
+    `observed`: a pass of the model with suspended kernels. `max_tokens`: the most of a step. `query_len`: tokens of a
+    decode that verifies drafts. Raises `ValueError` for an FP8 cache that kernels are to read on hardware without FP8.
     """
     found: dict[str, dict[Hashable, Case]] = defaultdict(dict)
     attention = _attention_cases(observed, dtype, query_len) if triton.takes("attention") else ()
@@ -46,7 +46,7 @@ def cases_of_model(
 
 
 def merged_cases(first: dict[str, list[Case]], second: dict[str, list[Case]]) -> dict[str, list[Case]]:
-    """The cases of two models by operator; of equal cases, the first is kept."""
+    """The cases of two models by operator, without duplicates."""
     merged: dict[str, list[Case]] = {}
     for operator in first.keys() | second.keys():
         cases = [*first.get(operator, ()), *second.get(operator, ())]
@@ -60,7 +60,7 @@ def _in_order(cases: Iterable[Case]) -> list[Case]:
 
 def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: int) -> Iterator[Case]:
     for q, k, cache, (options, sinks, norms, rotation, q_scales) in observed.attended:
-        as_hardware_reads(cache, options, q.device)  # Raises where the hardware has no FP8.
+        as_hardware_reads(cache, options, q.device)  # Raises `ValueError` where the hardware has no FP8.
         for tokens in sorted({1, query_len}):
             yield AttentionCase(
                 heads=q.shape[1],
@@ -107,7 +107,7 @@ def _attention_cases(observed: ObservingBackend, dtype: torch.dtype, query_len: 
 def _layer_cases(
     model: CausalLM | DraftLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int
 ) -> Iterator[Case]:
-    # Norms of heads and latents are computed by the store of keys, whose case includes them.
+    # The kernel that stores keys also computes the norms of heads and latents, and its case includes them.
     fused = {id(norm.weight) for call in observed.attended for norm in call.inputs.norms or ()}
     fused |= {id(call.inputs.norm.weight) for call in observed.latents}
     for module in cast(nn.Module, model).modules():

@@ -1,7 +1,7 @@
 """Compares the kernels with torch for the loaded model before it is served.
 
-A release of Triton, or of the assembler of its kernels, may miscompile a kernel without any error. Operators whose
-kernels are wrong are left to torch, where torch can compute them.
+A release of Triton, or of the assembler that it uses, may miscompile a kernel without any error. An operator whose
+kernels are wrong is computed by torch, where torch can compute it.
 """
 
 import logging
@@ -36,31 +36,31 @@ _log = logging.getLogger(__name__)
 
 
 def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) -> LoadedModel:
-    """Leave to torch what kernels compute wrongly on any rank; the model with the attention backend from here on.
+    """Leave operators whose kernels are wrong on any rank to torch. Returns the model with the backends it then uses.
 
     `checked` records which specialisations of kernels were compared.
 
-    An operator that `kernel_backend` names as Triton's stays with it, and a warning says what is wrong. Raises
-    `ValueError`, a sentence, where nothing else can compute it. Nothing is kept of the caches.
+    An operator that `kernel_backend` assigns to Triton keeps its kernels, with a warning. Raises `ValueError` with one
+    sentence where nothing else can compute the operator. The caches of the checks are freed.
     """
     device, backend = loaded.device, loaded.backend
     if device.type == "cpu" and not triton.active():
         return loaded
     start = time.perf_counter()
-    # A rank without Triton has no kernels to compare, but the others wait for its result.
+    # A rank without Triton has no kernels to compare, but takes part in the collectives that share the results.
     every = _every_case_of(loaded) if triton.active() else {}
     cases = _ours_of(every)
     if not loaded.seam.computes:
         compute_all(chain.from_iterable(cases.values()), device)
         return loaded
-    # All ranks go through all operators in the same order, whatever their own layers are.
+    # All ranks check all operators in the same order, even those that their layers do not use.
     for operator in _OPERATORS:
         with nullcontext() if checked is None else checked.checking(operator):
             reason = failure_of(cases.get(operator, ()), device, operator)
         if loaded.parallel.all_agree(reason is None, device):
             continue
         said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
-        said += reason or "those of another rank are"
+        said += reason or "another rank's kernels are wrong"
         backend = _refuse(loaded, operator, said) or backend
     _start_flash_attention(loaded, every.get("attention", ()))
     _log.info(
@@ -72,9 +72,9 @@ def check_kernels(loaded: LoadedModel, checked: "CheckedKernels | None" = None) 
 
 
 def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
-    """Have a library's flash attention compute long prompts of the layers for which it is right on all ranks.
+    """Enable a library's flash attention for long prompts, if its results are right on all ranks.
 
-    torch's is used next to Triton's kernels only: aiter's attention computes long prompts otherwise.
+    Torch's is used with Triton's kernels only, since aiter's attention backend computes long prompts itself.
     """
     device = loaded.device
     flash_attention.start(frozenset())
@@ -96,7 +96,7 @@ def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
             found.setdefault(flash.key, flash)
     by = f"{'aiter' if aiter.takes(backends.PREFILL) else 'torch'}'s flash attention"
     reason = "this release of torch has none" if flash_attention.library() is None else None
-    # All forms or none, so that ranks agree.
+    # Either all cases use the library or none, so that all ranks choose the same.
     if reason is None:
         reason = failure_of(found.values(), device, "attention")
     if loaded.parallel.all_agree(reason is None and bool(found), device):
@@ -107,7 +107,7 @@ def _start_flash_attention(loaded: LoadedModel, cases: Iterable[Case]) -> None:
 
 
 def watch_kernels() -> "CheckedKernels":
-    """From now on, record the specialisations in which kernels are compared and launched."""
+    """Record from now on which specialisations of kernels are compared and launched."""
     from models.ops.triton.specializations import CheckedKernels
 
     checked = CheckedKernels()
@@ -116,8 +116,10 @@ def watch_kernels() -> "CheckedKernels":
 
 
 def refuse_unchecked(loaded: LoadedModel, checked: "CheckedKernels") -> LoadedModel | None:
-    """Leave to torch, on all ranks, operators whose kernels the steps of the start launched in a form that was not
-    compared; the model from here on, or None where there are none. As `check_kernels`.
+    """Leave operators to torch, on all ranks, whose kernels the start launched in a specialisation that was not
+    compared.
+
+    Returns the changed model, or None if there are no such operators. Raises as `check_kernels` does.
     """
     backend, is_other = loaded.backend, False
     for operator in _OPERATORS:
@@ -131,8 +133,10 @@ def refuse_unchecked(loaded: LoadedModel, checked: "CheckedKernels") -> LoadedMo
 
 
 def _refuse(loaded: LoadedModel, operator: str, said: str) -> AttentionBackend | None:
-    """Leave an operator to torch, unless `kernel_backend` names it as Triton's; the attention backend where it is
-    another then. `said`: the reason, without a full stop. Raises `ValueError` where nothing else can compute it.
+    """Leave an operator to torch, unless `kernel_backend` assigns it to Triton. `said`: the reason, without a full
+    stop.
+
+    Returns the new attention backend, if it changes. Raises `ValueError` where nothing else can compute the operator.
     """
     name = _name_of(operator)
     if name in backends.named(loaded.config.kernel_backend, backends.TRITON):
@@ -149,13 +153,13 @@ def _refuse(loaded: LoadedModel, operator: str, said: str) -> AttentionBackend |
 
 
 _LATENTS = "latents"
-"""Attention of latents, which Kaon has no torch for on a GPU."""
+"""Latent attention, for which Kaon has no torch implementation on a GPU."""
 _OPERATORS = ("moe", "attention", _LATENTS, "norm", "activation", "linear", "recurrent", "sampling")
-"""In the order of the checks: a wrong order of experts' pairs is a wrong address, which may end the process."""
+"""The order of the checks. Wrong expert sorting yields wrong addresses, which may end the process, so it is first."""
 _OF_AITER = frozenset({"attention", "norm", "activation", "linear"})
-"""Operators that aiter's own probe compares where aiter computes them. Its experts give no cases."""
+"""Operators that aiter's probe compares where aiter computes them. Its experts have no cases here."""
 _FUSED = frozenset({"norm", "activation"})
-"""Operators that torch.compile fuses, where it is enabled."""
+"""Operators that torch.compile fuses with others, where it is enabled."""
 
 
 def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
@@ -168,7 +172,7 @@ def _ours_of(every: dict[str, list[Case]]) -> dict[str, list[Case]]:
 
 
 def _every_case_of(loaded: LoadedModel) -> dict[str, list[Case]]:
-    """The cases by operator of the loaded model and of the one that drafts, found by a pass of each with suspended
+    """The cases by operator of the model and of its draft model, found by a pass of each with suspended
     kernels.
     """
     from engine.runner.kernel_cases import cases_of_model, merged_cases
@@ -198,7 +202,7 @@ def _every_case_of(loaded: LoadedModel) -> dict[str, list[Case]]:
     most, query_len = config.max_num_batched_tokens, 1 + config.num_drafts
     found = cases_of_model(loaded.model, observer, loaded.dtype, most, query_len=query_len)
     if loaded.drafter is not None:
-        # A drafting pass has entries for a step's tokens, and for the tokens that it samples.
+        # A drafting pass has entries for a step's tokens and for the sampled tokens.
         most += config.max_num_seqs
         found = merged_cases(found, cases_of_model(loaded.drafter, of_drafter, loaded.dtype, most))
     found["sampling"] = [SamplingCase(loaded.model_config.vocab_size)]
@@ -207,21 +211,21 @@ def _every_case_of(loaded: LoadedModel) -> dict[str, list[Case]]:
 
 
 def _are_ours(operator: str) -> bool:
-    """Whether Triton's kernels compute an operator, and not a library that has been probed itself."""
+    """Whether Triton's kernels compute an operator, rather than a library with its own probe."""
     return triton.takes(_name_of(operator)) and not (operator in _OF_AITER and aiter.takes(operator))
 
 
 def failure_of(cases: Iterable[Case], device: torch.device, operator: str) -> str | None:
-    """What is wrong with an operator, in words; None: nothing, or there was no memory to see.
+    """The reason why an operator's kernels are wrong; None if they are right, or memory did not suffice to compare.
 
-    Raises `ValueError` where the device computes nothing any more.
+    Raises `ValueError` if the kernels made the device unusable.
     """
     try:
         return first_failure(cases, device)
     except torch.OutOfMemoryError:
         _log.warning("There is no memory to compare the kernels for %s with torch", operator)
         return None
-    # A compiler or a driver may raise anything.
+    # A compiler or a driver may raise any exception.
     except Exception as failure:  # noqa: BLE001
         reason = f"they failed: {type(failure).__name__}: {failure}".splitlines()[0]
     try:
@@ -235,7 +239,7 @@ def failure_of(cases: Iterable[Case], device: torch.device, operator: str) -> st
 
 
 def leave_to_torch(operator: str, model: CausalLM, device: torch.device) -> AttentionBackend | None:
-    """Have plain torch compute an operator from here on; the attention backend where it is another then."""
+    """Have plain torch compute an operator from now on. Returns the new attention backend, if it changes."""
     triton.leave_to_torch(triton.left() | {operator})
     if operator == "attention":
         from models.attention.torch_paged import TorchAttentionBackend

@@ -1,10 +1,10 @@
-"""The KV cache: `LayerCaches` allocates what layers declare; `PageCommitter` commits a host's cache ahead of its use.
+"""The KV cache: `LayerCaches` allocates the caches that layers declare; `PageCommitter` commits host pages in advance.
 
-Paged caches whose pages have one shape share a pool, in which a block's pages of all layers lie together: a block in
-use takes only its own bytes from the system, and not a huge page for each layer.
+Paged caches with pages of one shape share a pool, in which the pages of a block in all layers are adjacent: a block in
+use takes only its own bytes from the system, rather than a huge page for each layer.
 
-A cache on the host grows page by page as blocks are first written. Where pages are large, or a virtual machine's host
-has yet to find them, the step that opens a new block for many sequences would take several times as long as others.
+A cache in host memory grows page by page as blocks are first written. Where pages are large, or a virtual machine must
+get them from its host, a step that first writes new blocks of many sequences would take several times longer.
 """
 
 import ctypes
@@ -41,45 +41,45 @@ _Shape: TypeAlias = tuple[int, ...]
 _log = logging.getLogger(__name__)
 
 _MANY_PAGES = 64
-"""From this number of pages in a block, one more costs little."""
+"""Number of pages in a block from which one padding page costs little."""
 
 RESERVE = 128 << 20
-"""Bytes committed ahead of what sequences have used, while nothing runs."""
+"""Bytes committed beyond those that sequences have used, while the engine is idle."""
 _UNDER_LOAD = RESERVE // 4
-"""The same while steps run: a page may take as long as ten steps of a small model."""
+"""Bytes committed in advance while steps run: one page may take as long as ten steps of a small model."""
 _MOST_THREADS = 4
-"""Pages that are committed at a time, for which an arriving request waits."""
+"""Pages that are committed at a time while idle; an arriving request waits for them."""
 _SHARE = 1 / 6
-"""Largest share of the steps' time that is spent on committing."""
+"""The largest share of the steps' time that is spent on committing pages."""
 _MOST_SECONDS = 0.02
-"""Most seconds of it after one step: a long prompt must not delay the next step by its share."""
+"""The most seconds spent on committing after one step, which bounds the delay after a long step."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14."""
 
 
 @dataclass(slots=True)
 class _Pool:
-    """The layout of a block: caches as pages, which are the last two dimensions of their shapes."""
+    """The layout of a block as pages; a page is the last two dimensions of a cache's shape."""
 
     num_pages: int = 0
     """Pages of all caches in a block."""
     offsets: dict[tuple[str, int], tuple[int, _Shape]] = field(default_factory=dict)
-    """By layer and cache (first or second): its first page, and its pages' dimensions."""
+    """By layer and cache (first or second): the first page, and the dimensions over pages."""
 
     @property
     def stride(self) -> int:
-        """Pages from block to block. An odd number spreads a page of all blocks over the sets of a processor's cache,
-        which an even one, and worse a power of two, would have them share."""
+        """Pages from one block to the next. An odd number spreads the same page of all blocks over all sets of a
+        processor's cache; an even number, above all a power of two, would map them to few sets."""
         return self.num_pages | 1 if self.num_pages >= _MANY_PAGES else self.num_pages
 
     def add(self, name: str, part: int, shape: _Shape) -> None:
-        """A cache with blocks of this shape."""
+        """Add a cache with blocks of this shape."""
         self.offsets[name, part] = self.num_pages, shape[:-2]
         self.num_pages += math.prod(shape[:-2])
 
 
 class LayerCaches:
-    """Paged caches, whose blocks are given to sequences, and states, one for each slot."""
+    """Allocates paged caches, whose blocks sequences use, and recurrent states, one per slot."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class LayerCaches:
         kv_dtype: torch.dtype | None = None,
         states_per_slot: int = 1,
     ) -> None:
-        """`dtype` is the model's, which states have; `kv_dtype` that of all paged caches, None: the same.
+        """`dtype`: the model's, which states have. `kv_dtype`: that of all paged caches; None for `dtype`.
 
-        `states_per_slot`: states of a sequence in each layer that keeps some: one, and one more for each draft that a
-        step verifies.
+        `states_per_slot`: states of a sequence in each recurrent layer: one plus one for each draft that a step
+        verifies.
         """
         self.states_per_slot = states_per_slot
         self._kv_dtype = kv_dtype or dtype
@@ -108,16 +108,16 @@ class LayerCaches:
         self._device = device
         self._pools = self._lay_out()
         self.pools: list[torch.Tensor] = []
-        """What `allocate` last made of paged caches. # each [num_blocks, pages, ...]"""
+        """The pools of paged caches from the last `allocate`. # each [num_blocks, pages, ...]"""
 
     @property
     def have_states(self) -> bool:
-        """Whether a layer keeps more than paged vectors."""
+        """Whether a layer has recurrent states."""
         return any(isinstance(spec, StateCacheSpec) for spec in self._specs)
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees in the widest of the paged layers; None where one of them shows it all."""
+        """The widest attention window of the paged layers, in tokens; None if a layer has no window."""
         paged = [spec for spec in self._specs if not isinstance(spec, StateCacheSpec)]
         windows = [spec.sliding_window for spec in paged if isinstance(spec, KVCacheSpec)]
         known = [window for window in windows if window is not None]
@@ -136,7 +136,7 @@ class LayerCaches:
         return self.states_per_slot * sum(spec.bytes_per_sequence(self._dtype) for spec in states)
 
     def allocate(self, num_blocks: int, num_slots: int | None = None) -> dict[str, LayerCache]:
-        """Zeros, by layer name; states for fewer sequences than declared where `num_slots` says so."""
+        """Allocate zeroed caches by layer name, with states for `num_slots` sequences, or for the declared number."""
         parts: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.pools = []
         for page, pool in self._pools.items():
@@ -188,10 +188,10 @@ def zeros(
     *,
     lower: str = "cpu_kvcache_gib or num_kvcache_blocks",
 ) -> torch.Tensor:
-    """A zeroed tensor; on CPU the system commits its pages when they are first written.
+    """Allocate a zeroed tensor; on a CPU the system commits its pages when they are first written.
 
-    `torch.zeros` would touch every page. Attention multiplies masked values by 0, so memory must hold finite numbers.
-    Raises `ValueError` when the host refuses the memory; `lower` names the fields that reduce it.
+    `torch.zeros` would write every page. Attention multiplies masked values by 0, so the memory must be finite.
+    Raises `ValueError` when the host refuses the memory; `lower` names the settings that reduce it.
     """
     if device.type != "cpu":
         with oom_at_start(
@@ -208,32 +208,32 @@ def zeros(
 
 
 class PageCommitter:
-    """Commits pages of the pools of blocks in the order in which ascending blocks use them."""
+    """Commits the pages of pools in ascending order of the blocks that use them."""
 
     def __init__(self, pools: Iterable[torch.Tensor], num_threads: int) -> None:
-        """`pools` [num_blocks, ...] on the host, each beginning with a huge page."""
+        """`pools`: [num_blocks, ...] in host memory, each aligned to a huge page."""
         self._pages = [
             (first / pool.nbytes * len(pool), pool.data_ptr() + first, min(HUGE_PAGE, pool.nbytes - first))
             for pool in pools
             for first in range(0, pool.nbytes, HUGE_PAGE)
         ]
-        """Block in which it begins, address and size of each page; pools may differ in size."""
+        """First block, address and size of each page; pools may differ in size."""
         self._pages.sort()
         self._used = 0
         self._next = 0
         self._credit = 0.0
         self._is_released = False
-        # They may run on this thread's CPUs only, which may be one.
+        # The threads inherit this thread's affinity, which may be a single CPU.
         self._num_threads = min(num_threads, _MOST_THREADS, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="commit")
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def use(self, highest_block: int) -> None:
-        """Commit what is missing of the blocks up to this one, which a step will use, by all threads at once.
+        """Commit missing pages of all blocks up to `highest_block`, which a step will use, by all threads at once.
 
-        Blocks are first given out in ascending order. When written to first, pages would be committed one by one,
-        with the other threads waiting.
+        Blocks are first allocated in ascending order. Without this call pages would be committed one by one when they
+        are first written, while other threads wait.
         """
         self._is_released = False
         while self._used < len(self._pages) and self._pages[self._used][0] < highest_block + 1:
@@ -241,7 +241,7 @@ class PageCommitter:
         self._commit(self._used - self._next)
 
     def commit_initial(self) -> None:
-        """Commit as much as should be committed under load."""
+        """Commit the bytes that should be committed in advance under load."""
         while self._commit_some(_UNDER_LOAD):
             pass
 
@@ -254,12 +254,12 @@ class PageCommitter:
             self._credit -= time.perf_counter() - start
 
     def commit_idle(self) -> bool:
-        """Commit a little while no step runs; whether more is missing."""
+        """Commit a few pages while no step runs. Returns whether more are missing."""
         return self._commit_some(RESERVE)
 
     @property
     def is_short(self) -> bool:
-        """Whether less is committed than should be under load."""
+        """Whether less is committed in advance than should be under load."""
         return self._missing(_UNDER_LOAD) > 0
 
     def _missing(self, reserve: int) -> int:
@@ -268,14 +268,14 @@ class PageCommitter:
         return min(self._used + reserve // HUGE_PAGE, len(self._pages)) - self._next
 
     def release(self) -> None:
-        """Give all pages back to the system, with what they hold. None is committed again before a step uses one."""
+        """Return all pages, with their content, to the system. No page is committed again before a step uses one."""
         for _, address, size in self._pages:
             self._madvise(address, size, mmap.MADV_DONTNEED)
         self._used = self._next = 0
         self._is_released = True
 
     def _commit_some(self, reserve: int) -> bool:
-        """Commit the next pages, one a thread, while other threads run; whether more is missing."""
+        """Commit the next pages, one per thread, while other threads run. Returns whether more are missing."""
         self._commit(min(self._num_threads, self._missing(reserve)))
         return self._missing(reserve) > 0
 

@@ -1,4 +1,4 @@
-"""`LaunchedStep`: a step on the device that is read later. `StepResult` is what a step's pass has computed."""
+"""`LaunchedStep`: a step on the device whose tokens are read later. `StepResult`: the results of a step's pass."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,11 +20,11 @@ from models.ops.cpu.draft_chain import Verified
 
 
 class StepResult(NamedTuple):
-    """What a step computed, on the device."""
+    """The results of a step's pass, on the device."""
 
     logits: torch.Tensor | LaunchedTokens  # [S, V] float32
-    """Logits of the rows that sample a token; or the tokens, where each row takes the argmax and the model's head
-    computes it without logits."""
+    """Logits of the sampled positions; or the argmax tokens, where all rows are greedy and the model's head computes
+    the argmax without logits."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None
     pooled: PooledVectors | None
     """Vectors of pooled prompts, on rank 0."""
@@ -35,25 +35,25 @@ class StepResult(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """What a runner does with one of its steps. The step is part of the functions."""
+    """The functions with which a runner completes one of its steps; each is bound to the step."""
 
     resolve: Callable[[StepInputs], StepInputs]
-    """Completes inputs that depend on tokens of earlier steps, once these are read."""
+    """Completes the inputs that depend on tokens of earlier steps, once these are read."""
     sample: Callable[
         [torch.Tensor | LaunchedTokens, StepInputs, SamplingRows], tuple[LaunchedTokens, DeviceDrafts | None]
     ]
-    """Has the device sample from the logits, and keep the tokens, or draft after them, for the next step."""
+    """Enqueues sampling from the logits, and stores the tokens on the device or drafts after them."""
     finish: Callable[[StepInputs, SampledTokens, DeviceDrafts | None], ScheduledBatchOutput]
-    """Stores what was sampled, and reports it by sequence."""
+    """Stores the sampled tokens on the host and returns them by sequence."""
     add_vectors: Callable[[ScheduledBatchOutput, PooledVectors, torch.Tensor], None]
-    """Reports the vectors of pooled prompts, which the last argument has on the host."""
+    """Adds the vectors of pooled prompts to the output; the last argument holds them on the host."""
 
 
 class LaunchedStep:
-    """A step on the device whose tokens are read later, as asynchronous scheduling needs it.
+    """A step on the device whose tokens are read later, for asynchronous scheduling.
 
-    Sampled tokens stay on the device by slot, and where a model drafts, drafts and lengths too; a row of the next step
-    takes from there what has not been read yet.
+    Sampled tokens stay on the device by slot; where a model drafts, drafts and lengths do too. A row of the next step
+    reads there what the host has not read yet.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class LaunchedStep:
         *,
         drafts_on_device: bool,
     ) -> None:
-        """`ranks`: of rank 0 of several. `work`: what the runner does with the step."""
+        """`ranks`: the link to the other ranks, on rank 0 of several. `work`: how the runner completes the step."""
         self._inputs, self._device_batch, self._ranks, self._work = inputs, device_batch, ranks, work
         self.drafts_on_device = drafts_on_device
-        """Whether the drafts after it are made before it is read."""
+        """Whether the drafts that follow the step are computed before the host reads it."""
         self._logits: torch.Tensor | LaunchedTokens | None = result.logits
         self._prompt_logprobs = result.prompt_logprobs
         self._pooled = result.pooled
-        self._vectors = None if result.pooled is None else device_batch.downloads.begin(_words(result.pooled))
+        self._vectors = None if result.pooled is None else device_batch.downloads.begin(_as_int64(result.pooled))
         self._tokens: LaunchedTokens | None = None
         self._drafts: DeviceDrafts | None = None
         self._downloads: list[Download] = []
         self._number = ranks.number if ranks is not None else 0
 
     def sample(self) -> None:
-        """Launch the sampler, if it was not yet: the steps before have been read."""
+        """Launch the sampler unless it was launched already. All earlier steps must have been read."""
         if self._tokens is None:
             try:
                 self._inputs = self._work.resolve(self._inputs)
@@ -91,21 +91,21 @@ class LaunchedStep:
                 raise
 
     def launch_sampler(self, rows: SamplingRows) -> None:
-        """Have the device sample, keep the tokens for the next step, and copy them to the host."""
+        """Enqueue sampling, the storing of the tokens for the next step, and their copy to the host."""
         assert self._logits is not None
         with torch.inference_mode(), oom_in_step():
             self._tokens, self._drafts = tokens, drafts = self._work.sample(self._logits, self._inputs, rows)
             words = tokens.candidates.words
             if drafts is not None:
-                # The host waits once, for both.
+                # One download for both, so that the host waits once.
                 words = torch.cat((words.flatten(), drafts.token_ids.flatten()))
             downloads = self._device_batch.downloads
             self._downloads = [downloads.begin(each) for each in (words, tokens.logprobs) if each is not None]
-        # The logits may be most of the memory that a step takes.
+        # Release the logits now, since they may be most of the memory that a step takes.
         self._logits = None
 
     def result(self) -> ScheduledBatchOutput:
-        """Wait for the step's tokens. Raises what the step raised."""
+        """Wait for the step's tokens. Raises the exception of the step, if it failed."""
         assert self._tokens is not None
         downloads = self._device_batch.downloads
         try:
@@ -130,9 +130,9 @@ class LaunchedStep:
         return output
 
     def wait(self) -> None:
-        """Wait until the device has come to the end of what is enqueued. Raises what it failed with."""
+        """Wait until the device has completed all enqueued work. Raises the exception of work that failed."""
         if self._tokens is None:
-            # The other ranks wait for its tokens.
+            # The other ranks wait for this step's tokens, so they need an abort message.
             self._abandon(RuntimeError("an earlier step failed"))
         else:
             self._discard()
@@ -147,7 +147,7 @@ class LaunchedStep:
             self._ranks.discard(self._number)
 
 
-def _words(pooled: PooledVectors) -> torch.Tensor:
-    """The vectors as the 64-bit words that `Downloads` copies, with one more number where theirs is odd."""
+def _as_int64(pooled: PooledVectors) -> torch.Tensor:
+    """The vectors as the 64-bit words that `Downloads` copies, padded by one float where their number is odd."""
     flat = pooled.values.flatten()
     return F.pad(flat, (0, len(flat) % 2)).view(torch.int64)

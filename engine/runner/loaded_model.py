@@ -1,4 +1,4 @@
-"""`LoadedModel`: a rank's model with all that is decided before it has a KV cache; `load_model` reads its weights."""
+"""`LoadedModel`: a rank's model and every decision made before its KV cache exists; `load_model` reads the weights."""
 
 import dataclasses
 import hashlib
@@ -41,7 +41,7 @@ from models.quantization.config import ROUNDINGS, Rounding
 _log = logging.getLogger(__name__)
 
 DRAFT_PREFIX = "draft."
-"""Before the names of a drafter's caches, among the target's."""
+"""Prefix of the names of a drafter's caches, which share a mapping with the target's."""
 
 
 def drafter_caches(caches: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
@@ -58,7 +58,7 @@ class LoadedModel:
     """A model on one device. A runner adds the KV cache and the rows of the running sequences."""
 
     config: Config
-    """With prefix caching off where the model keeps states that no prefix shares."""
+    """Prefix caching is off here where the model has recurrent states, which a prefix cannot share."""
     model_config: CheckpointConfig
     model: CausalLM
     device: torch.device
@@ -70,15 +70,15 @@ class LoadedModel:
     operators: Library | None = None
     """The CPU's compiled operators, where they compute the model."""
     packs: PackCache | None = None
-    """Packed weights of this start and of earlier ones."""
+    """Cache on disk of packed weights, from this start and from earlier ones."""
     num_local_replicas: int = 1
-    """Replicas that share the host's memory."""
+    """Number of replicas that share the host's memory."""
     pooling: PoolingConfig | None = None
-    """How the model pools prompts; None: it does not."""
+    """How the model pools prompts; None where it generates only."""
     pooling_head: PoolingHead | None = None
-    """On rank 0, the layers on pooled vectors."""
+    """On rank 0, the layers that compute on pooled vectors."""
     drafter: DraftLM | None = None
-    """The model that drafts for this one; None: none does."""
+    """The draft model for this one, if there is one."""
 
     @property
     def generates(self) -> bool:
@@ -92,12 +92,12 @@ class LoadedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
+        """The most tokens of a sequence."""
         return self.config.max_model_len or self.model_config.max_model_len
 
     @property
     def num_local_ranks(self) -> int:
-        """Ranks of all replicas that share the host's memory."""
+        """Number of ranks, over all replicas, that share the host's memory."""
         return self.parallel.size * self.num_local_replicas
 
     @property
@@ -112,12 +112,12 @@ class LoadedModel:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether greedy and seeded answers depend on nothing else that is computed."""
+        """Whether greedy and seeded answers are independent of the other requests in the batch."""
         return self.why_varying is None
 
     @property
     def why_varying(self) -> str | None:
-        """Why answers may depend on what else is computed, in words; None: they do not."""
+        """The reason why answers may depend on the other requests in the batch; None where they do not."""
         if self.operators is not None and self.backend.name == "cpu-native":
             return None
         if not triton.is_invariant():
@@ -148,7 +148,7 @@ class LoadedModel:
 
     @property
     def kernels(self) -> str:
-        """See `ModelInfo.kernels`. What is left to torch after the start is not in it."""
+        """See `ModelInfo.kernels`. Operators that are left to torch after the start are not reflected."""
         config, device = self.config, self.device
         speculative = config.speculative_config
         parts = [
@@ -177,11 +177,11 @@ class LoadedModel:
 
     @property
     def stream_layers(self) -> tuple[int, ...]:
-        """Layers of which a drafter reads the residual stream that they receive."""
+        """Indices of the layers whose input residual stream a drafter reads."""
         return () if self.drafter is None else tuple(layer for layer in self.drafter.hidden_layers if layer >= 0)
 
     def layer_caches(self) -> LayerCaches:
-        """What the layers keep, laid out but not allocated; those of a drafter with `DRAFT_PREFIX` in their names."""
+        """The layout of all layers' caches, not allocated; the names of a drafter's begin with `DRAFT_PREFIX`."""
         specs = self.model.kv_cache_layers()
         if self.drafter is not None:
             own = self.drafter.kv_cache_layers()
@@ -198,16 +198,17 @@ class LoadedModel:
         )
 
     def dp_metadata(self, num_tokens: int, tokens_across_dp: tuple[int, ...] = ()) -> DPMetadata | None:
-        """What each replica computes in a pass of `num_tokens` here, dummy tokens included; None: it is alone.
+        """The number of tokens of each replica, dummy tokens included, in a pass of `num_tokens` here.
 
-        `tokens_across_dp`: as the replicas agreed; empty: all compute the same, as in the steps of the start.
+        None where this replica computes alone. `tokens_across_dp`: the numbers that the replicas agreed on; where it
+        is empty, all compute the same number, as in the steps of the start.
         """
         if self.parallel.experts is None or self.exchange is None:
             return None
         return DPMetadata(tokens_across_dp or (num_tokens,) * self.parallel.experts.num_replicas)
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Around a step of the start. Raises `ValueError` where torch fails to compile what the step runs."""
+        """A context for steps of the start. Raises `ValueError` where torch fails to compile the step's layers."""
         if self.compilation_level == 0:
             return nullcontext()
         from models.layers.compilation import compile_errors_as_value_errors
@@ -216,9 +217,9 @@ class LoadedModel:
 
 
 def start_operators(config: Config, device: torch.device, dtype: torch.dtype) -> Library | None:
-    """Have the CPU's compiled operators compute on as many threads as torch does; None where torch computes.
+    """Start the CPU's compiled operators with as many threads as torch has; None where torch computes the model.
 
-    Raises `ValueError` for an instruction set that this processor does not run.
+    Raises `ValueError` for an instruction set that this processor does not support.
     """
     if device.type != "cpu" or dtype is not torch.bfloat16 or not config.cpu_operators:
         return None
@@ -243,11 +244,13 @@ def load_model(
     read_weights: Callable[..., CausalLM] | None = None,
     pooling: PoolingConfig | None = None,
 ) -> LoadedModel:
-    """Read the checkpoint. Raises `CheckpointError` for a bad one, `ValueError` for one that cannot run so.
+    """Read the checkpoint.
 
-    `available_bytes`: of the host's memory, for the weights; None: what is available now. `backend`: of attention;
-    None: the device's. `seam`: None for the device's own. `read_weights`: in place of `loader.load_model`. `pooling`:
-    how the model pools prompts, None where it does not.
+    `available_bytes`: host memory for the weights; None for what is available now. `backend`: the attention backend;
+    None for the device's default. `seam`: None for the device's default. `read_weights` replaces
+    `loader.load_model`. `pooling`: how the model pools prompts, None for a model that generates.
+
+    Raises `CheckpointError` for an invalid checkpoint, `ValueError` for one that these settings cannot run.
     """
     generates = pooling is None or "generate" in config.task
     if config.speculative_config is not None and not config.num_drafts:
@@ -255,7 +258,7 @@ def load_model(
     if pooling is not None and pooling.body in ENCODERS and config.lora:
         raise ValueError(f"lora names adapters, but {model_config.architecture} is an encoder, which takes none")
     available = available_host_memory() if available_bytes is None else available_bytes
-    # Rope types that depend on the context's length depend on the length that is served.
+    # Some rope types choose their frequencies by the largest context length, which is the one that is served.
     served = dataclasses.replace(model_config, max_model_len=config.max_model_len or model_config.max_model_len)
     packs = None if operators is None else _pack_cache(config)
     with oom_at_start("the model", "serve a smaller or a quantised one"):
@@ -295,29 +298,29 @@ def load_model(
         loaded = _for_pooling(loaded, pooling)
     if not loaded.layer_caches().have_states:
         return loaded
-    # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
+    # A recurrent layer stores a prefix in its sequence's state, not in blocks that other sequences could share.
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
 
 
 def _pack_cache(config: Config) -> PackCache | None:
-    """Where packed weights are kept; None where they are not.
+    """The cache of packed weights on disk; None where weights are not cached.
 
-    On several NUMA nodes mapped pages would be on whichever node has read the file first.
+    They are not on several NUMA nodes, where mapped pages would be on the node that read the file first.
     """
     if not config.pack_cache or num_nodes() > 1:
         return None
     try:
         return PackCache(cache_directory(), int(config.pack_cache_gib * 2**30), torch.get_num_threads())
-    except RuntimeError:  # A user without a home.
+    except RuntimeError:  # The user has no home directory.
         return None
 
 
 def _rounding(config: Config, model_config: CheckpointConfig, operators: Library | None) -> Rounding | None:
-    """How the loader rounds weights: as the settings ask for, or as `kaon quantize` has written the checkpoint."""
+    """How the loader rounds weights: by the settings, or as recorded in a checkpoint that `kaon quantize` wrote."""
     wanted, stored = config.quantization_config.quantization, model_config.quantization
     if wanted == "auto":
         return stored.rounding if stored is not None and operators is not None else None
-    # MXFP4 is also the name of a checkpoint's method.
+    # Both a rounding and a checkpoint's quantization method are named MXFP4.
     if wanted not in ROUNDINGS or (wanted == "mxfp4" and stored is not None):
         return None
     return cast(Rounding, wanted)
@@ -326,7 +329,7 @@ def _rounding(config: Config, model_config: CheckpointConfig, operators: Library
 def _load_drafter(
     loaded: LoadedModel, path: Path, served: CheckpointConfig, available: int, *, progress: bool
 ) -> DraftLM:
-    """The model that drafts for `loaded`. Raises `ValueError`, a sentence, where none can."""
+    """Load the draft model for `loaded`. Raises `ValueError` with one sentence where none can draft for it."""
     config, device = loaded.config, loaded.device
     assert config.speculative_config is not None
     method, name = config.speculative_config.speculative_method, config.speculative_config.speculative_model
@@ -371,7 +374,7 @@ def _load_drafter(
 
 
 def _for_pooling(loaded: LoadedModel, pooling: PoolingConfig) -> LoadedModel:
-    """The model with the settings that pooling needs. Raises `ValueError` for those that it cannot have."""
+    """The model with the settings that pooling needs. Raises `ValueError` for settings that pooling excludes."""
     config, architecture = loaded.config, loaded.model_config.architecture
     if config.num_drafts and not loaded.generates:
         raise ValueError(
@@ -384,14 +387,14 @@ def _for_pooling(loaded: LoadedModel, pooling: PoolingConfig) -> LoadedModel:
         )
     if not pooling.reads_all_positions and not pooling.is_encoder:
         return loaded
-    # What is pooled are hidden states, and only keys and values are cached.
+    # Pooling reads the hidden states of every token, but a cached prefix has only its keys and values.
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
 
 
 def _compile(loaded: LoadedModel) -> None:
     """Have torch compile the layers in the steps of the start, at `compilation_level` 3. Raises `ValueError`.
 
-    `models.layers.compilation`, and with it torch's compiler, is imported only where it was asked for.
+    `models.layers.compilation`, which imports torch's compiler, is imported only if the setting asks for it.
     """
     level, architecture = loaded.compilation_level, loaded.model_config.architecture
     if level == 0:

@@ -1,4 +1,4 @@
-"""How many KV-cache blocks fit: from what a GPU has left after a worst-case step, or from the host's memory on CPU.
+"""Computes how many KV-cache blocks fit: in a GPU's free memory after a worst-case step, or in host memory on CPU.
 
 Called at the start, before the cache is allocated. Imports no torch: a GPU's figures come from `device.DeviceMemory`.
 """
@@ -25,14 +25,14 @@ MAX_CPU_TOKENS = 2**19
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes that the KV cache may take, the reason, and the field that changes it."""
+    """Bytes that the KV cache may take, the reason for that limit, and the setting that changes it."""
 
     num_bytes: int
     reason: str
     field: str
     max_tokens: int | None = None
     max_seqs: int | None = None
-    """Most sequences that were measured together."""
+    """The most sequences of the worst-case step that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class KVCacheSize:
 
     num_blocks: int
     num_slots: int
-    """Sequences that may run at a time: recurrent layers keep a state for each."""
+    """The most sequences that run at a time: recurrent layers hold a state for each."""
     num_bytes: int
     """Bytes of blocks and states together."""
     reason: str
 
     def of_ranks(self, num_ranks: int, num_blocks: int, num_slots: int) -> "KVCacheSize":
-        """The size on all ranks together, which have agreed on these numbers of blocks and slots."""
+        """The total size on all ranks, for the numbers of blocks and slots that they agreed on."""
         num_bytes = self.num_bytes * num_ranks * num_blocks // max(1, self.num_blocks)
         return KVCacheSize(num_blocks, num_slots, num_bytes, f"{self.reason}, on {num_ranks} ranks")
 
@@ -73,7 +73,7 @@ def kv_cache_size(
         num_slots = min(num_slots, found.num_bytes // 2 // slot_bytes)
         if num_slots < 1:
             raise _too_small(found, "twice the states of one sequence take", 2 * slot_bytes)
-    # A model may keep only states: its blocks take no memory.
+    # The blocks of a model with recurrent layers only take no memory.
     num_blocks = (found.num_bytes - num_slots * slot_bytes) // max(1, block_bytes)
     if num_blocks < 1:
         raise _too_small(found, f"one block of {config.kv_cache_block_size} tokens takes", block_bytes)
@@ -107,12 +107,12 @@ def gpu_budget(
     kept_bytes: int = 0,
     agree: Callable[[bool], bool] = bool,
 ) -> MemoryBudget:
-    """What `gpu_memory_utilization` leaves after the weights, a worst-case step, and what other processes hold.
+    """The bytes that `gpu_memory_utilization` allows beyond weights, a worst-case step and other processes' memory.
 
-    `worst_case_step` runs a step as large as the configuration allows, of as many sequences as its argument,
-    over their states and one block, which count as part of the cache; the weights are loaded by then. `kept_bytes`:
-    what is kept between steps, which that step does not allocate. `agree`: whether a condition holds on all ranks,
-    which run that step together.
+    `worst_case_step` runs a step as large as the configuration allows, with the number of sequences it receives,
+    over their states and one block, which count as part of the cache; the weights are loaded already. `kept_bytes`:
+    memory held between steps that this step does not allocate. `agree`: whether a condition holds on all ranks,
+    which run the step together.
     """
     memory.give_back()
     memory.reset_peak()
@@ -131,16 +131,16 @@ def gpu_budget(
 
 
 def _seqs_with_states(most: int, num_bytes: int, slot_bytes: int, agree: Callable[[bool], bool]) -> int:
-    """Sequences, at least one, whose states fit the bytes of each rank: all, or some sixteenths of them.
+    """The number of sequences, at least 1, whose states fit on each rank: `most`, or a multiple of a sixteenth of it.
 
-    More will not run, as states take at most half of what is left, and a step of more may not fit.
+    States take at most half of the remaining memory, so more sequences would not run, and their step may not fit.
     """
     shares = (max(1, most * share // 16) for share in range(16, 0, -1))
     return next((count for count in shares if count == 1 or agree(count * slot_bytes <= num_bytes)), 1)
 
 
 def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, ranks: int = 1) -> MemoryBudget:
-    """`cpu_kvcache_gib`, else a quarter of the memory that is available beyond `activations`, at most 4 GiB.
+    """`cpu_kvcache_gib`, or by default a quarter of the memory available beyond `activations`, at most 4 GiB.
 
     The result is one rank's share. `activations`: bytes that the largest step takes on each. `root`
     holds `proc` and `sys`. Raises `ValueError` where both do not fit.

@@ -1,10 +1,10 @@
 """`ModelRunner`: runs one rank's model step by step, with its KV cache and the rows of the running sequences.
 
-Complete once constructed; `engine.runner.start` has what comes before. The engine core calls `forward`, or `launch`
-to schedule asynchronously; each step goes through `prepare_model`, `run_model` and sampling. Of several ranks,
-rank 0 schedules and samples: it sends each step to the others, which `follow`. They choose among their shards' argmax
-tokens where all rows are greedy, so that no logits move. The steps of the start, which measure memory and warm up, are
-run by each rank by itself, in the same order.
+A runner is complete once constructed; `engine.runner.start` has the phases before. The engine core calls `forward`, or
+`launch` to schedule asynchronously; each step goes through `prepare_model`, `run_model` and sampling. Of several
+ranks, rank 0 schedules and samples, and sends each step to the others, which call `follow`. They reduce their shards'
+argmax tokens where all rows are greedy, so that no logits are sent. The steps of the start, which measure memory and
+warm up, are run by each rank without messages, in the same order.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 _MOST_INTERPOSED_TOKENS = 512
-"""Most tokens of a step that is computed while another one is paused; this bounds the memory of its pass."""
+"""The most tokens of a step that is computed while another step is paused; bounds the memory of its pass."""
 
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
@@ -77,7 +77,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, num_blocks: int, num_slots: int | None = None) -> None:
         """Allocate a KV cache of `num_blocks`, and register it with the forward context.
 
-        `num_slots`: sequences that may run; None is `max_num_seqs`. Raises `ValueError` where memory is refused.
+        `num_slots`: the most running sequences; None for `max_num_seqs`. Raises `ValueError` if the allocation fails.
         """
         config = loaded.config
         self.loaded = loaded
@@ -85,21 +85,21 @@ class ModelRunner:
         self.parallel, self.device, self.dtype = loaded.parallel, loaded.device, loaded.dtype
         self.backend = loaded.backend
         self.tokens_across_dp: tuple[int, ...] = ()
-        """The number of tokens that each replica computes in the next step, where they do so in lockstep."""
+        """The number of tokens of each replica in the next step, where replicas run in lockstep."""
         self.may_replay = False
-        """Whether the next step of all of them is a decode that a graph may replay, which they do together."""
+        """Whether the next step of all replicas in lockstep is a decode that their graphs may replay together."""
         self.ranks: RankSteps | None = None
-        """On rank 0, sends each step to the other ranks, once they have started."""
+        """On rank 0, the link that sends each step to the other ranks, once they have started."""
         self._followed: dict[int, tuple[StepInputs, list[int] | None]] = {}
-        """On other ranks, steps by number whose tokens rank 0 has not sent yet, and see `_store_followed`."""
+        """On other ranks, the steps by number whose tokens rank 0 has not sent yet; see `_store_followed`."""
         self._chooses_by_shard = False
-        """Whether the ranks choose among their argmax tokens in the running step."""
+        """Whether the ranks reduce their argmax tokens in the running step, in place of gathering logits."""
         self._last_step_seconds = 0.0
 
         self.num_slots = config.max_num_seqs if num_slots is None else num_slots
-        # The cache of one block is that of the step that measures memory.
+        # A cache of one block belongs to the step that measures memory.
         is_serving = num_blocks > 1
-        # Graphs are of decodes: a model that generates nothing has none, which needs no explanation.
+        # Graphs replay decodes, so a model that generates nothing has none, which needs no log line.
         why_eager = why_no_graphs(config, loaded.seam, self.parallel, self.model) if loaded.generates else ""
         has_graphs = why_eager is None and is_serving
         self.padding_block = num_blocks if has_graphs or loaded.exchange is not None else None
@@ -123,35 +123,35 @@ class ModelRunner:
         )
         self.device_batch = DeviceBatch(loaded.seam, config.max_num_seqs)
         self._drafts_on_device = False
-        """Whether the ranks draft after the running step before it is read."""
+        """Whether the ranks draft after the running step before the host has read it."""
         self.tables: DeviceBlockTables | None = None
         """Block tables on the device, where the attention backend reads them there."""
         if self.backend.reads_tables_on_device:
             self.tables = DeviceBlockTables(self.num_slots, self.input_batch.max_blocks, num_blocks, self.device)
         self.sentinel: Sentinel | None = None
-        """Compares a little of what is served with torch."""
+        """Compares samples of the served results with torch."""
         interval = sentinel_interval(config, self.device)
         if interval and is_serving and loaded.generates and not loaded.compilation_level:
             self.sentinel = Sentinel(self.model, self.backend, self.parallel, self.device_batch, interval)
         self._is_dummy_run = False
         self._on_pause: Callable[[], object] | None = None
-        """Called when the running step is interrupted; None: it is not."""
+        """Called when the running step is interrupted; None where it cannot be."""
         self._num_blocks = num_blocks
         self.program: Program | None = None
         """The model's pass as one call; None where it runs operator by operator."""
         self.greedy_head: GreedyHead | None = None
-        """Chooses argmax tokens from hidden states, without logits in between."""
+        """Computes argmax tokens from hidden states without storing logits."""
         if loaded.operators is not None and is_serving and not loaded.is_encoder:
             self._record(loaded.operators)
         self._interposed_program: Program | None = None
-        """The pass over memory of its own, for steps that are computed while another is paused; made while idle."""
+        """The pass with separate memory, for steps that are computed while another is paused; recorded while idle."""
         self._stream_layers = loaded.stream_layers
         self._graphs_take_adapters = bool(config.lora)
-        """Whether graphs compute the adapters of their rows: those that were loaded at the start, and no others."""
+        """Whether graphs compute LoRA adapters: those that were loaded at the start, and no others."""
         self.sampler = Sampler()
         self._draft_passes: DraftPasses | None = None
         self.drafter: ModelDrafter | None = None
-        """Drafts after each step, where a model does."""
+        """The drafter, where a model drafts."""
         if loaded.drafter is not None:
             operators = loaded.operators if is_serving else None
             target = None
@@ -181,11 +181,11 @@ class ModelRunner:
         elif why_eager and is_serving:
             _log.info("Decodes run eagerly: %s", why_eager)
         self.pooler: PromptPooler | None = None
-        """On rank 0, where the model pools prompts."""
+        """Pools prompts, on rank 0 of a model that pools."""
         if loaded.pooling is not None and loaded.pooling_head is not None:
             self.pooler = PromptPooler(loaded.pooling, loaded.pooling_head)
         self._dummy: tuple[Context, DeviceInputs] | None = None
-        """The token that `dummy_prefill` computes, made once: other replicas wait for that pass."""
+        """The step of `dummy_prefill`, prepared once, since other replicas wait for that pass."""
         if self.padding_block is not None and self.parallel.size == 1 and loaded.exchange is not None:
             self._dummy = dummy_prompt(
                 self.backend,
@@ -224,7 +224,7 @@ class ModelRunner:
 
     @property
     def max_interposed_tokens(self) -> int:
-        """Most tokens of a step that is computed while another is paused; 0: no step may be."""
+        """The most tokens of a step that is computed while another is paused; 0 if none may be."""
         is_plain = self.parallel.is_alone and self.loaded.exchange is None and not self.loaded.stream_layers
         if self.program is None or not is_plain:
             return 0
@@ -232,35 +232,35 @@ class ModelRunner:
 
     @property
     def rope(self) -> RopeContext | None:
-        """How a sequence's rotary frequencies depend on its length; None: not at all."""
+        """How a sequence's rotary frequencies depend on its length; None if they do not."""
         return self.model_config.rope_context(self.config.max_model_len or self.model_config.max_model_len)
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query of the model sees, its own included; None: all before it."""
+        """Number of tokens that a query attends to, its own included; None if it attends to all before it."""
         return self.caches.window
 
     @property
     def blocks_at_first(self) -> int | None:
-        """Blocks of the cache that are used before cached ones are given out; None: all of them."""
+        """Number of blocks that are allocated before cached blocks are evicted; None for all blocks."""
         if self.device.type != "cpu" or self.caches.block_bytes == 0:
             return None
         return -(-CPU_BYTES_AT_FIRST // (self.loaded.num_local_ranks * self.caches.block_bytes))
 
     @property
     def step_sizes(self) -> StepSizes:
-        """What a step has at most."""
+        """The limits of a step's size."""
         config = self.config
         return StepSizes(config.max_num_batched_tokens, self.num_slots, self.loaded.max_model_len, config.num_drafts)
 
     # Steps of the start, and dummy steps
 
     def warm_up(self) -> None:
-        """Run one prefill of a token, so that what torch sets up on first use is set up before the first request; on
-        a GPU all that makes Triton compile what requests will need."""
+        """Run a prefill of one token, so that torch's lazy initialisation happens before the first request; on a GPU,
+        also the steps with which Triton compiles the kernels that requests will need."""
         self.run_dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
         if self.loaded.compilation_level:
-            # What is compiled for one token serves one token only.
+            # Code that torch compiles for one token cannot run other numbers of tokens.
             self.run_dummy_step(WarmUpStep([WarmUpRow(2, 2)]))
         if triton.active():
             compile_kernels(self.step_sizes, self.run_dummy_step, self.parallel)
@@ -271,23 +271,23 @@ class ModelRunner:
         self.page_committer.commit_initial()
 
     def capture_at_start(self) -> None:
-        """Capture all graphs, unless they are to be captured between steps. All ranks call it after `warm_up`."""
+        """Capture all graphs, unless the settings capture them between steps. All ranks call it after `warm_up`."""
         if self.graphs is not None and self.config.compilation_config.capture == "start":
             self.graphs.capture_all()
 
     def run_dummy_step(self, step: WarmUpStep) -> None:
-        """Compute dummy sequences. All write to one block: the first, which a real sequence overwrites before use, or
-        the spare one."""
+        """Compute dummy sequences. All write to one block: the padding block, or the first, which a real sequence
+        overwrites before it is read."""
         pooling = None if self.loaded.generates else PoolingParams()
         batch = dummy_batch(step, self.config.kv_cache_block_size, self.padding_block or 0, pooling)
         if self.drafter is not None:
-            # The passes of the drafter have kernels of their own.
+            # The drafter's passes launch further kernels.
             batch.num_next_drafts = [self.config.num_drafts] * batch.total_seqs_num
         with self.loaded.compiling():
             self._compute(batch)
 
     def dummy_prefill(self) -> None:
-        """Compute a dummy token while no sequence runs: other replicas need this one's experts."""
+        """Compute a dummy token while no sequence runs, since other replicas need this replica's experts."""
         if self.may_replay:
             self.run_dummy_step(WarmUpStep([WarmUpRow(1, 1)], 1))
             return
@@ -309,7 +309,7 @@ class ModelRunner:
         self, batch: ScheduledBatch, on_pause: Callable[[], object] | None
     ) -> ScheduledBatchOutput:
         """As `forward`; after each `interrupt`, the recorded pass pauses between two operators for `on_pause`."""
-        # Before a step, the outputs of the last one have been sent.
+        # A pause is for messages, and none are due before the step: the outputs of the previous one have been sent.
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
         self._on_pause = on_pause
@@ -328,7 +328,7 @@ class ModelRunner:
         self.loaded.operators.interrupt()
 
     def forward_interposed(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        """As `forward`, while a step with other rows is paused or before it, of at most `max_interposed_tokens`."""
+        """As `forward`, for at most `max_interposed_tokens`, before or while a step with other rows is paused."""
         self._record_interposed()
         program, on_pause = self.program, self._on_pause
         self.program, self._on_pause = self._interposed_program, None
@@ -339,9 +339,9 @@ class ModelRunner:
             self.program, self._on_pause = program, on_pause
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Have the device compute a step, and sample unless that needs tokens that are not read yet.
+        """Enqueue a step on the device, and its sampling unless that needs tokens that are not read yet.
 
-        Each step must be read, or waited for, before the one after the next is launched.
+        At most two steps may be in flight: read, or wait for, a step before launching the second one after it.
         """
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
@@ -362,7 +362,7 @@ class ModelRunner:
     def _launched(
         self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs, result: StepResult
     ) -> LaunchedStep:
-        """A step whose pass was launched."""
+        """The `LaunchedStep` of a step whose pass was launched."""
         drafted_from, drafts_on_device = result.drafted_from, self._drafts_on_device
 
         def sample(
@@ -384,21 +384,21 @@ class ModelRunner:
         return LaunchedStep(inputs, result, self.device_batch, self.ranks, work, drafts_on_device=drafts_on_device)
 
     def can_replay(self, batch: ScheduledBatch) -> bool:
-        """Whether a graph may replay a step, if the graphs of all replicas in lockstep do."""
+        """Whether a graph may replay a step, provided that all replicas in lockstep replay one."""
         is_plain = not (batch.total_seqs_num_prefill or batch.prompt_spans or batch.draft_tokens)
         is_captured = self._graphs_take_adapters or not any(seq.adapter for seq in batch.sequences)
         return self.graphs is not None and is_plain and is_captured
 
     def release_cache(self) -> None:
-        """See `PageCommitter.release`. Without effect on a GPU, whose cache is not made of pages of the system."""
+        """See `PageCommitter.release`. Has no effect on a GPU, whose cache is not in host memory."""
         self.page_committer.release()
 
-    # Operators that are found to be wrong while they serve
+    # Operators whose results are found to be wrong while they serve
 
     def leave_to_torch(self, operator: str) -> None:
-        """Have plain torch compute an operator from the next step on. Other ranks do the same by themselves."""
+        """Have plain torch compute an operator from the next step on. Every rank calls this at the same step."""
         if operator == "all_reduce":
-            # The collectives of a CPU have no other sum.
+            # A CPU's collectives have no second implementation.
             leave_fast_sum = getattr(self.parallel.collectives, "leave_fast_sum", None)
             if leave_fast_sum is not None:
                 leave_fast_sum()
@@ -422,12 +422,12 @@ class ModelRunner:
                     self.sentinel.backend = backend
             _log.error("Plain torch computes %s from now on, slowly", operator)
         if self.graphs is not None:
-            # They were captured with the operator as it was.
+            # The graphs were captured with the wrong operator.
             self.graphs = self._make_graphs()
 
     @contextmanager
     def _leaving_what_is_unchecked(self) -> Iterator[None]:
-        """Leave to torch an operator whose kernel is refused inside. The step fails, and is computed again."""
+        """Leave an operator to torch if its kernel is refused inside. The step fails, and is computed again."""
         try:
             yield
         except RuntimeError as error:
@@ -436,10 +436,10 @@ class ModelRunner:
                 self.leave_to_torch(operator)
             raise
 
-    # LoRA adapters that come and go
+    # Loading and unloading of LoRA adapters
 
     def read_adapter(self, path: str) -> Adapter:
-        """Read an adapter's files, in any thread. Raises `ValueError`, a sentence."""
+        """Read an adapter's files, in any thread. Raises `ValueError` with one sentence for an invalid adapter."""
         if self.loaded.is_encoder:
             raise ValueError(f"{self.model_config.architecture} is an encoder, which takes no LoRA adapter")
         if self.loaded.compilation_level:
@@ -450,9 +450,9 @@ class ModelRunner:
         return Adapter.read(self.model, Path(path))
 
     def load_adapter(self, number: int, path: str, adapter: Adapter) -> None:
-        """Attach what was read from `path`, on all ranks, between two steps.
+        """Attach the adapter that was read from `path` on all ranks, between two steps.
 
-        Raises `ValueError`, a sentence; then no rank has changed.
+        Raises `ValueError` with one sentence if any rank cannot; then no rank has changed.
         """
         try:
             with oom_in_step():
@@ -477,14 +477,14 @@ class ModelRunner:
             self.ranks.change_adapter(number, None)
 
     def lead(self, ranks: RankSteps) -> None:
-        """From now on, send each step to the other ranks, which have started."""
+        """Send each step from now on to the other ranks, which have started."""
         self.ranks = ranks
 
     def follow(self, message: StepMessage) -> None:
         """Compute this rank's part of a step that rank 0 sent."""
         self.page_committer.commit_after_step(self._last_step_seconds)
         for number, tokens in message.sampled:
-            # Steps before it that failed are never sent.
+            # Rank 0 never sends the tokens of earlier steps that failed.
             self._followed = {each: inputs for each, inputs in self._followed.items() if each >= number}
             followed = self._followed.pop(number, None)
             if followed is not None:
@@ -509,9 +509,10 @@ class ModelRunner:
                 self._keep_tokens(batch, inputs, on_device.sampled_slots, None, result.drafted_from)
 
     def _store_followed(self, inputs: StepInputs, drafted: list[int] | None, token_ids: npt.NDArray[np.int64]) -> None:
-        """Store what rank 0 has sampled in an earlier step; `NO_TOKEN` at positions that it has not accepted.
+        """Store the tokens that rank 0 sampled in an earlier step, with `NO_TOKEN` at positions that were not
+        accepted.
 
-        `drafted`: the drafts made of each row on the device; None: none.
+        `drafted`: number of drafts of each row made on the device; None where none were.
         """
         if inputs.bounds is not None:
             inputs = self.input_batch.resolve(inputs)
@@ -527,7 +528,7 @@ class ModelRunner:
         sampled: LaunchedTokens | None,
         drafted_from: torch.Tensor | None,
     ) -> DeviceDrafts:
-        """Accept what a step has sampled, and draft after it, on all ranks' devices. `sampled`: on rank 0."""
+        """Accept a step's sampled tokens and draft after them, on all ranks. `sampled`: None except on rank 0."""
         assert self.drafter is not None
         if sampled is None:
             token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64, device=self.device)
@@ -550,7 +551,7 @@ class ModelRunner:
         )
 
     def _drafts_when_read(self, batch: StepRows) -> bool:
-        """Whether drafts are made after a launched step, or could be, once its tokens are read."""
+        """Whether the drafter may draft after a launched step once its tokens are read."""
         if self.drafter is None or self._drafts_on_device:
             return False
         return bool(batch.draft_tokens) or any(batch.num_next_drafts)
@@ -566,11 +567,12 @@ class ModelRunner:
         token_ids: torch.Tensor | None,
         drafted_from: torch.Tensor | None,
     ) -> None:
-        """Have every rank keep what rank 0 sampled by slot on its device, where the next step reads it.
+        """Store rank 0's sampled tokens by slot on every rank's device, where the next step reads them.
 
         # [S], [S] int64; `token_ids`: on rank 0
 
-        Stores nothing where drafts are made once the step is read: the next step then finds its tokens on the host.
+        Stores nothing where drafts are made once the step is read, since the next step then has its tokens on the
+        host.
         """
         if self._drafts_when_read(batch):
             return
@@ -583,16 +585,16 @@ class ModelRunner:
         last_tokens.index_copy_(0, slots, self.parallel.broadcast(token_ids))
 
     def prepare_while_idle(self) -> bool:
-        """While idle, do a little of what makes later steps quicker; whether there is more of it."""
+        """Do one unit of preparation for later steps while the engine is idle. Returns whether more remains."""
         if self.sentinel is not None and self.sentinel.catch_up():
             return True
-        # Other ranks are not notified between steps.
+        # Other ranks receive no message between steps.
         if self.graphs is not None and self.parallel.is_alone and self.graphs.capture_next():
             return True
         return self._record_interposed() or self.page_committer.commit_idle()
 
     def _record_interposed(self) -> bool:
-        """Record the pass of interposed steps, if there are any; False where that was done before."""
+        """Record the pass of interposed steps, if steps may be interposed; False if it was recorded before."""
         if self._interposed_program is not None or not self.max_interposed_tokens:
             return False
         assert self.loaded.operators is not None, "steps that pause are run by the operators"
@@ -601,17 +603,17 @@ class ModelRunner:
         return True
 
     def device_memory(self) -> tuple[int, int]:
-        """Bytes of a GPU's memory that this process holds, and all of them."""
+        """Bytes of a GPU's memory that this process holds, and the GPU's total."""
         memory = DeviceMemory(self.device)
         return memory.held(), memory.total()
 
     def sentinel_counts(self) -> tuple[int, int]:
-        """Comparisons of served results with torch, and mismatches, since the start."""
+        """Numbers of comparisons of served results with torch, and of mismatches, since the start."""
         sentinel = self.sentinel
         return (0, 0) if sentinel is None else (sentinel.num_checks, len(sentinel.mismatches))
 
     def _count_step(self) -> None:
-        """Count a step for the graphs; with several ranks `prepare_model` counts it."""
+        """Count a step for capturing graphs; with several ranks, `prepare_model` counts it."""
         if self.graphs is not None and self.parallel.is_alone:
             self.graphs.count_step()
 
@@ -633,7 +635,7 @@ class ModelRunner:
 
     @contextmanager
     def _all_leave_a_failure(self) -> Iterator[None]:
-        """Have the other ranks leave a step that raises inside. Raises `RankStepError` where one of them raised."""
+        """Abort the step on the other ranks if it raises inside. Raises `RankStepError` if one of them raised."""
         if self.ranks is None:
             yield
             return
@@ -648,7 +650,7 @@ class ModelRunner:
     # The three phases of a step
 
     def prepare_model(self, batch: StepRows, *, is_launched: bool = False) -> tuple[StepInputs, DeviceInputs]:
-        """Bring the rows up to date, and build the step's arrays, here and on the device.
+        """Apply the batch to the stored rows, and build the step's arrays on the host and on the device.
 
         Rank 0 sends the step to the others as soon as the rows are known. `is_launched`: the next step may be launched
         before this one's tokens are read.
@@ -674,7 +676,7 @@ class ModelRunner:
                 drafts_on_device=self._drafts_on_device,
             )
         if self.graphs is not None and not self.parallel.is_alone and not is_dummy:
-            # All ranks count each step that rank 0 sends, whatever becomes of it, and so capture at the same time.
+            # All ranks count every step that rank 0 sends, failed ones too, and so capture graphs at the same step.
             self.graphs.count_step()
         inputs = self.input_batch.step_inputs(batch, None if self.graphs is None else self.graphs.uniform_rows)
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
@@ -697,7 +699,7 @@ class ModelRunner:
         return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, target, size)
 
     def run_model(self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]) -> StepResult:
-        """Compute the step's tokens, and what is read of their hidden states."""
+        """Run the model's pass, and compute the logits, argmax tokens or pooled vectors from its hidden states."""
         num_rows = len(inputs.query_lens)
         context = Context(
             positions=on_device.positions,
@@ -753,7 +755,7 @@ class ModelRunner:
     def launch_sampler(
         self, logits: torch.Tensor | LaunchedTokens, inputs: StepInputs, rows: SamplingRows
     ) -> LaunchedTokens:
-        """Have the device sample, unless the model's head did. # [S, V] float32, overwritten"""
+        """Enqueue sampling, unless the model's head computed the tokens. # [S, V] float32, overwritten"""
         if isinstance(logits, LaunchedTokens):
             return logits
         proposals = None if self.drafter is None or self._is_dummy_run else self.drafter.proposals(inputs)
@@ -773,10 +775,10 @@ class ModelRunner:
         *,
         is_launched: bool = False,
     ) -> ScheduledBatchOutput:
-        """Keep a step's tokens for the next one, draft what may follow them, and report both by sequence.
+        """Store a step's tokens for the next step, draft after them, and return both by sequence.
 
         `drafted_from`: the hidden states that a drafter reads. # [T, features]
-        `verified`, `device_drafts`: what the drafter has made of the step already.
+        `verified`, `device_drafts`: results of the drafter that exist already.
         """
         sampled = mark_unusable(sampled, inputs)
         drafts: list[list[int]] = []
@@ -795,7 +797,7 @@ class ModelRunner:
         else:
             accepted, drafts = self._draft(self.drafter, batch, inputs, sampled.token_ids, drafted_from)
         if self.ranks is not None:
-            # Where a model has drafted just now, the other ranks have the tokens already.
+            # If a model has drafted, the other ranks have received the tokens already.
             self.ranks.end([] if drafts_now else accepted_tokens(sampled.token_ids, accepted))
         seconds = time.perf_counter() - start
         output = output_of(batch, inputs, sampled, accepted, self.dtype)
@@ -807,7 +809,7 @@ class ModelRunner:
         return output
 
     def _verified(self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs) -> StepResult | None:
-        """A step of decodes with the drafts that follow it, as one call; None where it takes several."""
+        """Compute a step of decodes and the drafts that follow it in one call; None if that takes several calls."""
         if (
             self.drafter is None
             or batch.is_dummy_run
@@ -831,9 +833,9 @@ class ModelRunner:
         token_ids: npt.NDArray[np.int64],
         drafted_from: torch.Tensor | None,
     ) -> tuple[npt.NDArray[np.int64] | None, list[list[int]]]:
-        """Store what a step sampled, on all ranks, and draft for each of its rows. # token_ids [S] on rank 0
+        """Store a step's sampled tokens on all ranks, and draft for each of its rows. # token_ids [S] on rank 0
 
-        Returns what `store_tokens` does, and the drafts.
+        Returns the result of `store_tokens` and the drafts.
         """
         if self.parallel.rank:
             token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
@@ -854,7 +856,7 @@ class ModelRunner:
     def add_vectors(
         self, output: ScheduledBatchOutput, batch: ScheduledBatch, pooled: PooledVectors, values: torch.Tensor
     ) -> None:
-        """Report pooled prompts by sequence; `values` are theirs on the host. # [spans, features] float32"""
+        """Add the vectors of pooled prompts to the output; `values` are on the host. # [spans, features] float32"""
         assert self.pooler is not None
         function = self.pooler.pooling.function
         vectors = finish_vectors(values.numpy(), [span.params for span in pooled.spans], function)
@@ -871,7 +873,7 @@ class ModelRunner:
             )
 
     def _encoder_prompts(self, inputs: StepInputs) -> EncoderPrompts:
-        """What an encoder needs of the step's prompts, all of them whole."""
+        """The inputs of an encoder for the step's prompts, each of which is computed whole."""
         lengths = inputs.query_lens.tolist()
         if all(span.params.first_text_tokens is None for span in inputs.pooled):
             return EncoderPrompts(lengths)
@@ -916,7 +918,7 @@ class ModelRunner:
         return hidden
 
     def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
-        """By sequence, on rank 0. # hidden [T, H]"""
+        """The log-probabilities of prompt tokens by sequence, on rank 0. # hidden [T, H]"""
         if self.parallel.rank == 0:
             return read_prompt_logprobs(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
         compute_prompt_logits(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
@@ -939,7 +941,7 @@ class ModelRunner:
 
     def _argmax_over_ranks(self, hidden: torch.Tensor, head: GreedyHead | None) -> LaunchedTokens:
         first_token = self._lm_head.first_row
-        # A vocabulary may end before the last ranks' shares begin.
+        # The shards of the last ranks may hold padding only.
         if head is None or first_token >= self._lm_head.vocab_size:
             peaks, token_ids = argmax_of_shard(self._shard_logits(hidden), first_token)
         else:
@@ -963,14 +965,14 @@ class ModelRunner:
 
 
 def _starting(batch: StepRows) -> npt.NDArray[np.int64]:
-    """Slots of the sequences that start in a step."""
+    """The slots of the sequences that start in a step."""
     return np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64) if batch.new_seqs else _NO_TOKENS
 
 
 def _keep_states(
     drafter: ModelDrafter, batch: StepRows, inputs: StepInputs, drafted_from: torch.Tensor | None
 ) -> bool:
-    """Keep what a drafter needs of a step after which it drafts nothing; False where it drafts, or has verified."""
+    """Store the drafter's state for a step without drafts before or after it; False for other steps."""
     if not batch.num_next_drafts:
         drafter.skip(inputs, _starting(batch))
         return True
@@ -983,10 +985,10 @@ def record_pass(
     kv_cache_data: dict[str, LayerCache] | None = None,
     num_tokens: int | None = None,
 ) -> Program:
-    """The model's pass of up to `num_tokens` as one call of the compiled operators; None: `max_num_batched_tokens`.
+    """Record the model's pass of up to `num_tokens` as one call of the compiled operators.
 
-    `kv_cache_data` as in `forward_context`. The memory for the largest step is committed as far as steps have used it.
-    Raises `NotRecordable`.
+    `num_tokens`: None for `max_num_batched_tokens`. `kv_cache_data` is as in `forward_context`. Of the memory for the
+    largest step, pages are committed when steps first use them. Raises `NotRecordable`.
     """
     none = np.zeros(0, dtype=np.int64)
     num_tokens = loaded.config.max_num_batched_tokens if num_tokens is None else num_tokens

@@ -1,11 +1,11 @@
-"""Graphs of steps with prompts: `PieceRunner` captures all of a pass except the operators that read the step's rows.
+"""Graphs of steps with prompts: `PieceRunner` captures a pass except the operators that read the step's rows.
 
     graph 0 -> attention of layer 0 -> graph 1 -> attention of layer 1 -> ... -> graph L
 
-A short prompt's pass is bound by the host, which launches hundreds of kernels. Captured for some numbers of tokens, a
-layer is one graph, and its attention, or its recurrent part, is launched for the step's own rows. Before it, a graph
-copies the tokens' rows to buffers that all layers share. Attention's result is copied to another buffer, which the
-next graph reads. Rows beyond the step's tokens hold data of earlier steps, and their results are not used.
+A short prompt's pass is bound by the host, which launches hundreds of kernels. For several numbers of tokens, each
+layer is captured as one graph, and its attention or recurrence is launched eagerly for the step's own rows. Each graph
+writes the inputs of the next eager call to buffers that all layers share, and reads the result of the previous call
+from another buffer. Rows of the buffers beyond the step's tokens hold stale data, and their results are not used.
 """
 
 import logging
@@ -29,21 +29,21 @@ _SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 class _Call(NamedTuple):
-    """A call that runs between two graphs."""
+    """An eager call between two graphs."""
 
     call: OfTokens
     tokens: tuple[torch.Tensor | None, ...]  # [size, ...] each
     out: torch.Tensor  # [size, ...]
 
     def run(self, num_tokens: int) -> None:
-        """Run the call for the step's tokens, without the padding tokens."""
+        """Run the call on the step's tokens, without padding tokens."""
         tokens = [None if each is None else each[:num_tokens] for each in self.tokens]
         self.out[:num_tokens].copy_(self.call(*tokens))
 
 
 class _NotInGraphs:
-    """Stands for a step's metadata inside graphs and raises when it is read: a layer that reads metadata without
-    `between_graphs`, as models of other code do, cannot be captured.
+    """Replaces the metadata inside graphs and raises when it is read: a layer that reads metadata outside of
+    `between_graphs`, as the code of transformers does, cannot be captured.
     """
 
     def __getattr__(self, name: str) -> None:
@@ -55,11 +55,11 @@ class _Pass(NamedTuple):
 
     graphs: Sequence[Graph]
     calls: Sequence[_Call]
-    """What runs after each graph but the last."""
+    """The eager calls, one after each graph except the last."""
     size: int
 
     def run(self, num_tokens: int) -> None:
-        """Replay for a step of at most `size` tokens, whose forward context is set."""
+        """Replay the pass for a step of at most `size` tokens. The forward context must be the step's."""
         for graph, call in zip(self.graphs, self.calls, strict=False):
             graph.replay()
             call.run(num_tokens)
@@ -71,7 +71,7 @@ class _Pass(NamedTuple):
 
 
 class PieceRunner(GraphRunner):
-    """Graphs of one model for numbers of tokens, in any rows."""
+    """The graphs of one model for fixed numbers of tokens, in any rows."""
 
     rows = "Steps with prompts of %d tokens"
 
@@ -85,7 +85,7 @@ class PieceRunner(GraphRunner):
         parallel: TensorParallel = SINGLE_RANK,
         memory: GraphMemory | None = None,
     ) -> None:
-        """As `GraphRunner`, for steps of up to `max_tokens`. The largest is captured first and makes the buffers."""
+        """As `GraphRunner`, for steps of up to `max_tokens`. The first, largest capture allocates the buffers."""
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
         self._outs: list[torch.Tensor] = []
         """The buffers of the calls between graphs, in the order of the pass. # each [max_tokens, ...]"""
@@ -94,7 +94,7 @@ class PieceRunner(GraphRunner):
         super().__init__(device, backend, forward, sizes, shape, parallel, memory)
 
     def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
-        """See `GraphRunner`. The forward context is the step's."""
+        """See `GraphRunner`. The forward context must be the step's."""
         ids, positions = self._tokens
         torch._foreach_copy_([ids[:num_tokens], positions[:num_tokens]], [step.input_ids, step.positions])
         captured = self._captured[self.size_of(num_tokens)]
@@ -105,23 +105,23 @@ class PieceRunner(GraphRunner):
 
     @property
     def _longest(self) -> int:
-        """Tokens of a padding row: the last block of the longest sequence may be cut short."""
+        """The most tokens of a padding row, without the longest sequence's last block, which may be partial."""
         return max(1, (self._shape.max_blocks - 1) * self._shape.block_size)
 
     def _init_capture(self) -> None:
-        """Attention is not captured."""
+        """No initialisation, since attention is not captured."""
 
     def _log_captured(self) -> None:
         sizes = self.captured_sizes
         _log.info("Steps with prompts of up to %d tokens replay graphs, one of each part of a layer", sizes[-1])
 
     def _metadata_for(self, size: int) -> AttentionMetaData:
-        """Rows of padding tokens, as long as sequences may be."""
+        """Metadata of padding tokens, in rows of the longest sequence's length."""
         shape, longest = self._shape, self._longest
         lengths = np.full(-(-size // longest), longest, dtype=np.int64)
         lengths[-1] = size - longest * (len(lengths) - 1)
         positions = np.arange(size) % longest
-        # The table has the padding block in all slots of the context; keys at positions beyond it are not stored.
+        # All block table entries are the padding block; keys at positions beyond one block are not stored.
         slots = np.where(positions < shape.block_size, self.padding_slot + positions, NO_SLOT)
         num_blocks = -(-int(lengths.max()) // shape.block_size)
         return self._backend.build_metadata(
@@ -152,7 +152,7 @@ class PieceRunner(GraphRunner):
     def _note(
         self, call: OfTokens, tokens: tuple[torch.Tensor | None, ...], shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """Runs the calls that a graph cannot hold within an eager pass, and makes their buffers."""
+        """Run a call that no graph can hold during an eager pass, and allocate its buffers."""
         for number, each in enumerate(tokens):
             if each is not None:
                 self._buffer(number, each)
@@ -165,7 +165,7 @@ class PieceRunner(GraphRunner):
         super()._run_alone(size, run)
 
     def _buffer(self, use: object, like: torch.Tensor) -> torch.Tensor:
-        """The memory that all layers share for rows of one form. # [size, ...] -> [max_tokens, ...]"""
+        """The buffer that all layers share for one use and row shape. # [size, ...] -> [max_tokens, ...]"""
         key = use, like.shape[1:], like.stride(), like.dtype
         if key not in self._buffers:
             shape = len(self._tokens[0]), *like.shape[1:]

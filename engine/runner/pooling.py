@@ -1,6 +1,6 @@
-"""`PromptPooler`: from the hidden states of a step to the vectors of the prompts that it completes.
+"""`PromptPooler`: pools a step's hidden states into the vectors of the prompts that the step completes.
 
-Owned by the model runner. A prompt that is computed in several steps leaves here what its later steps need.
+Owned by the model runner. For a prompt that is computed in several steps, it holds the partial result between them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from models.architectures.pooling import Function, Mode, PoolingConfig
 from models.layers.pooling import PoolingHead
 
 _SMALLEST_NORM = 1e-12
-"""A vector is divided by no less, as torch does."""
+"""The least norm by which a vector is divided, as in torch.nn.functional.normalize."""
 
 
 class PooledVectors(NamedTuple):
@@ -28,16 +28,16 @@ class PooledVectors(NamedTuple):
 
 
 class PromptPooler:
-    """Pools prompts as the model's checkpoint says."""
+    """Pools prompts by the modes of the model's checkpoint."""
 
     def __init__(self, pooling: PoolingConfig, head: PoolingHead) -> None:
         self.pooling = pooling
         self._head = head
         self._begun: dict[tuple[int, Mode], torch.Tensor] = {}
-        """By slot and mode: what the steps so far of a prompt give."""
+        """Partial results of prompts that are not complete yet, by slot and mode."""
 
     def pool(self, hidden: torch.Tensor, spans: Sequence[PooledSpan]) -> PooledVectors | None:
-        """Take a step's spans; the vectors of those that end their prompts, None where none does.
+        """Pool a step's spans. Returns the vectors of spans that complete their prompts, None where none does.
 
         # hidden [T, H]
         """
@@ -51,7 +51,7 @@ class PromptPooler:
         return PooledVectors(ended, self._head(torch.stack(pooled))) if ended else None
 
     def _part(self, mode: Mode, states: torch.Tensor, span: PooledSpan) -> torch.Tensor:
-        """The vector of one mode, of all tokens up to the span's end. # [n, H] -> [H] float32"""
+        """The vector of one mode over all tokens up to the span's end. # [n, H] -> [H] float32"""
         if mode == "last":
             return states[-1].float()
         begun = self._begun.pop((span.slot, mode), None) if span.position else None
@@ -61,7 +61,7 @@ class PromptPooler:
             part = states.float().amax(0)
             part = part if begun is None else torch.maximum(begun, part)
         else:
-            # In double precision, so that the result does not depend on how the prompt was cut.
+            # Double precision makes the result independent of how the prompt was split into chunks.
             part = states.double().sum(0)
             part = part if begun is None else begun + part
         if not span.is_last:
@@ -74,7 +74,7 @@ class PromptPooler:
 def finish_vectors(
     values: npt.NDArray[np.float32], params: Sequence[PoolingParams], function: Function
 ) -> list[npt.NDArray[np.float32] | None]:
-    """Cut each vector and apply the model's last function as its request wants; None for one that is not finite.
+    """Truncate each vector and apply the model's activation as its request asks; None for a vector with NaN or inf.
 
     # [rows, features] -> rows x [features]
     """
@@ -91,7 +91,7 @@ def _normalize(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _sigmoid(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    # Without overflow on either side.
+    # The form by tanh overflows for no argument, unlike 1 / (1 + exp(-x)).
     scores: npt.NDArray[np.float32] = (0.5 * (1.0 + np.tanh(0.5 * vector.astype(np.float64)))).astype(np.float32)
     return scores
 

@@ -1,7 +1,7 @@
 """The child process of `kaon quantize`: `python -m engine.runner.quantize MODEL OUT ROUNDING`.
 
-It loads torch, so that the command's own process does not. Errors are one sentence on stderr; the exit code is 0 when
-the checkpoint was written, 1 when not.
+It loads torch, so that the command's own process need not. An error is one sentence on stderr; the exit code is 0 if
+the checkpoint was written, else 1.
 """
 
 import os

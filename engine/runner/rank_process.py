@@ -1,7 +1,7 @@
 """The process of a tensor-parallel rank other than 0: `python -m engine.runner.rank_process`.
 
-Started by `RankProc`. Starts a runner in the order of `engine.runner.start`, with messages to and from the engine core
-as the barriers, and follows the steps that rank 0 sends until the core ends.
+`RankProc` starts it. It starts a runner in the order of `engine.runner.start`, with messages to and from the engine
+core as the barriers, and executes the steps that rank 0 sends until the core ends.
 """
 
 import gc
@@ -46,7 +46,7 @@ _decoder = msgspec.msgpack.Decoder(ToRank)
 
 
 def main() -> int:
-    """Run a rank for the engine core at the other end of standard input; the exit code."""
+    """Run a rank for the engine core, which is connected to standard input. Returns the exit code."""
     core = begin_child()
     end_with_parent_even_if_stuck()
     _end_with(core)
@@ -115,7 +115,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
 
 
 def _change_adapter(runner: "ModelRunner", message: AdapterMessage) -> str:
-    """Attach or remove an adapter; why it could not be attached, "" where it was."""
+    """Attach or remove an adapter. Returns "" or the reason why it could not be attached."""
     try:
         if message.path is None:
             runner.unload_adapter(message.number)
@@ -127,9 +127,9 @@ def _change_adapter(runner: "ModelRunner", message: AdapterMessage) -> str:
 
 
 def _end_with(core: socket.socket) -> None:
-    """From now on, exit as soon as the core is gone, whatever this process is doing."""
+    """Start a thread that exits this process as soon as the engine core has ended, whatever the process is doing."""
     poller = select.poll()
-    poller.register(core, 0)  # The system reports hang-up without being asked.
+    poller.register(core, 0)  # poll() reports a hang-up whatever events are requested.
 
     def watch() -> None:
         poller.poll()
@@ -145,7 +145,7 @@ def _send(core: socket.socket, message: FromRank) -> None:
 def _receive(core: socket.socket) -> ToRank:
     packet = core.recv(MAX_BYTES)
     if not packet:
-        # The core has ended: there is no process to report to.
+        # The core has ended, so no process is left that this error could be reported to.
         os._exit(1)
     message: ToRank = _decoder.decode(packet)
     return message

@@ -1,12 +1,12 @@
-"""`Sentinel`: recomputes a little of a decode step by torch, now and then, and compares it with what was served.
+"""`Sentinel`: recomputes samples of decode steps by torch at intervals, and compares them with the served results.
 
-Once in so many decode steps it takes what the operators computed for the step's first row: one layer's attention, one
-linear layer, one expert, and with several ranks the sum of one all-reduce. Two steps later, when the device has passed
-the step, it computes them again in plain torch, one operator a step, and only where that takes at most a small share
-of a step's time; the rest waits until the engine is idle. The host waits for the device at no time. A result that
-rounding does not explain is a mismatch, and its operator is to be left to torch.
+At each interval it copies the operators' results for the first row of a decode step: one layer's attention, one linear
+layer, one expert, and with several ranks the sum of one all-reduce. Two steps later, when the device has completed the
+step, it recomputes them in plain torch, one operator per step, and only if that takes at most a small share of a
+step's time; the others are compared when the engine is idle. The host never waits for the device. A difference larger
+than rounding explains is a mismatch, and its operator is left to torch.
 
-A captured graph copies the first row's tensors into buffers on each replay; of each size it is another layer.
+A captured graph copies the first row's tensors into buffers on each replay, from another layer for each graph size.
 """
 
 import logging
@@ -38,45 +38,45 @@ from models.parallel.tensor_parallel import TensorParallel
 _log = logging.getLogger(__name__)
 
 OPERATORS = ("attention", "linear", "moe", "all_reduce")
-"""What is compared, by the names of `kernel_backend`."""
+"""The operators that are compared, by their names in `kernel_backend`."""
 _INTERVAL = 4096
-"""Decode steps of a GPU from one that is compared to the next."""
+"""Decode steps of a GPU between two comparisons."""
 _BUDGET = 0.01
-"""The largest share of a step's time that a comparison may take of the host."""
+"""The most host time of a comparison, as a share of a step's time."""
 _LATER = 2
-"""Steps after which the device has passed a step, because no more are in flight."""
+"""Steps after which the device has completed a step, since no more are in flight."""
 _MAX_CONTEXT = 2048
-"""Tokens of the longest context that attention is compared over: its keys and values are copied."""
+"""The longest context, in tokens, over which attention is compared, since its keys and values are copied."""
 _IDLE = 10.0
-"""Seconds from one step to the next after which the engine was idle between them."""
+"""Seconds between two steps above which the engine counts as idle between them."""
 _FORGETTING = 0.1
 """The weight of the newest measurement in the mean times of steps and comparisons."""
 
 
 class Mismatch(NamedTuple):
-    """A result that rounding does not explain."""
+    """A difference that rounding does not explain."""
 
     operator: str
     what: str
-    """The shapes."""
+    """Description of the operator's shapes."""
     error: float
-    """In units of what rounding explains."""
+    """The error relative to the largest that rounding explains."""
 
 
 @dataclass(slots=True)
 class Tap:
-    """What one pass left of its first row. The copies of a captured graph are overwritten by each replay."""
+    """Copies of the first row's tensors in one pass. Each replay of a captured graph overwrites its copies."""
 
     layer: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     attention: tuple[KVCacheTensor, AttentionOptions, torch.Tensor | None, bool] | None = None
-    """The cache, options and sinks of the layer, and whether values lie as the CPU's operators store them."""
+    """The cache, options and sinks of the layer, and whether values have the layout of the CPU's operators."""
     linear: PackedLinear | None = None
     experts: FusedMoE | None = None
     num_calls: dict[str, int] = field(default_factory=dict)
 
     def keep(self, **tensors: torch.Tensor) -> None:
-        """Copy tensors, into the same memory as the time before."""
+        """Copy tensors, into the same memory on every call."""
         for name, tensor in tensors.items():
             if name in self.tensors:
                 self.tensors[name].copy_(tensor)
@@ -84,25 +84,25 @@ class Tap:
                 self.tensors[name] = tensor.clone()
 
     def is_next(self, operator: str) -> bool:
-        """Count a call of an operator; whether it is the chosen layer's."""
+        """Count a call of an operator. Returns whether it is the chosen layer's."""
         number = self.num_calls[operator] = self.num_calls.get(operator, -1) + 1
         return number == self.layer
 
 
 class _Comparison(NamedTuple):
-    """One that has not been computed yet."""
+    """A comparison that has not been computed yet."""
 
     operator: str
     what: str
     step: int
-    """Number of the step that it is of."""
+    """Number of the step whose results are compared."""
     compute: Callable[[int], torch.Tensor | None]
-    """Enqueues it. # -> [] float32; given the expert, for `moe`"""
+    """Enqueues the comparison; for `moe` it receives the expert's index. # -> [] float32"""
     expert: Download | None = None
 
 
 class _Reading(NamedTuple):
-    """One that was enqueued, and whose error is on its way to the host."""
+    """An enqueued comparison, whose error is being copied to the host."""
 
     comparison: _Comparison
     step: int
@@ -110,7 +110,7 @@ class _Reading(NamedTuple):
 
 
 class Sentinel:
-    """Of one rank's model. All ranks count the same steps, and so compare sums in the same ones."""
+    """Compares the results of one rank. All ranks count the same steps, and so compare sums in the same steps."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class Sentinel:
         *,
         budget: float = _BUDGET,
     ) -> None:
-        """`interval`: decode steps from one that is compared to the next. `budget`: see `_BUDGET`."""
+        """`interval`: decode steps between two comparisons. `budget`: see `_BUDGET`."""
         self._parallel, self._device_batch = parallel, device_batch
         self._interval, self._budget = interval, budget
         self.backend = backend
-        """Whose attention is observed."""
+        """The layers whose attention is observed."""
         modules = list(cast(nn.Module, model).modules())
         self._linear = [
             each for each in modules if isinstance(each, PackedLinear) and type(each).forward is PackedLinear.forward
@@ -139,22 +139,22 @@ class Sentinel:
         self._last_step = 0.0
         self.is_rehearsing = False
         self.is_observing = False
-        """Whether the running pass must be computed operator by operator."""
+        """Whether the running pass must run operator by operator."""
         self._tap: Tap | None = None
         self._waiting: deque[_Comparison] = deque()
         self._reading: _Reading | None = None
         self._step_seconds: float | None = None
         self._host_seconds: float | None = None
-        """Mean time of the host to launch a step, where it runs ahead of a device."""
+        """Mean host time to launch a step, where the host runs ahead of the device."""
         self._seconds: dict[str, float] = {}
-        """Mean time of the host, by operator."""
+        """Mean host time of a comparison, by operator."""
         self.num_checks = 0
         self.mismatches: list[Mismatch] = []
-        """Since the start."""
+        """Numbers since the start."""
         self._found: set[str] = set()
         """Operators with a mismatch on this rank."""
         self._agreed: set[str] = set()
-        """Those with one on any rank, as all ranks know."""
+        """Operators with a mismatch on any rank, equal on all ranks."""
         self._taken: set[str] = set()
         self._shared: tuple[Download, int] | None = None
 
@@ -162,7 +162,7 @@ class Sentinel:
 
     @contextmanager
     def observing(self, inputs: StepInputs, graph_size: int) -> Iterator[None]:
-        """The pass of a step runs inside."""
+        """A context for the pass of a step."""
         if inputs.num_decodes < len(inputs.query_lens) or inputs.query_len > 1 or len(inputs.pooled):
             yield
             return
@@ -187,7 +187,7 @@ class Sentinel:
         self._tap = tap
 
     def rehearse(self, run: Callable[[], None]) -> None:
-        """At the start, compare a dummy decode that `run` computes: how long comparisons take is known then."""
+        """Compare a dummy decode that `run` computes, at the start, to measure how long comparisons take."""
         self.is_rehearsing = True
         try:
             run()
@@ -200,14 +200,14 @@ class Sentinel:
         self._found.clear()
 
     def note_step(self, inputs: StepInputs, metadata: AttentionMetaData) -> None:
-        """After the pass of a step: plan what is compared of it."""
+        """Plan the comparisons of a step whose pass has run."""
         tap, self._tap = self._tap, None
         if tap is None:
             return
         if self._parallel.size > 1 and not self.is_rehearsing:
             self._compare_sums(tap.tensors.get("sum"))
         if self._waiting:
-            return  # Those of an earlier step have found no time yet.
+            return  # Comparisons of an earlier step are still pending.
         tensors = {name: tensor.clone() for name, tensor in tap.tensors.items()}
         if tap.attention is not None:
             self._plan_attention(tap, tensors, int(inputs.seq_lens[0]), metadata)
@@ -233,7 +233,7 @@ class Sentinel:
         block_size = cache.k_cache.shape[2]
         blocks = metadata.block_tables[0, first // block_size : -(-length // block_size)].long()
         keys = slice(first % block_size, first % block_size + seen)
-        # The sequence may end, and others store in its blocks, before it is compared.
+        # Copy the keys and values: the sequence may end, and others reuse its blocks, before the comparison.
         k, v = (_rows_of(pages, blocks) for pages in (cache.k_cache, cache.v_cache))
         q, found = tensors["q"], tensors["attended"]
         what = f"attention of {q.shape[0]} heads to {k.shape[1]} of {q.shape[1]} in {q.dtype} over {seen} tokens"
@@ -252,7 +252,7 @@ class Sentinel:
         self._waiting.append(_Comparison(operator, what, self._num_steps, compute, download))
 
     def _time_step(self) -> None:
-        """A step begins: the one before took no longer than since then, unless the engine was idle."""
+        """Measure, at the start of a step, the time since the previous one, unless the engine was idle in between."""
         now = time.perf_counter()
         seconds, self._last_step = now - self._last_step, now
         before = self._step_seconds
@@ -264,7 +264,7 @@ class Sentinel:
     # Comparisons
 
     def catch_up(self) -> bool:
-        """While idle, compare one operator or read a result; whether there is more."""
+        """Compare one operator or read one result while idle. Returns whether more remain."""
         if self._reading is not None:
             self._read(self._reading)
         elif self._waiting:
@@ -272,7 +272,7 @@ class Sentinel:
         return self._reading is not None or bool(self._waiting)
 
     def _advance(self) -> None:
-        """Between two steps: at most one comparison, if a step's time allows."""
+        """Start at most one comparison between two steps, if it is affordable."""
         if self._shared is not None and self._num_steps - self._shared[1] >= min(_LATER, self._interval):
             self._read_shared(self._shared[0])
         if self._reading is not None and self._num_steps - self._reading.step >= _LATER:
@@ -281,7 +281,7 @@ class Sentinel:
             if self._is_affordable(self._waiting[0].operator):
                 self._begin(self._waiting.popleft())
             else:
-                # Another may take less; all are computed once the engine is idle.
+                # Another operator may take less time; the remaining ones are compared when the engine is idle.
                 self._waiting.rotate(-1)
 
     def _is_affordable(self, operator: str) -> bool:
@@ -289,11 +289,11 @@ class Sentinel:
         if seconds is None or of_step is None:
             return False
         if self._host_seconds is not None and seconds <= (of_step - self._host_seconds) / 2:
-            return True  # The host waits for the device longer than that.
+            return True  # The host's wait for the device hides the comparison.
         return seconds <= self._budget * of_step
 
     def note_host_seconds(self, seconds: float) -> None:
-        """The host has launched a step ahead of the device, which took it so long."""
+        """Record how long the host took to launch a step ahead of the device."""
         before = self._host_seconds
         self._host_seconds = seconds if before is None else before + _FORGETTING * (seconds - before)
 
@@ -327,7 +327,7 @@ class Sentinel:
         _log.error("A decode step does not equal torch: %s, off by %.3g times what rounding explains", what, error)
 
     def _compare_sums(self, total: torch.Tensor | None) -> None:
-        """Compare a sum's bits over the ranks, and share what each rank has found. All ranks call this together."""
+        """Compare a sum's bits over the ranks, and share each rank's mismatches. All ranks call this together."""
         parallel, ranks = self._parallel, self._parallel.size
         device = self._device_batch.device.torch_device
         own = torch.zeros(1, dtype=torch.int64, device=device)
@@ -338,13 +338,13 @@ class Sentinel:
         flags[0, parallel.rank] = (own != first).float()[0]
         for place, operator in enumerate(OPERATORS):
             flags[0, ranks + place] = float(operator in self._found)
-        # Of all the sums, this one must be right also where a sum is not: any number that is not 0 counts.
+        # The sum that shares the flags may be wrong too, so any value other than 0 counts as set.
         flags = parallel.all_reduce(flags)
         self._shared = self._device_batch.downloads.begin(flags.double().view(-1).view(torch.int64)), self._num_steps
         self.num_checks += 1
 
     def _read_shared(self, download: Download) -> None:
-        """What all ranks have found until the last comparison of sums."""
+        """Read the mismatches that all ranks had found by the last comparison of sums."""
         ranks = self._parallel.size
         found = download.wait().view(torch.float64).tolist()
         self._device_batch.downloads.give_back(download)
@@ -360,14 +360,14 @@ class Sentinel:
             self._agreed.add("all_reduce")
 
     def take_found(self) -> set[str]:
-        """Operators that were found to be wrong since the last call: of several ranks, the same on all of them in the
+        """Operators that were found to be wrong since the last call, on any rank. All ranks return the same in the
         same step."""
         found = self._found if self._parallel.size == 1 else self._agreed
         new = found - self._taken
         self._taken |= new
         return new
 
-    # What is observed
+    # The choice and the copying of results
 
     def _choose_layer(self) -> int:
         layer, self._next_layer = self._next_layer, (self._next_layer + 1) % self._num_layers
@@ -375,14 +375,14 @@ class Sentinel:
 
     @contextmanager
     def of_graph(self, size: int) -> Iterator[None]:
-        """A pass that is captured, or compared with its graph, runs inside."""
+        """A context for a pass that is captured or compared with its graph."""
         tap = self._of_graphs.setdefault(size, Tap(self._choose_layer()))
         with self._tapped(tap):
             yield
 
     @contextmanager
     def _tapped(self, tap: Tap) -> Iterator[None]:
-        """Inside, what the chosen layer computes is copied."""
+        """A context in which the results of the chosen layer are copied."""
         tap.num_calls.clear()
         removers: list[Callable[[], Any]] = []
         for layer in self._linear:
@@ -406,7 +406,7 @@ class Sentinel:
 
 def _keep_product(tap: Tap, layer: nn.Module, x: torch.Tensor, out: torch.Tensor) -> None:
     assert isinstance(layer, PackedLinear)
-    # Adapters change the output.
+    # LoRA adapters change the output, so it cannot be compared.
     if tap.is_next("linear") and layer.lora is None:
         tap.linear = layer
         tap.keep(linear_in=x[0], linear_out=out[0])
@@ -445,7 +445,7 @@ def _rows_of(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def sentinel_interval(config: Config, device: torch.device) -> int:
-    """Decode steps from one that is compared to the next; 0: none is."""
+    """Decode steps between two comparisons; 0 where nothing is compared."""
     if config.sentinel_interval is not None:
         return config.sentinel_interval
     return 0 if device.type == "cpu" else _INTERVAL

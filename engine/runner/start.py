@@ -1,8 +1,9 @@
-"""The start of a rank's runner, in one order for all ranks: rank 0 in the engine core, and the rank processes.
+"""Starts the runner of a rank, with the same sequence of phases on all ranks: rank 0 in the engine core, the others in
+rank processes.
 
-load weights (`build`) -> meet the other ranks and replicas -> check the kernels -> measure the KV cache, and agree on
-its size -> construct the runner -> warm up -> capture graphs. Rank 0 then begins to send steps, and the others follow
-them.
+load weights (`build`) -> rendezvous with the other ranks and replicas -> check the kernels -> measure the KV cache and
+agree on its size -> construct the runner -> warm up -> capture graphs. Rank 0 then sends steps, and the other ranks
+execute them.
 """
 
 from collections.abc import Callable
@@ -28,10 +29,11 @@ def start_runner(
     agree: Callable[[KVCacheSize], tuple[int, int]],
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> ModelRunner:
-    """A warm runner. Raises `ValueError`, a sentence, for what cannot be served.
+    """Start and warm up a runner. Raises `ValueError` with one sentence for a configuration that cannot be served.
 
-    `meet` waits until all ranks have loaded, and joins them; `agree` makes of the KV cache that this rank has room for
-    the number of blocks and of slots that all have; `on_phase` is called with the name of each phase that has ended.
+    `meet` waits until all ranks have loaded, and joins their process group. `agree` takes the KV cache size that fits
+    this rank and returns the number of blocks and slots that all ranks use. `on_phase` receives the name of each
+    phase when it ends.
     """
     meet()
     on_phase("load")
@@ -42,10 +44,10 @@ def start_runner(
     on_phase("kv-cache")
     runner.warm_up()
     if checked is not None:
-        # The steps of the warm-up launch all that requests need, over the cache that serves.
+        # The warm-up steps run over the cache that will serve, and launch every kernel that requests need.
         other = refuse_unchecked(loaded, checked)
         if other is not None:
-            del runner  # Its cache leaves room for the next one's.
+            del runner  # This frees its KV cache before the next runner allocates one.
             runner = ModelRunner(other, num_blocks, num_slots)
             runner.warm_up()
         checked.refuse_others()
@@ -57,7 +59,7 @@ def start_runner(
 
 
 def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
-    """How large a KV cache fits next to the model. Raises `ValueError` when none does."""
+    """The size of the KV cache that fits in memory with the model. Raises `ValueError` when none fits."""
     config, caches = loaded.config, loaded.layer_caches()
     sizes = {"block_bytes": caches.block_bytes, "slot_bytes": caches.slot_bytes}
     return kv_cache_size(
@@ -86,7 +88,7 @@ def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
 def run_worst_case(loaded: LoadedModel, num_seqs: int) -> None:
     """Run the step that takes most memory, of at most `num_seqs` sequences, with a cache of one block.
 
-    Raises `ValueError`, a sentence, where the device has too little.
+    Raises `ValueError` with one sentence where the device has too little memory.
     """
     runner = ModelRunner(loaded, 1, num_seqs)
     run_largest_step(runner.step_sizes, runner.run_dummy_step)
@@ -94,7 +96,7 @@ def run_worst_case(loaded: LoadedModel, num_seqs: int) -> None:
 
 
 def proposal_bytes(loaded: LoadedModel) -> int:
-    """What rejection sampling keeps between steps: the distribution of each draft that a step may verify."""
+    """Bytes that rejection sampling holds between steps: the distribution of each draft that a step may verify."""
     config = loaded.config
     if loaded.drafter is None or not config.drafts_by_rejection:
         return 0
@@ -103,7 +105,7 @@ def proposal_bytes(loaded: LoadedModel) -> int:
 
 
 def _activation_bytes(loaded: LoadedModel) -> int:
-    """What the largest step may commit besides weights and cache, as far as it is known before one has run."""
+    """An estimate, before any step has run, of the bytes that the largest step takes besides weights and cache."""
     if loaded.operators is None or loaded.is_encoder:
         return 0
     try:

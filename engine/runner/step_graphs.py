@@ -1,4 +1,4 @@
-"""Graphs of steps: `make_graphs` decides which are captured, `DecodeGraphs` chooses the one that replays a step."""
+"""Captured graphs of steps: `make_graphs` decides which are captured, `DecodeGraphs` chooses a graph for each step."""
 
 import dataclasses
 import logging
@@ -32,15 +32,14 @@ _log = logging.getLogger(__name__)
 
 
 def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, of at most `max_num_seqs` rows: those wanted, or 1, 2, 4, 8, and every 16th to 512."""
+    """Batch sizes to capture, at most `max_num_seqs`: those of `wanted`, or 1, 2, 4, 8 and multiples of 16 to 512."""
     if not wanted:
         wanted = [1, 2, 4, 8, *range(16, min(max_num_seqs, 512) + 16, 16)]
     return sorted({min(size, max_num_seqs) for size in wanted})
 
 
 class DecodeGraphs:
-    """`GraphRunner`s of plain decodes, of rows that verify drafts, for each number of these, and of pieces of other
-    steps."""
+    """`GraphRunner`s of plain decodes, of rows that verify each number of drafts, and, in pieces, of other steps."""
 
     def __init__(
         self,
@@ -50,9 +49,9 @@ class DecodeGraphs:
         pieces: PieceRunner | None = None,
         drafting: Sequence[GraphRunner] = (),
     ) -> None:
-        """`of_drafts`: for rows of one token and the drafts that are verified with it, longest first.
+        """`of_drafts`: graphs for rows of one token and the drafts verified with it, longest rows first.
 
-        `max_tokens`: of a step. `drafting`: graphs of a drafter's passes, which are captured with the others.
+        `max_tokens`: the most tokens of a step. `drafting`: graphs of a drafter's passes, captured with the others.
         """
         self._drafting = drafting
         self._runners = {each.query_len: each for each in (plain, *of_drafts)}
@@ -61,7 +60,7 @@ class DecodeGraphs:
         self.uniform_rows: UniformRows | None = None
         if of_drafts:
             self.uniform_rows = UniformRows(of_drafts[0].query_len, of_drafts[0].padding_slot, max_tokens)
-        """The common length of rows in steps that verify drafts; None: no step does."""
+        """The common length of rows in steps that verify drafts; None where no step verifies drafts."""
 
     @property
     def captured_sizes(self) -> list[int]:
@@ -69,12 +68,12 @@ class DecodeGraphs:
         return self._plain.captured_sizes
 
     def size_for(self, inputs: StepInputs) -> int:
-        """Rows of the graph that replays a step; 0 where it runs eagerly."""
+        """Rows of the graph that replays a step; 0 where the step runs eagerly."""
         runner = self._runners.get(inputs.query_len)
         return 0 if runner is None else runner.size_for(inputs)
 
     def size_of(self, num_rows: int) -> int:
-        """Rows of the graph that replays a plain decode of `num_rows` rows; 0 if there is none yet."""
+        """Rows of the graph that replays a plain decode of `num_rows` rows; 0 if none is captured yet."""
         return self._plain.size_of(num_rows)
 
     def pad(self, inputs: StepInputs, size: int) -> StepInputs:
@@ -82,16 +81,16 @@ class DecodeGraphs:
         return self._runners[inputs.query_len].pad(inputs, size) if size else inputs
 
     def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
-        """Replay a padded step of `num_tokens` tokens without padding. # -> [num_tokens, H]
+        """Replay a padded step; `num_tokens` excludes the padding. # -> [num_tokens, H]
 
-        The next replay overwrites what is returned.
+        The next replay overwrites the returned tensor.
         """
         return self._runners[step.metadata.query_len].run(step, num_tokens)
 
     def run_in_pieces(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor | None:
-        """Run an eager step of any rows by graphs of its layers' parts; None where there are none for so many tokens.
+        """Run a step of any rows by the graphs of `PieceRunner`; None where none was captured for `num_tokens`.
 
-        The forward context is the step's, which has no adapters. The next replay overwrites what is returned.
+        The forward context must be the step's, without adapters. The next replay overwrites the returned tensor.
         # -> [num_tokens, H]
         """
         if self._pieces is None or not self._pieces.size_of(num_tokens):
@@ -99,24 +98,24 @@ class DecodeGraphs:
         return self._pieces.run(step, num_tokens)
 
     def count_step(self) -> None:
-        """Called once a step: capture one more size from time to time, sizes of plain decodes first."""
+        """Count a step and capture one more size every few steps, sizes of plain decodes first."""
         self._unfinished.count_step()
         self._settle()
 
     def capture_next(self) -> bool:
-        """Capture the next size; returns whether more remain. If the capture fails, steps of that size run eagerly."""
+        """Capture the next size; returns whether more remain. If a capture fails, steps of that size run eagerly."""
         self._unfinished.capture_next()
         self._settle()
         return self._unfinished.has_pending
 
     def _settle(self) -> None:
-        """Give up on all sizes where no graph of plain decodes could be captured, or none was right."""
+        """Abandon all sizes if every capture of a plain decode failed or computed a wrong result."""
         if not self._plain.has_pending and not self._plain.captured_sizes:
             for runner in self._all:
                 runner.give_up()
 
     def capture_all(self) -> None:
-        """Capture all sizes, which ranks that compute together do in one order."""
+        """Capture all sizes, in the same order on all ranks: the captured collectives must match."""
         start = time.perf_counter()
         while self._unfinished.has_pending:
             self.capture_next()
@@ -133,7 +132,7 @@ class DecodeGraphs:
 
 
 def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, model: CausalLM) -> str | None:
-    """Why decodes run eagerly, in words, or "" where that needs no explanation; None: they are captured."""
+    """The reason why decodes run eagerly, or "" where it needs no explanation; None where they are captured."""
     if not device.has_graphs or config.compilation_config.enforce_eager:
         return ""
     modules = list(cast(nn.Module, model).modules())
@@ -169,9 +168,11 @@ def make_graphs(
     stream_layers: tuple[int, ...] = (),
     passes: DraftPasses | None = None,
 ) -> DecodeGraphs:
-    """Graphs of a model whose caches have a padding block and a padding slot. `observing`: plain decodes.
+    """Graphs of a model whose caches have a padding block and a padding slot.
 
-    `stream_layers`: layers whose residual streams a drafter reads. `passes`: of the drafter, which replays its graphs.
+    `observing`: a context for passes of plain decodes, in which the sentinel copies what they compute.
+    `stream_layers`: layers whose residual streams a drafter reads. `passes`: the drafter's passes, which replay the
+    drafter's graphs.
     """
     shape = GraphShape(
         block_size=config.kv_cache_block_size,
@@ -197,8 +198,7 @@ def make_graphs(
         stream_layers=stream_layers,
     )
     if parallel.token_exchange is not None:
-        # Replicas agree on numbers of tokens: rows that verify drafts, or prompts, would be padded by each in its own
-        # way.
+        # Replicas agree on numbers of tokens only, so each would pad rows that verify drafts, or prompts, differently.
         return DecodeGraphs(plain)
     pieces = None
     most = min(config.compilation_config.piecewise_capture_tokens, config.max_num_batched_tokens)
@@ -208,7 +208,7 @@ def make_graphs(
         elif stream_layers:
             _log.info("Steps with prompts run eagerly: the model that drafts reads streams within the model")
         else:
-            # Steps with adapters run eagerly.
+            # Steps with prompts that use adapters run eagerly.
             of_pieces = dataclasses.replace(shape, has_adapters=False)
             pieces = PieceRunner(device, backend, model, most, of_pieces, parallel, memory)
     of_drafts = []

@@ -1,4 +1,4 @@
-"""What a step sampled, as messages by sequence."""
+"""Converts a step's sampled tokens to the messages that report them by sequence."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from engine.sampling.verification import NO_TOKEN, is_verifying
 
 
 def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:
-    """As `sampled`, but with `NO_TOKEN` at positions of rows that verify drafts where no token could be sampled."""
+    """A copy of `sampled` with `NO_TOKEN` where a row that verifies drafts could not sample a token."""
     if not inputs.has_drafts or not (sampled.non_finite or sampled.refused):
         return sampled
     verifies = is_verifying(inputs.sampled_rows)
@@ -39,7 +39,7 @@ def output_of(
     accepted: npt.NDArray[np.int64] | None,
     dtype: torch.dtype,
 ) -> ScheduledBatchOutput:
-    """What a step of a model in `dtype` sampled, by sequence: only `accepted` positions, where drafts are verified."""
+    """A step's sampled tokens by sequence; where drafts are verified, of `accepted` positions only."""
     ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
     token_ids: dict[int, tuple[int, ...]]
     logprobs: dict[int, list[TokenLogprobs]]

@@ -1,8 +1,9 @@
-"""Dummy steps of the start, which measure a GPU's memory and compile its kernels before the first request.
+"""Runs dummy steps at the start, which measure a GPU's memory and compile its kernels before the first request.
 
-Run by the model runner. Triton compiles a kernel anew for each tile that a number of tokens calls for, for other forms
-of it, and for what it knows of its arguments. Numbers of tokens by powers of two meet each tile of the table; decodes,
-prompts, chunks of prompts and both together, each form. What was compiled before is read from Triton's cache.
+The model runner calls it. Triton compiles a kernel for each tile size that a number of tokens selects, for each
+variant, and for each specialisation on its arguments. Numbers of tokens in powers of two select each tile size of the
+table; decodes, prompts, chunks of prompts and mixed steps select each variant. Kernels that were compiled before are
+read from Triton's cache.
 """
 
 import logging
@@ -27,7 +28,7 @@ from models.parallel.tensor_parallel import TensorParallel
 _log = logging.getLogger(__name__)
 
 _CHUNK = 24
-"""Tokens of a chunk after a computed context: no power of two, as most chunks are."""
+"""Tokens of a chunk after a computed context; like most chunks, not a power of two."""
 
 
 class WarmUpRow(NamedTuple):
@@ -38,27 +39,28 @@ class WarmUpRow(NamedTuple):
 
 
 class WarmUpStep(NamedTuple):
-    """Rows, of which the first ones decode."""
+    """Rows of a step, decodes first."""
 
     rows: Sequence[WarmUpRow]
     num_decodes: int = 0
 
 
 class StepSizes(NamedTuple):
-    """Limits of a step."""
+    """The limits of a step's size."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
     num_drafts: int = 0
-    """Most drafts that a row verifies."""
+    """The most drafts that a row verifies."""
 
 
 def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], parallel: TensorParallel) -> None:
-    """Compile what requests will need. Steps that there is no memory for are left out.
+    """Run steps that compile the kernels of all requests. Steps that run out of memory are skipped.
 
-    Each of several ranks, and of replicas in lockstep, does so by itself: none waits for another that leaves a step
-    out. Replicas that answer pairs one by one cannot: there such a step raises `StepOutOfMemory`.
+    Each rank, and each replica in lockstep, runs the steps without collectives, so that none waits for another that
+    skips a step. Replicas that exchange pairs of tokens and experts cannot: there such a step raises
+    `StepOutOfMemory`.
     """
     exchange = None if parallel.experts is None else parallel.experts.exchange
     is_in_lockstep = exchange is not None and parallel.token_exchange is None
@@ -84,7 +86,7 @@ def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], paralle
 
 
 def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> None:
-    """Run the step that takes most memory: all tokens that a step may have, in as many rows as may run.
+    """Run the step that takes most memory: the most tokens of a step in the most rows.
 
     Raises `ValueError`, a sentence, where the device has too little.
     """
@@ -107,7 +109,7 @@ def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> Non
 
 
 def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
-    """All within a step's limits, the smallest first."""
+    """The steps of the warm-up, all within the limits, smallest first."""
     max_num_batched_tokens, max_num_seqs, max_model_len, num_drafts = sizes
     for tokens in _powers_of_two(min(max_num_batched_tokens, max_num_seqs * max_model_len)):
         whole, rest = divmod(tokens, max_model_len)
@@ -115,7 +117,7 @@ def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
         yield WarmUpStep([WarmUpRow(length, length) for length in lengths])
     short = min(2, max_model_len)
     for rows in _powers_of_two(min(max_num_seqs, max_num_batched_tokens)):
-        # Some layers look at a long context in another way.
+        # Some layers use other kernels for a long context.
         contexts = [max_model_len] + [short] * (rows - 1)
         yield WarmUpStep([WarmUpRow(context, 1) for context in contexts], rows)
         yield WarmUpStep([WarmUpRow(short, 1)] * rows, rows)
@@ -129,7 +131,7 @@ def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
 
 
 def _most_verifying(sizes: StepSizes) -> int:
-    """Rows of a step that verify drafts."""
+    """The most rows that verify drafts in one step."""
     by_choices = max_verified_rows(sizes.max_num_seqs, sizes.num_drafts)
     return max(1, min(sizes.max_num_seqs, by_choices, sizes.max_num_batched_tokens // (1 + sizes.num_drafts)))
 

@@ -137,7 +137,7 @@ def test_sizes_that_would_take_from_steps_run_eagerly(
     # Of 424 MiB 256 are kept, and 4 rows take 160.
     assert runner.graphs.captured_sizes == [1, 2, 4]
     assert device.num_replayed > 0
-    reported = [record.message for record in caplog.records if "finds no memory" in record.message]
+    reported = [record.message for record in caplog.records if "memory does not suffice" in record.message]
     assert len(reported) == 1
     assert reported[0].startswith("Decodes of 8 rows run eagerly")
     assert "lower gpu_memory_utilization" in reported[0]
