@@ -1,11 +1,11 @@
-"""`Scheduler`: decides which tokens each step computes, and gives sequences the tokens that it sampled.
+"""`Scheduler`: decides which tokens each step computes, and appends the sampled tokens to their sequences.
 
-The engine core calls it step by step: `schedule()`; the model is launched; `begin_step()`; and, at once or after the
-next step was launched, `read_step()`. `postprocess()` is `begin_step()` and `read_step()` in one, for callers that
-compute each step at once. The contract is docs/specification.md#scheduler; blocks are the block manager's.
+For each step the engine core calls `schedule()`, launches the model, calls `begin_step()`, and calls `read_step()` at
+once or after it launched the next step. `postprocess()` combines `begin_step()` and `read_step()`, for callers that
+read each step at once. The contract is docs/specification.md#scheduler. The block manager allocates the blocks.
 
-In this order: the steps that are submitted and not read, and the scheduler itself with its queue, the two phases of a
-step, the shares of owners, the reading of steps, and the ways in which sequences leave.
+The order of this file: submitted steps that are not read, and the scheduler with its queue, the two phases of a step,
+the shares of owners, the reading of steps, and the removal of sequences.
 """
 
 import logging
@@ -28,44 +28,44 @@ from models.config.rope import RopeContext
 logger = logging.getLogger(__name__)
 
 DEFAULT_AGING_SECONDS = 10.0
-"""Waiting that a step of priority weighs as much as; `Config` has the same default."""
+"""Seconds of waiting that count as much as one unit of priority; `Config` has the same default."""
 
 _OVER_SHARE = 1.25
-"""An owner that holds more than its fair share of slots or blocks times this gives some back to one that waits."""
+"""An owner that holds more than this multiple of its fair share of slots or blocks is preempted for waiting owners."""
 _HOLD_BACK_SECONDS = 10.0
-"""How long such an owner then starts nothing beyond its share: others' next requests find what it gave back."""
+"""Seconds for which a preempted owner starts nothing beyond its share, so that others can use the freed room."""
 _ROOM_CHECK_SECONDS = 0.05
-"""Between two looks at what each owner holds."""
+"""Seconds between two computations of the owners' holdings."""
 
 
 class _SubmittedStep(NamedTuple):
-    """A step that the device was given and that is not read yet."""
+    """A step that was submitted to the device and is not read yet."""
 
     batch: ScheduledBatch
     partial_prefills: frozenset[Sequence]
-    """Sequences that get no token from the step, because it computes only a part of their prompts."""
+    """Sequences that get no token from the step, because it computes a chunk before their prompt's end."""
     deferred_slots: list[int]
-    """Slots of sequences that left since; they are free once the step has been read."""
+    """Slots of sequences that stopped running since; they become free when the step has been read."""
     time: float
-    """When it was scheduled, on the scheduler's clock."""
+    """Time at which the step was scheduled, on the scheduler's clock."""
     drafts_on_device: bool
-    """Whether the device makes the next drafts of its rows, and knows what it accepts, before it is read."""
+    """Whether the device verifies the step and makes its rows' next drafts before the step is read."""
 
     verified: dict[int, list[int]]
-    """The drafts that it verifies, by sequence id, once the step that made them is read."""
+    """The drafts that the step verifies, by sequence id, once the step that made them is read."""
 
     def most_tokens(self, seq: Sequence) -> int:
-        """The most tokens that it samples for one of its sequences."""
+        """The most tokens that the step samples for a sequence."""
         return 1 + len(self.batch.scheduled_spec_decode_tokens.get(seq.id, ()))
 
     def still_running(self) -> list[Sequence]:
-        """The step's sequences that neither ended nor were preempted since."""
+        """The step's sequences that have neither ended nor been preempted since."""
         batch = self.batch
         return [seq for seq, slot in zip(batch.sequences, batch.slot_list, strict=True) if seq.slot == slot]
 
 
 def _may_be_interposed(seq: Sequence) -> bool:
-    """Whether interposed steps can compute a sequence's prompt, were it short."""
+    """Whether interposed steps could compute a sequence's prompt if it is short."""
     return not (seq.is_suspect or seq.adapter or seq.pooling is not None or seq.prompt_logprobs is not None)
 
 
@@ -75,12 +75,11 @@ class Scheduler:
     Under `prefill_first` a step computes waiting prompts or, when none can start, one token of every running
     sequence. Under `mixed` it computes the decodes first and fills the rest of its token budget with prompt chunks.
     With `max_step_seconds` steps are bounded by predicted time too, and both policies compute decodes with prompts.
-    Owners of sequences take turns by the tokens computed for them. It is constructed from any object with the
-    attributes that docs/specification.md#scheduler lists; those that are Kaon's own have defaults.
+    Owners of sequences are served in turn, by the number of tokens computed for them. `config` may be any object with
+    the attributes that docs/specification.md#scheduler lists; attributes that only Kaon has are optional.
 
-    Between `begin_step` and `read_step` a sequence that leaves keeps its slot, as the block manager keeps its blocks,
-    until the step submitted last has been read: no submitted step computes for a slot, or over a block, that has a new
-    owner.
+    The slot and the blocks of a sequence that stops running are reused only after the step submitted last has been
+    read. So no submitted step writes to a slot or block that belongs to another sequence.
     """
 
     def __init__(
@@ -95,14 +94,15 @@ class Scheduler:
         max_interposed_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`window`: tokens that a query sees in the model's widest layer, its own included; None: all before it.
+        """`window`: the attention window of the layer with the widest one, in tokens including the query's own; None
+        for no window.
 
-        With a window, a sequence gives back the blocks that none of its later tokens sees. `rope`: how a sequence's
-        rotary frequencies depend on its length; None: not at all. `blocks_at_first`: initial size of a cache that
-        grows with its use; None: all of it. `splits_prompts`: False where each token sees the whole prompt, which is
-        then computed in one step. `default_step_seconds`: the `max_step_seconds` of a config that sets none, which
-        grows where steps have large fixed costs; 0: no bound. `max_interposed_tokens`: of a step that is computed
-        while another one is paused; 0: none is. `clock` is that of `Sequence.arrive_time`.
+        With a window, blocks that no later token attends to are freed. `rope`: how a sequence's rotary frequencies
+        depend on its length; None if they do not. `blocks_at_first`: initial number of blocks of a cache that grows
+        with its use; None for all blocks. `splits_prompts`: False where each token attends to the whole prompt, which
+        is then computed in one step. `default_step_seconds`: `max_step_seconds` where the config sets none; it grows
+        where steps have large fixed costs; 0 for no bound. `max_interposed_tokens`: the most tokens of a step that is
+        computed while another one is paused; 0 if none is. `clock`: the clock of `Sequence.arrive_time`.
         """
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
@@ -120,7 +120,7 @@ class Scheduler:
         self.prev_time = 0.0
         self.prev_prompt = False
         self.last_prompt_latency = 0.0
-        """Seconds from when the latest step with a prompt was scheduled until it was read."""
+        """Seconds between the scheduling and the reading of the latest step with a prompt."""
         self.delay_factor: float = config.scheduler_delay_factor
         self.drafts = Drafts(config, config.max_num_seqs)
         self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.max_drafts
@@ -129,49 +129,50 @@ class Scheduler:
         if self.delay_factor > 0:
             max_interposed_tokens = 0
         self.step_budget: StepBudget | None = None
-        """Bounds steps by time; None: they are bounded by tokens alone."""
+        """Bounds the time of steps; None if only their tokens are bounded."""
         if default_step_seconds if seconds is None else seconds:
             self.step_budget = StepBudget(seconds, default_step_seconds, max_interposed_tokens, mixed=self.mixed)
 
-        # A sequence's last token needs no KV: nothing follows it.
+        # A sequence's last token needs no KV, since no token follows it.
         capacity = len(self.block_manager.blocks) * self.block_manager.block_size + 1
         max_model_len: int | None = getattr(config, "max_model_len", None)
         self.token_limit = capacity if max_model_len is None else min(capacity, max_model_len)
-        """Most tokens of a sequence, whatever it asked for: the context, or the cache where that is smaller."""
+        """The most tokens of any sequence: the context length, or the size of the cache if that is smaller."""
         self.longest_prompt = min(capacity - 1, self.token_limit)
-        """Most tokens of a prompt after which nothing is generated."""
+        """The most tokens of a prompt without generated tokens."""
 
-        # Every running sequence decodes in each step, so no more may run than a step has tokens for.
+        # Every running sequence decodes in each step, so at most as many may run as a step has tokens.
         self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens))
         self.limits = StepLimits(self.max_num_batched_tokens, self._num_slots)
         self._free_slots = list(reversed(range(self._num_slots)))
         self._prefilling: dict[Sequence, None] = {}
-        """Running sequences whose prompt is computed in part, in order of admission."""
+        """Running sequences whose prompts are partly computed, in order of admission."""
         self._blocked: Sequence | None = None
-        """The sequence whose turn it was in the last step, but for which there was no slot, or too few blocks."""
+        """The sequence that was next in the last step but could not start, for want of a slot or blocks."""
         self._has_room: str | None = None
-        """The owner for whose sequence others were preempted: it starts before they take the room again."""
+        """The owner for whose sequence others were preempted; it starts before they can start again."""
         self._next_room_check = 0.0
         self._held_back: dict[str, tuple[float, float]] = {}
-        """Owners that gave slots or blocks back: until when they start nothing beyond a part of all, and that part."""
+        """Preempted owners: the time until which each starts nothing beyond a share of all slots and blocks, and that
+        share."""
         self._latest_ends: tuple[frozenset[int | None], list[int] | None, bool] = frozenset(), None, False
-        """Tokens that end the sequence added last; its own list of them; and whether the model's are among them."""
+        """The end tokens of the sequence added last, the request's own list, and whether the model's are included."""
         self._submitted: deque[_SubmittedStep] = deque()
-        """In order of submission."""
+        """Submitted steps that are not read, in order of submission."""
         self._clock = clock
         self._decode_rows: DecodeRows | None = None
-        """Running sequences whose prompt is computed; None after one of them joined or left."""
+        """Running sequences whose prompts are computed; None, to be rebuilt, after a sequence joined or left."""
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
         self.preempted: list[int] = []
-        """Ids of sequences that were preempted; whoever reports them empties it."""
+        """Ids of preempted sequences; the caller that reports them clears the list."""
         self._prefill_tokens = 0
 
     # -- the queue ----------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises `ValueError` for one that an empty cache could not hold: it would never start."""
+        """Queue a sequence. Raises `ValueError` for one that does not fit an empty cache, and so could never start."""
         longest = self.token_limit - 1 if seq.max_tokens else self.longest_prompt
         if seq.num_tokens > longest:
             room = " leave room for an answer" if seq.max_tokens else " fit"
@@ -181,7 +182,7 @@ class Scheduler:
             seq.follow_rope(self._rope)
         self._forget_owners()
         if seq.num_completion_tokens:
-            # It was running in a core that died: later arrivals of its owner are not served before it.
+            # It was running in a core that died, so later sequences of its owner are not served before it.
             self.waiting.append_front(seq)
         else:
             self.waiting.append(seq)
@@ -192,26 +193,26 @@ class Scheduler:
             self.add(seq)
 
     def abort(self, seq_ids: Collection[int]) -> list[RequestOutput]:
-        """End these sequences now and free their blocks; their terminal outputs. Ids not live are ignored."""
+        """End these sequences now and free their blocks. Returns their terminal outputs. Unknown ids are ignored."""
         ids = set(seq_ids)
         return self._remove([seq for seq in (*self.running, *self.waiting) if seq.id in ids], "abort")
 
     def retract(self, seqs: Iterable[Sequence]) -> None:
-        """Requeue the sequences of a step that raised: nothing that it computed is valid."""
-        # In reverse, so that they wait in their order.
+        """Requeue the sequences of a step that raised, since none of its results are valid."""
+        # Each is put at the head of the queue, so the reverse order preserves their order.
         for seq in reversed(list(seqs)):
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.forget(seq)
                 self.preempt(seq)
 
     def retract_interposed(self, seqs: Iterable[Sequence]) -> None:
-        """As `retract`, for an interposed step: other steps compute its sequences and trace failures."""
+        """As `retract`, for an interposed step. Regular steps compute its sequences again and isolate failures."""
         self.retract(seqs)
         if self.step_budget is not None:
             self.step_budget.note_failed_interposed()
 
     def shrink_steps(self, num_tokens: int, num_rows: int) -> bool:
-        """Make steps smaller than one that ran out of memory. False where it cannot be smaller."""
+        """Make steps smaller than one that ran out of memory. Returns False if that step cannot be smaller."""
         if self.drafts.suspend():
             return True
         if not self.splits_prompts and num_rows == 1:
@@ -223,9 +224,9 @@ class Scheduler:
         return True
 
     def fail(self, seqs: Iterable[Sequence], error: str, bad_request: bool = False) -> list[RequestOutput]:
-        """End sequences that a step could not compute; `error` is the sentence that their clients get.
+        """End sequences that a step could not compute; `error` is the message for their clients.
 
-        `bad_request`: the requests asked for something impossible. The sequences' blocks were published when the step
+        `bad_request`: the requests are invalid. The sequences' blocks were published in the prefix cache when the step
         was scheduled; they are unpublished here, because they may never have been written.
         """
         live = [seq for seq in seqs if not seq.is_finished]
@@ -234,11 +235,11 @@ class Scheduler:
         return self._remove(live, "error", error, bad_request)
 
     def is_finished(self) -> bool:
-        """Whether nothing is waiting or running."""
+        """Whether no sequence is waiting or running."""
         return not self.waiting and not self.running
 
     def has_requests(self) -> bool:
-        """Whether anything is waiting or running."""
+        """Whether a sequence is waiting or running."""
         return not self.is_finished()
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -246,7 +247,7 @@ class Scheduler:
         return len(self.running), len(self.waiting)
 
     def get_num_unfinished_requests(self) -> int:
-        """Sequences waiting or running."""
+        """Number of sequences waiting or running."""
         return len(self.waiting) + len(self.running)
 
     def get_next_batch_info(self) -> tuple[bool, int]:
@@ -259,9 +260,9 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """Choose the next step's work and reserve its blocks; None when there is none.
+        """Choose the tokens of the next step and reserve its blocks; None if there is nothing to compute.
 
-        Also None where a submitted step must be read first: no sequence is preempted while one is unread.
+        Also returns None if a submitted step must be read first: no sequence is preempted while a step is unread.
         """
         if self._submitted and not self._may_follow(self._submitted[-1]):
             return None
@@ -290,7 +291,7 @@ class Scheduler:
         return step.batch()
 
     def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """As `schedule`, of `seqs` alone; others are preempted where these need their blocks."""
+        """As `schedule`, for `seqs` only; others are preempted if these need their blocks."""
         chosen = set(seqs)
         waiting, running, prefilling = self.waiting, self.running, self._prefilling
         self.waiting = waiting.only(chosen)
@@ -319,19 +320,20 @@ class Scheduler:
         return self.step_budget is not None and self.step_budget.may_pause(batch)
 
     def would_interpose(self, seq: Sequence) -> bool:
-        """Whether a new sequence would be interposed, were its prompt short. Called in any thread."""
+        """Whether a new sequence would be interposed if its prompt is short. Thread-safe."""
         return self._has_slot() and _may_be_interposed(seq) and self._is_light(seq.owner)
 
     def _is_light(self, owner: str) -> bool:
-        """Whether short prompts of an owner are interposed now. Called in any thread."""
+        """Whether short prompts of an owner would be interposed now. Thread-safe."""
         return self.step_budget is not None and self.step_budget.may_interpose(owner, self._shares.recent(owner))
 
     def interpose(self, paused: ScheduledBatch | None = None) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """A step to compute while the last scheduled step is paused, or before the next step; None: there is none.
+        """Schedule a step to compute while the last scheduled step is paused, or before the next step; None if none is
+        due.
 
-        It has short prompts of an owner that was served little lately, which are computed whole, so that they do not
-        wait for a long step of others. They take no slot or blocks for which a sequence of another owner waits that
-        was served as little. Call `read_interposed` before `paused` continues.
+        It computes whole short prompts of an owner with little recent service, so that they do not wait for a long
+        step of other owners. They take no slot or blocks that a sequence of another owner with as little service waits
+        for. Call `read_interposed` before `paused` continues.
         """
         if not self.waiting or self.step_budget is None or not self.step_budget.has_allowance:
             return None
@@ -353,14 +355,14 @@ class Scheduler:
         return step.batch()
 
     def _is_waited_for(self, owner: str) -> bool:
-        """Whether another owner, which was served no more than this one, waits for a slot or blocks."""
+        """Whether another owner with no more service than this one waits for a slot or blocks."""
         blocked = self._blocked
         if blocked is None or blocked.status is not SequenceStatus.WAITING or blocked.owner == owner:
             return False
         return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
 
     def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
-        """Whether a waiting sequence is added to a step that is interposed in `paused`."""
+        """Whether a waiting sequence can be added to a step that is interposed in `paused`."""
         if not _may_be_interposed(seq):
             return False
         prefix = self.block_manager.count_cached_tokens(seq)
@@ -369,7 +371,7 @@ class Scheduler:
             return False
         if not (self._has_slot() and self.block_manager.can_allocate(seq)):
             return False
-        # Blocks that the paused step is still writing may be published already.
+        # The paused step may have published blocks that it is still writing, so cached blocks are checked against it.
         return not prefix or paused is None or paused.written_blocks.isdisjoint(self.block_manager.find_prefix(seq))
 
     # -- the two phases -----------------------------------------------------------------------------------------
@@ -383,9 +385,9 @@ class Scheduler:
         return waited > self.delay_factor * self.last_prompt_latency
 
     def _schedule_prefills(self, step: StepBuilder, may_admit: bool) -> None:
-        """Compute prompts while budget, time, slots and blocks last, those of the owner that was served least first.
+        """Add prompts to the step while budget, time, slots and blocks last, those of the least served owner first.
 
-        Of one owner, prompts that were started are continued before others start, in order.
+        Within an owner, prompts that were started are continued, in order, before others start.
         """
         if not self._prefilling and not (may_admit and self.waiting):
             return
@@ -400,7 +402,8 @@ class Scheduler:
             self._shares.forgo(each)
         favoured, self._has_room = self._has_room, None
         if favoured is not None and favoured in self.waiting.owners and may_admit:
-            # Others whose turn comes before would take the room. Where it cannot start yet, it has its turn below.
+            # Start it first, since owners that are served before it would take the freed room. If it cannot start yet,
+            # it is served in its turn below.
             self._start(step, favoured)
             self._blocked = None
         while step.budget > 0:
@@ -428,7 +431,7 @@ class Scheduler:
                     del started[owner]
 
     def _start(self, step: StepBuilder, owner: str) -> bool:
-        """Start the first waiting sequence of an owner. False where it must wait, and all others with it."""
+        """Start the first waiting sequence of an owner. Returns False if it, and all others, must wait."""
         seq = self.waiting.first_of(owner)
         if not self._has_slot():
             self._blocked = seq
@@ -436,7 +439,7 @@ class Scheduler:
         num_new = max(1, seq.num_tokens - self.block_manager.count_cached_tokens(seq))
         count = self._chunk(step, seq.num_tokens - num_new, num_new)
         if not self.splits_prompts and count < num_new and not step.seqs:
-            # It is computed alone, however long it is.
+            # A prompt that cannot be split is computed alone, whatever its length.
             count = num_new
         if count <= 0 or (count < num_new and not self._may_split(step, num_new)):
             return False
@@ -451,7 +454,7 @@ class Scheduler:
         return bool(self._free_slots) and len(self.running) < self.limits.num_rows
 
     def _may_split(self, step: StepBuilder, num_new: int) -> bool:
-        """Whether a prompt that the rest of the budget cannot hold starts with a chunk."""
+        """Whether a prompt that exceeds the rest of the budget may start with a chunk."""
         if not self.splits_prompts:
             return False
         if self.mixed or self.step_budget is not None:
@@ -459,12 +462,12 @@ class Scheduler:
         return num_new > self.limits.num_tokens and not step.num_prefills
 
     def _chunk(self, step: StepBuilder, start: int, num_left: int) -> int:
-        """How many of a prompt's next `num_left` tokens, after `start` others, the step computes; 0: none."""
+        """How many of a prompt's next `num_left` tokens, after `start` others, the step computes."""
         count = min(num_left, step.budget)
         return count if self.step_budget is None else self.step_budget.chunk(step, start, count)
 
     def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
-        """Start a waiting sequence: its tokens `[start, start + count)` are computed in this step."""
+        """Start a waiting sequence, whose tokens `[start, start + count)` are computed in this step."""
         self._prefix_queried_tokens += seq.num_tokens
         self.block_manager.allocate(seq, start + count)
         if self.window is not None:
@@ -493,16 +496,17 @@ class Scheduler:
         step.add_prefill(seq, count)
 
     def _schedule_decodes(self, step: StepBuilder) -> bool:
-        """One token, and its drafts, of every sequence whose prompt is computed; False: a step must be read first.
+        """Add one token and its drafts of every sequence whose prompt is computed. False if a step must be read first.
 
-        That is so after a step that verifies drafts, because its rows continue where the accepted drafts end. A
-        sequence costs Python work only in a step where it needs or fills a block, one in `block_size`.
+        An unread step that verifies drafts must be, because its rows continue after the accepted drafts. A sequence
+        costs Python work only in steps in which it needs or fills a block, one in `block_size`.
         """
         rows = self._decode_rows
         if rows is None or len(rows.seqs) + len(self._prefilling) != len(self.running):
             rows = self._decode_rows = DecodeRows(seq for seq in self.running if seq not in self._prefilling)
             if self.window is not None:
-                # Otherwise a prompt just computed would hold all its blocks until the sequence needs another.
+                # Free blocks outside the window now: a prompt just computed would hold them until it needs another
+                # block.
                 for seq in rows.seqs:
                     self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         lengths = list(map(len, rows.token_ids))
@@ -521,18 +525,18 @@ class Scheduler:
             if not rows.seqs:
                 return True
             if self._has_device_drafts() and max(lengths) + self.mtp_k > self.token_limit:
-                # Rows are padded to one length, for which their contexts need room.
+                # Rows are padded to a common length, for which each context needs room.
                 return False
         if self.step_budget is not None:
             rows, lengths = self.step_budget.take_turns(rows, lengths, self.drafts.tokens_per_row(rows.seqs))
         self.drafts.propose(rows.seqs, step.budget)
-        # A sequence grows by at most 1 + k tokens a step: only these may have filled a block, or may need another one.
+        # A sequence grows by at most 1 + k tokens per step, so only these may have filled a block or need another one.
         size, k, lookahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_lookahead_tokens
         if self.drafts.is_idle(rows.seqs):
             lookahead = 0
             eventful = [i for i, length in enumerate(lengths) if length % size <= 1]
         else:
-            # Without the prefix cache no block is published, and none of them waits for that.
+            # Without the prefix cache no block is published.
             offset = size if self.block_manager.enable_prefix_caching else 1 << 62
             eventful = [
                 i
@@ -542,7 +546,7 @@ class Scheduler:
             ]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
         if lookahead and growths:
-            # A drafter without blocks drafts less.
+            # If blocks for the drafter's lookahead are missing, it drafts less.
             further = [(seq, count + min(lookahead, seq.num_useful_drafts)) for seq, count in growths]
             if self.block_manager.can_append_all(further, spare=len(rows.seqs)):
                 growths = further
@@ -565,7 +569,7 @@ class Scheduler:
         return True
 
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
-        """Reserve blocks for a decode, preempting to free some, `seq` itself last of its owner's."""
+        """Reserve blocks for a decode, preempting sequences if needed; of its owner's sequences, `seq` last."""
         if self.window is not None:
             self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         while (added := self.block_manager.may_append(seq, num_new_tokens)) is None:
@@ -586,7 +590,7 @@ class Scheduler:
         return {*self.waiting.owners, *(seq.owner for seq in self._prefilling), *decoding}
 
     def _forget_owners(self) -> None:
-        """Keep no state of owners that are gone."""
+        """Remove the state of owners without sequences."""
         if not self.running and not self.waiting:
             self._shares.reset()
             self._held_back.clear()
@@ -600,7 +604,7 @@ class Scheduler:
         return Holdings(self.running, self.waiting, self.limits.num_rows, len(self.block_manager.blocks))
 
     def _wait_with(self, owner: str) -> set[str]:
-        """The owners that wait with one whose sequence found no slot or blocks; empty for all of them."""
+        """The owners that must wait when this owner's sequence found no slot or blocks; empty for all owners."""
         if len(self.waiting.owners) == 1:
             return set()
         holdings = self._holdings()
@@ -610,10 +614,10 @@ class Scheduler:
         return holdings.wait_with(owner)
 
     def _make_room(self, now: float) -> bool:
-        """Preempt for the sequence that could not start in the last step; False: a step must be read first.
+        """Preempt for the sequence that could not start in the last step. False if a step must be read first.
 
-        Only where its owner is below its fair share, and only what others hold far beyond theirs; for an owner
-        without a running sequence, what they hold beyond theirs at all.
+        Only an owner below its fair share is helped, and only owners far beyond theirs are preempted; for an owner
+        without a running sequence, owners anywhere beyond theirs.
         """
         seq, self._blocked = self._blocked, None
         if seq is None or seq.status is not SequenceStatus.WAITING or now < self._next_room_check:
@@ -637,7 +641,7 @@ class Scheduler:
         return True
 
     def _owners_to_pass_over(self) -> set[str]:
-        """Owners that gave slots or blocks back a short while ago and hold what was their share then."""
+        """Owners that were preempted recently and hold at least the share that was left to them."""
         self._held_back = {owner: held for owner, held in self._held_back.items() if held[0] > self.prev_time}
         if not self._held_back:
             return set()
@@ -647,10 +651,10 @@ class Scheduler:
     # -- reading steps ------------------------------------------------------------------------------------------
 
     def begin_step(self, batch: ScheduledBatch, *, drafts_on_device: bool = False) -> None:
-        """Note that a step was submitted: sequences get placeholders for the tokens that it samples at most.
+        """Record a submitted step. Its sequences get placeholders for the most tokens that it may sample.
 
-        `drafts_on_device`: the next step of its rows may be scheduled before it is read, and verifies the drafts that
-        the device makes in the meantime.
+        `drafts_on_device`: the next step of these rows may be scheduled before this one is read, and verifies drafts
+        that the device makes in the meantime.
         """
         seqs, num_decodes = batch.sequences, batch.total_seqs_num_decode
         partial = frozenset(seq for seq in seqs[num_decodes:] if seq.num_computed_tokens < seq.num_tokens)
@@ -667,23 +671,23 @@ class Scheduler:
         self.block_manager.begin_step()
 
     def _may_follow(self, step: _SubmittedStep) -> bool:
-        """Whether a step can be scheduled while this one is not read.
+        """Whether a step can be scheduled before this one is read.
 
-        Where a model drafts once this step is read, the next one waits for that. A step whose drafts the device makes
-        is followed by decodes alone: only in steps of decodes does the device know where rows begin.
+        If a model drafts after this step is read, the next step waits for that. A step whose drafts the device makes
+        is followed by decodes only, since only for decodes does the device compute the rows' first positions.
         """
         if step.drafts_on_device:
             return not (self._prefilling or (self.waiting and self._has_slot()))
         return self.drafts.may_follow_unread(step.batch)
 
     def _has_device_drafts(self) -> bool:
-        """Whether the device makes the drafts after the step submitted last, before that is read."""
+        """Whether the device drafts after the step submitted last, before that step is read."""
         return bool(self._submitted) and self._submitted[-1].drafts_on_device
 
     def read_step(self, fwd_output: ScheduledBatchOutput) -> list[RequestOutput]:
-        """Take the tokens of the step that was submitted first; tokens of sequences that left are dropped.
+        """Process the output of the oldest submitted step. Tokens of sequences that no longer run are dropped.
 
-        Sequences that started, in a step submitted since, from cached blocks of a row that failed are requeued.
+        Sequences that a later step started from cached blocks of a row that failed are requeued.
         """
         batch, errors = self._submitted[0].batch, fwd_output.errors
         invalid = set[int]()
@@ -691,7 +695,7 @@ class Scheduler:
             rows = zip(batch.req_ids, batch.tables, strict=True)
             invalid.update(block_id for seq_id, table in rows if seq_id in errors for block_id in table)
             invalid.discard(RELEASED)
-            # Also those that sequences which left since have computed.
+            # This includes blocks of sequences that have stopped running since.
             self.block_manager.forget_blocks(invalid)
         step, live = self._end_step()
         for seq in step.partial_prefills:
@@ -712,27 +716,27 @@ class Scheduler:
         return outputs
 
     def note_idle_pause(self) -> None:
-        """Note that a step was paused in which nothing was interposed."""
+        """Record that a step was paused but no step was interposed."""
         if self.step_budget is not None:
             self.step_budget.note_idle_pause()
 
     def read_interposed(
         self, batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, seconds: float
     ) -> list[RequestOutput]:
-        """As `begin_step` and `read_step`, for an interposed step that took `seconds`."""
+        """As `begin_step` and `read_step` together, for an interposed step that took `seconds`."""
         assert self.step_budget is not None, "steps are interposed where they are bounded by time"
         self.step_budget.note_interposed(batch, seconds)
         self.begin_step(batch)
         return self.read_step(fwd_output)
 
     def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
-        """Learn how long a step took that was read, with its drafting where that was `drafts_on_device`."""
+        """Record the duration of a step that was read; it includes drafting if `drafts_on_device`."""
         self.drafts.note_duration(batch, seconds, drafts_on_device=drafts_on_device)
         if self.step_budget is not None:
             self.step_budget.note(batch, seconds)
 
     def drop_steps(self) -> None:
-        """Requeue the sequences of all submitted steps: the device failed, and none of them will be read."""
+        """Requeue the sequences of all submitted steps, none of which will be read, since the device failed."""
         for step in self._submitted:
             for table in step.batch.tables:
                 self.block_manager.forget_blocks(table)
@@ -740,7 +744,7 @@ class Scheduler:
             self.retract(self._end_step()[1])
 
     def _end_step(self) -> tuple[_SubmittedStep, list[Sequence]]:
-        """Release what the step submitted first held; the step, and its sequences that still run."""
+        """Free the slots that the oldest submitted step held. Returns the step and its sequences that still run."""
         step = self._submitted.popleft()
         self.block_manager.end_step()
         self._free_slots += step.deferred_slots
@@ -757,9 +761,10 @@ class Scheduler:
         fwd_output: ScheduledBatchOutput,
         stream_output_queue: "SimpleQueue[list[RequestOutput]] | None" = None,
     ) -> list[Sequence]:
-        """Take the tokens of the step scheduled last, which was not submitted; the sequences that finished.
+        """Process the output of the step scheduled last, which was not submitted. Returns the finished sequences.
 
-        A queue is given the step's list of `RequestOutput`s. See docs/specification.md#postprocessing.
+        The step's list of `RequestOutput`s is put on the queue, if one is given. See
+        docs/specification.md#postprocessing.
         """
         if self.prev_prompt:
             self.last_prompt_latency = self._clock() - self.prev_time
@@ -772,10 +777,11 @@ class Scheduler:
     def _take_tokens(
         self, seqs: list[Sequence], fwd_output: ScheduledBatchOutput, verified: Mapping[int, list[int]]
     ) -> tuple[list[Sequence], list[RequestOutput]]:
-        """Give a step's sequences their tokens, and stop and free those that finish; these, and all outputs.
+        """Append a step's tokens to its sequences, and end those that finish. Returns the finished ones and all
+        outputs.
 
-        Tokens of a sequence that no longer runs are dropped, as are tokens sampled past a stop, or after a part of a
-        prompt. `verified`: the drafts that the step verified, by sequence id.
+        Tokens of a sequence that no longer runs are dropped, and so are tokens after a stop or after a prompt chunk.
+        `verified`: the drafts that the step verified, by sequence id.
         """
         tokens_by_id, prompt_logprobs = fwd_output.token_ids, fwd_output.prompt_logprobs
         running, prefilling, now = SequenceStatus.RUNNING, self._prefilling, time.monotonic()
@@ -783,7 +789,7 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         refusals = dict(fwd_output.refusals or ())
         if prompt_logprobs:
-            # Kept until all of a prompt's are there, which are sent with its first output.
+            # Prompt log-probabilities are collected until the prompt is complete, and sent with its first output.
             for seq in seqs:
                 if seq.prompt_logprobs is not None:
                     seq.prompt_logprobs += prompt_logprobs.get(seq.id, ())
@@ -820,7 +826,7 @@ class Scheduler:
                 output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
                 output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
                 if not seq.max_tokens:
-                    # The request wanted its prompt computed and nothing more.
+                    # The request asked for no generated tokens.
                     token_ids.pop()
                     accepted.clear()
                     seq.leave_reason = output.finish_reason = "max_tokens"
@@ -836,7 +842,7 @@ class Scheduler:
                 rows = fwd_output.logprobs.get(output.request_id)
                 output.logprobs = rows and rows[: len(output.output_tokens)]
         for seq in finished:
-            # A block that the last tokens filled was not published while they were placeholders.
+            # A block with placeholders is not published, so publish it now that its tokens are known.
             self.block_manager.publish(seq, len(seq.token_ids) - 1)
             self._release(seq, SequenceStatus.FINISHED)
         if finished:
@@ -850,7 +856,7 @@ class Scheduler:
     def _take_vectors(
         self, seqs: list[Sequence], vectors: Mapping[int, bytes], now: float, finished: list[Sequence]
     ) -> list[RequestOutput]:
-        """The outputs of sequences whose prompts a step has pooled, which are added to `finished`.
+        """End the sequences whose prompts a step has pooled, and add them to `finished`. Returns their outputs.
 
         Vectors of sequences that no longer run are dropped.
         """
@@ -870,26 +876,26 @@ class Scheduler:
         return outputs
 
     def _set_ends(self, seq: Sequence) -> None:
-        """Note on a sequence which tokens may end it, and the length that does."""
-        # `ignore_eos` ignores the model's whole EOS list, of which `stop_token_ids` is the rest.
+        """Store on a sequence the tokens that end it and its maximum length."""
+        # `ignore_eos` ignores the model's whole EOS list, which includes the config's `stop_token_ids`.
         model_tokens = () if seq.ignore_eos else (self.eos_token_id, *self.stop_token_ids)
         own = seq.sampling_params.stop_token_ids
         ends, of, with_model = self._latest_ends
         if own is None or own is not of or with_model is seq.ignore_eos:
             ends = frozenset((*model_tokens, *(own or ())))
             self._latest_ends = ends, own, not seq.ignore_eos
-        # The choices of a request share their tokens.
+        # The choices of a request share one set of end tokens.
         seq.end_tokens = ends
         seq.token_limit = min(seq.num_prompt_tokens + seq.max_tokens, self.token_limit)
 
     def _leave_reason(self, seq: Sequence, token_id: int) -> str | None:
-        """Why `seq` ends at `token_id`, its latest token; None: it continues.
+        """The reason why `seq` ends at `token_id`, its latest token; None if it continues.
 
-        The first match counts, in the order of docs/specification.md#stop-conditions. Stop strings are matched on
-        text, by the front end.
+        The first match in the order of docs/specification.md#stop-conditions counts. The front end matches stop
+        strings, on text.
         """
         if not seq.token_limit:
-            # A caller has put it into `waiting` or `running` itself, and not by `add`.
+            # A caller put the sequence into `waiting` or `running` directly, without `add`.
             self._set_ends(seq)
         if seq.stop_token_sequences and seq.ends_with_stop_sequence:
             return "stop_sequence"
@@ -901,10 +907,10 @@ class Scheduler:
             return "grammar"
         return "max_tokens" if len(seq.token_ids) >= seq.token_limit else None
 
-    # -- leaving ------------------------------------------------------------------------------------------------
+    # -- removal ------------------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence) -> None:
-        """Take back a running sequence's blocks; it waits at the head of the queue and prefills again."""
+        """Free a running sequence's blocks. It waits at the head of its owner's queue and prefills again."""
         if self.running and self.running[-1] is seq:
             self.running.pop()
         elif seq in self.running:
@@ -951,7 +957,7 @@ class Scheduler:
     # -- statistics and checks ----------------------------------------------------------------------------------
 
     def stats(self, step_kind: str, step_seconds: float) -> SchedulerStats:
-        """Current gauges and the counters so far, which are sent with the step that was just run."""
+        """The current gauges and the counters so far, to be sent with the outputs of the step that was just run."""
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -989,18 +995,19 @@ class Scheduler:
             raise AssertionError("a sequence prefills but does not run")
 
     def update_spec_stats(self, num_accepted_tokens: int) -> None:
-        """Count the `mtp_k` drafts of one sequence; one of its `num_accepted_tokens` is the target model's own.
+        """Count the `mtp_k` drafts of one sequence; one of its `num_accepted_tokens` is the target's own token.
 
-        Part of the contract (docs/specification.md#speculative-decoding); Kaon counts what each step verified.
+        Part of the contract (docs/specification.md#speculative-decoding). Kaon itself counts the verified drafts of
+        each step.
         """
         self.drafts.count(num_accepted_tokens, self.mtp_k)
 
     @property
     def total_draft_tokens(self) -> int:
-        """Draft tokens verified so far."""
+        """Number of draft tokens verified so far."""
         return self.drafts.num_proposed
 
     @property
     def total_accepted_tokens(self) -> int:
-        """Those of them that were accepted."""
+        """Number of draft tokens accepted so far."""
         return self.drafts.num_accepted

@@ -1,7 +1,7 @@
 """`FILTERS`: the table of filters, by which a request excludes tokens from random sampling.
 
 To add a filter, add a field to `SamplingParams` and to the request schema, and a row with its `keep` here.
-`TorchOps.draw` and its counterparts in C and Triton implement the first three filters themselves, because they know
+`TorchOps.draw` and its counterparts in C and Triton implement the first three filters themselves, because these need
 the order of the tokens; any other filter masks the logits before `draw`.
 """
 
@@ -23,8 +23,8 @@ class Filter(NamedTuple):
     is_off: Callable[[npt.NDArray[Any], int], npt.NDArray[np.bool_]]
     """Returns which values exclude no token of a vocabulary of the given size. # [R] -> [R]"""
     keep: Keep | None = None
-    """Returns which tokens stay, from logits minus their row's maximum, divided by its temperature; None: `draw`
-    decides.
+    """Returns which tokens stay, from logits minus their row's maximum, divided by its temperature; None if
+    `draw` implements the filter.
 
     Each row's argmax must stay. # [R, V] float32, values [R] -> [R, V] bool
     """

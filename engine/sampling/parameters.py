@@ -1,6 +1,6 @@
-"""Sampling parameters: `SamplingColumns` keeps those of each slot; `SamplingRows` is what one step needs of them.
+"""Sampling parameters: `SamplingColumns` stores those of each slot; `SamplingRows` holds those that one step needs.
 
-The input batch writes a slot when its sequence starts, and asks for the rows of each step.
+The input batch writes a slot when its sequence starts, and gets the rows of each step.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Table = TypeVar("Table")
 Made = TypeVar("Made")
 
 MIN_TEMPERATURE = 1e-5
-"""Below it the argmax is taken: the limit, without the overflow."""
+"""Temperature below which the argmax is taken: the limit for small temperatures, without overflow."""
 
 REPETITION, PRESENCE, FREQUENCY, BIAS = range(4)
 """Kinds of adjustments to single logits, in the order in which they are applied."""
@@ -30,7 +30,7 @@ REPETITION, PRESENCE, FREQUENCY, BIAS = range(4)
 _RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK, _BUDGET, _KEEP = (
     1 << bit for bit in range(11)
 )
-"""Features that a slot uses."""
+"""Flags of the features that a slot uses."""
 _OF_TOKENS = _REPETITION | _PRESENCE | _FREQUENCY | _BAD_WORDS | _MASK
 """Features that depend on the tokens before the sampled one."""
 _OF_OPERATORS = _RANDOM | _REPETITION | _PRESENCE | _FREQUENCY
@@ -39,23 +39,23 @@ _OF_OPERATORS = _RANDOM | _REPETITION | _PRESENCE | _FREQUENCY
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """The rows of a step that are sampled and not greedy. Arrays have one entry each, `rows` are indexes into it."""
+    """The rows of a step that are sampled at random. Arrays have one entry per row; `rows` are indices in the step."""
 
     rows: npt.NDArray[np.int64]
     temperature: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64]
-    """Tokens kept; the vocabulary's size keeps all."""
+    """Top-k; the vocabulary's size excludes no token."""
     top_p: npt.NDArray[np.float64]
     min_p: npt.NDArray[np.float64]
     key: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]
     """With `key` and a token id, determines the token's noise."""
     filtered: npt.NDArray[np.bool_]
-    """Whether top-k, top-p or min-p may drop a token."""
+    """Whether top-k, top-p or min-p may exclude a token."""
 
     @property
     def row_keys(self) -> npt.NDArray[np.uint64]:
-        """Of the rows' noise."""
+        """Keys of the rows' noise."""
         return row_keys(self.key, self.position)
 
     def of_stream(self, stream: int) -> "RandomRows":
@@ -63,7 +63,7 @@ class RandomRows:
         return replace(self, key=stream_keys(self.key, stream)) if stream else self
 
     def take(self, chosen: npt.NDArray[np.int64]) -> "RandomRows":
-        """Some of the rows."""
+        """A subset of the rows."""
         return RandomRows(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
 
@@ -78,9 +78,9 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Drafts that a drafter sampled from distributions of its own, each after the position of a random row.
+    """Drafts that a drafter sampled from its own distributions, each verified at the position of a random row.
 
-    The row after that of a sequence's last draft samples the token after this draft, or has a draft of another one.
+    The row after that of a sequence's last draft samples the token after the draft, or belongs to another sequence.
     """
 
     rows: npt.NDArray[np.int64]  # [D], ascending
@@ -88,42 +88,42 @@ class Proposals:
     sequences: npt.NDArray[np.int64]  # [D]
     """Equal for the drafts of a sequence."""
     token_ids: npt.NDArray[np.int64]  # [D]
-    probabilities: torch.Tensor  # [D, V] float32, that the draft was sampled from
+    probabilities: torch.Tensor  # [D, V] float32, the distribution of each draft
 
 
 class Later(NamedTuple):
-    """By how much the positions of rows are later than the host knows."""
+    """Offsets by which the rows' positions are later than the host knows."""
 
     by: torch.Tensor  # [N] int64, on the device; negative for rows whose tokens are not used
     most: int
-    """Greater than every element of `by`."""
+    """An upper bound, greater than every element of `by`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What the sampler must do with the rows of a step. A field is None, or empty, where no row needs it."""
+    """The sampling parameters of a step's rows. A field is None, or empty, if no row uses it."""
 
     random: RandomRows | None = None
     repetition: Adjustments | None = None
-    """One entry a token of prompt and output, repeats included, and so for the two below over the output."""
+    """One entry per token of prompt and output, repeats included; the next two fields have one per output token."""
     presence: Adjustments | None = None
     frequency: Adjustments | None = None
     bias: Adjustments | None = None
     """Logit biases, and minus infinity for tokens that may not be sampled here."""
     masked: list[MaskedRow] | None = None
-    """Rows that may sample some tokens only."""
+    """Rows that may sample only certain tokens."""
     num_logprobs: dict[int, int] | None = None
-    """Alternatives asked for, by row."""
+    """Number of requested alternatives, by row."""
     filters: list[FilteredRows] = field(default_factory=list)
-    """Random rows with a filter that the draw does not implement itself."""
+    """Random rows with a filter that `TorchOps.draw` does not implement itself."""
     proposals: Proposals | None = None
     """Drafts that rejection sampling accepts or replaces."""
     later: Later | None = None
-    """Of rows whose noise belongs to later positions; None: the host knows all positions."""
+    """Set if the noise of some rows belongs to later positions; None if the host knows all positions."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every row takes its argmax, and nothing else is asked of the logits."""
+        """Whether every row takes its argmax, without changes to its logits or log probabilities."""
         return self.random is None and not (self.adjustments or self.masked or self.num_logprobs)
 
     @property
@@ -134,7 +134,7 @@ class SamplingRows:
 
 
 class _PerTable(Generic[Table, Made]):
-    """What is made of a table of parameters, which all choices of a request have in common; made once for those."""
+    """Caches a value computed from a table of parameters that all choices of a request share."""
 
     def __init__(self, make: Callable[[Table], Made]) -> None:
         self._make = make
@@ -147,14 +147,14 @@ class _PerTable(Generic[Table, Made]):
 
 
 class SamplingColumns:
-    """Sampling parameters by slot, as columns; what few requests use is kept in dictionaries by slot."""
+    """Sampling parameters by slot, as columns; rarely used ones are in dictionaries by slot."""
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, seed: int) -> None:
         """`seed` is the server's, for requests without one."""
         self._vocab_size = vocab_size
         self._seed = seed
         self._needs = np.zeros(max_num_seqs, dtype=np.uint16)
-        """Which of the features above a slot uses: a step does only what one of its rows needs."""
+        """Flags of the features that each slot uses; a step skips the features that none of its rows uses."""
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._filters = {each.name: np.zeros(max_num_seqs, dtype=each.dtype) for each in FILTERS}
         self._key = np.zeros(max_num_seqs, dtype=np.uint64)
@@ -163,7 +163,7 @@ class SamplingColumns:
         self._frequency = np.zeros(max_num_seqs, dtype=np.float32)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._min_num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        """Sequence length from which on the slot's forbidden tokens may be sampled."""
+        """Sequence length from which the slot's forbidden tokens may be sampled."""
         self._bias_of = _PerTable(_bias_arrays)
         self._bad_words_of = _PerTable(BadWords)
         self._ends_of = _PerTable(self._known_tokens)
@@ -173,14 +173,14 @@ class SamplingColumns:
         self._masked: dict[int, _Masked] = {}
         self._budgets: dict[int, _Budget] = {}
         self._budget_ends = np.zeros(max_num_seqs, dtype=np.int64)
-        """Sequence length from which on the slot's reasoning may have to be closed."""
+        """Sequence length from which the slot's reasoning may have to be closed."""
         self._num_logprobs: dict[int, int] = {}
 
     def write(self, slot: int, seq: EngineSequence) -> None:
-        """Overwrite all of a slot with a sequence's parameters."""
+        """Overwrite a slot with a sequence's parameters."""
         params = seq.sampling_params
         needs = 0
-        # Columns that are read whatever `needs` says hold neutral values where a feature is not used.
+        # Columns that are read regardless of `needs` hold neutral values for unused features.
         self._temperature[slot] = 0.0
         if params.temperature >= MIN_TEMPERATURE:
             needs |= _RANDOM
@@ -228,19 +228,19 @@ class SamplingColumns:
         self._needs[slot] = needs
 
     def _known_tokens(self, token_ids: frozenset[int | None]) -> list[int]:
-        """Those of the vocabulary."""
+        """Drop the token ids outside the vocabulary."""
         return [token for token in token_ids if token is not None and token < self._vocab_size]
 
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether all these slots take their argmax, and nothing else is asked of the logits."""
+        """Whether all these slots take their argmax, without changes to the logits or log probabilities."""
         return not self._needs[slots].any()
 
     def are_of_operators(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether `operands` has all sampling parameters that these slots use."""
+        """Whether `operands` includes all sampling parameters that these slots use."""
         return not (self._needs[slots] & ~np.uint16(_OF_OPERATORS)).any()
 
     def operands(self, tokens: npt.NDArray[np.int32]) -> Sampling:
-        """The parameters of all slots, and the table of their tokens, as the CPU's operators read them."""
+        """The parameters and the token table of all slots, in the layout of the CPU's operators."""
         columns = (
             *(self._temperature, self._filters["top_k"], self._filters["top_p"], self._filters["min_p"], self._key),
             *(self._repetition, self._presence, self._frequency, self._num_prompt_tokens, tokens),
@@ -250,8 +250,9 @@ class SamplingColumns:
         return made
 
     def need_last_token(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]) -> bool:
-        """Whether one of these slots, of sequences of these lengths, cannot choose a token before the one before it is
-        known. # 2 x [num_slots]
+        """Whether sampling in one of these slots, at these sequence lengths, depends on the previous token.
+
+        # 2 x [num_slots]
         """
         flags = self._needs[slots]
         needs = int(np.bitwise_or.reduce(flags))
@@ -262,7 +263,7 @@ class SamplingColumns:
     def _are_due(
         self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
     ) -> npt.NDArray[np.bool_]:
-        """Which slots have computed as many tokens as their reasoning may have. # [num_slots]"""
+        """Which slots have reached the token limit of their reasoning. # [num_slots]"""
         return (flags & _BUDGET).astype(np.bool_) & (num_tokens >= self._budget_ends[slots])
 
     def rows(
@@ -273,11 +274,11 @@ class SamplingColumns:
         *,
         are_tokens_known: bool = True,
     ) -> SamplingRows:
-        """What the sampler needs to choose the next token of each slot in `slots`. # [num_rows]
+        """The sampling parameters for the next token of each slot in `slots`. # [num_rows]
 
         `num_tokens` are the lengths of their sequences (the position that is sampled), `tokens` the table of all
         slots' tokens. # [num_rows], [max_num_seqs, max_model_len]
-        `are_tokens_known`: False: what depends on tokens, and not on positions alone, is left out.
+        `are_tokens_known`: if False, parameters that depend on the tokens before are left out.
         """
         flags = self._needs[slots]
         if not are_tokens_known:
@@ -375,7 +376,7 @@ class SamplingColumns:
         for row in np.flatnonzero((flags & _MASK).astype(np.bool_) | is_due).tolist():
             slot = int(slots[row])
             masked = self._masked[slot]
-            # A sequence that ended while the step ran samples a token as well, which is discarded.
+            # A sequence that ended while the step ran still samples a token, which is discarded.
             if masked.is_over:
                 continue
             closing = None
@@ -398,12 +399,12 @@ class SamplingColumns:
 
 
 def _bias_arrays(bias: dict[int, float]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tokens and what is added to their logits. # 2 x [num_biases]"""
+    """Token ids and the biases of their logits. # 2 x [num_biases]"""
     return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
 
 
 class BadWords:
-    """Sequences of tokens, each forbidden as a whole: its last token, where those before it were just generated."""
+    """Forbidden token sequences: the last token of each is forbidden where its other tokens were just generated."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._always = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
@@ -411,10 +412,10 @@ class BadWords:
         self._before_last = np.array([word[-2] for word in self._words], dtype=np.int64)
 
     def completing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """The tokens that would complete a sequence after `generated`, which excludes the prompt."""
+        """The tokens that would complete a forbidden sequence after `generated`, which excludes the prompt."""
         if not len(generated) or not self._words:
             return self._always
-        # Most sequences are ruled out by the one token before their last.
+        # Comparing one token first rules most sequences out.
         begun = [self._words[i] for i in np.flatnonzero(self._before_last == generated[-1]).tolist()]
         completing = [int(word[-1]) for word in begun if _ends_with(generated, word[:-1])]
         return np.concatenate([self._always, np.array(completing, dtype=np.int64)])
@@ -425,7 +426,7 @@ def _ends_with(generated: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) 
 
 
 class _Budget:
-    """A slot whose reasoning is closed after a number of tokens."""
+    """The state of a slot whose reasoning is closed after a number of tokens."""
 
     def __init__(self, budget: ReasoningBudget, vocab_size: int) -> None:
         self._max_tokens = budget.max_tokens
@@ -433,12 +434,12 @@ class _Budget:
         self._end = budget.closing[0][0]
         self._closing = [packed(token_ids, vocab_size) for token_ids in budget.closing]
         self.is_over = False
-        """Whether nothing is due any more: the reasoning ended so long ago that its end cannot be a draft."""
+        """Whether the reasoning is closed for good: its end is so many tokens ago that it cannot be a draft."""
 
     def closing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-        """The tokens, as a mask, of which one is due after `generated`; None: any may follow.
+        """The mask of tokens that may follow `generated` to close the reasoning; None if any token may follow.
 
-        The sequence's own tokens determine it, so that it holds after a preemption or a restart as well.
+        It depends only on the sequence's tokens, so it is the same after a preemption or a restart.
         """
         if self._opening is not None:
             openings = np.flatnonzero(generated[:_LATEST_OPENING] == self._opening)
@@ -451,20 +452,20 @@ class _Budget:
         ends = np.flatnonzero(generated == self._end)
         if not len(ends):
             return self._closing[0]
-        # What the model has closed by itself is left alone.
+        # The model has closed its reasoning by itself.
         step = len(generated) - int(ends[0])
         self.is_over = step > _LATEST_DRAFT
         return self._closing[step] if ends[0] >= self._max_tokens and step < len(self._closing) else None
 
 
 _LATEST_DRAFT = 64
-"""Tokens behind which none is a draft that verification may still reject."""
+"""Number of tokens after which an earlier token cannot be a draft that verification may still reject."""
 _LATEST_OPENING = 4
-"""Tokens among which a model that reasons opens its reasoning: line breaks may come before."""
+"""Number of leading tokens within which a model opens its reasoning, since line breaks may precede it."""
 
 
 class _Masked:
-    """A slot that may sample some tokens only."""
+    """The state of a slot that may sample only certain tokens."""
 
     __slots__ = ("_allowed", "_ends", "_followed", "_late_ends", "_matcher", "_row", "_seq", "_unwanted_eos")
 
@@ -473,15 +474,15 @@ class _Masked:
         allowed = seq.sampling_params.allowed_token_ids
         self._matcher = seq.matcher
         self._allowed = None if allowed is None else packed(allowed, vocab_size)
-        # The matcher allows the model's own ends by itself, also where the request ignores them.
+        # The matcher allows the model's end tokens even if the request ignores them, so they are masked here.
         eos = () if seq.matcher is None else seq.matcher.eos_token_ids
         self._ends = [token for token in ends if token not in eos]
         self._unwanted_eos = [token for token in eos if token not in ends]
         self._late_ends = [*self._unwanted_eos, *ends]
         self._row: MaskedRow | None = None
-        """The masked row of the last step: most sequences keep it for many steps."""
+        """The masked row of the last step, which stays the same for many steps in most sequences."""
         self._followed: tuple[int, list[int], Matcher | None] = 0, [], None
-        """The sequence's length, tokens after that, and the matcher after those: the next position's goes on there."""
+        """The sequence's length, the tokens after it, and the matcher advanced over them, for the next position."""
 
     @property
     def is_over(self) -> bool:
@@ -489,13 +490,13 @@ class _Masked:
         return self._seq.is_finished
 
     def unread(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Which of a position's tokens the matcher has not read: drafts, and tokens whose step is not finished."""
+        """The tokens before a position that the matcher has not read: drafts, and tokens of an unfinished step."""
         return tokens[len(tokens) if self._matcher is None else len(self._seq.token_ids) :]
 
     def later_row(
         self, row: int, unread: list[int], too_short: bool, due: npt.NDArray[np.int32] | None = None
     ) -> MaskedRow:
-        """As `row`, after tokens that the matcher has not read. Where these cannot be followed, any may be sampled."""
+        """As `row`, after tokens that the matcher has not read. If it rejects these, any token may be sampled."""
         assert self._matcher is not None
         length, before, last = self._followed
         if last is not None and length == len(self._seq.token_ids) and before == unread[:-1]:
@@ -507,7 +508,7 @@ class _Masked:
         return MaskedRow(row, matcher, self._ends, withheld, self._allowed, due)
 
     def row(self, row: int, too_short: bool, due: npt.NDArray[np.int32] | None = None) -> MaskedRow:
-        """What row `row` of a step may sample; `too_short` is a sequence of fewer than `min_tokens`.
+        """The mask of row `row` of a step. `too_short`: the sequence has fewer than `min_tokens` tokens.
 
         `due`: see `MaskedRow`.
         """

@@ -1,4 +1,4 @@
-"""The sampler's operations as torch's: `TorchOps` on any device, and `CPUOps`, which uses the CPU's operators too."""
+"""The sampler's operations in torch: `TorchOps` on any device, and `CPUOps`, which also uses the CPU's operators."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ from models.ops.cpu import sampling as cpu_sampling
 from models.ops.memory import upload
 
 _SCORED = 16
-"""Tokens of a row without filters that are scored in float64: those with the largest scores in float32."""
+"""Number of tokens of a row without filters that are scored in float64: those with the largest float32 scores."""
 _WIDEST = 1024
-"""Largest top-k for which only that many tokens are ordered, and not the whole vocabulary."""
+"""Largest top-k for which only the top k tokens are sorted, rather than the whole vocabulary."""
 _CPU_WIDTHS = (64, 1024)
-"""Numbers of top tokens that are tried for the cut of top-k, top-p and min-p before the whole vocabulary is sorted."""
+"""Numbers of top tokens in which the cut of top-k, top-p and min-p is sought before the whole vocabulary is sorted."""
 _MASKED_AT_ONCE = 1 << 18
-"""Logits that the CPU masks in one operation, instead of row by row."""
+"""The most logits that the CPU masks in one operation, instead of row by row."""
 
 LogprobColumns: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Columns of R rows: the token's log probability and rank, then ids and log probabilities of the top tokens.
@@ -46,18 +46,18 @@ class Candidates:
 
 
 class TorchOps:
-    """By torch, on any device. All operations are on logits [N, V] float32, which they overwrite."""
+    """The operations in torch, for any device. They take logits [N, V] float32 and overwrite them."""
 
     logits_at_a_time = 1 << 24
-    """Logits that are drawn from at a time: their running sums in float64 take sixteen bytes each."""
+    """The most logits that are sampled from at a time: their cumulative sums in float64 take 16 bytes each."""
 
     def adjust(
         self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, kind: int
     ) -> None:
-        """Apply a penalty or a bias to single logits, each `kind` by itself. # 3 x [num_changes]
+        """Apply one kind of penalty or bias to single logits. # 3 x [num_changes]
 
-        `REPETITION` divides positive logits and multiplies others, `PRESENCE` subtracts: once a token, however often
-        it is named. `FREQUENCY` subtracts and `BIAS` adds for each entry.
+        `REPETITION` divides positive logits and multiplies others, and `PRESENCE` subtracts, once per token even if it
+        is listed several times. `FREQUENCY` subtracts and `BIAS` adds for each entry.
         """
         # Repeats of a token write the same value, except where they add up.
         index = (rows, ids)
@@ -70,7 +70,7 @@ class TorchOps:
             logits.index_put_(index, -values if kind == FREQUENCY else values, accumulate=True)
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-        """Minus infinity for tokens whose bit is not set. # [R] int64, [R, V / 32] int32"""
+        """Set the logits of tokens whose bit is not set to minus infinity. # [R] int64, [R, V / 32] int32"""
         bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
         is_allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
         logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
@@ -83,9 +83,9 @@ class TorchOps:
         return found
 
     def draw_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
-        """What `draw` needs on the device: here, six arrays a part of the rows.
+        """The arrays that `draw` needs on the device: here, six for each part of the rows.
 
-        `most`: as in `Later`, whose noise `draw_later` selects from that of all positions.
+        `most`: as in `Later`; `draw_later` selects the noise of the true positions from that of all possible ones.
         """
         return [
             array
@@ -105,7 +105,7 @@ class TorchOps:
     def draw_later(
         self, random: RandomRows, arrays: Sequence[torch.Tensor], later: Later
     ) -> tuple[RandomRows, Sequence[torch.Tensor]]:
-        """What `draw` takes for rows at later positions, of `draw_arrays`."""
+        """Select, from `draw_arrays`, the arrays that `draw` takes for rows at later positions."""
         chosen = list(arrays)
         if later.most > 1:
             for index in range(5, len(arrays), 6):
@@ -118,12 +118,12 @@ class TorchOps:
     ) -> None:
         """Replace the tokens of the random rows, except of those whose peak is not finite. # arrays: `draw_arrays`'
 
-        The token is the argmax of scaled logits plus noise, among those that top-k, top-p and min-p keep.
+        The token is the argmax of scaled logits plus noise, among the tokens within top-k, top-p and min-p.
         """
         peaks, is_finite = candidates.peaks[:, None], candidates.peaks.isfinite()
         for index, part in enumerate(self._parts(random, logits.shape[-1])):
             rows, temperature, top_k, top_p, min_p, row_keys = arrays[6 * index : 6 * index + 6]
-            # The maximum is subtracted first: nothing overflows, however small the temperature.
+            # Subtracting the maximum first prevents overflow for any temperature.
             scaled = logits.index_select(0, rows).sub_(peaks[rows]).div_(temperature[:, None])
             # The token of a row that is not finite is not used.
             scaled.masked_fill_(~is_finite[rows, None], 0.0)
@@ -153,7 +153,7 @@ class TorchOps:
         self.verify(logits, candidates, random, proposals)
 
     def probabilities(self, logits: torch.Tensor, peaks: torch.Tensor, random: RandomRows) -> torch.Tensor:
-        """How probable each token is in `draw`, of rows whose peak is finite. # peaks [N] -> [D, V] float32"""
+        """The distributions that `draw` samples from, for rows with a finite peak. # peaks [N] -> [D, V] float32"""
         device, vocab_size = logits.device, logits.shape[-1]
         found = logits.new_empty(len(random.rows), vocab_size)
         at_a_time = max(1, self.logits_at_a_time // vocab_size)
@@ -179,10 +179,10 @@ class TorchOps:
         return found
 
     def verify(self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, proposals: Proposals) -> None:
-        """Rejection sampling (Leviathan, Kalman and Matias, 2023), after `draw` and on the device alone.
+        """Apply rejection sampling (Leviathan, Kalman and Matias, 2023) after `draw`, without waiting for the device.
 
-        A draft with probability q is a row's token with probability min(1, p / q); else it is replaced by a sample of
-        max(p - q, 0), which is never the draft. A row whose peak is not finite keeps its token.
+        A draft with probability q becomes the row's token with probability min(1, p / q). Otherwise the token is
+        sampled from max(p - q, 0), which is never the draft. A row whose peak is not finite is not changed.
         """
         part = random.take(np.searchsorted(random.rows, proposals.rows))
         at_a_time = max(1, self.logits_at_a_time // logits.shape[-1])
@@ -210,9 +210,9 @@ class TorchOps:
         sampled: torch.Tensor,
         is_accepted: torch.Tensor,
     ) -> torch.Tensor:
-        """A sample of max(p - q, 0) for each row; any token for those that accept. # 2 x [R, V], 3 x [R] -> [R]"""
+        """Sample from max(p - q, 0) for each row; any token for rows that accept. # 2 x [R, V], 3 x [R] -> [R]"""
         rest = (p - q).clamp_(min=0.0)
-        # Where the rest is empty, p and q are equal up to rounding, and the row's own sample is used.
+        # If max(p - q, 0) is empty, p and q are equal up to rounding, and the row's own sample is used.
         return draw_unfiltered(rest.log(), row_keys).where(rest.sum(-1) > 0.0, sampled)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobColumns:
@@ -227,7 +227,7 @@ class TorchOps:
         return (values - normaliser)[:, 0], self._ranks(logits, token_ids, values), top_ids, top_values - normaliser
 
     def _parts(self, random: RandomRows, vocab_size: int) -> Iterator[RandomRows]:
-        """Rows without filters, with a small top-k, and with others, of each a limited number at a time."""
+        """Split the rows into those without filters, with a small top-k, and with other filters, in limited groups."""
         at_a_time = max(1, self.logits_at_a_time // vocab_size)
         is_narrow = random.filtered & (random.top_k <= min(_WIDEST, vocab_size - 1))
         for chosen in (~random.filtered, is_narrow, random.filtered & ~is_narrow):
@@ -244,12 +244,12 @@ class TorchOps:
         min_p: torch.Tensor,
         row_keys: torch.Tensor,
     ) -> torch.Tensor:
-        """Draw from what top-k, top-p and min-p leave. # [R, V], 4 x [R] -> [R] int64"""
+        """Sample among the tokens within top-k, top-p and min-p. # [R, V], 4 x [R] -> [R] int64"""
         total = scaled.exp().sum(-1).double()
         if max_top_k <= _WIDEST and max_top_k < scaled.shape[-1]:
             values, ids = stable_topk(scaled, max_top_k)
         else:
-            # Stable: equal values come in the order of their tokens.
+            # A stable sort leaves equal values in the order of their token ids.
             values, ids = scaled.sort(dim=-1, descending=True, stable=True)
         num_kept = count_kept(values, top_k, top_p, min_p, total)
         ranks = best_rank(values, ids, num_kept, row_keys)
@@ -263,10 +263,10 @@ class TorchOps:
 
 
 class CPUOps(TorchOps):
-    """For the CPU, where nothing is pending: the compiled operators where they run, NumPy where it beats torch."""
+    """The operations on a CPU: by the compiled operators if available, and NumPy where it is faster than torch."""
 
     logits_at_a_time = 1 << 19
-    """What is made of more rows would not fit a cache, and be in fresh pages each time."""
+    """The most logits at a time: intermediate results of more would not fit a cache, and need new pages each time."""
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
         """See `TorchOps`."""
@@ -275,7 +275,7 @@ class CPUOps(TorchOps):
             is_excluded = np.unpackbits(~masks.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
             logits[rows] = logits[rows].masked_fill_(torch.from_numpy(is_excluded.view(np.bool_)), -torch.inf)
             return
-        # A mask is read much faster than a wide row of logits: its smaller side decides what is written.
+        # Reading a mask is much faster than writing a row of logits, so the smaller of both sets of tokens is written.
         table = logits.numpy()
         for row, mask in zip((table[row] for row in rows.tolist()), masks, strict=True):
             is_allowed = np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
@@ -288,7 +288,7 @@ class CPUOps(TorchOps):
                 row[allowed] = values
 
     def draw_arrays(self, random: RandomRows, vocab_size: int, most: int = 1) -> Sequence[npt.NDArray[Any]]:
-        """See `TorchOps`: none, as `random` is where it is needed."""
+        """See `TorchOps`. Returns none, since `random` is on the host already."""
         return []
 
     def draw_later(
@@ -368,11 +368,12 @@ class CPUOps(TorchOps):
         min_p: torch.Tensor,
         row_keys: torch.Tensor,
     ) -> torch.Tensor:
-        """See `TorchOps`. Each filter keeps a prefix of the order, so few of the top tokens nearly always show where
-        the cut is; rows of which they do not are looked at again, wider. The width does not change the token.
+        """See `TorchOps`. Each filter selects a prefix of the sorted tokens, so a few top tokens nearly always include
+        the cut. Rows whose cut is further down are computed again with more tokens. The number does not change the
+        result.
         """
         vocab_size = scaled.shape[-1]
-        # Top-p is a share of what top-k leaves: of the whole distribution where it leaves everything.
+        # Top-p is a share of the total weight of the tokens within top-k.
         total = scaled.exp().sum(-1).double()
         tokens = torch.zeros_like(top_k)
         pending = torch.arange(len(scaled))
@@ -386,7 +387,7 @@ class CPUOps(TorchOps):
             else:
                 values = sorted_descending(rows)
                 num_kept = count_kept(values, k, p, min_p[pending], total[pending])
-                # The last token that is kept, by value and among equal ones by id.
+                # The last token within the filters, by value and then by id.
                 least, last = values.gather(-1, num_kept[:, None] - 1), index_of_rank(rows, values, num_kept - 1)
                 is_kept = (rows > least) | ((rows == least) & (torch.arange(vocab_size) <= last[:, None]))
                 tokens[pending] = draw_unfiltered(rows.masked_fill(~is_kept, -torch.inf), keys)
@@ -404,7 +405,7 @@ class CPUOps(TorchOps):
         sampled: torch.Tensor,
         is_accepted: torch.Tensor,
     ) -> torch.Tensor:
-        """See `TorchOps`; computed only for the rows that do not accept, which are few."""
+        """See `TorchOps`. Computes only the rows that do not accept, which are few."""
         at = (~is_accepted).nonzero()[:, 0]
         if not len(at):
             return sampled
@@ -412,7 +413,7 @@ class CPUOps(TorchOps):
         return sampled.index_copy(0, at, found)
 
     def _ranks(self, logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See `TorchOps`. NumPy counts ten times faster."""
+        """See `TorchOps`. Uses NumPy, which counts ten times faster than torch."""
         rows, own = logits.numpy(), values[:, 0].numpy()
         ranks = [
             1 + int(np.count_nonzero(row[:token] >= value)) + int(np.count_nonzero(row[token + 1 :] > value))
@@ -428,9 +429,9 @@ def _columns(random: RandomRows) -> dict[str, Any]:
 
 
 def draw_unfiltered(scaled: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
-    """The token with the largest score of each row. # logits less their maximum [R, V], [R] int64 -> [R] int64
+    """The token with the largest score of each row. # logits minus their maximum [R, V], [R] int64 -> [R] int64
 
-    Scores in float32 show the best few, and scores in float64 decide among those.
+    Float32 scores select a few candidates, and float64 scores decide among these.
     """
     scores = approximate_noise(row_keys, scaled.shape[-1]).add_(scaled)
     _, ids = stable_topk(scores, min(_SCORED, scaled.shape[-1]))
@@ -441,10 +442,10 @@ def draw_unfiltered(scaled: torch.Tensor, row_keys: torch.Tensor) -> torch.Tenso
 def count_kept(
     values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """How many of each row's largest values the filters keep, in descending order. # [R, width], 4 x [R] -> [R]
+    """How many of each row's values, in descending order, are within the filters. # [R, width], 4 x [R] -> [R]
 
-    The same rule is in draw.c and filtered.c of `models.ops.cpu`, and in `models.ops.triton.sampling`. `total` is the
-    weight of all the row's values, those not in `values` included.
+    draw.c and filtered.c of `models.ops.cpu` and `models.ops.triton.sampling` implement the same rule. `total` is the
+    weight of all values of the row, including those not in `values`.
     """
     width = values.shape[-1]
     weights = values.double().exp_()  # [R, width], 1 for the first

@@ -22,7 +22,7 @@ _KINDS = {
 
 
 class TritonOps(TorchOps):
-    """By kernels; log probabilities of more tokens than the kernel finds are torch's."""
+    """The operations as Triton kernels; torch computes log probabilities of more alternatives than they support."""
 
     def adjust(
         self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, kind: int

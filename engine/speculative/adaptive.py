@@ -1,13 +1,13 @@
-"""How many drafts each sequence is to have: `DraftPlan`, from what steps have cost and what sequences have accepted.
+"""`DraftPlan`: chooses the number of drafts of each sequence by measured costs of steps and acceptance rates.
 
-A step of more tokens takes longer, and so does making drafts: `StepCosts` measures both. With the chance `p` that a
-draft is accepted after those before it, `n` drafts bring `p + p^2 + ... + p^n` tokens. For each number of drafts, the
-plan takes the geometric mean of the sequences' tokens a second, compares it with that of no drafts, and gives drafts
-only where they win. While it gives none, a few sequences try drafts from time to time. The drafter keeps the hidden
-states of the steps before such a try, and computes nothing otherwise.
+A step of more tokens takes longer, and drafting takes time too: `StepCosts` measures both. If a draft is accepted with
+probability `p` after accepted ones, `n` drafts yield `p + p^2 + ... + p^n` tokens. For each number of drafts, the plan
+compares the geometric mean of the sequences' tokens per second with that of no drafts, and drafts only if that is
+faster. While it does not draft, a few sequences try drafts at intervals. The drafter stores the hidden states of the
+steps before a try, and is idle otherwise.
 
-The drafter also computes prompts, for drafts that come later. `NetGain` compares what that has cost with what drafts
-have gained since, and stops drafting for a while where prompts cost more.
+The drafter also computes prompts, for later drafts. `NetGain` compares the cost of prompts with the gain of drafts,
+and stops drafting for a while if prompts cost more.
 """
 
 import math
@@ -19,53 +19,53 @@ from engine.batch import DraftWork, ScheduledBatch
 from engine.sequence import Sequence
 
 _FIRST_RATE = 0.7
-"""Chance of acceptance that is assumed before anything was verified."""
+"""Acceptance rate that is assumed before any draft was verified."""
 _LEARNT, _LEARNT_BY_ALL = 0.1, 0.02
-"""Weight of a draft in its sequence's rate, and in that of all sequences, which holds for those without drafts."""
+"""Weight of a draft in its sequence's acceptance rate, and in the rate of all sequences, used for new ones."""
 _LEAST_GAIN = 1.05
-"""Gain in tokens a second from which drafts are made: a smaller gain cannot be distinguished from noise."""
+"""Least relative gain in tokens per second for which drafts are made: smaller ones are within measurement noise."""
 _RATE_AFTER_TRY = 0.6
-"""Least chance that is assumed after a try that succeeded."""
+"""Least acceptance rate that is assumed after a successful try."""
 _MARGIN = 1.1
-"""What a draft has to bring, of what it costs: the rates that are known are above the true ones as often as below."""
+"""Least expected gain of a draft relative to its cost: a margin, since measured acceptance rates may be too high."""
 _TRIES, _LEAST_TRIES = 0.008, 0.002
-"""Share of the time that is spent on tries while some succeed; each failed try halves it, down to the least."""
+"""Share of time spent on tries while some succeed, and the least share; each failed try halves it."""
 _TRYING_ROWS = 8
-"""Most sequences of a try."""
+"""The most sequences of a try."""
 _RATE_IN_TRIES = 0.9
-"""Chance of acceptance with which a try has to pay: where even such drafts bring no gain, there is no try."""
+"""Acceptance rate that is assumed for the value of a try: if drafts would bring no gain even then, none is made."""
 _STEPS_PER_PLAN, _MOST_STEPS_PER_PLAN, _MOST_STEPS_PER_IDLE_PLAN = 8, 16, 64
-"""Steps for which a plan holds while the number of rows hardly changes. Each plan that changes nothing doubles it, up
-to the second number, or up to the third while no drafts are made."""
+"""Steps for which a plan is valid while the number of rows hardly changes. Each unchanged plan doubles it, up to the
+second number, or up to the third while no drafts are made."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
-"""Tokens without drafts after a try that failed, doubled with each, and most of them."""
+"""Tokens without drafts after a failed try, doubled by each further failure, and their maximum."""
 KEPT_STEPS = 8
-"""Steps before a try in which the drafter keeps what the target has computed."""
+"""Steps before a try in which the drafter stores the target's hidden states."""
 _FIRST_TIMES = 4
-"""Of the first measurements of a cost the least counts: they include what is set up on first use."""
+"""Number of first measurements of a cost of which only the least counts, since they include lazy initialisation."""
 _SECONDS_LEARNT = 0.2
 """Weight of a measurement in a mean cost."""
 _LARGEST_FACTOR = 1.5
-"""Most that one measurement may raise a mean by, as its multiple."""
+"""The largest factor by which one measurement may exceed the mean."""
 _EXACT = 8
-"""Sizes up to which each is measured by itself; above, those of each eighth of a power of two together."""
+"""Size up to which each size is measured separately; above it, sizes are grouped in eighths of a power of two."""
 _STEPS_JUDGED, _STEPS_JUDGED_AGAIN = 64, 12
-"""Steps over which gains and costs are summed before drafting is stopped, or goes on and half are forgotten; and steps
-after which it is stopped for a large loss, if it was stopped before."""
+"""Steps over which gains and costs are summed before drafting is stopped, or else the older half is dropped; and steps
+after which a large loss stops it, if it was stopped before."""
 _MOST_DRAFTING = 4.0
-"""Most that drafting after a step of decodes counts for, in plain steps: others may have interrupted it."""
+"""The most that drafting after a step of decodes counts, in plain steps, since other processes may interrupt it."""
 _LEAST_LOSS, _LARGE_LOSS = 0.005, 0.03
-"""Shares of the time: a small and a large loss."""
+"""A small and a large loss, as shares of the time."""
 _FIRST_STOP, _LONGEST_STOP = 16.0, 128.0
-"""How long drafting is stopped at first, in units of the time in which it lost, and at most. Each stop doubles it."""
+"""Duration of the first stop and of the longest, relative to the time in which drafting lost; each stop doubles it."""
 _LONGEST_STOP_SECONDS = 600.0
-"""Most seconds of a stop: where steps are long, the units above would be hours, in which other requests may come."""
+"""The most seconds of a stop. Where steps are long, the relative bound would be hours, while requests may change."""
 _WITHOUT_PROMPTS = 8.0
-"""How many times its duration a step of decodes shortens a stop by: drafts may gain soon where no prompts come."""
+"""Factor by which the duration of a step of decodes shortens a stop, since drafts may gain where no prompts arrive."""
 _STALE_STEPS = 4096
-"""Steps after which a cost that was not measured again is forgotten."""
+"""Steps after which a cost that was not measured again is dropped."""
 _STEPS_WITH_DRAFTS = 512
-"""Steps after which one without drafts is made, where there was none, to know what it costs."""
+"""Steps after which a step without drafts is made to measure its cost, if there was none."""
 
 
 class _Mean:
@@ -75,7 +75,7 @@ class _Mean:
         self.seconds, self.count, self.step = 0.0, 0, 0
 
     def note(self, seconds: float, step: int) -> None:
-        # What is subtracted from a step's time was measured by itself.
+        # The subtracted part of a step's time was measured separately, so the difference may be negative.
         seconds = max(seconds, 0.0)
         self.count += 1
         self.step = step
@@ -91,7 +91,7 @@ class _Means:
     def __init__(self) -> None:
         self._means: dict[int, _Mean] = {}
         self._sizes: list[int] = []
-        """The keys of that, in ascending order."""
+        """Its keys, in ascending order."""
 
     def note(self, size: int, seconds: float, step: int) -> None:
         mean = self._means.get(size)
@@ -101,12 +101,12 @@ class _Means:
         mean.note(seconds, step)
 
     def step(self, size: int) -> int | None:
-        """The step in which a size was measured last; None: it was not."""
+        """The step in which a size was measured last; None if it was not measured."""
         mean = self._means.get(size)
         return None if mean is None else mean.step
 
     def at(self, size: int, since: int) -> float | None:
-        """The seconds of a size, by measurements from step `since` on; None if there are none."""
+        """The mean seconds of a size over measurements since step `since`; None if there are none."""
         return _between(self._sizes, size, lambda known: self._known(known, since))
 
     def _known(self, size: int, since: int) -> float | None:
@@ -118,30 +118,30 @@ class _Means:
 
 
 class StepCosts:
-    """Mean seconds of steps that only decode, by their number of tokens, and of drafting, by rows and depth."""
+    """Mean seconds of steps with decodes only, by number of tokens, and of drafting, by rows and depth."""
 
     def __init__(self) -> None:
         self._steps, self._kept_steps, self._catching_up = _Means(), _Means(), _Means()
         self._drafting_steps = _Means()
-        """Of steps that cannot be measured without the drafting after them."""
+        """Costs of steps that can be measured only together with the drafting after them."""
         self._drafting: dict[int, _Means] = {}
-        """Of each number of rows, by depth."""
+        """Costs of drafting for each number of rows, by depth."""
         self._rows: list[int] = []
-        """The keys of that, in ascending order."""
+        """Its keys, in ascending order."""
         self._num_steps = 0
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """Learn how long a step of decodes took, without drafting."""
+        """Record the duration of a step of decodes, without drafting."""
         self._num_steps += 1
         self._steps.note(_size(num_tokens), seconds, self._num_steps)
 
     def note_drafting_step(self, num_tokens: int, seconds: float) -> None:
-        """As `note_step`, of a step with the drafting after it, which the device does before the step is read."""
+        """As `note_step`, for a step including the drafting that the device did before the step was read."""
         self._num_steps += 1
         self._drafting_steps.note(_size(num_tokens), seconds, self._num_steps)
 
     def note_drafting(self, work: DraftWork) -> None:
-        """Learn how long it took to draft."""
+        """Record the duration of drafting."""
         if not work.num_rows:
             return
         size = _size(work.num_rows)
@@ -154,47 +154,47 @@ class StepCosts:
         self._drafting[size].note(work.depth, work.seconds, self._num_steps)
 
     def is_recent(self, num_tokens: int) -> bool:
-        """Whether such a step was measured lately, or none was."""
+        """Whether a step of this size was measured recently, or no step was."""
         last = self._steps.step(_size(num_tokens))
         return not self._num_steps or (last is not None and self._num_steps - last < _STEPS_WITH_DRAFTS)
 
     def step(self, num_tokens: int) -> float:
-        """Expected seconds of a step; where larger sizes are unknown, those of the largest known: it is tried."""
+        """Expected seconds of a step. Sizes above the largest measured one count as it, so that they are tried."""
         return self._steps.at(_size(num_tokens), self._since) or 0.0
 
     def with_drafting(self, num_tokens: int, num_rows: int, depth: int) -> float:
-        """Expected seconds of a step, and of making `depth` drafts of `num_rows` rows after it."""
+        """Expected seconds of a step and of drafting `depth` tokens for each of `num_rows` rows after it."""
         whole = self._drafting_steps.at(_size(num_tokens), self._since)
         return self.step(num_tokens) + self.drafting(num_rows, depth) if whole is None else whole
 
     def keeping(self, num_rows: int) -> float:
-        """Expected seconds by which a step takes longer if the drafter keeps its hidden states."""
+        """Expected seconds by which storing hidden states for the drafter extends a step."""
         kept = self._kept_steps.at(_size(num_rows), self._since)
         return 0.0 if kept is None else max(0.0, kept - self.step(num_rows))
 
     def drafting(self, num_rows: int, depth: int) -> float:
-        """Expected seconds of drafting; 0 where nothing is known. Larger sizes than the known ones cost as those."""
+        """Expected seconds of drafting; 0 without measurements. Sizes above the largest measured one count as it."""
         if not depth or not num_rows:
             return 0.0
         since = self._since
         return _between(self._rows, _size(num_rows), lambda rows: self._drafting_of(rows, depth, since)) or 0.0
 
     def note_kept_step(self, num_tokens: int, seconds: float) -> None:
-        """As `note_step`, of a step without drafts of which the drafter has kept the hidden states."""
+        """As `note_step`, for a step without drafts whose hidden states the drafter has stored."""
         self._num_steps += 1
         self._kept_steps.note(_size(num_tokens), seconds, self._num_steps)
 
     def pass_steps(self, count: int) -> None:
-        """Count steps that were not measured."""
+        """Count `count` steps that were not measured."""
         self._num_steps += count
 
     def catching_up(self, num_rows: int) -> float:
-        """Expected seconds of drafting where entries that waited are computed first; 0 where nothing is known."""
+        """Expected seconds of drafting that computes postponed entries first; 0 without measurements."""
         return self._catching_up.at(_size(num_rows), self._since) or 0.0
 
     @property
     def _since(self) -> int:
-        """The first step whose costs count."""
+        """The first step whose measurements are recent enough to count."""
         return self._num_steps - _STALE_STEPS + 1
 
     def _drafting_of(self, rows: int, depth: int, since: int) -> float | None:
@@ -205,7 +205,7 @@ class StepCosts:
 
 
 def _size(count: int) -> int:
-    """The size that counts for a number of tokens."""
+    """The size group of a number of tokens."""
     if count <= _EXACT:
         return count
     unit = 1 << max(0, count.bit_length() - 4)
@@ -213,7 +213,7 @@ def _size(count: int) -> int:
 
 
 def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) -> float | None:
-    """The value at a point, on the line between its neighbours among `sizes`; outside of them the nearest one.
+    """The value at a size, interpolated linearly between its neighbours in `sizes`; outside of them the nearest value.
 
     The sizes ascend; sizes that turn out to have no value are removed. None if no size has a value.
     """
@@ -233,26 +233,26 @@ def _between(sizes: list[int], at: int, value: Callable[[int], float | None]) ->
 
 
 class NetGain:
-    """The seconds that drafts have gained lately in steps of decodes, less those that they have cost in steps with
-    prompts, where the drafter computes the prompts too and verification adds tokens to a step that is long anyway.
+    """The seconds that drafts gained recently in steps of decodes, minus those that they cost in steps with prompts,
+    where the drafter computes the prompts too and verification adds tokens to a step that is long anyway.
 
-    While the sum is negative, drafting is stopped: for as many seconds as it has lasted, times a factor that grows.
+    If the sum is negative, drafting is stopped, for the seconds over which it was summed times a growing factor.
     """
 
     def __init__(self) -> None:
         self._net, self._seconds, self._steps = 0.0, 0.0, 0
-        """Sums over the steps since drafting began, or since the older half was forgotten."""
+        """Sums over the steps since drafting began, or since the older half was dropped."""
         self._left = 0.0
-        """Seconds for which drafting stays stopped."""
+        """Seconds for which drafting remains stopped."""
         self._factor = _FIRST_STOP
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no sequence is to draft, and the drafter to compute no prompts."""
+        """Whether drafting is stopped: no sequence drafts, and the drafter computes no prompts."""
         return self._left > 0.0
 
     def note(self, seconds: float, gained: float, *, has_prompts: bool) -> None:
-        """Count a step that took `seconds`, in which drafts gained so many; less than 0: they cost as many."""
+        """Count a step that took `seconds`, in which drafts gained `gained` seconds; negative if they cost time."""
         if self._left > 0.0:
             self._left -= seconds if has_prompts else _WITHOUT_PROMPTS * seconds
             return
@@ -274,65 +274,65 @@ class NetGain:
 
 
 class _Record:
-    """What is known of one sequence's drafts."""
+    """The acceptance statistics of one sequence."""
 
     __slots__ = ("limit", "misses", "rate", "resume", "tried")
 
     def __init__(self, limit: int) -> None:
         self.rate: float | None = None
-        """Chance of acceptance; None: no draft of it was verified yet."""
+        """Acceptance rate; None if no draft of the sequence was verified yet."""
         self.limit = limit
         self.misses = 0
         self.resume = 0
-        """Length from which on a sequence without drafts tries some."""
+        """Length from which a sequence without drafts may try some."""
         self.tried = 0
-        """The number of its last try."""
+        """The number of the sequence's last try."""
 
 
 class DraftPlan:
-    """The number of drafts of each sequence, at most `max_drafts`."""
+    """Chooses the number of drafts of each sequence, at most `max_drafts`."""
 
     def __init__(self, max_drafts: int, *, by_model: bool = False) -> None:
-        """`by_model`: a model drafts; more of its drafts are accepted if it has kept hidden states before."""
+        """`by_model`: a model drafts; more of its drafts are accepted if it stored hidden states before."""
         self.costs, self.net_gain = StepCosts(), NetGain()
         self._max_drafts, self._by_model = max_drafts, by_model
         self._rate = _FIRST_RATE
-        """Of all sequences lately."""
+        """Recent acceptance rate of all sequences."""
         self._records: dict[int, _Record] = {}
         self._first_limit = max_drafts
-        """Drafts of a sequence that begins to decode."""
+        """Number of drafts of a sequence that begins to decode."""
         self._try_rows, self._try_depth = 0, 1
-        """Most sequences of a try, and their drafts."""
+        """The most sequences of a try, and their number of drafts."""
         self._try_cost: float | None = None
-        """What a try costs, in plain steps; None where even drafts that are mostly right would not pay."""
+        """Cost of a try in plain steps; None if drafts would not pay even at a high acceptance rate."""
         self._try_credit, self._try_share = 0.0, _TRIES
-        """Plain steps' worth of time that may be spent on tries, and what each step adds to it."""
+        """Time that may be spent on tries, in plain steps, and the amount that each step adds to it."""
         self._num_tries = 0
         self._trying: set[int] = set()
         """Sequences without drafts that try some in the next step."""
         self._has_drafts = True
-        """Whether the plan gives drafts to a sequence."""
+        """Whether the plan has drafts for any sequence."""
         self._is_awaited = False
-        """Whether drafts will be given as soon as the drafter has kept enough steps."""
+        """Whether drafting begins as soon as the drafter has stored enough steps."""
         self._num_kept = KEPT_STEPS
-        """Steps that the drafter has kept without a gap, at most so many."""
+        """Number of successive steps that the drafter has stored, up to a limit."""
         self._is_plain = False
-        """Whether the next step is to have no drafts, so that its cost is known."""
+        """Whether the next step has no drafts, so that its cost is measured."""
         self._steps_left, self._interval = 0, _STEPS_PER_PLAN
         self._planned_size = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence that it knows is to have drafts for now."""
+        """Whether no known sequence has drafts for now."""
         return self._is_plain or self.net_gain.is_stopped or not (self._trying or self._has_drafts)
 
     @property
     def is_keeping(self) -> bool:
-        """Whether the drafter is to keep the hidden states of the next step."""
+        """Whether the drafter should store the hidden states of the next step."""
         return self._num_kept > 0 and not self.net_gain.is_stopped
 
     def limit(self, seq: Sequence) -> int:
-        """Most drafts of a sequence for now."""
+        """The most drafts of a sequence for now."""
         if self._is_plain or self.net_gain.is_stopped:
             return 0
         if seq.id in self._trying:
@@ -343,9 +343,9 @@ class DraftPlan:
     def note_step(
         self, num_rows: int, num_tokens: int, seconds: float, *, is_kept: bool = False, has_drafted: bool = False
     ) -> None:
-        """Learn how long a step of decodes took, without drafting unless `has_drafted`.
+        """Record the duration of a step of decodes, including drafting if `has_drafted`.
 
-        `is_kept`: nothing was drafted after it, but the drafter has kept its hidden states.
+        `is_kept`: the step was followed by no drafting, but the drafter stored its hidden states.
         """
         if has_drafted:
             self.costs.note_drafting_step(num_tokens, seconds)
@@ -363,13 +363,15 @@ class DraftPlan:
         *,
         has_drafted: bool = False,
     ) -> None:
-        """Learn what drafts have gained or cost in a step that took `seconds`, `drafting_seconds` of them included.
+        """Record the gain or cost of drafts in a step that took `seconds`, which include `drafting_seconds`.
 
-        `has_drafted`: drafts were made in the step itself, as of `note_step`, and `drafting_seconds` lacks their time.
+        `has_drafted`: as in `note_step`: drafts were made in the step itself, and `drafting_seconds` excludes their
+        time.
         """
         num_rows, num_drafts = batch.total_seqs_num_decode, sum(map(len, batch.scheduled_spec_decode_tokens.values()))
         if batch.total_seqs_num_prefill or not num_rows:
-            # Drafts take as long as prompt tokens there, and so would the accepted ones as tokens of later steps.
+            # In such a step, drafts take as long as prompt tokens; accepted ones would have taken as long in later
+            # steps.
             num_rejected, num_tokens = num_drafts - num_accepted, max(1, batch.total_tokens_num)
             gained = -drafting_seconds - num_rejected / num_tokens * max(0.0, seconds - drafting_seconds)
         elif num_drafts or drafting_seconds or has_drafted:
@@ -381,20 +383,20 @@ class DraftPlan:
         self.net_gain.note(seconds, gained, has_prompts=batch.total_seqs_num_prefill > 0)
 
     def plan(self, seqs: Rows[Sequence], room: int, num_steps: int = 1) -> None:
-        """Decide for the sequences of a step, which has room for `room` drafts, and for the next ones.
+        """Plan the drafts of a step's sequences, at most `room` in total, and of the next steps.
 
-        `num_steps`: this step, and those before it that were not planned, as `num_unplanned` allows.
+        `num_steps`: number of steps since the last plan, this one included; see `num_unplanned`.
         """
         self._is_plain = False
         self._steps_left -= num_steps
         if num_steps > 1:
             self.costs.pass_steps(num_steps - 1)
         if self.net_gain.is_stopped:
-            # What the drafter has kept is of no use after steps of which it keeps nothing.
+            # Stored hidden states are of no use after steps that are not stored.
             self._has_drafts, self._is_awaited, self._num_kept, self._trying = False, False, 0, set()
             self._first_limit, self._steps_left, self._planned_size = 0, _STEPS_PER_PLAN, 0
             return
-        # A few new or ended sequences hardly change which number of drafts pays, and neither do a few steps.
+        # A few steps, or a few new or ended sequences, hardly change the best number of drafts.
         if self._steps_left <= 0 or _size(len(seqs)) != self._planned_size:
             self._decide(seqs, room)
         is_near = False
@@ -412,9 +414,9 @@ class DraftPlan:
 
     @property
     def num_unplanned(self) -> int:
-        """Steps after the planned one that need no plan while the number of rows is the same.
+        """Number of steps after the planned one that need no plan while the number of rows is the same.
 
-        Nothing is drafted in them, and the drafter keeps nothing of them.
+        In these steps nothing is drafted, and the drafter stores nothing.
         """
         if self._num_kept or self._is_awaited or not self.is_idle:
             return 0
@@ -427,7 +429,7 @@ class DraftPlan:
         return max(0, steps)
 
     def _decide(self, seqs: Rows[Sequence], room: int) -> None:
-        """Plan for some steps: the limit of each sequence, and what a try is."""
+        """Set the most drafts of each sequence and the size of a try for the next steps."""
         num_rows = len(seqs)
         records = [self._record(seq) for seq in seqs]
         rates = [self._rate if record.rate is None else record.rate for record in records]
@@ -443,7 +445,7 @@ class DraftPlan:
             if gain > best_try:
                 best_try = gain
                 self._plan_try(num_rows, depth, room, plain)
-            # What a draft costs, in the tokens that plain steps make in that time: less likely ones are left out.
+            # A draft's cost in tokens of plain steps: drafts with a lower probability of acceptance are left out.
             least = _MARGIN * num_rows * (1.0 / pace - 1.0) / num_most
             if least >= 1.0:
                 continue
@@ -451,7 +453,7 @@ class DraftPlan:
             num_drafts = sum(chosen)
             if not num_drafts:
                 continue
-            # The geometric mean: a large gain of a few sequences does not make up for a slowdown of all others.
+            # With the geometric mean, a large gain of a few sequences does not outweigh a slowdown of all others.
             progress = sum(math.log1p(_expected(rate, n)) for rate, n in zip(rates, chosen, strict=True) if n)
             seconds = self.costs.with_drafting(num_rows + num_drafts, sum(map(bool, chosen)), max(chosen))
             gain = math.exp(progress / num_rows) * (plain / seconds if plain else 1.0)
@@ -470,7 +472,7 @@ class DraftPlan:
         most = _MOST_STEPS_PER_PLAN if self._has_drafts else _MOST_STEPS_PER_IDLE_PLAN
         self._interval = _STEPS_PER_PLAN if is_new else min(2 * self._interval, most)
         self._steps_left = steps_to_keep if self._is_awaited else self._interval
-        # A new sequence has as many drafts as the others on average.
+        # A new sequence has the average number of drafts of the others.
         self._first_limit = max(1, round(sum(limits) / num_rows)) if self._has_drafts else 0
 
     def _plan_try(self, num_rows: int, depth: int, room: int, plain: float) -> None:
@@ -483,7 +485,7 @@ class DraftPlan:
         self._try_cost = max(0.0, seconds / plain - 1.0) if plain else 0.0
 
     def _try(self, seqs: Rows[Sequence]) -> None:
-        """Have sequences without drafts make some after the next step: those whose last try is the longest ago."""
+        """Choose the sequences without drafts that try some after the next step: those with the oldest last try."""
         waiting = [seq for seq in seqs if not self._record(seq).limit and seq.num_tokens >= self._record(seq).resume]
         if not waiting:
             return
@@ -495,12 +497,12 @@ class DraftPlan:
             self._records[seq.id].tried = self._num_tries
 
     def note(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn from a sequence's verified drafts; its tokens are known."""
+        """Update a sequence's acceptance rate with its verified drafts; its tokens are known."""
         record = self._record(seq)
         rate = self._rate if record.rate is None else record.rate
         learnt_by_all = _LEARNT_BY_ALL
         if not record.limit:
-            # A try: what was known may be of other text.
+            # This was a try: the earlier rate may be that of other text, so it is replaced.
             learnt_by_all = _LEARNT
             if num_accepted:
                 rate = max(rate, _RATE_AFTER_TRY)
@@ -519,7 +521,7 @@ class DraftPlan:
             record.resume = len(seq.token_ids) + pause
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence has finished."""
+        """Remove the record of a finished sequence."""
         self._records.pop(seq.id, None)
 
     def _record(self, seq: Sequence) -> _Record:
@@ -530,7 +532,7 @@ class DraftPlan:
 
 
 def _useful(rate: float, least: float, depth: int) -> int:
-    """Drafts, at most `depth`, of which each is accepted with a chance of at least `least`."""
+    """The number of drafts, at most `depth`, that are each accepted with a probability of at least `least`."""
     if rate < least:
         return 0
     if least <= 0.0 or rate >= 1.0:
@@ -539,8 +541,8 @@ def _useful(rate: float, least: float, depth: int) -> int:
 
 
 def _fitting(chosen: list[int], rates: list[float], room: int) -> list[int]:
-    """The drafts of each row, fewer where there is not room for all: then each has as many, or where there is not room
-    for one each, those with the highest rates of acceptance have one."""
+    """The numbers of drafts of each row, reduced to fit `room`: evenly, or if there is not room for one each, to one
+    for the rows with the highest acceptance rates."""
     if sum(chosen) <= room:
         return chosen
     most = room // len(chosen)
@@ -551,5 +553,5 @@ def _fitting(chosen: list[int], rates: list[float], room: int) -> list[int]:
 
 
 def _expected(rate: float, count: int) -> float:
-    """Tokens that `count` drafts are expected to bring."""
+    """The expected number of accepted tokens of `count` drafts."""
     return float(count) if rate >= 1.0 else rate * (1.0 - rate**count) / (1.0 - rate)

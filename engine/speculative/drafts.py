@@ -1,4 +1,4 @@
-"""`Drafts`: the draft tokens of running sequences, and how many were accepted. Owned by the scheduler."""
+"""`Drafts`: the draft tokens of running sequences, and acceptance statistics. Owned by the scheduler."""
 
 import logging
 import time
@@ -15,85 +15,85 @@ from engine.speculative.ngram import PromptLookup
 logger = logging.getLogger("engine.core.scheduler")
 
 STATS_INTERVAL = 1000
-"""Draft tokens between two log lines on their acceptance."""
+"""Draft tokens between two log lines on the acceptance rate."""
 
 _SUSPENDED_STEPS = 1024
-"""Steps without drafts, after one that had some ran out of memory."""
+"""Steps without drafts after a step with drafts ran out of memory."""
 
 _MEASURED_EVERY = 8
-"""One of this many steps of a pause is measured."""
+"""Every step with this interval of a pause is measured."""
 
 _MIN_SAMPLED_TOKENS = 64
-"""Tokens that a step which verifies drafts may sample, where fewer sequences than that may run."""
+"""Tokens that a step with drafts may sample, if `max_num_seqs` is smaller."""
 
 
 def max_sampled_tokens(max_num_seqs: int) -> int:
-    """Most tokens sampled in one step, drafts verified included.
+    """The most tokens sampled in one step, including positions that verify drafts.
 
-    A step of few rows is bound by reading the weights, and verifies drafts at no cost; one of many is bound by
-    arithmetic, and drafts would delay the tokens of all other sequences.
+    A step of few rows is bound by reading the weights, and verifies drafts at little cost. A step of many rows is
+    bound by arithmetic, and drafts would delay the tokens of all other sequences.
     """
     return max(max_num_seqs, _MIN_SAMPLED_TOKENS)
 
 
 def max_verified_rows(max_num_seqs: int, num_drafts: int) -> int:
-    """Most sequences of a step that verifies up to `num_drafts` drafts of each."""
+    """The most sequences of a step that verifies up to `num_drafts` drafts of each."""
     return max_sampled_tokens(max_num_seqs) // (1 + num_drafts)
 
 
 class Drafts:
-    """Makes the next step's drafts by prompt lookup, or takes those that the runner made, as many as pay."""
+    """Makes the next step's drafts by prompt lookup, or takes the runner's, in the number that `DraftPlan` chooses."""
 
     def __init__(self, config: Any, max_num_seqs: int) -> None:
         """`config` is the scheduler's; drafts are off without its `speculative_config`."""
         speculative = getattr(config, "speculative_config", None)
         self.are_on = speculative is not None
         self.max_drafts: int = speculative.num_speculative_tokens if speculative is not None else 0
-        """Most drafts of a sequence in a step."""
+        """The most drafts of a sequence in a step."""
         self._drafts_by_model: bool = getattr(speculative, "drafts_by_model", False)
         self.plan = DraftPlan(self.max_drafts, by_model=self._drafts_by_model)
         self.num_verifications = 0
-        """Times that a step verified drafts of a sequence."""
+        """Number of verifications: steps that verified drafts, counted per sequence."""
         self.num_proposed = 0
         self.num_accepted = 0
         self.accepted_by_position = [0] * self.max_drafts
-        """Of the first, second, ... drafts, those that were accepted."""
+        """Number of accepted drafts by their index: first, second, ..."""
         self._has_proposed = False
         """Whether the step being scheduled has drafts."""
         self._suspended_steps = 0
-        """Steps left for which no drafts are made."""
+        """Remaining steps for which no drafts are made."""
         self._pause_left, self._pause_length, self._paused_rows = 0, 0, 0
-        """Steps left of a pause, its length at first, and the number of rows for which it holds. In a pause nothing is
-        drafted, planned or kept, so that a step takes as long as without a drafter."""
+        """Remaining steps of a pause, its initial length, and the number of rows for which it is valid. In a pause
+        nothing is drafted, planned or stored, so that a step takes as long as without a drafter."""
         self._match_lengths: tuple[int, int] | None = None
-        """Fewest tokens that must match for a lookup, and most that are compared; None: the runner drafts."""
+        """The fewest tokens that must match in a lookup, and the most compared; None if the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
             self._match_lengths = speculative.prompt_lookup_min, speculative.prompt_lookup_max
         self._lookups: dict[int, PromptLookup] = {}
-        """By sequence id, of live sequences; made when first needed."""
+        """The indices of live sequences by id, created when first needed."""
         self._max_sampled = max_sampled_tokens(max_num_seqs)
         self._draft_seconds = 0.0
-        """What drafting took in the step that was read last."""
+        """Seconds of drafting in the step that was read last."""
         self._num_accepted = 0
-        """Drafts that this step accepted."""
+        """Number of drafts accepted in that step."""
         self._began, self._schedule_seconds = 0.0, 0.0
-        """When the last step began to be scheduled, and how long that took where a model drafts."""
+        """Time at which scheduling of the last step began, and its duration where a model drafts."""
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Positions after a step's tokens at which a drafter keeps keys and values of its drafts."""
+        """Number of positions after a step's tokens at which a drafter stores keys and values."""
         return self.max_drafts if self._drafts_by_model else 0
 
     def begin_step(self) -> None:
-        """Note that a step is being scheduled, which has no drafts yet."""
+        """Begin to schedule a step, which has no drafts yet."""
         self._has_proposed = False
         self._began = time.perf_counter()
 
     def propose(self, seqs: Rows[Sequence], budget: int) -> None:
-        """Draft tokens for the sequences that decode in the next step, which has room for `budget` tokens.
+        """Set the drafts of the sequences that decode in the next step, which may have `budget` tokens.
 
-        Drafts that the runner made are shortened to what there is room for. Those of a sequence with a grammar end
-        where it does not allow the next one, or could not tell, because the token before is not read yet.
+        The runner's drafts are truncated to the budget. Drafts of a sequence with a grammar end before the first one
+        that the grammar rejects, or cannot check because the token before is not read yet.
         """
         if not self.are_on or not seqs:
             return
@@ -121,7 +121,7 @@ class Drafts:
         self._paused_rows = len(seqs)
 
     def is_idle(self, seqs: Rows[Sequence]) -> bool:
-        """Whether these sequences have no drafts for the next step, and get none for the one after it."""
+        """Whether these sequences have no drafts for the next step or for the one after it."""
         if self._pause_left:
             return True
         if any(seq.spec_token_ids for seq in seqs):
@@ -129,7 +129,7 @@ class Drafts:
         return not self._drafts_by_model or self.plan.is_idle
 
     def tokens_per_row(self, seqs: Rows[Sequence]) -> float:
-        """Tokens that the next step computes of each of these sequences in the mean, before `propose`."""
+        """The mean number of tokens per sequence in the next step, before `propose`."""
         if not self.are_on or not seqs or self._pause_left:
             return 1.0
         if self._drafts_by_model:
@@ -137,14 +137,14 @@ class Drafts:
         return 1.0 if self.plan.is_idle else 1.0 + self.max_drafts
 
     def num_next(self, seqs: Collection[Sequence], num_decodes: int, *, is_current: bool = True) -> list[int] | None:
-        """Drafts that the runner is to make of each row of a step for the next one; None where it makes none.
+        """The number of drafts of each row that the runner makes after a step; None if the runner does not draft.
 
-        Empty where no row drafts, and none will for some steps. The first `num_decodes` of the sequences decode.
-        `is_current`: False if a step before it is unread, after which nothing is drafted.
+        Empty if no row drafts, now or for some steps. The first `num_decodes` of the sequences decode. `is_current`:
+        False if an earlier step is unread, after which nothing is drafted.
         """
         if not self._drafts_by_model:
             return None
-        # Such steps are scheduled one after the other, and scheduling drafts takes longer.
+        # With drafts, a step is scheduled only after the previous one is read, and scheduling takes longer.
         self._schedule_seconds = time.perf_counter() - self._began
         if self._suspended_steps:
             return [0] * len(seqs)
@@ -154,11 +154,11 @@ class Drafts:
             return [0] * len(seqs)
         if self.plan.is_idle:
             return [0] * num_decodes + [self._next_limit(seq) for seq in islice(seqs, num_decodes, None)]
-        # The step that is scheduled brings a token at least.
+        # The scheduled step itself yields at least one token.
         return [self._next_limit(seq) for seq in seqs]
 
     def num_next_interposed(self, num_rows: int) -> list[int] | None:
-        """As `num_next`, for the prompts of an interposed step: their sequences draft from their next step on."""
+        """As `num_next`, for the prompts of an interposed step, whose sequences draft from their next step on."""
         if not self._drafts_by_model:
             return None
         return [] if self._pause_left or not self.plan.is_keeping else [0] * num_rows
@@ -176,7 +176,7 @@ class Drafts:
         return lookup.propose(seq.token_ids, count, seq.num_placeholder)
 
     def _shorten(self, seqs: Rows[Sequence], room: int) -> None:
-        """Leave as many drafts as there is room for: as many of each sequence, or one of the first ones."""
+        """Truncate drafts to `room`: to equal numbers per sequence, or to one for the first sequences."""
         drafting = [seq for seq in seqs if seq.spec_token_ids]
         self._has_proposed = bool(drafting)
         if sum(len(seq.spec_token_ids) for seq in drafting) <= room:
@@ -186,13 +186,13 @@ class Drafts:
             seq.spec_token_ids = seq.spec_token_ids[: most or int(index < room)]
 
     def drop(self, seqs: Iterable[Sequence]) -> None:
-        """Remove the next step's drafts of these sequences, whose blocks others need."""
+        """Remove the next step's drafts of these sequences, because others need their blocks."""
         self._has_proposed = False
         for seq in seqs:
             seq.spec_token_ids = []
 
     def suspend(self) -> bool:
-        """Make no drafts for a while, because a step ran out of memory; False where that step had none anyway."""
+        """Make no drafts for a while, because a step ran out of memory. Returns False if that step had none."""
         had_any, self._has_proposed = self._has_proposed, False
         if had_any:
             logger.warning(
@@ -202,7 +202,7 @@ class Drafts:
         return had_any
 
     def may_follow_unread(self, batch: ScheduledBatch) -> bool:
-        """Whether no model drafts once this step is read, nor once the next one is."""
+        """Whether no model drafts after this step or the next one is read."""
         if not self._drafts_by_model:
             return True
         return self._pause_left > 0 and not (batch.scheduled_spec_decode_tokens or any(batch.num_next_drafts))
@@ -214,10 +214,10 @@ class Drafts:
         verified: Mapping[int, list[int]],
         computed: Collection[int] = (),
     ) -> list[Sequence]:
-        """Count what a step accepted of its drafts, `verified` by sequence id, and keep those for the next step.
+        """Count a step's accepted drafts, `verified` by sequence id, and store the drafts for the next step.
 
-        `computed`: ids of sequences that steps submitted since compute, whose next drafts follow these.
-        Returns the sequences that got no token because of their drafts: KV in their last blocks may be invalid.
+        `computed`: ids of sequences in steps submitted since, whose next drafts follow these. Returns the sequences
+        that got no token because of their drafts; KV in their last blocks may be invalid.
         """
         without_token: list[Sequence] = []
         self._draft_seconds, self._num_accepted = 0.0, 0
@@ -252,7 +252,7 @@ class Drafts:
         return without_token
 
     def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
-        """Learn how long the step took that was read last, with its drafting where that was `drafts_on_device`."""
+        """Record the duration of the step that was read last; it includes drafting if `drafts_on_device`."""
         if not self.are_on:
             return
         has_drafted = drafts_on_device and any(batch.num_next_drafts)
@@ -267,12 +267,12 @@ class Drafts:
             self.plan.note_step(*sizes, seconds, is_kept=is_kept, has_drafted=has_drafted)
 
     def forget(self, seq: Sequence) -> None:
-        """Free what is kept of a sequence that finished."""
+        """Free the state of a finished sequence."""
         self._lookups.pop(seq.id, None)
         self.plan.forget(seq)
 
     def count(self, num_accepted_tokens: int, num_drafts: int) -> None:
-        """Count a sequence's verified drafts; one of its `num_accepted_tokens` is the target model's own."""
+        """Count a sequence's verified drafts; one of its `num_accepted_tokens` is the target's own token."""
         self.num_verifications += 1
         self.num_proposed += num_drafts
         self.num_accepted += num_accepted_tokens - 1

@@ -1,8 +1,8 @@
 """`PromptLookup`: drafts the tokens that followed an earlier occurrence of a sequence's last tokens.
 
-It needs no second model. Answers that repeat their prompt (edits of code, summaries, quotations, structured data) are
-drafted well, others rarely: without a match nothing is drafted, and after rejected drafts drafting pauses.
-Source: "Prompt Lookup Decoding", A. Saxena, 2023. Matches are found by hash chains, as LZ77's compressors do.
+It needs no draft model. Its acceptance rate is high for answers that repeat their prompt (edits of code, summaries,
+quotations, structured data). Without a match nothing is drafted, and after rejected drafts drafting pauses.
+Source: "Prompt Lookup Decoding", A. Saxena, 2023. Matches are found by hash chains, as in LZ77 compressors.
 """
 
 from array import array
@@ -10,18 +10,18 @@ from array import array
 import numpy as np
 
 _MAX_CANDIDATES = 8
-"""Matches that are compared, the latest first."""
+"""The most matches that are compared, the latest first."""
 _MAX_CHAIN = 32
-"""Links of a hash chain that are followed to find them: other runs may have the same hash."""
+"""The most links of a hash chain that are followed to find matches, since other runs may have the same hash."""
 _MAX_PAUSE = 32
-"""Most tokens without drafts after successive steps in which all drafts were rejected."""
+"""The most tokens without drafts after successive steps in which all drafts were rejected."""
 _MAX_SINGLE_TOKENS = 64
-"""New tokens that are indexed one by one; for more of them the index is built again at once."""
+"""The most new tokens that are indexed one by one; for more of them the index is rebuilt by NumPy."""
 _MULTIPLIER, _WORD = 0x9E3779B1, 0xFFFFFFFF
 
 
 class PromptLookup:
-    """An index of one sequence's tokens, extended as they grow: 8 to 16 bytes a token."""
+    """An index of one sequence's tokens, extended as it grows. It takes 8 to 16 bytes per token."""
 
     __slots__ = ("_before", "_end", "_longest", "_mask", "_misses", "_newest", "_resume", "_shortest")
 
@@ -29,9 +29,9 @@ class PromptLookup:
         """At least `shortest` tokens must match; the longest match wins, compared up to `longest` tokens."""
         self._shortest, self._longest = shortest, longest
         self._newest = array("i")
-        """By hash of a run of `shortest` tokens: the end of the latest such run; 0: there is none."""
+        """By the hash of a run of `shortest` tokens: the end of the latest such run, or 0."""
         self._before = array("i")
-        """By end of a run: the end of the run before it with the same hash; 0: there is none."""
+        """By the end of a run: the end of the previous run with the same hash, or 0."""
         self._mask = 0
         self._end = shortest
         """The first end that is not indexed."""
@@ -40,7 +40,7 @@ class PromptLookup:
         """Length of the sequence at which drafting resumes."""
 
     def propose(self, token_ids: list[int], count: int, num_unread: int = 0) -> list[int]:
-        """At most `count` tokens that may follow `num_unread` further ones, which are sampled but not read yet."""
+        """Draft at most `count` tokens that follow `num_unread` tokens which are sampled but not read yet."""
         length = len(token_ids)
         if length < max(self._resume, self._shortest + 1):
             return []
@@ -48,7 +48,7 @@ class PromptLookup:
         match = self._match(token_ids)
         if match is None:
             return []
-        # The tokens after the match; past the end of the known tokens they repeat with the match's period.
+        # Draft the tokens after the match; past the end of the known tokens they repeat with the match's period.
         period = length - match
         wanted = num_unread + count
         found = token_ids[match : match + wanted]
@@ -57,7 +57,7 @@ class PromptLookup:
         return found[num_unread:]
 
     def note(self, length: int, num_drafts: int, num_accepted: int) -> None:
-        """Note a step's verified drafts, after which the sequence has this length."""
+        """Record a step's verified drafts, after which the sequence has this length."""
         if num_accepted:
             self._misses = 0
         elif num_drafts:
@@ -65,7 +65,7 @@ class PromptLookup:
             self._resume = length + min(2**self._misses - 1, _MAX_PAUSE)
 
     def _extend(self, token_ids: list[int]) -> None:
-        """Extend the index to all tokens. The last run is left out, because no token follows it yet."""
+        """Extend the index to all tokens, except the last run, because no token follows it yet."""
         length = len(token_ids)
         if length > len(self._before) or length - self._end > _MAX_SINGLE_TOKENS:
             self._index(token_ids)
@@ -76,7 +76,7 @@ class PromptLookup:
         self._end = max(self._end, length)
 
     def _index(self, token_ids: list[int]) -> None:
-        """Build the index of all tokens at once, with room for at most as many again."""
+        """Build the index of all tokens at once, with capacity for up to as many again."""
         length, shortest = len(token_ids), self._shortest
         size = 1 << length.bit_length()
         self._mask = size - 1
@@ -84,14 +84,14 @@ class PromptLookup:
         ends = np.arange(shortest, length)
         hashes = np.zeros(len(ends), dtype=np.uint64)
         for offset in range(shortest):
-            # No overflow: both factors are below 2^32.
+            # The product cannot overflow, since both factors are below 2^32.
             hashes = (hashes * np.uint64(_MULTIPLIER) + tokens[offset : offset + len(ends)]) & np.uint64(_WORD)
         buckets = (hashes & np.uint64(self._mask)).astype(np.int64)
         order = np.argsort(buckets, kind="stable")
         is_alike = buckets[order[1:]] == buckets[order[:-1]]
         newest, before = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.int32)
         before[ends[order[1:]][is_alike]] = ends[order[:-1]][is_alike]
-        newest[buckets] = ends  # Of several with one hash the last one stays.
+        newest[buckets] = ends  # Of several runs with one hash, the assignment leaves the last one.
         self._newest, self._before = array("i", newest.tobytes()), array("i", before.tobytes())
         self._end = max(length, shortest)
 
@@ -102,7 +102,7 @@ class PromptLookup:
         return value
 
     def _match(self, token_ids: list[int]) -> int | None:
-        """End of the longest match of the last tokens, the latest of several; None without a match."""
+        """The end of the longest match of the last tokens, the latest of several; None without a match."""
         length = len(token_ids)
         best, most, candidates = None, self._shortest - 1, 0
         end = self._newest[self._hash(token_ids, length) & self._mask]
