@@ -30,7 +30,7 @@ class BambaForCausalLM(HybridForCausalLM):
     """Bamba with its language-model head."""
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         options, attending = mamba_options(config), config.fields.integers("attn_layer_indices")
 
         def decoder_layer(layer: int) -> nn.Module:

@@ -172,5 +172,5 @@ class BertModel(nn.Module):
         return hidden
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """None: a prompt is computed whole."""
+        """Empty: a prompt is computed in one step, so nothing is cached."""
         return []

@@ -64,7 +64,7 @@ class CohereForCausalLM(LlamaForCausalLM):
         self.logit_scale = config.fields.number("logit_scale")
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return LlamaModel(
             config,
             self.attention,

@@ -365,7 +365,7 @@ class DeepseekV4ForCausalLM(LlamaForCausalLM):
     }
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         fields = config.fields
         for name, wanted in (
             ("scoring_func", "sqrtsoftplus"),

@@ -46,7 +46,7 @@ class DraftHead(DraftLM):
         return self._vocabulary[1]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `DraftLM`. On rank 1 and later, the rank's own part."""
+        """See `DraftLM`. On ranks other than 0, the logits of the rank's shard."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
     def kv_cache_layers(self) -> list[CacheSpec]:

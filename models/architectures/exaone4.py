@@ -45,7 +45,7 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
     attention: ClassVar[type[nn.Module]] = Exaone4Attention
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
 
         def make_layer(layer: int) -> nn.Module:
             return PostNormDecoderLayer(config, layer, self.attention, self.feed_forward, parallel)
@@ -77,5 +77,5 @@ class ExaoneMoeForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """A dense network in the first layers, experts in the others."""
+        """A dense network in the first layers, a mixture of experts in the others."""
         return corrected_experts(config, layer, parallel, correction_name="e_score_correction_bias")

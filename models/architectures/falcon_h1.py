@@ -45,7 +45,7 @@ class FalconH1MLP(LlamaMLP):
         self.register_buffer("columns", columns, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         if self.columns is None:
             inner = self.gate_up_proj.gated(hidden, self.activation)
         else:
@@ -71,7 +71,7 @@ class FalconH1DecoderLayer(HybridDecoderLayer):
         self.multipliers = {name: fields.number(f"{name}_multiplier", 1.0) for name in names}
 
     def mix(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         assert self.recurrent is not None
         assert self.self_attn is not None
         by = self.multipliers
@@ -96,7 +96,7 @@ class FalconH1ForCausalLM(HybridForCausalLM):
         self.logit_scale = config.fields.number("lm_head_multiplier", 1.0)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         fields = config.fields
         gate: Gate = "alone"
         if fields.boolean("mamba_rms_norm", False):

@@ -41,7 +41,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
         super().__init__(config, parallel)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         scale = embedding_scale(config)
         return LlamaModel(config, self.attention, self.feed_forward, parallel, norm=OffsetRMSNorm, embed_scale=scale)
 
@@ -51,12 +51,12 @@ class Gemma2Attention(LlamaAttention):
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float:
-        """The factor of the scores."""
+        """The scale of the attention scores."""
         return float(config.fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
 
     @staticmethod
     def score_cap(config: ModelConfig) -> float | None:
-        """The soft cap of the scores."""
+        """The soft cap of the attention scores."""
         return soft_cap(config.fields, "attn_logit_softcapping")
 
 
@@ -80,7 +80,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         self.soft_cap = soft_cap(config.fields, "final_logit_softcapping")
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
 
         def make_layer(layer: int) -> nn.Module:
             attention, feed_forward = self.attention, self.feed_forward

@@ -25,7 +25,7 @@ class Gemma3Attention(Qwen3Attention):
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float:
-        """The factor of the scores."""
+        """The scale of the attention scores."""
         return float(config.fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
 
 
@@ -59,7 +59,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         self.soft_cap = soft_cap(fields, "final_logit_softcapping")
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
 
         def make_layer(layer: int) -> nn.Module:
             attention, feed_forward = self.attention, self.feed_forward

@@ -72,7 +72,7 @@ class Laurel(nn.Module):
         self.post_laurel_norm = RMSNorm(size, config.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         projected: torch.Tensor = self.post_laurel_norm(self.linear_right(self.linear_left(hidden)))
         return hidden + projected
 
@@ -92,7 +92,7 @@ class Gemma3nMLP(LlamaMLP):
         self.operator = ACTIVATIONS[config.activation]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         if self.deviations is None:
             return super().forward(hidden)
         gate: torch.Tensor
@@ -245,5 +245,5 @@ class Gemma3nForCausalLM(LlamaForCausalLM):
         self.soft_cap = config.fields.number("final_logit_softcapping")
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return Gemma3nModel(config, parallel)

@@ -269,7 +269,7 @@ class Gemma4ForCausalLM(LlamaForCausalLM):
         self.soft_cap = soft_cap(fields, "final_logit_softcapping")
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return Gemma4Model(config, parallel)
 
 

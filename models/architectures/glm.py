@@ -51,7 +51,7 @@ class Glm4ForCausalLM(GlmForCausalLM):
     """Module of the model -> its name in checkpoints."""
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
 
         def make_layer(layer: int) -> nn.Module:
             return SandwichDecoderLayer(config, layer, self.attention, self.feed_forward, parallel)

@@ -51,7 +51,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """A dense network in the first layers, experts in the others."""
+        """A dense network in the first layers, a mixture of experts in the others."""
         return corrected_experts(config, layer, parallel)
 
 

@@ -44,7 +44,7 @@ class GptOssRouter(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        # Not rounded: it is small, and its errors choose other experts.
+        # This weight is not quantised: it is small, and rounding errors would select other experts.
         self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
         self.bias = empty_parameter(num_experts, weight_loader=load_whole)
 
@@ -131,6 +131,6 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of that decoder layer."""
-        del layer  # All layers are alike.
+        """The feed-forward layer of the decoder layer with this index."""
+        del layer  # All layers have the same feed-forward layer.
         return GptOssMLP(config, parallel)

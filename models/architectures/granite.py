@@ -18,7 +18,7 @@ class GraniteAttention(LlamaAttention):
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float:
-        """The factor of the scores."""
+        """The scale of the attention scores."""
         return config.fields.number("attention_multiplier", 1.0)
 
 
@@ -33,7 +33,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
         self.logit_scale = 1.0 / config.fields.number("logits_scaling", 1.0)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return LlamaModel(
             config,
             self.attention,
@@ -53,7 +53,7 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, in every layer."""
+        """A mixture of experts in every layer."""
         del layer
         fields = config.fields
         num_experts = fields.integer("num_local_experts", 8)

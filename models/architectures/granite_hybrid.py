@@ -69,7 +69,7 @@ class GraniteDecoderLayer(HybridDecoderLayer):
         self.block_sparse_moe = _experts(config, num_experts, parallel) if num_experts else None
 
     def feed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         shared: torch.Tensor = self.shared_mlp(hidden)
         moe = self.block_sparse_moe
         return shared if moe is None else moe.experts(hidden, *moe.gate(hidden), shared)
@@ -119,7 +119,7 @@ class GraniteMoeHybridForCausalLM(HybridForCausalLM):
         self.logit_scale = 1.0 / config.fields.number("logits_scaling", 1.0)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         fields = config.fields
         options = mamba_options(config)
 

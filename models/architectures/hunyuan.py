@@ -75,7 +75,7 @@ class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, in every layer."""
+        """A mixture of experts in every layer."""
         fields = config.fields
         num_experts = _of_layer(fields, "num_experts", layer)
         top_k = _of_layer(fields, "moe_topk", layer)

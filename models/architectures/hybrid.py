@@ -134,7 +134,7 @@ class HybridForCausalLM(LlamaForCausalLM):
     """The layers with a `cache_spec`."""
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """The caches of the layers, first to last."""
+        """The cache specs of the layers, in order."""
         return [cast(CacheSpec, module.cache_spec) for module in self.modules() if isinstance(module, self.caching)]
 
 

@@ -46,7 +46,7 @@ class JambaForCausalLM(HybridForCausalLM):
     caching: ClassVar[tuple[type[nn.Module], ...]] = (Attention, MambaMixer)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         fields = config.fields
         config.require_silu()
 

@@ -70,7 +70,7 @@ def _complete(fields: Fields) -> Fields:
             attending = section.integers("full_attn_layers", minimum=1)  # Counted from 1.
             attends = [layer + 1 in attending for layer in layers]
         values["layer_types"] = ["full_attention" if each else "linear_attention" for each in attends]
-    # transformers' class has a head of its own whatever this field says.
+    # The class in transformers never ties the head to the embedding, whatever this field says.
     values["tie_word_embeddings"] = False
     return Fields(values, fields.where)
 
@@ -115,7 +115,7 @@ class KimiLinearForCausalLM(HybridForCausalLM):
     caching: ClassVar[tuple[type[nn.Module], ...]] = (MLAAttention, KimiDeltaAttention)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         config.require_silu()
         kinds = config.fields.strings("layer_types")
         # Keys have no positions, so no dimension is rotated.

@@ -40,7 +40,7 @@ class Lfm2Attention(LlamaAttention):
 def _complete(fields: Fields) -> Fields:
     """The kinds of layers, and what older names of fields say."""
     values = {**fields.values, "rms_norm_eps": fields.number("norm_eps", 1e-5)}
-    # transformers prefers these names where a config has both.
+    # Where a config has both names, transformers reads this one.
     for old, new in (("tie_embedding", "tie_word_embeddings"), ("block_ff_dim", "intermediate_size")):
         if fields.has(old):
             values[new] = values[old]
@@ -107,7 +107,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         packed_modules_mapping.pop(_name)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         fields = config.fields
         kinds = fields.strings("layer_types")
         if "sliding_attention" in kinds:
@@ -145,7 +145,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """A dense network in the first layers, experts in the others."""
+        """A dense network in the first layers, a mixture of experts in the others."""
         fields = config.fields
         if layer < fields.integer("num_dense_layers", minimum=0):
             return LlamaMLP(config, parallel)
@@ -256,7 +256,7 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
     """Module of transformers' model, by which adapters name it -> its name in checkpoints."""
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         fields = config.fields
         kinds = fields.strings("layer_types")
         kernel_size, bias = fields.integer("conv_L_cache", 7, minimum=2), fields.boolean("conv_bias", False)

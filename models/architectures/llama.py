@@ -498,7 +498,7 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.tie(self.model.embed_tokens)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return LlamaModel(config, self.attention, self.feed_forward, parallel)
 
     @staticmethod
@@ -509,8 +509,8 @@ class LlamaForCausalLM(nn.Module):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of that decoder layer."""
-        del layer  # All layers are alike.
+        """The feed-forward layer of the decoder layer with this index."""
+        del layer  # All layers have the same feed-forward layer.
         return LlamaMLP(config, parallel)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

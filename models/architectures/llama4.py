@@ -119,7 +119,7 @@ class Llama4ForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, or in some layers one dense network."""
+        """A mixture of experts, or a dense network in some layers."""
         fields = config.fields
         if fields.has("moe_layers"):
             is_sparse = layer in fields.integers("moe_layers")

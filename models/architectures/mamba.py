@@ -48,7 +48,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {}
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
 
         def decoder_layer(layer: int) -> nn.Module:
             return OnePartDecoderLayer(config, self.mixer(config, layer, parallel))

@@ -105,7 +105,7 @@ class MiMoV2ForCausalLM(LlamaForCausalLM):
     attention: ClassVar[type[nn.Module]] = MiMoV2Attention
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         ropes = config.fields.section("rope_parameters")
         assert ropes is not None, "both kinds have theirs"
         local = parse_rope(

@@ -62,7 +62,7 @@ class LightningAttention(nn.Module):
         self.cache_spec = StateCacheSpec(self.layer_name, ((local, dim, dim),), (torch.float32,))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         read = between_graphs(self._remember, activate(self.qkv_proj(hidden), SILU))
         normed, gate = self.norm(read), self.output_gate(hidden)
         shape = len(hidden), self.num_heads, self.head_dim
@@ -191,7 +191,7 @@ class MiniMaxForCausalLM(HybridForCausalLM):
     caching: ClassVar[tuple[type[nn.Module], ...]] = (Attention, LightningAttention)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         if config.activation != "silu":
             raise config.fields.invalid("hidden_act", '"silu"')
         kinds = config.fields.strings("layer_types")

@@ -38,7 +38,7 @@ class MiniMaxM2ForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, in every layer."""
+        """A mixture of experts in every layer."""
         del layer
         num_experts = config.fields.integer("num_local_experts")
         gate = GroupedRouter(

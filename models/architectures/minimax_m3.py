@@ -187,7 +187,7 @@ class MiniMaxM3ForCausalLM(LlamaForCausalLM):
     attention: ClassVar[type[nn.Module]] = MiniMaxM3Attention
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return LlamaModel(config, self.attention, self.feed_forward, parallel, norm=OffsetRMSNorm)
 
     @staticmethod

@@ -22,7 +22,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, in every layer."""
+        """A mixture of experts in every layer."""
         del layer
         num_experts = config.fields.integer("num_local_experts")
         gate = SoftmaxRouter(

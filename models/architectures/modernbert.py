@@ -121,7 +121,7 @@ class ModernBertModel(nn.Module):
         return self.final_norm(hidden)  # type: ignore[no-any-return]
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """None: a prompt is computed whole."""
+        """Empty: a prompt is computed in one step, so nothing is cached."""
         return []
 
 

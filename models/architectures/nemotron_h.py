@@ -99,7 +99,7 @@ class NemotronHExperts(nn.Module):
             self.fc2_latent_proj = ColumnParallelLinear(latent, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         weights, ids = self.gate(hidden)
         shared: torch.Tensor = self.shared_experts(hidden)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
@@ -111,7 +111,7 @@ class NemotronHExperts(nn.Module):
 def _complete(fields: Fields) -> Fields:
     """The kinds of layers by their present names, and the number of layers, which is theirs alone."""
     values = dict(fields.values)
-    # transformers prefers these names where a config has both.
+    # Where a config has both names, transformers reads this one.
     values |= {new: values[old] for old, new in _OLD_NAMES.items() if fields.has(old)}
     kinds = list(fields.strings("layers_block_type") or fields.strings("layer_types"))
     if not kinds:
@@ -123,7 +123,7 @@ def _complete(fields: Fields) -> Fields:
     values["num_hidden_layers"] = len(kinds)
     # Published configs have `rms_norm_eps` as well, which transformers does not read.
     values["rms_norm_eps"] = fields.number("layer_norm_epsilon", 1e-5)
-    # transformers' class has a head of its own whatever this field says.
+    # The class in transformers never ties the head to the embedding, whatever this field says.
     values["tie_word_embeddings"] = False
     return with_kv_heads(Fields(values, fields.where))
 
@@ -172,7 +172,7 @@ class NemotronHForCausalLM(HybridForCausalLM):
     }
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         fields = config.fields
         for name, known in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
             if fields.string(name, known) != known:

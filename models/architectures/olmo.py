@@ -61,7 +61,7 @@ class OlmoForCausalLM(LlamaForCausalLM):
     attention: ClassVar[type[nn.Module]] = HeadsNormAttention
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head. Stretched ropes are of the layers without a window alone."""
+        """The body of the model. Only layers without a window use a stretched rope."""
 
         def make_layer(layer: int) -> nn.Module:
             return PostNormDecoderLayer(config, layer, self.attention, self.feed_forward, parallel)

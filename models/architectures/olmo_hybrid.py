@@ -124,7 +124,7 @@ class OlmoHybridForCausalLM(HybridForCausalLM):
     caching: ClassVar[tuple[type[nn.Module], ...]] = (Attention, OlmoHybridDeltaNet)
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         config.require_silu()
         kinds = config.fields.strings("layer_types")
         if "sliding_attention" in kinds:

@@ -27,7 +27,7 @@ class OlmoeForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, in every layer."""
+        """A mixture of experts in every layer."""
         del layer
         fields, size = config.fields, config.intermediate_size
         num_experts = fields.integer("num_experts", 64)

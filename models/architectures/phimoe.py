@@ -46,7 +46,7 @@ class PhimoeForCausalLM(LlamaForCausalLM):
     """Module of the model -> its name in checkpoints."""
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return LlamaModel(config, self.attention, self.feed_forward, parallel, norm=LayerNorm)
 
     @staticmethod
@@ -56,7 +56,7 @@ class PhimoeForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, in every layer."""
+        """A mixture of experts in every layer."""
         del layer
         num_experts = config.fields.integer("num_local_experts", minimum=2)
         gate = SparseMixerRouter(config.hidden_size, num_experts, jitter=config.fields.number("router_jitter_noise"))

@@ -19,8 +19,8 @@ class ArceeForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of that decoder layer."""
-        del layer  # All layers are alike.
+        """The feed-forward layer of the decoder layer with this index."""
+        del layer  # All layers have the same feed-forward layer.
         return PlainMLP(config, parallel)
 
 
@@ -30,7 +30,7 @@ class LayerNormModel(LlamaForCausalLM):
     norm: ClassVar[MakeNorm] = LayerNorm
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return LlamaModel(config, self.attention, self.feed_forward, parallel, norm=type(self).norm)
 
 
@@ -51,8 +51,8 @@ class NemotronForCausalLM(LayerNormModel):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of that decoder layer."""
-        del layer  # All layers are alike.
+        """The feed-forward layer of the decoder layer with this index."""
+        del layer  # All layers have the same feed-forward layer.
         return PlainMLP(config, parallel)
 
 
@@ -74,6 +74,6 @@ class Starcoder2ForCausalLM(LayerNormModel):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The feed-forward layer of that decoder layer."""
-        del layer  # All layers are alike.
+        """The feed-forward layer of the decoder layer with this index."""
+        del layer  # All layers have the same feed-forward layer.
         return PlainMLP(config, parallel)

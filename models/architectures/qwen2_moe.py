@@ -23,7 +23,7 @@ class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, or in some layers one dense network."""
+        """A mixture of experts, or a dense network in some layers."""
         if not is_sparse(config.fields, layer):
             return LlamaMLP(config, parallel)
         return Qwen3NextSparseBlock(config, parallel)

@@ -19,7 +19,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts, or in some layers one dense network."""
+        """A mixture of experts, or a dense network in some layers."""
         if not is_sparse(config.fields, layer):
             return LlamaMLP(config, parallel)
         return SparseMoE(*routed_experts(config, parallel))

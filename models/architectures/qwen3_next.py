@@ -191,11 +191,11 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     decoder_layer: ClassVar[type[Qwen3NextDecoderLayer]] = Qwen3NextDecoderLayer
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return Qwen3NextModel(config, self.decoder_layer, parallel)
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """The caches of the layers, first to last."""
+        """The cache specs of the layers, in order."""
         return [module.cache_spec for module in self.modules() if isinstance(module, Attention | GatedDeltaNet)]
 
 

@@ -61,7 +61,7 @@ class StableLmForCausalLM(LlamaForCausalLM):
     attention: ClassVar[type[nn.Module]] = StableLmAttention
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         is_parallel = config.fields.boolean("use_parallel_residual", False)
         return LlamaModel(
             config,

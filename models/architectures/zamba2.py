@@ -89,7 +89,7 @@ class SharedMLP(nn.Module):
         self.activation = gated_activation(config.activation)
 
     def forward(self, hidden: torch.Tensor, caller: int) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         gate_up = add_rows(self.gate_up_proj(hidden), _changed(self.gate_up_proj_adapter_list, caller, hidden))
         return self.down_proj(self.activation(gate_up))  # type: ignore[no-any-return]
 
@@ -289,5 +289,5 @@ class Zamba2ForCausalLM(HybridForCausalLM):
     checkpoint_modules: ClassVar[dict[str, str]] = {"recurrent": "mamba", "final_norm": "final_layernorm"}
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """All below the head."""
+        """The body of the model: all modules except the head."""
         return Zamba2Model(config, parallel)

@@ -1,1 +1,1 @@
-"""Layers that architectures are built of; each holds one rank's shard and knows how its weights are loaded."""
+"""The layers of the architectures; each holds one rank's shard and defines how its weights are loaded."""

@@ -1,4 +1,4 @@
-"""`Attention`: calls the attention backend with a layer's KV cache. `EncoderAttention` needs none."""
+"""`Attention` calls the attention backend with a layer's KV cache. `EncoderAttention` uses no cache."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCac
 
 
 class Attention(nn.Module):
-    """Causal attention over the sequences of the current step, by the backend of the step's metadata."""
+    """Causal attention over the sequences of the current step, computed by the backend of the step's metadata."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class Attention(nn.Module):
         """`layer_name` is the key of the layer's cache in the forward context. Heads are this rank's.
 
         `value_dim`: elements of a value, by default as many as of a key. `scale` of the scores is `head_dim ** -0.5`
-        by default. With `sliding_window`, a query sees that many tokens, its own included; with `is_chunked`, those of
-        its own chunk of so many positions. With `soft_cap`, scores are `soft_cap * tanh(score / soft_cap)`. With
-        `is_rotated_first`, norms follow the rotation. `cache_of`: the layer whose keys and values this one reads, and
-        which has its form; it then has none of its own.
+        by default. With `sliding_window`, a query attends to that many tokens, its own included; with `is_chunked`, to
+        the tokens of its chunk of that many positions. With `soft_cap`, scores are `soft_cap * tanh(score /
+        soft_cap)`. With `is_rotated_first`, the norms are applied after the rotation. `cache_of`: another layer with
+        the same shapes, whose keys and values this layer reads instead of caching its own.
         """
         super().__init__()
         self.cache_spec = KVCacheSpec(layer_name, num_kv_heads, head_dim, sliding_window, value_dim)
@@ -60,9 +60,8 @@ class Attention(nn.Module):
         rotation: Rotation | None = None,
         q_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend. See `AttentionInputs` for what follows `v`, which is None where another layer's cache is read.
-
-        Queries may be changed in place.
+        """Compute attention. `k` and `v` are None where another layer's cache is read; see `AttentionInputs` for the
+        other arguments. Queries may be overwritten.
 
         # [tokens, heads, head_dim], [tokens, kv_heads, head_dim], [tokens, kv_heads, value_dim], [heads]
         # -> [tokens, heads, value_dim]
@@ -93,18 +92,18 @@ def _rotation_of(tables: tuple[torch.Tensor, ...]) -> Rotation | None:
 
 
 _QUERIES = 256
-"""Queries of a windowed layer that are computed together: the scores of a long prompt would take too much memory."""
+"""Queries of a windowed layer per call, since the scores of a whole long prompt would take too much memory."""
 
 
 class EncoderAttention(nn.Module):
-    """Attention of each token to all of its prompt, or to a window on both sides, by torch; nothing is cached.
+    """Bidirectional attention within a prompt, or within a window on both sides, by torch, without a cache.
 
-    A step's prompts are computed one after the other, so that none depends on its company.
+    A step's prompts are computed one after the other, so that no result depends on the other prompts.
     """
 
     def __init__(self, *, scale: float | None = None, window: int | None = None) -> None:
-        """`scale` of the scores is `head_dim ** -0.5` by default. `window`: tokens on each side that a token sees;
-        None: all."""
+        """`scale` of the scores is `head_dim ** -0.5` by default. `window`: tokens on each side that a token
+        attends to; None for all."""
         super().__init__()
         self.scale, self.window = scale, window
 
@@ -148,7 +147,7 @@ class EncoderAttention(nn.Module):
         return out
 
     def _spans(self, length: int, device: torch.device) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-        """Spans of queries with the keys that they see, and which of these each query sees; None: all."""
+        """Yield spans of queries, the span of their keys, and each query's mask of these; None for all keys."""
         window = self.window
         if window is None or length <= window + 1:
             yield slice(0, length), slice(0, length), None

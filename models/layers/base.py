@@ -1,4 +1,4 @@
-"""`CausalLM` and `DraftLM`, what the model runner needs of models and drafters, and the caches that layers declare."""
+"""`CausalLM` and `DraftLM`, the interfaces of models and draft models, and the specs of the layers' caches."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,32 +17,32 @@ class KVCacheSpec(NamedTuple):
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
-    """The number of tokens that a query sees, its own included; None: all before it."""
+    """The attention window in tokens, the query's own included; None for no window."""
     value_dim: int | None = None
-    """Elements of a value; None: `head_dim`."""
+    """Elements of a value; None for `head_dim`."""
 
 
 class VectorCacheSpec(NamedTuple):
-    """Paged vectors of tokens, the same on every rank: a compressed latent, an indexer's key, or a window's entry."""
+    """Paged vectors, replicated on every rank: a compressed latent, an indexer's key, or a window's entry."""
 
     name: str
     dim: int
     tokens_per_vector: int = 1
-    """One vector for each so many tokens, in the block that holds the last of them."""
+    """Number of tokens per vector; the vector is in the block that holds the last of them."""
 
     def vectors_per_block(self, block_size: int) -> int:
-        """The most vectors that end in a block of so many tokens."""
+        """The most vectors in a block of `block_size` tokens."""
         return -(-block_size // self.tokens_per_vector)
 
 
 class StateCacheSpec(NamedTuple):
-    """A recurrent layer's state, one for each running sequence, which sequences cannot share."""
+    """A recurrent layer's state: one per running sequence, not shared between sequences."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the state's tensors, for one sequence."""
+    """Shapes of the tensors of one sequence's state."""
     dtypes: tuple[torch.dtype | None, ...]
-    """The dtype of each; None: the model's."""
+    """The dtype of each tensor; None for the model's."""
 
     def bytes_per_sequence(self, model_dtype: torch.dtype) -> int:
         """Bytes of one sequence's state."""
@@ -60,45 +60,46 @@ class CausalLM(Protocol):
         """Final hidden states of the step's tokens. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
+        """The logits. # [rows, hidden_size] -> [rows, vocab_size] float32"""
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """The caches of the layers, first to last."""
+        """The cache specs of the layers, in order."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every weight once."""
+        """All weights, without duplicates."""
 
 
 class DraftLM(nn.Module, ABC):
-    """A model that drafts the tokens of another one, its target.
+    """A model that drafts tokens for another model, its target.
 
-    Its entry at position `i` has keys and values at the slot of position `i`. A drafter that reads hidden states makes
-    that entry of the target's state of position `i` and of token `i + 1`, and what it returns there drafts token
-    `i + 2`. One that reads none is a language model of its own: token `i` at position `i` drafts token `i + 1`. To
-    draft further, the next position takes the draft as its token and what `forward` returned as its hidden state.
+    Its entry at position `i` has keys and values at the slot of position `i`. A drafter that reads hidden states
+    computes this entry from the target's state of position `i` and from token `i + 1`, and its output there drafts
+    token `i + 2`. A drafter without hidden states is a complete language model: token `i` at position `i` drafts token
+    `i + 1`. To draft further, the next position reads the draft as its token and `forward`'s output as its hidden
+    state.
     """
 
     hidden_layers: tuple[int, ...] = ()
-    """The hidden states of the target that `combine` reads, next to each other: `l` is the residual stream that layer
-    `l` of the target receives, and -1 is what the target returns, after its final norm."""
+    """The target's hidden states that `combine` reads, concatenated: `l` is the residual stream that is the input of
+    the target's layer `l`, and -1 is the target's output after its final norm."""
     hidden_size: int
-    """Features of what `forward` returns."""
+    """Number of features of `forward`'s output."""
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """# 2 x [tokens] int64, [tokens, hidden_size] -> [tokens, hidden_size]"""
+        """The output of each entry. # 2 x [tokens] int64, [tokens, hidden_size] -> [tokens, hidden_size]"""
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of what `forward` returned. Tokens that it cannot draft have minus infinity.
+        """The logits of `forward`'s output, minus infinity for tokens that the model cannot draft.
 
         # [rows, hidden_size] -> [rows, vocab_size] float32
         """
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as `forward` takes them. # [tokens, features] -> [tokens, hidden_size]"""
+        """Convert the target's hidden states to `forward`'s input. # [tokens, features] -> [tokens, hidden_size]"""
         return hidden
 
     @abstractmethod
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """The caches of its layers, first to last."""
+        """The cache specs of its layers, in order."""

@@ -1,7 +1,7 @@
 """Block-sparse attention (MiniMax-M3, 2026): each KV head attends to the blocks of keys that an indexer selects.
 
-The layer caches keys and values as any other, and one index key a token. The CPU's operators compute it where a block
-has a multiple of 16 keys; elsewhere torch does, all decodes of a step on a GPU together, others a row at a time.
+The layer caches keys and values like other layers, and one index key per token. The CPU's operators compute it if a
+block has a multiple of 16 keys; otherwise torch does, all decodes of a step on a GPU together, other rows one by one.
 """
 
 import torch
@@ -25,7 +25,7 @@ from models.ops.types import HeadNorms, KVCacheTensor, Rotation, VectorCache
 
 
 class BlockIndexer(nn.Module):
-    """Queries and keys by which blocks are selected: a query for each KV head, and one key. Whole on every rank."""
+    """Computes the queries, one per KV head, and the key that select blocks. Replicated on every rank."""
 
     def __init__(self, layer_name: str, hidden_size: int, num_heads: int, head_dim: int, eps: float) -> None:
         """`layer_name` is the key of the index keys' cache in the forward context."""
@@ -46,7 +46,7 @@ class BlockIndexer(nn.Module):
         return (q, k) if runtime.runs(q) else self.moved(q, k, rotation)
 
     def moved(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalised and rotated. # as `forward` returns them"""
+        """Normalise and rotate queries and keys; shapes as in `forward`."""
         return moved(q, self.q_norm.operand, rotation), moved(k[:, None], self.k_norm.operand, rotation)[:, 0]
 
 
@@ -63,10 +63,10 @@ class BlockSparseAttention(Attention):
         index_heads: slice,
         choice: BlockChoice,
     ) -> None:
-        """`indexer`: the owner of the index keys' cache. `index_heads`: those of this rank's KV heads."""
+        """`indexer`: owns the index keys' cache. `index_heads`: the index heads of this rank's KV heads."""
         super().__init__(layer_name, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.index_heads, self.choice = index_heads, choice
-        # A list, so that the indexer is a part of the model once.
+        # In a list, so that torch does not register the indexer as a second submodule.
         self._indexer = [indexer]
 
     def over_blocks(
@@ -134,7 +134,7 @@ class BlockSparseAttention(Attention):
         rotation: Rotation,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """A step of decodes on a GPU, from the device's lengths alone, so that graphs capture it."""
+        """Compute a step of decodes on a GPU by lengths on the device only, so that graphs can capture it."""
         from models.ops.triton import cache_store as kernels
 
         metadata, (indexer,) = context.attn_metadata, self._indexer

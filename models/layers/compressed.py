@@ -1,9 +1,9 @@
-"""Compressed attention (DeepSeek-V4, 2026): a window of tokens, and entries that each stand for several tokens.
+"""Compressed attention (DeepSeek-V4, 2026): to a window of tokens, and to entries that each compress several tokens.
 
-Keys are values too, one vector a token for all heads. A layer caches, each by its own name: that vector; of each token
-what entries are made of, since a window may end in a later step; the entries; and the same two of an indexer, which
-selects entries, in layers with one. Torch makes the entries. The CPU's operators select and attend; on GPUs all
-decodes of a step do together, so that graphs capture them, and other steps a row at a time.
+Keys are also the values, one vector per token for all heads. A layer has several caches: that vector; each token's
+projection for entries, since a window may end in a later step; the entries; and in layers with an indexer, which
+selects entries, its projections and entries. Torch computes the entries. The CPU's operators select and attend. On
+GPUs torch computes all decodes of a step together, so that graphs can capture them, and other rows one by one.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ from models.parallel.tensor_parallel import TensorParallel
 
 
 class Compressor(nn.Module):
-    """Makes an entry of each window of `rate` tokens. Whole on every rank."""
+    """Compresses each window of `rate` tokens to an entry. Replicated on every rank."""
 
     def __init__(
         self,
@@ -75,15 +75,15 @@ class Compressor(nn.Module):
         self.gate_proj = ColumnParallelLinear(hidden_size, series)
         self.position_bias = empty_parameter(rate, series, weight_loader=load_whole, dtype=torch.float32)
         self.kv_norm = RMSNorm(dim, eps)
-        # A list, so that the rope that all layers share is a part of the model once.
+        # In a list, so that torch does not register the shared rope once per layer.
         self._rotary = [rotary]
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What entries are made of. # [tokens, hidden_size] -> [tokens, 2 * series]"""
+        """Each token's projection for entries. # [tokens, hidden_size] -> [tokens, 2 * series]"""
         return torch.cat((self.kv_proj(hidden), self.gate_proj(hidden)), -1)
 
     def update(self, tokens: torch.Tensor, rows: StepRows, context: ForwardContext) -> None:
-        """Cache what `project` returned of the step's tokens, and the entries of the windows that they complete."""
+        """Store the step's projections, and the entries of the windows that the step completes."""
         pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
         store_vectors(tokens, pages, rows.slots)
         windows = rows.windows(self.rate)
@@ -93,7 +93,7 @@ class Compressor(nn.Module):
         store_entries(made, entries, windows, rows, self.rate, pages.shape[1])
 
     def update_tokens(self, made: torch.Tensor, tokens: StepTokens, context: ForwardContext) -> None:
-        """The same of a step of decodes, by kernels, without its lengths on the host."""
+        """As `store`, for a step of decodes, by kernels, without its lengths on the host."""
         from models.ops.triton.cache_store import vector_store
 
         pages, entries = _pages(context, self.tokens_spec), _pages(context, self.entries_spec)
@@ -104,22 +104,22 @@ class Compressor(nn.Module):
     def _entries_of(
         self, pages: torch.Tensor, windows: Windows, tables: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Entries of windows. # -> [N, dim]"""
+        """Compress windows to entries. # -> [N, dim]"""
         made = compress(pages, windows, tables, self.position_bias, overlaps=self.overlaps)
-        # One rounding, of what the norm returns, as in the model's other norms.
+        # As in the model's other norms, only the result of the norm is rounded.
         made = self.kv_norm(made.to(dtype))
         cos, sin = self._rotary[0](windows.numbers * self.rate)
         return rotate_last_pairs(made[:, None], cos, sin)[:, 0]
 
     def entries(self, row: int, length: int, rows: StepRows, context: ForwardContext) -> torch.Tensor:
-        """A row's entries that are complete with its first `length` tokens. # -> [entries, dim] float32"""
+        """The entries of a row's first `length` tokens. # -> [entries, dim] float32"""
         block_size = _pages(context, self.tokens_spec).shape[1]
         pages = _pages(context, self.entries_spec)
         return entries_of_row(pages, rows.tables[row], length // self.rate, self.rate, block_size)
 
 
 class EntryScorer(nn.Module):
-    """The weights of the indexer's heads."""
+    """Projects the weights of the indexer's heads."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class EntryScorer(nn.Module):
 
 
 class EntryIndexer(Compressor):
-    """Scores entries by a few small heads, against keys that are compressed as the entries are."""
+    """Scores entries with a few small heads, against keys that are compressed like the entries."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class EntryIndexer(Compressor):
         num_heads: int,
         top_k: int,
     ) -> None:
-        """`top_k` entries are selected."""
+        """`top_k`: number of selected entries."""
         super().__init__(layer_name, hidden_size, dim, rate, rotary, eps, overlaps=True)
         self.num_heads, self.head_dim, self.top_k = num_heads, dim, top_k
         self.scale = (num_heads * dim) ** -0.5
@@ -152,7 +152,7 @@ class EntryIndexer(Compressor):
     def queries(
         self, hidden: torch.Tensor, q_latent: torch.Tensor, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, and weights that are still to be multiplied by `scale`.
+        """The queries, and the heads' weights before their multiplication by `scale`.
 
         # [tokens, hidden_size], [tokens, q_lora_rank] -> [tokens, heads, dim], [tokens, heads]
         """
@@ -161,14 +161,14 @@ class EntryIndexer(Compressor):
 
 
 class GroupedLinear(nn.Module):
-    """A product of each group of heads with a weight of its own. A rank has some of the groups."""
+    """A separate linear layer for each group of heads, sharded over the ranks by group."""
 
     def __init__(self, in_features: int, out_features: int, num_groups: int, parallel: TensorParallel) -> None:
-        """Features are those of one group."""
+        """`in_features` and `out_features` are those of one group."""
         super().__init__()
         self.num_groups, self.local = num_groups, parallel.share(num_groups, "o_groups")
         self.first = parallel.rank * self.local
-        # On a GPU no product of a stack reads a weight in another form.
+        # On a GPU, no product of a stack reads quantised weights.
         self.weight = empty_parameter(
             self.local, out_features, in_features, weight_loader=self._load, is_product=runtime.active()
         )
@@ -192,7 +192,7 @@ class GroupedLinear(nn.Module):
 
 
 class CompressedAttention(nn.Module):
-    """Attention to a window and to entries, with its projections. Heads are sharded over the ranks."""
+    """Attention to a window and to entries, with its projections, sharded over the ranks by head."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class CompressedAttention(nn.Module):
         indexer: EntryIndexer | None,
         parallel: TensorParallel,
     ) -> None:
-        """`layer_name` is the key of the keys' cache. Without a compressor the layer attends to its window alone."""
+        """`layer_name` is the key of the keys' cache. Without a compressor the layer attends to its window only."""
         super().__init__()
         self.num_heads, self.head_dim, self.window = parallel.share(num_heads, "num_attention_heads"), head_dim, window
         self.total_heads, self.first_head = num_heads, parallel.rank * self.num_heads
@@ -231,7 +231,7 @@ class CompressedAttention(nn.Module):
 
     @property
     def cache_specs(self) -> list[VectorCacheSpec]:
-        """All that the layer caches."""
+        """The specs of the layer's caches."""
         makers = [each for each in (self.compressor, *self._indexer) if each is not None]
         return [self.cache_spec, *(spec for each in makers for spec in (each.tokens_spec, each.entries_spec))]
 
@@ -254,7 +254,7 @@ class CompressedAttention(nn.Module):
     def _attend_rows(self, q: torch.Tensor, kv: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         """# [tokens, heads, head_dim], [tokens, head_dim] -> [tokens, heads, head_dim]
 
-        `others`: what the compressor projects, then what the indexer projects, its queries and their weights.
+        `others`: the projections of the compressor, then the projections, queries and weights of the indexer.
         """
         context = get_forward_context()
         metadata = context.attn_metadata
@@ -265,7 +265,7 @@ class CompressedAttention(nn.Module):
         )
         pages = _pages(context, self.cache_spec)
         store_vectors(kv, pages, rows.slots)
-        # Rows may share blocks that this step fills: all are written before any is read.
+        # Rows may share blocks that this step fills, so all rows are written before any is read.
         makers = [each for each in (self.compressor, *self._indexer) if each is not None]
         for maker, tokens in zip(makers, others, strict=False):
             maker.update(tokens, rows, context)
@@ -286,7 +286,7 @@ class CompressedAttention(nn.Module):
     def _attend_tokens(
         self, q: torch.Tensor, kv: torch.Tensor, others: Sequence[torch.Tensor], context: ForwardContext
     ) -> torch.Tensor:
-        """A step of decodes on a GPU, from the device's lengths alone, so that graphs capture it."""
+        """Compute a step of decodes on a GPU by lengths on the device only, so that graphs can capture it."""
         from models.ops.triton.cache_store import vector_store
 
         metadata, pages = context.attn_metadata, _pages(context, self.cache_spec)
@@ -361,7 +361,7 @@ class CompressedAttention(nn.Module):
         context: ForwardContext,
         indexed: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Consecutive queries of a row, the last of them at position `seen - 1`. # [n, heads, head_dim]"""
+        """Attention of consecutive queries of a row, the last at position `seen - 1`. # [n, heads, head_dim]"""
         pages = _pages(context, self.cache_spec)
         first = seen - len(q)
         begin = max(0, first - self.window + 1)

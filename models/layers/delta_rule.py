@@ -78,7 +78,7 @@ class DeltaMixer(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         a, b, gate = self.gates(hidden)
         read = between_graphs(self._remember, self.qkv_proj(hidden), a, b)
         return self.o_proj(self.gated(read, gate))  # type: ignore[no-any-return]

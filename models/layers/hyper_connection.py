@@ -2,7 +2,7 @@
 
     streams [tokens, N, hidden] --weights of the token--> one input --> layer --> streams: mixed, plus shares of it
 
-Weights follow from the streams themselves and are computed in float32. The mixture of streams is doubly stochastic.
+The weights are computed from the streams in float32. The matrix that mixes the streams is doubly stochastic.
 """
 
 import torch
@@ -17,15 +17,15 @@ def _float_parameter(*shape: int) -> nn.Parameter:
 
 
 def _projected(streams: torch.Tensor, weight: nn.Parameter, eps: float) -> torch.Tensor:
-    """The streams of each token, normalised together and projected. # [tokens, N, hidden] -> [tokens, out] float32"""
+    """Normalise each token's streams together and project them. # [tokens, N, hidden] -> [tokens, out] float32"""
     flat = streams.flatten(1)
-    # A product and the factor of a norm may be exchanged.
+    # The norm's factor commutes with the product, so it is applied to the smaller result.
     factor = torch.rsqrt(flat.float().square().mean(-1, keepdim=True) + eps)
     return float_logits(flat, weight) * factor
 
 
 def _collapsed(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """A sum of the streams. # [tokens, N, hidden], [tokens, N] float32 -> [tokens, hidden]"""
+    """The weighted sum of the streams. # [tokens, N, hidden], [tokens, N] float32 -> [tokens, hidden]"""
     return (weights[..., None] * streams).sum(1).to(streams.dtype)
 
 
@@ -33,7 +33,7 @@ class HyperConnection(nn.Module):
     """The connections around attention, or around the feed-forward layer."""
 
     def __init__(self, hidden_size: int, count: int, num_iterations: int, eps: float, norm_eps: float) -> None:
-        """`count` streams; `num_iterations` of Sinkhorn-Knopp, with `eps` in its denominators."""
+        """`count`: number of streams. `num_iterations`: of Sinkhorn-Knopp, with `eps` in its denominators."""
         super().__init__()
         self.count, self.num_iterations, self.eps, self.norm_eps = count, num_iterations, eps, norm_eps
         self.fn = _float_parameter((2 + count) * count, count * hidden_size)
@@ -41,7 +41,7 @@ class HyperConnection(nn.Module):
         self.scale = _float_parameter(3)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The layer's input, its output's share of each stream, and how streams mix.
+        """The layer's input, the weights of its output in each stream, and the matrix that mixes the streams.
 
         # [tokens, N, hidden] -> [tokens, hidden], [tokens, N] and [tokens, N, N] float32
         """
@@ -60,8 +60,8 @@ class HyperConnection(nn.Module):
     def spread(
         self, output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
     ) -> torch.Tensor:
-        """The next streams, of the layer's output and of what `forward` returned. # -> [tokens, N, hidden]"""
-        # As sums, and not as products of small matrices, which round by the number of tokens.
+        """The next streams, from the layer's output and the result of `forward`. # -> [tokens, N, hidden]"""
+        # Sums are used, since products of small matrices round differently for different numbers of tokens.
         mixed = post[..., None] * output[:, None]
         for number in range(self.count):
             mixed = mixed + mix[:, number, :, None] * streams[:, number, None]
@@ -69,7 +69,7 @@ class HyperConnection(nn.Module):
 
 
 class HyperHead(nn.Module):
-    """The last sum of the streams, before the model's final norm."""
+    """The weighted sum of the streams before the model's final norm."""
 
     def __init__(self, hidden_size: int, count: int, eps: float, norm_eps: float) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Linear layers, embedding and head, sharded over tensor-parallel ranks, and the product that all of them use.
 
-A column-parallel layer holds some of the output features, a row-parallel one some of the input features; the second
-follows the first, and its partial sums are added over the ranks. Weights are [out_features, in_features]. A weight may
-be dense, packed for the CPU operators or for oneDNN, or stay quantised: `linear` multiplies by any of these forms.
+A column-parallel layer is sharded by output features, a row-parallel one by input features. A row-parallel layer reads
+the output of a column-parallel one, and its partial sums are reduced over the ranks. Weights are [out_features,
+in_features]. `linear` multiplies by dense weights, weights packed for the CPU operators or oneDNN, and quantised ones.
 """
 
 import logging
@@ -42,7 +42,7 @@ def linear(
 ) -> torch.Tensor:
     """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]
 
-    `rounded`: `x`, where it is rounded already as the weight's product would.
+    `rounded`: `x` already rounded as the product by this weight would round it, or None.
     """
     packed = packed_of(weight)
     if packed is not None:
@@ -67,9 +67,9 @@ def gated_linear(
     rounded: RoundedRows | None = None,
     feed: Feed | None = None,
 ) -> torch.Tensor:
-    """`activation(linear(x, weight, bias))`, the same bits. # [tokens, in_features] -> [tokens, out_features / 2]
+    """`activation(linear(x, weight, bias))`, bit for bit. # [tokens, in_features] -> [tokens, out_features / 2]
 
-    `rounded`: as in `linear`. `feed`: of the product that reads the result.
+    `rounded`: as in `linear`. `feed`: the format in which the next product reads the result.
     """
     packed, operator = packed_of(weight), operator_of(activation)
     if packed is not None and operator is not None and ops.gates(packed):
@@ -79,7 +79,7 @@ def gated_linear(
 
 
 def round_for(x: torch.Tensor, *layers: "PackedLinear") -> RoundedRows | None:
-    """`x` as the products of several layers round it, which all of them may be given; None where at most one does."""
+    """`x` rounded as the products of several layers round it, so that it is rounded once; None if at most one does."""
     first = layers[0].feed
     rounded = None if first is None else first.take(x)
     if rounded is None and len(x) and triton.runs(x, operator="linear"):
@@ -105,9 +105,9 @@ def float_logits(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
 def rows_of(
     weight: nn.Parameter, ids: torch.Tensor, scale: float = 1.0, *, first_row: int | None = None
 ) -> torch.Tensor:
-    """Rows of a weight, scaled. # [tokens] int64 -> [tokens, in_features]
+    """Look up and scale rows of a weight. # [tokens] int64 -> [tokens, in_features]
 
-    `first_row`: the number of the weight's first row, where a rank has only some; rows of other ranks are 0.
+    `first_row`: index of the first row of this rank's shard; the result is 0 for rows of other ranks.
     """
     packed = packed_of(weight)
     if packed is not None:
@@ -121,22 +121,23 @@ def rows_of(
 
 
 class ParallelLinear(nn.Module):
-    """Base of these layers: what adapters need of them."""
+    """Base of linear layers, with the attributes that LoRA adapters need."""
 
     in_features: int
-    """The input features of the whole layer."""
+    """Number of input features of the whole layer."""
     inputs: slice
-    """This rank's input features."""
+    """The range of this rank's input features."""
     weight: nn.Parameter
     parts: dict[str | int | None, OutputPart]
-    """The output features of each tensor of the checkpoint."""
+    """The output features of each checkpoint tensor."""
     lora: LinearLoRA | None = None
-    """What adapters add to the output; None where no adapter changes this layer."""
+    """The adapters of this layer; None if no adapter changes it."""
     feed: Feed | None = None
-    """Of the norm or activation that makes the input."""
+    """The format of the input from the preceding norm or activation."""
 
     def follow(self, norm: RMSNorm) -> None:
-        """Take rows from a norm that rounds them to FP8 where the weight is; the layer is the norm's first reader."""
+        """Have the preceding norm round its rows to FP8 if this weight is FP8; the layer must be the norm's first
+        reader."""
         norm.feed = self.feed = Feed(self.weight)
 
     def make_lora(self, dtype: torch.dtype) -> LinearLoRA:
@@ -147,7 +148,7 @@ class ParallelLinear(nn.Module):
 
 
 class PackedLinear(ParallelLinear):
-    """Output features of several checkpoint tensors in one product; the rank's part of each."""
+    """One product for the output features of several checkpoint tensors, each sharded over the ranks."""
 
     def __init__(
         self,
@@ -176,9 +177,10 @@ class PackedLinear(ParallelLinear):
         return output
 
     def gated(self, x: torch.Tensor, activation: GatedActivation, feed: Feed | None = None) -> torch.Tensor:
-        """`activation` of the output, by one operator without intermediate memory where there is one.
+        """`activation` of the output, by one fused operator if available.
 
-        `feed`: of the product that reads it. # [tokens, in_features] -> [tokens, the rank's features / 2]
+        `feed`: the format in which the next product reads it. # [tokens, in_features] -> [tokens, the rank's features
+        / 2]
         """
         if self.lora is not None:
             return activation(self(x))
@@ -186,7 +188,7 @@ class PackedLinear(ParallelLinear):
         return gated_linear(x, self.weight, self.bias, activation, rounded, feed)
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
-        """Fill one part; with part None of a layer of several, all of them from a tensor that concatenates them."""
+        """Fill one part; with part None and several parts, all of them from one concatenated tensor."""
         assert not isinstance(part, tuple), "a linear layer has no experts"
         parts = [self.parts[part]] if part in self.parts else list(self.parts.values())
         require_shape(loaded, (sum(each.whole for each in parts), *parameter.shape[1:]))
@@ -199,7 +201,8 @@ class PackedLinear(ParallelLinear):
 
 
 def _one_after_another(parts: dict[str | int | None, tuple[int, int, int]]) -> dict[str | int | None, OutputPart]:
-    """Of each part `(features in the checkpoint, first on this rank, features on this rank)`, in the layer's order."""
+    """For each part: `(features in the checkpoint, first on this rank, features on this rank)`, in the layer's
+    order."""
     found: dict[str | int | None, OutputPart] = {}
     row = 0
     for shard, (whole, first, local) in parts.items():
@@ -221,7 +224,7 @@ class ColumnParallelLinear(PackedLinear):
 
 
 class MergedColumnParallelLinear(PackedLinear):
-    """Several column-parallel layers of one input in one product; parts are numbered from 0."""
+    """Several column-parallel layers of one input in one product; parts are indexed from 0."""
 
     def __init__(
         self,
@@ -243,7 +246,7 @@ class MergedColumnParallelLinear(PackedLinear):
 class QKVParallelLinear(PackedLinear):
     """Query, key and value projections in one product, sharded by head; parts `q`, `k` and `v`.
 
-    Where there are fewer key-value heads than ranks, consecutive ranks hold the same one.
+    If there are fewer key-value heads than ranks, consecutive ranks hold the same head.
     """
 
     def __init__(
@@ -259,9 +262,9 @@ class QKVParallelLinear(PackedLinear):
         kinds: str = "qkv",
         value_dim: int | None = None,
     ) -> None:
-        """`paired_dims`: the leading dimensions of a head that the checkpoint rotates as adjacent pairs; the layer has
-        queries and keys in the order of `models.ops.torch_ops.rotate`. `kinds`: which of the three projections there
-        are. `value_dim`: elements of a head's value, by default `head_dim`.
+        """`paired_dims`: number of leading dimensions of a head that the checkpoint rotates as adjacent pairs; the
+        layer reorders them for `models.ops.torch_ops.rotate`. `kinds`: which of the three projections exist.
+        `value_dim`: elements of a head's value, by default `head_dim`.
         """
         local_heads = parallel.share(num_heads, "num_attention_heads")
         if num_kv_heads >= parallel.size:
@@ -300,7 +303,7 @@ class RowParallelLinear(ParallelLinear):
         parallel: TensorParallel = SINGLE_RANK,
         reduces: bool = True,
     ) -> None:
-        """`reduces`: False where the output is a rank's part of a sum that the caller makes."""
+        """`reduces`: False if the caller reduces the partial sums over the ranks."""
         super().__init__()
         self.in_features, self.reduces = in_features, reduces
         self.parallel = parallel
@@ -311,8 +314,8 @@ class RowParallelLinear(ParallelLinear):
         self.bias = empty_parameter(out_features, weight_loader=self._load) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """# [tokens, the rank's in_features] -> [tokens, out_features], or this rank's part of it"""
-        # Only one rank adds the bias: the sum over ranks must contain it once.
+        """# [tokens, the rank's in_features] -> [tokens, out_features], or this rank's partial sum"""
+        # Only one rank adds the bias, since the sum over ranks must contain it once.
         bias = self.bias if self.parallel.rank == 0 else None
         output = linear(x, self.weight, bias, None if self.feed is None else self.feed.take(x))
         if self.lora is not None:
@@ -330,7 +333,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding. Each rank holds equally many rows of the vocabulary; rows past its end are zero."""
+    """Token embedding, sharded evenly over the ranks by rows of the vocabulary; rows past its end are zero."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, parallel: TensorParallel = SINGLE_RANK
@@ -342,7 +345,7 @@ class VocabParallelEmbedding(nn.Module):
         self.parallel = parallel
         self.num_rows = -(-vocab_size // parallel.size)
         self.first_row = parallel.rank * self.num_rows
-        # Errors of the embedding and the head reach the logits directly: 4 bits are too few.
+        # Rounding errors of the embedding and the head affect the logits directly, so 4 bits are too few.
         self.weight = empty_parameter(
             self.num_rows, hidden_size, weight_loader=self._load, is_product=True, min_bits=8
         )
@@ -364,7 +367,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Logits of the vocabulary's tokens; may share its weight with the embedding."""
 
     gives_parts = False
-    """Whether each rank returns the logits of its own rows, instead of rank 0 those of all."""
+    """Whether each rank returns the logits of its shard, instead of rank 0 returning all logits."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, bias: bool = False, parallel: TensorParallel = SINGLE_RANK
@@ -373,12 +376,12 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.bias = empty_parameter(self.num_rows, weight_loader=self._load_bias) if bias else None
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's weight from here on."""
+        """Use the embedding's weight from now on."""
         self.weight = embedding.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [rows, hidden_size] -> [rows, vocab_size] float32; with `gives_parts`, or on rank 1 and later, the rank's
-        own
+        """# [rows, hidden_size] -> [rows, vocab_size] float32; with `gives_parts`, or on other ranks than 0, of the
+        rank's shard
         """
         own = logits(hidden, self.weight, self.bias)
         if self.gives_parts:
@@ -393,7 +396,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN, in this torch on this processor, multiplies packed weights of a dtype."""
+    """Whether oneDNN, in this torch and on this processor, supports packed weights of a dtype."""
     return (
         dtype is torch.bfloat16
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -404,14 +407,14 @@ def can_pack(dtype: torch.dtype) -> bool:
 def pack_filled_products(model: nn.Module) -> None:
     """Pack the bfloat16 weights of a filled model for oneDNN, on hosts without the compiled operators.
 
-    Weights that are also read by row, and stacks, stay as they are. A packed weight replaces the dense one.
+    Weights that are also read by row, and stacks of weights, are not packed. A packed weight replaces the dense one.
     """
     read_by_row = {id(module.weight) for module in model.modules() if type(module) is VocabParallelEmbedding}
     for parameter in model.parameters():
         if parameter.dim() == 2 and is_product(parameter) and id(parameter) not in read_by_row:
             weight = parameter.data
-            # The number of tokens is a hint.
+            # The number of tokens is only a hint for the packed layout.
             keep_for_onednn(parameter, torch.ops.mkldnn._reorder_linear_weight(weight, 1))
-            # Reading the weight in another way yields NaN.
+            # NaN in the dense weight exposes any code that still reads it.
             parameter.data = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
     _log.info("Products run on weights that oneDNN packs")

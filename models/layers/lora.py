@@ -11,29 +11,30 @@ from models.layers.parameter import require_shape
 
 
 class Span(NamedTuple):
-    """Output features that follow each other both in the checkpoint's tensor and in the layer."""
+    """Output features that are contiguous both in the checkpoint's tensor and in the layer."""
 
     first: int
-    """The first of them in the checkpoint's tensor."""
+    """Index of the first feature in the checkpoint's tensor."""
     local: int
-    """Their number."""
+    """Number of features."""
     row: int
-    """The first of them in the layer."""
+    """Index of the first feature in the layer."""
 
 
 class OutputPart(NamedTuple):
     """The output features of a layer that come from one tensor of the checkpoint."""
 
     whole: int
-    """Features in the checkpoint."""
+    """Number of features in the checkpoint."""
     spans: tuple[Span, ...]
-    """Those on this rank: more than one where the layer has them in another order."""
+    """This rank's spans; several if the layer has another order of features."""
     pairs: tuple[int, int] | None = None
-    """Features of a head, and how many of those are rotated, where the checkpoint has the two of a rotated pair next
-    to each other and the layer the first of all pairs before the second; None: both have the same order."""
+    """Features of a head, and how many of those are rotated, if the checkpoint rotates adjacent pairs and the layer
+    halves; None if both have the same order."""
 
     def in_halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """The checkpoint's rows with each head's rotated pairs as the layer has them. # [whole, ...] -> the same"""
+        """Reorder the rotated pairs of each head in the checkpoint's rows for the layer. # [whole, ...] -> [whole,
+        ...]"""
         if self.pairs is None:
             return rows
         head_dim, rotary_dim = self.pairs
@@ -44,29 +45,29 @@ class OutputPart(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """The layer's features from the part's first to its last, others between them included."""
+        """The range of the layer's features from the part's first to its last, including others in between."""
         return slice(min(span.row for span in self.spans), max(span.row + span.local for span in self.spans))
 
 
 class _Up(NamedTuple):
-    """The second half of a product, for one part of the output, with its scale applied."""
+    """The second matrix of an adapter's product for one part of the output, scaled."""
 
     b: torch.Tensor  # [features of the part's rows, rank], 0 for those of other parts
     row: int
     """The part's first feature in the layer."""
     ranks: slice
-    """The product's ranks among those of all parts."""
+    """The product's range in the LoRA ranks of all parts."""
 
 
 class _Adapter(NamedTuple):
-    """One adapter of the layer. The first halves of all parts are one product, because they have the same input."""
+    """One adapter of the layer. The first matrices of all parts are one matrix, because they have the same input."""
 
     a: torch.Tensor  # [ranks of all parts, the rank's in_features]
     ups: tuple[_Up, ...]
 
 
 class _FusedAdapters(NamedTuple):
-    """All adapters as one product, from which each token takes its own adapter's ranks."""
+    """All adapters as one product, in which the LoRA ranks of other adapters are masked for each token."""
 
     a: torch.Tensor  # [ranks of all adapters, the rank's in_features]
     b: torch.Tensor  # [the rank's features, ranks of all adapters]
@@ -76,15 +77,14 @@ class _FusedAdapters(NamedTuple):
 class LinearLoRA:
     """Adds the product of each token's adapter to a layer's output.
 
-    Sharded as the layer is: with sharded outputs, B has this rank's rows; with sharded inputs, A has this rank's
-    columns,
-    and the product is a partial sum that is added before the all-reduce.
+    Sharded like the layer: with sharded outputs, B has this rank's rows; with sharded inputs, A has this rank's
+    columns, and the product is a partial sum that is added before the all-reduce.
     """
 
     def __init__(
         self, in_features: int, inputs: slice, parts: Mapping[str | int | None, OutputPart], dtype: torch.dtype
     ) -> None:
-        """`in_features` are the checkpoint's, `inputs` this rank's of them."""
+        """`in_features`: those of the checkpoint. `inputs`: this rank's range of them."""
         self._in_features = in_features
         self._inputs = inputs
         self._parts = parts
@@ -98,8 +98,8 @@ class LinearLoRA:
     ) -> None:
         """Add a product of adapter number `adapter` for one part. # [rank, in_features], [part's features, rank]
 
-        With part None of a layer of several parts, for all of them: their rows are concatenated in B. Raises
-        `WeightShapeError` where a tensor has another shape.
+        With part None and several parts, B holds the rows of all parts. Raises `WeightShapeError` if a tensor has
+        another shape.
         """
         parts = [self._parts[shard]] if shard in self._parts else list(self._parts.values())
         require_shape(a, (rank, self._in_features))
@@ -118,16 +118,16 @@ class LinearLoRA:
                 up[row - rows.start : row - rows.start + local] = source.float() * scale
             ups += (_Up(up, rows.start, slice(first_rank, first_rank + rank)),)
             first_row += part.whole
-        # Copied in both cases: the checkpoint's file must not stay mapped.
+        # The tensors are copied, since the checkpoint's file must not stay mapped.
         self._adapters[adapter] = _Adapter(a.clone() if before is None else torch.cat([before.a, a]), ups)
 
     def remove(self, adapter: int) -> None:
-        """Forget an adapter, which no row uses any more. Nothing happens where it changes nothing here."""
-        # `_fused` stays: captured graphs read it, which from then on replay only rows without an adapter.
+        """Remove an adapter that no row uses any more. No effect if it does not change this layer."""
+        # `_fused` stays, since captured graphs read it; they will replay only rows without an adapter.
         self._adapters.pop(adapter, None)
 
     def delta(self, adapter: int) -> torch.Tensor | None:
-        """An adapter's change of the layer's weight, for layers that use the weight directly; None: no change.
+        """An adapter's change of the layer's weight, for layers that read the weight directly; None if it has none.
 
         # -> [the rank's features, the rank's in_features]
         """
@@ -140,7 +140,8 @@ class LinearLoRA:
         return delta
 
     def apply(self, output: torch.Tensor, x: torch.Tensor) -> None:
-        """Add to `output`, in place. # [tokens, the rank's features], [tokens, the rank's in_features]"""
+        """Add the adapters' products to `output`, in place. # [tokens, the rank's features], [tokens, the rank's
+        in_features]"""
         step = get_forward_context()
         groups = step.lora
         if groups is None:
@@ -164,12 +165,12 @@ class LinearLoRA:
 
     @property
     def num_ranks(self) -> int:
-        """The sum of all adapters' ranks."""
+        """The sum of all adapters' LoRA ranks."""
         return sum(len(adapter.a) for adapter in self._adapters.values())
 
     @property
     def is_unused(self) -> bool:
-        """Whether it changes nothing, and no captured graph reads it."""
+        """Whether there is no adapter, and no captured graph reads this object."""
         return not self._adapters and self._fused is None
 
     def _apply_by_row(self, output: torch.Tensor, x: torch.Tensor, adapters: torch.Tensor) -> None:
@@ -188,7 +189,7 @@ class LinearLoRA:
         column = 0
         for adapter in self._adapters.values():
             for up, row, ranks in adapter.ups:
-                # Parts of one product share its ranks, and their rows may lie between each other.
+                # Parts of one product share its LoRA ranks, and their rows may be interleaved.
                 b[row : row + len(up), column + ranks.start : column + ranks.stop] += up
             column += len(adapter.a)
         owners = [number for number, adapter in self._adapters.items() for _ in range(len(adapter.a))]
@@ -216,6 +217,6 @@ class ExpertAdapter(NamedTuple):
     """One adapter of a layer of experts."""
 
     first: ExpertProducts | None = None
-    """Of the gates and ups."""
+    """Products of the gate and up projections."""
     second: ExpertProducts | None = None
-    """Of the downs."""
+    """Product of the down projection."""

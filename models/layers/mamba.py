@@ -79,7 +79,7 @@ class MambaMixer(nn.Module):
         self.cache_spec = StateCacheSpec(layer_name, (self.conv1d.state_shape, (size, local)), (None, torch.float32))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> the same"""
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
         x, gate = self.in_proj(hidden).chunk(2, dim=1)
         convolved = between_graphs(self._convolve, x)
         size = self.shape.state_size

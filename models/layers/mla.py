@@ -123,7 +123,7 @@ class MLAShape:
     """Rotated dimensions; all heads share the key's."""
     v_head_dim: int
     scale: float
-    """The factor of the scores."""
+    """The scale of the attention scores."""
     bias: bool
     """Whether the projections from and to the hidden states have biases."""
     interleaved: bool

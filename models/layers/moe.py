@@ -1,7 +1,7 @@
 """`FusedMoE`: the experts of a mixture-of-experts layer. Models route with `models.layers.routing`, then call it.
 
 The (token, expert) pairs are sorted by expert, so that each active expert multiplies one contiguous run of rows.
-`ExpertShare` says which experts a rank holds.
+`ExpertShare` defines which experts a rank holds.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """The experts that a rank holds, and those whose results it provides for its replica."""
+    """The experts that a rank holds, and the experts whose results it provides to its replica."""
 
     asked: range
-    """The experts whose (token, expert) pairs this rank provides for its replica."""
+    """The experts whose (token, expert) pairs this rank provides to its replica."""
     local: range
-    """The experts that it holds: a part of `asked`, or all."""
+    """The experts that this rank holds: a part of `asked`, or all."""
     exchange: Exchange | TokenExchange | None = None
-    """Communication with the ranks that hold the rest of `asked`."""
+    """The exchange with the ranks that hold the rest of `asked`."""
 
     @classmethod
     def of(cls, num_experts: int, parallel: TensorParallel) -> "ExpertShare":
-        """The share of one rank. Raises `ValueError` where the ranks do not divide the experts evenly."""
+        """The share of one rank. Raises `ValueError` if the number of ranks does not divide that of the experts."""
         experts = parallel.experts
         if experts is None:
             return cls(range(num_experts), range(num_experts))
@@ -74,7 +74,7 @@ def grouped_linear(
     *,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply runs of rows by their experts' weights: `counts[0]` rows by expert 0's, and so on; zero after them.
+    """Multiply runs of rows by their experts' weights: `counts[0]` rows by expert 0's, and so on; later rows are zero.
 
     # [pairs, in], [experts, out, in], [experts, out], [experts] int64 -> [pairs, out]
 
@@ -98,7 +98,7 @@ def grouped_linear(
 
 
 def leave_sum_open(layer: nn.Module) -> None:
-    """Have an attention or feed-forward layer return this rank's part of its output, which the next norm adds up."""
+    """Have an attention or feed-forward layer return its partial sum, which the next norm reduces over the ranks."""
     [last] = [
         module for module in layer.modules() if isinstance(module, RowParallelLinear | FusedMoE) and module.reduces
     ]
@@ -121,22 +121,22 @@ class Routed(NamedTuple):
     weights: torch.Tensor  # [tokens, top_k] float32
     ids: torch.Tensor  # [tokens, top_k] int64
     shared: torch.Tensor | None
-    """This rank's part of the shared experts' output, the sum over all ranks. [tokens, hidden_size]"""
+    """This rank's partial sum of the shared experts' output. [tokens, hidden_size]"""
     gate: torch.Tensor | None
-    """[tokens, 1] float32, logits of the share of `shared` that is added; None: all of it."""
+    """Logits of the gate on `shared`, [tokens, 1] float32; None without a gate."""
     rounded: RoundedRows | None = None
-    """`hidden`, where it is rounded already."""
+    """`hidden` already rounded for the experts' products, or None."""
 
 
 class ExpertNames(NamedTuple):
     """The names of one expert's projections in a family's checkpoints."""
 
     gate: str | None = "gate_proj"
-    """None: the experts have no gates."""
+    """None if the experts have no gates."""
     up: str = "up_proj"
     down: str = "down_proj"
     stacked_gate_up: str = "experts.gate_up_proj"
-    """The tensor of all experts' gates and ups, where they are stacked."""
+    """The tensor of all experts' gates and ups, if they are stacked."""
     stacked_down: str = "experts.down_proj"
 
 
@@ -144,11 +144,11 @@ class SparseMoE(nn.Module):
     """A feed-forward layer of routed experts, chosen by `gate`, and shared experts, which every token uses."""
 
     def __init__(self, gate: nn.Module, experts: "FusedMoE", shared_experts: nn.Module | None = None) -> None:
-        """`shared_experts` return this rank's part of their output."""
+        """`shared_experts` return this rank's partial sum of their output."""
         super().__init__()
         self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
         self.feed: Feed | None = None
-        """Of the norm that makes the input."""
+        """The format of the input from the preceding norm."""
         self._shared_feed: Feed | None = None
 
     @property
@@ -157,12 +157,12 @@ class SparseMoE(nn.Module):
         return self.shared_experts
 
     def shared_gate(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Logits of the share of the shared experts' output that is added; None: all of it. # [tokens, 1] float32"""
+        """Logits of the gate on the shared experts' output; None without a gate. # [tokens, 1] float32"""
         del hidden
         return None
 
     def follow(self, norm: RMSNorm) -> None:
-        """As `ParallelLinear.follow`: experts, and the shared ones' first layer, read the same rows."""
+        """As `ParallelLinear.follow`; the experts and the first layer of the shared experts read the same rows."""
         norm.feed = self.feed = Feed(self.experts.w13)
         first = getattr(self.shared, "gate_up_proj", None)
         if isinstance(first, PackedLinear):
@@ -179,21 +179,21 @@ class SparseMoE(nn.Module):
 
 
 class StackProduct(NamedTuple):
-    """Of which stack of experts an adapter's product is."""
+    """The stack of experts that an adapter's product changes."""
 
     name: str
     is_first: bool
-    """Whether it is that of gates and ups."""
+    """Whether it is the stack of gates and ups."""
     is_exchanged: bool
-    """Whether its halves have the stack's outputs and inputs in exchange."""
+    """Whether the product's matrices have the stack's inputs and outputs exchanged."""
 
 
 class AdapterError(Exception):
-    """A layer of experts takes no adapter in the form in which it is computed, with the reason."""
+    """A layer of experts cannot apply an adapter; the message is the reason."""
 
 
 class ExpertRow(NamedTuple):
-    """One token's row by one expert of this rank, for an observer."""
+    """The computation of one token's row by one expert of this rank, for an observer."""
 
     x: torch.Tensor  # [hidden_size]
     expert: torch.Tensor  # [] int64, index on this rank
@@ -204,15 +204,15 @@ class ExpertRow(NamedTuple):
 class FusedMoE(nn.Module):
     """Feed-forward experts, each split over the tensor-parallel ranks along its intermediate dimension.
 
-    With expert parallelism a rank has some of them, whole, instead of a part of each. Checkpoints have a tensor per
+    With expert parallelism a rank has some whole experts, instead of a shard of each. Checkpoints have a tensor per
     expert (`experts.3.gate_proj.weight`) or all experts stacked (`experts.gate_up_proj`).
     """
 
     observer: Callable[[ExpertRow], None] | None = None
-    """Called in each pass with one token's row by one of its experts, unless replicas exchange tokens or aiter
-    computes the layer."""
+    """Called in each pass with the `ExpertRow` of one token, unless replicas exchange tokens or aiter computes the
+    layer."""
     is_stacked_alike: ClassVar[bool] = True
-    """Whether a stack holds each expert's tensors one after the other, as they are where experts are not stacked."""
+    """Whether a stack holds each expert's tensors contiguously, in the layout of checkpoints that are not stacked."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class FusedMoE(nn.Module):
         self.num_experts, self.intermediate_size, self.parallel = num_experts, intermediate_size, parallel
         self.activation = activation
         self.reduces = True
-        """False where the output is this rank's part of a sum that the caller makes."""
+        """False if the caller reduces the partial sums over the ranks."""
         self.share = ExpertShare.of(num_experts, parallel)
         self.local_experts = self.share.local
         self.split = parallel if parallel.experts is None else SINGLE_RANK
@@ -270,11 +270,12 @@ class FusedMoE(nn.Module):
                 sources=self._sources({names.down: _DOWN}, f"{names.stacked_down}_bias", "bias"),
             )
         self._routed: set[tuple[int, bool, bool]] = set()
-        """Calls with suspended kernels: experts of a token, and whether there were shared experts and a gate."""
+        """Calls recorded with suspended kernels: experts per token, and whether there were shared experts and a
+        gate."""
         self.adapters: dict[int, ExpertAdapter] = {}
-        """By number: adapters that change the experts."""
+        """The adapters that change the experts, by number."""
         self.shuffled: aiter_experts.ExpertWeights | None = None
-        """The weights as aiter reads them, where it computes the layer."""
+        """The weights in aiter's layout, if it computes the layer."""
         self.expert_map: torch.Tensor | None
         has_all = here == num_experts and not isinstance(self.share.exchange, TokenExchange)
         self.register_buffer("expert_map", None if has_all else self._expert_map(), persistent=False)
@@ -288,12 +289,13 @@ class FusedMoE(nn.Module):
         gate: torch.Tensor | None = None,
         rounded: RoundedRows | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts, plus the output of shared experts, summed over the ranks at once.
+        """The weighted sum of each token's experts, plus the output of shared experts, reduced over the ranks
+        together.
 
         # [tokens, hidden_size], [tokens, top_k] float32, [tokens, top_k] int64 -> [tokens, hidden_size]
 
-        `shared`: this rank's part. `gate` [tokens, 1] float32: logits of the share of `shared` that is added; None:
-        all of it. `rounded`: `hidden`, where it is rounded already.
+        `shared`: this rank's partial sum. `gate` [tokens, 1] float32: logits of the gate on `shared`; None without a
+        gate. `rounded`: `hidden` already rounded for the experts' products, or None.
         """
         routed = Routed(hidden, weights, ids, shared, gate, rounded)
         part = self._part(routed)
@@ -308,7 +310,7 @@ class FusedMoE(nn.Module):
         return first, second
 
     def stack_of(self, a: torch.Tensor, b: torch.Tensor) -> "StackProduct | None":
-        """The stack that an adapter's product is of, by its shape; None: of neither.
+        """The stack that an adapter's product changes, by its shape; None if it matches neither.
 
         PEFT before 0.19 exchanges inputs and outputs of most families. # [.., in_features], [out_features, ..]
         """
@@ -328,11 +330,11 @@ class FusedMoE(nn.Module):
     ) -> None:
         """Add adapter number `adapter`'s product of one stack, as PEFT saves it.
 
-        # halves: [experts * rank, in_features], [out_features, rank * experts]
+        # a: [experts * rank, in_features], b: [out_features, rank * experts]
 
         Raises:
             WeightShapeError: The product has another rank.
-            AdapterError: The layer is computed in a form that takes no such adapter.
+            AdapterError: The layer's implementation supports no such adapter.
         """
         reason = self._takes_no_adapter()
         if reason is not None:
@@ -358,11 +360,11 @@ class FusedMoE(nn.Module):
 
     @staticmethod
     def _rows_of_first(rows: torch.Tensor) -> torch.Tensor:
-        """Rows of gates and ups, in the checkpoint's order, as the layer has them. # [experts, rows, rank]"""
+        """Reorder rows of gates and ups from the checkpoint's order to the layer's. # [experts, rows, rank]"""
         return rows
 
     def _takes_no_adapter(self) -> str | None:
-        """Why the layer takes no adapter; None: it does."""
+        """The reason why the layer supports no adapter; None if it does."""
         if self.parallel.experts is not None:
             return "enable_expert_parallel spreads the experts; leave it out"
         if self.shuffled is not None:
@@ -372,7 +374,7 @@ class FusedMoE(nn.Module):
         return None
 
     def _replace_adapted(self, part: torch.Tensor, routed: Routed) -> None:
-        """Compute the rows of tokens whose adapter changes the experts again, with its products."""
+        """Recompute the rows of tokens whose adapter changes the experts, with the adapter's products."""
         for number, tokens in get_forward_context().lora or ():
             adapter = self.adapters.get(number)
             if adapter is not None:
@@ -397,7 +399,7 @@ class FusedMoE(nn.Module):
         return self._weighted_sum(by_token.view(-1, top_k, products.shape[1]), routed)
 
     def _part(self, routed: Routed) -> torch.Tensor:
-        """This rank's part of the sum over the ranks. # -> [tokens, hidden_size]"""
+        """This rank's partial sum. # -> [tokens, hidden_size]"""
         hidden, weights, ids = routed[:3]
         exchange = self.share.exchange
         if isinstance(exchange, TokenExchange):
@@ -412,14 +414,14 @@ class FusedMoE(nn.Module):
         return self._part_by_kernels(routed)
 
     def _part_by_kernels(self, routed: Routed) -> torch.Tensor:
-        """By Triton's kernels, where they run, or by torch."""
+        """The partial sum by Triton's kernels if available, or by torch."""
         hidden, w13, w2 = routed.hidden, self.w13, self.w2
         if hidden.dtype is w13.dtype and triton.runs(hidden, operator="moe") and _are_for_kernels(w13, w2):
             return self._part_by_triton(routed, w13, w2)
         return self._part_by_torch(routed)
 
     def shuffle(self) -> bool:
-        """Have aiter compute the filled layer; False where it has no kernels for its form.
+        """Have aiter compute the filled layer. Returns False if aiter has no kernels for it.
 
         The weights are reordered for its kernels, and nothing else may read them afterwards.
         """
@@ -434,7 +436,7 @@ class FusedMoE(nn.Module):
         return True
 
     def _for_aiter(self) -> aiter_experts.ExpertWeights | None:
-        """The weights, if they are in 16 bits or in FP8 with scales per block."""
+        """The weights, if they are in 16 bits or in FP8 with scales per block; None otherwise."""
         if any(weight.dtype not in (torch.bfloat16, torch.float16) for weight in (self.w13, self.w2)):
             return None
         first, second = stored_of(self.w13), stored_of(self.w2)
@@ -456,27 +458,27 @@ class FusedMoE(nn.Module):
             experts = self.expert_map[experts]
         order = experts.argsort(stable=True)
         counts = experts.bincount(minlength=len(self.local_experts))[: len(self.local_experts)]
-        # Back in the order of tokens, so that a sum over top_k needs no atomic additions.
+        # Restore the order of tokens, so that the sum over top_k needs no atomic additions.
         products = routed.hidden.new_empty(len(order), routed.hidden.shape[1])
         products[order] = self._products(routed.hidden, counts, order // top_k)
         return self._weighted_sum(products.view(len(routed.hidden), top_k, -1), routed)
 
     def _part_on_cpu(self, routed: Routed) -> torch.Tensor:
-        """By CPU operators alone, so that it can be recorded."""
+        """The partial sum by CPU operators only, so that the pass can be recorded."""
         counts, tokens, pair_rows = expert_ops.sort_pairs(routed.ids, self.num_experts, first=self.local_experts.start)
         products = self._products(routed.hidden, counts[: len(self.local_experts)], tokens)
         return self._combine(products, pair_rows, routed)
 
     def _part_by_tokens(self, routed: Routed, exchange: TokenExchange) -> torch.Tensor:
-        """Each replica computes its experts for the tokens of all. Sizes follow from what the replicas agreed on."""
+        """Compute this replica's experts for the tokens of all replicas, whose numbers the replicas have agreed on."""
         hidden, weights, ids = routed[:3]
         dp_metadata, num_rows = get_forward_context().dp_metadata, len(hidden)
-        # A graph has the same number of rows on all replicas.
+        # A captured graph has the same number of rows on all replicas.
         most = num_rows if dp_metadata is None else max(1, dp_metadata.max_tokens_across_dp)
         experts = self.parallel.experts
         if dp_metadata is not None and experts is not None and dp_metadata.is_dummy(experts.replica):
             ids = torch.full_like(ids, self.num_experts)
-        # Expert `num_experts` is on no rank.
+        # The index `num_experts` marks padding: no rank has such an expert.
         columns = (F.pad(ids.int(), (0, 0, 0, most - num_rows), value=self.num_experts), weights.float(), hidden)
         packed = torch.cat([F.pad(_bytes(each), (0, 0, 0, most - len(each))) for each in columns], 1)
         arrived = exchange.gather(packed)
@@ -491,7 +493,8 @@ class FusedMoE(nn.Module):
         return self._add(exchange.add_back(parts)[:num_rows], routed)
 
     def _part_by_pairs(self, routed: Routed, exchange: Exchange) -> torch.Tensor:
-        """Each replica computes the pairs of its experts, whose results the token's own replica adds up."""
+        """Compute the pairs of this replica's experts and send the results to the replica of each token, which sums
+        them."""
         dp_metadata = get_forward_context().dp_metadata
         assert dp_metadata is not None, "replicas that exchange tokens agree on their numbers of tokens"
         asked, local = self.share.asked, self.share.local
@@ -517,20 +520,21 @@ class FusedMoE(nn.Module):
 
     @property
     def outer_bias(self) -> torch.Tensor | None:
-        """The second bias, on one rank only where each has a part of every expert: the sum must contain it once."""
+        """The bias of the down projection; on one rank only if experts are sharded, since the sum must contain it
+        once."""
         return None if self.split.rank else self.w2_bias
 
     def _combine(self, products: torch.Tensor, pair_rows: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """As `_weighted_sum`, by operators. # [pairs, hidden_size], [tokens, top_k] row of each pair"""
+        """As `_weighted_sum`, by operators. # [pairs, hidden_size], [tokens, top_k] the row of each pair"""
         return expert_ops.combine(products, routed.weights, pair_rows, routed.shared, routed.gate)
 
     def _weighted_sum(self, by_token: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """This rank's part from each token's experts. # [tokens, top_k, hidden_size]"""
-        combined = (by_token * routed.weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
+        """This rank's partial sum of each token's experts. # [tokens, top_k, hidden_size]"""
+        combined = (by_token * routed.weights.unsqueeze(-1)).sum(1)  # float32, the dtype of the weights
         return self._add(combined.to(by_token.dtype), routed)
 
     def _sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, unless the caller makes it."""
+        """Reduce partial sums over the ranks, unless the caller does."""
         return self.parallel.all_reduce(part) if self.reduces else part
 
     @staticmethod
@@ -541,7 +545,7 @@ class FusedMoE(nn.Module):
         return sums + (shared if gate is None else (shared * gate.sigmoid()).to(shared.dtype))
 
     def _part_by_triton(self, routed: Routed, w13: nn.Parameter, w2: nn.Parameter) -> torch.Tensor:
-        """On a GPU, without reading the routing on the host."""
+        """The partial sum on a GPU, without reading the routing on the host."""
         import models.ops.triton.expert_products as products_kernels
         import models.ops.triton.expert_routing as routing_kernels
 
@@ -562,7 +566,7 @@ class FusedMoE(nn.Module):
         return routing_kernels.moe_combine(products, weights, experts, held, shared, gate)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The layer as a pass with suspended kernels called it."""
+        """The self-test cases of the calls that a pass with suspended kernels recorded."""
         from models.ops.triton.cases.experts import ExpertsCase, SortCase
 
         for top_k, has_shared_expert, has_gate in sorted(self._routed):
@@ -586,7 +590,7 @@ class FusedMoE(nn.Module):
             )
 
     def _expert_map(self) -> torch.Tensor:
-        """Each expert's index on this rank; one past the last index for the experts of other ranks, and for none."""
+        """Each expert's index on this rank; one past the last index for experts of other ranks and for padding."""
         indices = torch.full((self.num_experts + 1,), len(self.local_experts))
         indices[self.local_experts.start : self.local_experts.stop] = torch.arange(len(self.local_experts))
         return indices

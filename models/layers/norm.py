@@ -26,27 +26,27 @@ class RMSNorm(nn.Module):
     """Scales the last dimension to unit root mean square, then by a weight; computed in float32."""
 
     offset: ClassVar[float] = 0.0
-    """What is added to the weight."""
+    """The offset that is added to the weight."""
     is_centred: ClassVar[bool] = False
-    """Whether it is shifted to mean 0 first."""
+    """Whether the input is shifted to mean 0 first."""
 
-    # Methods read `self.weight` once: `nn.Module` looks parameters up in Python.
+    # Methods read `self.weight` once, since `nn.Module` looks parameters up in Python.
 
     def __init__(self, size: int, eps: float, sums: TensorParallel = SINGLE_RANK) -> None:
-        """`sums`: the ranks over which `add_norm` adds its input up first."""
+        """`sums`: the ranks over which `add_norm` first reduces its input."""
         super().__init__()
         self.shape = (size,)
         self.eps, self.sums = eps, sums
         self.weight = empty_parameter(size, weight_loader=load_whole)
         self.bias: nn.Parameter | None = None
         self.feed: Feed | None = None
-        """Of the one linear layer that reads the norm first, where it may take rows that are rounded already."""
+        """The format of the linear layer that reads the norm first, if it takes rounded rows."""
         self._sums: set[tuple[str, float]] = set()
-        """The sums that a pass with suspended kernels computed with the norm, and their scales."""
+        """The additions fused with the norm, and their scales, that a pass with suspended kernels recorded."""
 
     @property
     def operand(self) -> NormWeight:
-        """The norm as operators take it."""
+        """The weight, epsilon and kind of the norm, for the operators."""
         return NormWeight(self.weight, self.eps, self.offset, self.bias, self.is_centred)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,17 +56,17 @@ class RMSNorm(nn.Module):
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `scale * x + residual`, and that sum, the next residual. Both arguments may be overwritten.
+        """The norm of `scale * x + residual`, and that sum as the next residual. Both arguments may be overwritten.
 
-        Without a residual, as in a model's first layer, the norm of `x`, and `x`.
+        Without a residual, as in a model's first layer, returns the norm of `x`, and `x`.
 
-        # [..., size] each; `x` is this rank's part of it if there are a residual and several ranks in `sums`
+        # [..., size] each; with a residual and several ranks in `sums`, `x` is this rank's partial sum
         """
         if residual is None:
             return self(x), x
         weight, eps, offset, bias, is_centred = self.operand
         if self.sums.size > 1:
-            # The operator that sums over ranks has neither layer norms nor scales.
+            # The operator that also reduces over ranks supports neither layer norms nor scales.
             is_plain = scale == 1.0 and not is_centred
             summed = self.sums.add_norm(x, residual, self.operand) if is_plain else None
             if summed is not None:
@@ -132,7 +132,8 @@ class RMSNorm(nn.Module):
         return total if scale == 1.0 else total * scale
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The norm by itself, and with the sums that a pass with suspended kernels computed."""
+        """The self-test cases of the norm alone, and of the fused additions that a pass with suspended kernels
+        recorded."""
         from models.ops.triton import elementwise
         from models.ops.triton.cases.elementwise import NormCase
 
@@ -155,7 +156,7 @@ class RMSNorm(nn.Module):
 
 
 def round_for_reader(layer: nn.Module, norm: RMSNorm) -> None:
-    """Have a norm round its rows to FP8 for the layer that reads them first, if it has a product that takes them."""
+    """Have a norm round its rows to FP8 for the layer that reads them first, if that layer's product supports it."""
     follow: Callable[[RMSNorm], None] | None = getattr(layer, "follow", None)
     if follow is not None:
         follow(norm)
@@ -187,7 +188,7 @@ class HeadsRMSNorm(RMSNorm):
         if self.parallel.size == 1:
             return super().forward(x)
         exact = x.float()
-        # Where ranks hold the same head, each head counts equally often.
+        # If several ranks hold the same head, every head is held by equally many ranks, so the mean is right.
         sums = torch.cat((exact.square().sum(-1, keepdim=True), exact.new_full((len(x), 1), x.shape[1])), dim=1)
         sums = self.parallel.all_reduce(sums)
         mean = sums[:, :1] / sums[:, 1:]

@@ -218,7 +218,7 @@ class SoftmaxRouter(nn.Module):
             )
         )
         self.top_k, self.renormalize = top_k, renormalize
-        # Not rounded: it is small, and its errors choose other experts.
+        # This weight is not quantised: it is small, and rounding errors would select other experts.
         self.weight = empty_parameter(
             num_experts,
             hidden_size,
@@ -257,7 +257,7 @@ class SparseMixerRouter(nn.Module):
         """`jitter`: see `sparse_mixer`."""
         super().__init__()
         self.jitter = jitter
-        # Not rounded: it is small, and its errors choose other experts.
+        # This weight is not quantised: it is small, and rounding errors would select other experts.
         self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

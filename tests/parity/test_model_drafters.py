@@ -462,13 +462,13 @@ def test_a_warm_up_drafts_as_serving_does(checkpoint: Path, monkeypatch: pytest.
     runner = runner_for(checkpoint, max_num_seqs=6, **by_rejection(checkpoint))
     assert runner.drafter is not None
     rows: list[tuple[int, int]] = []
-    go_on = runner.drafter._go_on
+    draft_following = runner.drafter._draft_following
 
     def noted(state: torch.Tensor, *arguments: Any, **how: Any) -> None:
         rows.append((len(state), int(arguments[3].max())))
-        go_on(state, *arguments, **how)
+        draft_following(state, *arguments, **how)
 
-    monkeypatch.setattr(runner.drafter, "_go_on", noted)
+    monkeypatch.setattr(runner.drafter, "_draft_following", noted)
     with monkeypatch.context() as patch:
         patch.setattr("models.ops.triton.active", lambda: True)
         runner.warm_up()
