@@ -1,4 +1,4 @@
-"""The attention backend of GPUs on which ROCm's library `aiter` attends to what Triton's kernels stored."""
+"""The attention backend of GPUs on which ROCm's library `aiter` reads the cache that Triton's kernels write."""
 
 import torch
 
@@ -15,7 +15,7 @@ _TYPES = (torch.bfloat16, torch.float16)
 
 @BACKENDS.register("aiter")
 class AiterAttentionBackend(TritonAttentionBackend):
-    """Steps, or only their decodes, run on the library where it has the layer's form; the rest on Triton's kernels."""
+    """Computes steps, or only decodes, by the library if it supports the layer's shapes, else by Triton's kernels."""
 
     name = "aiter"
 
@@ -29,7 +29,7 @@ class AiterAttentionBackend(TritonAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         decodes, query_len = metadata.num_decodes * metadata.query_len, metadata.query_len
-        if out.shape != q.shape:  # The library has one size of keys and values.
+        if out.shape != q.shape:  # The library requires equal sizes of keys and values.
             super()._attend(q, out, cache, metadata, options, sinks)
             return
         block = cache.k_cache.shape[2]
@@ -74,7 +74,7 @@ class AiterAttentionBackend(TritonAttentionBackend):
 
 
 def _rows(metadata: TritonMetaData, rows: slice, block: int) -> Rows:
-    """Some of a step's rows; before them are rows of one token, if any."""
+    """A range of a step's rows; all rows before it have one token."""
     first = rows.start
     starts = metadata.cu_seqlens_q[first : None if rows.stop is None else rows.stop + 1]
     if first:
@@ -88,7 +88,7 @@ def _rows(metadata: TritonMetaData, rows: slice, block: int) -> Rows:
 
 
 def _most_keys(metadata: TritonMetaData, rows: slice, block: int) -> int:
-    """The most keys that one of some rows has, or may have in a captured graph."""
+    """The most keys of a row in a range, or the most that it may have in a captured graph."""
     if metadata.lengths is None:
         return metadata.block_tables.shape[1] * block
     return int(metadata.lengths.contexts[rows].max())

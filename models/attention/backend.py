@@ -23,12 +23,12 @@ from models.registry import Registry
 _log = logging.getLogger(__name__)
 
 NO_SLOT = -1
-"""The slot of tokens that are not stored, of rows without a state, and of tokens that change none."""
+"""The slot of tokens that are not stored, of rows without a state, and of tokens that change no state."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AttentionMetaData:
-    """A step as every layer's attention sees it: B rows, decodes first, of T tokens in all."""
+    """A step's metadata, shared by all layers: B rows, decodes first, with T tokens in total."""
 
     backend: "AttentionBackend"
     cu_seqlens_q: torch.Tensor  # [B + 1] int32, the index of each row's first token among the T
@@ -36,31 +36,31 @@ class AttentionMetaData:
     block_tables: torch.Tensor  # [B, max_blocks] int32
     slot_mapping: torch.Tensor  # [T] int64, block * block_size + offset of each token's K and V
     num_decodes: int
-    """Leading rows of `query_len` tokens each."""
+    """Number of leading rows with `query_len` tokens each."""
     query_len: int = 1
-    """One token, plus the drafts that are verified with it."""
+    """One plus the number of drafts that are verified."""
     slots: torch.Tensor | None = None  # [B] int64
-    """Index in the layers' `StateCache` of the state that each row begins with."""
+    """Index in the layers' `StateCache` of each row's initial state."""
     slots_after: torch.Tensor | None = None  # [T] int64
-    """Index that the state after each token gets; `NO_SLOT`: the token was computed before, and changes none. None:
-    each row's state is updated in place."""
+    """Index at which the state after each token is stored; `NO_SLOT` for a token that was computed before and changes
+    no state. None if each row's state is updated in place."""
     num_by_token: int = 0
-    """Leading rows of which `slots_after` has more than one index, because they verify drafts."""
+    """Number of leading rows with several indices in `slots_after`, because they verify drafts."""
     step: Step | None = None
-    """The same step as the CPU operators read it, where they run."""
+    """The same step in the layout of the CPU operators, if they are used."""
 
 
 Observer: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, KVCacheTensor, AttentionOptions, torch.Tensor | None, bool], None
 ]
-"""Takes queries as they were multiplied, the output, the layer's cache, options and sinks, and whether the cache has
-values in pairs, as the CPU's operators store them. # 2 x [T, Hq, D]"""
+"""Receives the final queries, the output, the layer's cache, options and sinks, and whether the cache holds values in
+pairs, the layout of the CPU's operators. # 2 x [T, Hq, D]"""
 
 
 class AttentionBackend(ABC):
     """Attention over a paged KV cache for one kind of device.
 
-    The model runner builds metadata once a step; each layer calls `forward` or `latent_attention` with it. A backend
+    The model runner builds metadata once per step; each layer calls `forward` or `latent_attention` with it. A backend
     whose device replays decode steps from captured graphs also implements the four methods of capture:
     `init_capture` allocates the fixed buffers that graphs refer to, then for each size `prepare_for_capture` returns
     metadata over those buffers, and before each replay `prepare_for_replay` copies the step's values into them.
@@ -74,16 +74,17 @@ class AttentionBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.observer: Observer | None = None
-        """Called by each layer's `forward` of the backends whose kernels are observed, with what they computed."""
+        """Called by `forward` of backends whose kernels are observed, with their results."""
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
-        """Whether the backend of another package is to serve a device. Kaon's own are chosen by `select_backend`."""
+        """Whether a backend of another package serves a device. Kaon's own are chosen by `select_backend`."""
         del device
         return False
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's K or V, of vectors of `head_dim`: a head's in a block are contiguous by default."""
+        """Shape of one layer's K or V with vectors of `head_dim`. By default a head's vectors in a block are
+        contiguous."""
         return num_blocks, num_kv_heads, block_size, head_dim
 
     @abstractmethod
@@ -101,12 +102,13 @@ class AttentionBackend(ABC):
         query_len: int = 1,
         send: Send | None = None,
     ) -> AttentionMetaData:
-        """What all layers of a step share. B rows, `num_decodes` of `query_len` tokens first, then prefills; T tokens.
+        """Build a step's metadata: B rows, first `num_decodes` of `query_len` tokens, then prefills; T tokens in
+        total.
 
         `query_lens` [B]: tokens computed. `seq_lens` [B]: tokens attended to, those included. `block_tables`
         [B, max_blocks]: entries past a row's length are ignored. `slot_mapping` [T]: block * block_size + offset.
         `slots` [B], `slots_after` [T] and `num_by_token` as in `AttentionMetaData`. `send` copies the arrays to the
-        device; without it each call copies them itself. No work that reads them is enqueued.
+        device, possibly later; without it they are copied at once. No work that reads them is enqueued here.
         """
 
     @abstractmethod
@@ -122,8 +124,8 @@ class AttentionBackend(ABC):
         """Write K and V to the cache, then attend. # q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, V] -> [T, Hq, V]
 
         Without `k` and `v`, an earlier layer of the step has written them, normalised and rotated, to this cache.
-        Queries and keys are normalised and rotated first where `inputs` has norms and a rotation; queries may be
-        changed in place. Raises `ValueError` for a cache in FP8 that the hardware does not read.
+        Queries and keys are first normalised and rotated if `inputs` has norms and a rotation; queries may be
+        overwritten. Raises `ValueError` for an FP8 cache that the hardware does not support.
         """
 
     def latent_attention(
@@ -142,7 +144,7 @@ class AttentionBackend(ABC):
         `q` [T, H, nope + rope]: rotated. `latent` [T, rank + rope]: the normalised latent, then the rotated key that
         all heads share. With `inputs`, neither is normalised or rotated yet. `kv_b` [H, nope + v, rank]: the
         projection from a latent to each head's key and value. `selected` [T, K]: positions that each token attends
-        to, -1 for none; None: all up to its own. Raises `ValueError` where the backend has no latent attention.
+        to, -1 for none; None for all up to its own. Raises `ValueError` if the backend has no latent attention.
         """
         raise _no_latents(self)
 
@@ -155,11 +157,11 @@ class AttentionBackend(ABC):
         metadata: AttentionMetaData,
         top_k: int,
     ) -> torch.Tensor | None:
-        """Write index keys to the cache, then choose each token's `top_k` best. # -> [T, top_k] int64
+        """Write index keys to the cache, then select the `top_k` best positions of each token. # -> [T, top_k] int64
 
         A key's score is the sum over heads of `weights * relu(q . k)`. # q [T, H, D], weights [T, H] f32, k [T, D]
-        Positions are unordered, -1 where fewer are visible. None where no sequence is longer than `top_k`. Raises
-        `ValueError` where the backend has no latent attention.
+        Positions are unordered, -1 if fewer are visible. Returns None if no sequence is longer than `top_k`. Raises
+        `ValueError` if the backend has no latent attention.
         """
         raise _no_latents(self)
 
@@ -175,7 +177,8 @@ class AttentionBackend(ABC):
         return None
 
     def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> AttentionMetaData | None:
-        """Metadata over those buffers for a graph of `batch_size` rows; None where the backend captures no graphs."""
+        """Metadata over the fixed buffers for a graph of `batch_size` rows; None if the backend supports no
+        capture."""
         del batch_size, query_len
         return None
 
@@ -206,9 +209,9 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
 
 
 def select_backend(device: torch.device) -> AttentionBackend:
-    """The backend for `device`: the first of another package that serves it, else Kaon's own.
+    """The backend for `device`: the first of another package that serves it, or Kaon's own.
 
-    On a GPU, Triton's kernels are started unless attention is left to torch. Raises `ValueError` where there is no
+    On a GPU, Triton's kernels are initialised unless attention is left to torch. Raises `ValueError` if there is no
     GPU.
     """
     foreign = (name for name in BACKENDS.foreign_names() if BACKENDS[name].serves(device))
@@ -219,7 +222,7 @@ def select_backend(device: torch.device) -> AttentionBackend:
 
 
 def require_backend(device: torch.device) -> None:
-    """Raise `ValueError` where a kind of device has no backend. Uses no GPU: a rank has not chosen its own yet."""
+    """Raise `ValueError` if a type of device has no backend. Uses no GPU, since a rank has not chosen its own yet."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device.type}, but torch finds no GPU; `kaon doctor` says why; use device cpu")
     if device.type not in ("cpu", "cuda"):
@@ -231,7 +234,7 @@ def _cpu_backend() -> str:
 
 
 def _gpu_backend(device: torch.device) -> str:
-    # Triton is not even started where attention is left to torch: it may end the process.
+    # Triton is not initialised if attention is left to torch, since it may end the process.
     reason = None if triton.leaves("attention") else triton.start(device)
     if triton.takes("attention"):
         return "aiter" if aiter.takes("attention") or aiter.takes("decode") else "triton"

@@ -1,7 +1,7 @@
-"""`ForwardContext`: what a step's layers need besides their activations, and the one global that holds it.
+"""`ForwardContext`: the inputs of a step's layers other than activations, and the global variable that holds it.
 
-The model runner sets it around the forward pass; layers read it. It is a global so that the model's signature stays
-fixed, which captured graphs rely on.
+The model runner sets it around the forward pass, and layers read it. It is global so that the model's signature is
+fixed, as captured graphs require.
 """
 
 import threading
@@ -17,16 +17,16 @@ from models.ops.types import LayerCache
 
 
 class EncoderPrompts(NamedTuple):
-    """The prompts of a step, one after the other, as an encoder sees them: whole."""
+    """The prompts of an encoder's step, one after the other; each is computed whole."""
 
     lengths: list[int]
     is_second: torch.Tensor | None = None  # [T] int64
-    """1 for the tokens of a pair's second text; None: there are no pairs."""
+    """1 for the tokens of a pair's second text; None if there are no pairs."""
 
 
 @dataclass(slots=True)
 class Context:
-    """The step as the model sees it."""
+    """The step's inputs to the model."""
 
     positions: torch.Tensor  # [T] int64
     is_prefill: bool
@@ -56,7 +56,7 @@ class DPMetadata:
 
 @dataclass(slots=True)
 class SpecDecodeMetadata:
-    """Where a step's draft tokens and their logits are."""
+    """The draft tokens of a step, and the indices of the logits that verify them."""
 
     draft_token_ids: torch.Tensor  # [drafts] int64, of all rows
     target_logits_indices: torch.Tensor  # [drafts] int64, the logits that verify each draft
@@ -67,7 +67,7 @@ class LoRATokens(NamedTuple):
     """The tokens of a step that use one LoRA adapter."""
 
     adapter: int
-    tokens: slice | torch.Tensor  # [n] int64, their indices among the step's
+    tokens: slice | torch.Tensor  # [n] int64, their indices in the step
 
 
 class LoRARows(NamedTuple):
@@ -77,14 +77,14 @@ class LoRARows(NamedTuple):
 
 
 OfTokens: TypeAlias = Callable[..., torch.Tensor]
-"""Computes rows of a step's tokens from other rows of them. # n x [T, ...] or None -> [T, ...]"""
+"""Computes output rows of a step's tokens from input rows. # n x [T, ...] or None -> [T, ...]"""
 Between: TypeAlias = Callable[[OfTokens, tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...]], torch.Tensor]
 """Runs a call between captured graphs: see `between_graphs`."""
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """Everything about the current step that is not an activation."""
+    """The data of the current step other than activations."""
 
     attn_metadata: AttentionMetaData
     context: Context
@@ -93,17 +93,17 @@ class ForwardContext:
     kv_cache_data: dict[str, LayerCache] = field(default_factory=dict)
     """Each layer's cache by name, `model.layers.N.self_attn`."""
     lora: tuple[LoRATokens, ...] | LoRARows | None = None
-    """The tokens by adapter; None where no token of the step uses one."""
+    """The tokens of each adapter; None if no token of the step uses one."""
     stream_layers: tuple[int, ...] = ()
-    """Layers of which a drafter reads the residual stream that they receive."""
+    """Indices of the layers whose input residual stream a drafter reads."""
     streams: dict[int, torch.Tensor] = field(default_factory=dict)
-    """These streams by layer, which the model keeps here. # each [T, hidden_size]"""
+    """These residual streams by layer, stored by the model. # each [T, hidden_size]"""
     selected: torch.Tensor | None = None
-    """Positions that the latest indexer selected, for layers that share them; None: all. # [T, selected] int64"""
+    """Positions that the latest indexer selected, for layers that reuse them; None for all. # [T, selected] int64"""
     between: Between | None = None
-    """Captures the pass in pieces, while it is set."""
+    """Set while a pass is captured in pieces; runs the calls between graphs."""
     thread: int = field(default_factory=threading.get_ident)
-    """The thread that runs the step."""
+    """Id of the thread that runs the step."""
 
 
 _current: ForwardContext | None = None
@@ -129,7 +129,7 @@ def set_forward_context(
 
 
 def get_forward_context() -> ForwardContext:
-    """The step that is running. Raises `RuntimeError` outside one."""
+    """The context of the running step. Raises `RuntimeError` outside a step."""
     if _current is None:
         raise RuntimeError("a model was run outside a step; wrap the call in `with forward_context(...)`")
     return _current
@@ -138,10 +138,10 @@ def get_forward_context() -> ForwardContext:
 def between_graphs(
     call: OfTokens, *tokens: torch.Tensor | None, shared: tuple[torch.Tensor, ...] = ()
 ) -> torch.Tensor:
-    """`call(*tokens, *shared)`, which reads the step's rows: where a pass is captured in pieces, it runs between them.
+    """Return `call(*tokens, *shared)`. Where a pass is captured in pieces, the call runs between two graphs.
 
-    Each tensor has a row for each token. `call` may read the forward context, and nothing else that differs from step
-    to step. `shared`: tensors that several layers receive. # n x [T, ...] -> [T, ...]
+    Each tensor has a row per token. `call` may read the forward context, but nothing else that differs between steps.
+    `shared`: tensors that several layers receive. # n x [T, ...] -> [T, ...]
     """
     between = get_forward_context().between
     return call(*tokens, *shared) if between is None else between(call, tokens, shared)
@@ -163,11 +163,11 @@ def forward_context(
     kv_cache_data: dict[str, LayerCache] | None = None,
     stream_layers: tuple[int, ...] = (),
 ) -> Iterator[ForwardContext]:
-    """A step: the context is set inside; afterwards that of a step that this thread has paused is restored, if any,
-    also after an exception.
+    """A context manager that sets the context of a step. On exit, also after an exception, it restores the context of
+    the step that this thread has paused, if any.
 
-    `kv_cache_data` replaces the caches that `set_kv_cache_data` set. The residual streams that the `stream_layers`
-    receive are kept in the context's `streams`.
+    `kv_cache_data` replaces the caches of `set_kv_cache_data`. The input residual streams of the `stream_layers` are
+    stored in the context's `streams`.
     """
     global _current
     paused = _current if _current is not None and _current.thread == threading.get_ident() else None

@@ -1,4 +1,4 @@
-"""The CPU attention backend, in plain torch over the paged cache: the reference for every other.
+"""The CPU attention backend in plain torch over the paged cache, the reference for all other backends.
 
 In order: attention over keys and values of heads; latent attention; the lightning indexer; the backend.
 """
@@ -30,12 +30,12 @@ from models.ops.torch_ops import deinterleave, moved, rotate
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 _MAX_SCORES = 1 << 24
-"""The most scores in memory at a time where a soft cap rules the fused kernel out: 64 MiB."""
+"""The most scores in memory at a time if a soft cap excludes the fused kernel: 64 MiB."""
 MAX_LATENT_ELEMENTS = 1 << 23
 """The most elements of gathered latents, or of expanded keys, at a time: 32 MiB in float32. One row or head may take
 more."""
 MAX_INDEX_SCORES = 1 << 23
-"""The most scores by head in memory at a time: 32 MiB. One query over a long context may take more."""
+"""The most scores of all heads in memory at a time: 32 MiB. One query over a long context may take more."""
 
 
 class AttentionMath:
@@ -47,7 +47,7 @@ class AttentionMath:
         self._sinks = sinks
 
     def first_key(self, position: int) -> int:
-        """The first position that a query at `position` sees."""
+        """The first position that a query at `position` attends to."""
         window = self._options.sliding_window
         if window is not None and self._options.is_chunked:
             return position // window * window
@@ -56,7 +56,7 @@ class AttentionMath:
     def grouped_rows(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, heads: slice
     ) -> torch.Tensor:
-        """One token per sequence; the query heads of a group are rows of one product.
+        """Attention of one token per sequence; the query heads of a group are rows of one product.
 
         # q [batch, heads, group, D], k and v [batch, heads, length, D], mask [batch, 1, 1, length]
         """
@@ -66,7 +66,7 @@ class AttentionMath:
     def grouped_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, heads: slice
     ) -> torch.Tensor:
-        """Consecutive tokens of one sequence; attention is causal where there is no mask.
+        """Attention of consecutive tokens of one sequence, causal if there is no mask.
 
         # q [heads, group, n, D], k and v [heads, group, length, D], mask [n, length]
         """
@@ -88,13 +88,13 @@ class AttentionMath:
         if sinks is None:
             return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
         dim, value_dim = k.shape[-1], v.shape[-1]
-        if value_dim != dim:  # This kernel takes one size.
+        if value_dim != dim:  # This kernel requires equal sizes of keys and values.
             width = max(dim, value_dim)
             q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        # A sink takes probability: the share that remains is 1 / (1 + exp(sink - logsumexp)).
+        # A sink takes a share of the probability; 1 / (1 + exp(sink - logsumexp)) remains for the tokens.
         shared = out * torch.sigmoid(logsumexp - sinks.float())[..., None]
         return shared[..., :value_dim].to(q.dtype)  # type: ignore[no-any-return]
 
@@ -154,9 +154,9 @@ class LatentAttention:
     """Multi-head latent attention of one layer in one step.
 
     It has two equivalent forms. Absorbed: queries are projected into the latent space through the key half of `kv_b`,
-    attend there to one key that all heads share, and return through the value half; there is no work for each latent
-    and head. Expanded: latents become every head's keys and values first, after which a query costs less. A decode
-    absorbs; a prefill of many queries expands.
+    attend there to one key that all heads share, and the result is projected by the value half; no work is done per
+    latent and head. Expanded: latents are first projected to every head's keys and values, after which a query costs
+    less. A decode absorbs; a prefill of many queries expands.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class LatentAttention:
         return out
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Rows of one token, to all their latents. # 2 x [decodes, H, rank + rope]"""
+        """Attention of decodes of one token to all their latents. # 2 x [decodes, H, rank + rope]"""
         dim = q.shape[-1]
         for bucket in self._plan.buckets:
             rows = torch.arange(len(q)) if bucket.rows is None else bucket.rows
@@ -211,10 +211,10 @@ class LatentAttention:
                 out[rows[some]] = attended[:, 0]
 
     def _decode_selected(self, q: torch.Tensor, out: torch.Tensor, selected: torch.Tensor) -> None:
-        """Rows of one token, to some of their latents. # 2 x [decodes, H, rank + rope], [decodes, K]"""
+        """Attention of decodes of one token to selected latents. # 2 x [decodes, H, rank + rope], [decodes, K]"""
         dim = q.shape[-1]
         blocks, offsets = block_and_offset(self._metadata.block_tables[: len(q)], selected.clamp(min=0), self._cache)
-        # A row that selects fewer tokens is padded with its own first token, which the mask then hides.
+        # A row that selects fewer tokens is padded with its own first token, which the mask excludes.
         mask = torch.zeros_like(selected, dtype=torch.float32).masked_fill_(selected < 0, -torch.inf)[:, None, None]
         for some in chunks(len(q), MAX_LATENT_ELEMENTS // (selected.shape[1] * dim)):
             latents = self._cache.vectors[blocks[some], offsets[some]][:, None]
@@ -222,11 +222,11 @@ class LatentAttention:
             out[some] = self._attention.grouped_rows(q[some, None], latents, latents, mask[some], slice(None))[:, 0]
 
     def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The latents of some blocks, in the queries' type. # [n] -> [n * block_size, rank + rope]"""
+        """Gather the latents of blocks, in the queries' dtype. # [n] -> [n * block_size, rank + rope]"""
         return from_cache(gather_vectors(self._cache, blocks, self._scratch), self._q.dtype, self._scale)
 
     def _attend_span(self, span: PrefillSpan, latents: torch.Tensor, out: torch.Tensor) -> None:
-        """Consecutive tokens of one sequence. # [length, rank + rope], [n, H, v]"""
+        """Attention of consecutive tokens of one sequence. # [length, rank + rope], [n, H, v]"""
         q = self._q[span.tokens]
         if self._heads.absorbing_is_cheaper(span.num_tokens, span.length):
             queries = self._heads.absorb(q).transpose(0, 1)  # [H, n, rank + rope]
@@ -242,7 +242,7 @@ class LatentAttention:
                 out[piece[0], some] = self._over_heads(queries[some], keys, values, piece)[..., : out.shape[-1]]
 
     def _over_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        """Attention of a piece's queries by head. # [h, n, D], 2 x [h, length, D] -> [rows, h, D]"""
+        """Attention of a piece's queries. # [h, n, D], 2 x [h, length, D] -> [rows, h, D]"""
         rows, end, mask = piece
         attended = self._attention.grouped_heads(
             q[None, :, rows], k[None, :, :end], v[None, :, :end], mask, slice(None)
@@ -250,10 +250,10 @@ class LatentAttention:
         return attended[0].transpose(0, 1)
 
     def _pieces(self, span: PrefillSpan) -> Iterator[_Piece]:
-        """Queries that attend together: their rows, the number of leading latents they see, and the mask; None:
-        causal.
+        """Yield groups of queries: their rows, the number of leading latents they attend to, and the mask; None for
+        causal attention.
         """
-        # Where a token may select as many as it sees, it sees all of them.
+        # A token that may select as many tokens as it can attend to selects all of them.
         selected = None if self._selected is None else self._selected[span.tokens]
         if selected is not None and span.length > selected.shape[1]:
             for rows in chunks(span.num_tokens, MAX_MASK_ELEMENTS // span.length):
@@ -287,27 +287,28 @@ class _Heads:
 
     @property
     def width(self) -> int:
-        """The size to which expanded keys and values are padded: the fused kernel takes one size."""
+        """The size to which expanded keys and values are padded, since the fused kernel requires equal sizes."""
         return max(self.q_dim, self.v_dim)
 
     def absorbing_is_cheaper(self, num_queries: int, length: int) -> bool:
-        """Whether absorbing so many queries takes fewer multiplications than expanding `length` latents."""
+        """Whether absorbing this many queries takes fewer multiplications than expanding `length` latents."""
         rank = self.kv_b.shape[2]
         absorbed = num_queries * (self.kv_b.shape[1] * rank + length * (2 * rank + self.rope_dim))
         expanded = length * (self.kv_b.shape[1] * rank + num_queries * (self.q_dim + self.v_dim))
         return absorbed < expanded
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries in the latent space. # [T, H, nope + rope] -> [T, H, rank + rope]"""
+        """Project queries to the latent space. # [T, H, nope + rope] -> [T, H, rank + rope]"""
         in_latent = torch.einsum("thn,hnr->thr", q[..., : self.nope_dim], self.kv_b[:, : self.nope_dim])
         return torch.cat((in_latent, q[..., self.nope_dim :]), -1)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
-        """The values of attention outputs in the latent space. # [T, H, rank + rope] -> [T, H, v]"""
+        """Project attention outputs from the latent space to values. # [T, H, rank + rope] -> [T, H, v]"""
         return torch.einsum("thr,hvr->thv", attended[..., : self.kv_b.shape[2]], self.kv_b[:, self.nope_dim :])
 
     def expand(self, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some heads. # [length, rank + rope] -> 2 x [heads, length, width]"""
+        """Expand latents to the keys and values of a range of heads. # [length, rank + rope] -> 2 x [heads, length,
+        width]"""
         weight = self.kv_b[heads]
         rank = weight.shape[2]
         expanded = F.linear(latents[:, :rank], weight.flatten(0, 1)).view(len(latents), len(weight), -1)
@@ -320,7 +321,7 @@ class _Heads:
 
 
 def _selection_mask(selected: torch.Tensor, length: int) -> torch.Tensor:
-    """# [n, K] positions, -1 for none -> [n, length] float32, 0 or minus infinity"""
+    """The mask of selected positions, -1 for none. # [n, K] -> [n, length] float32, 0 or minus infinity"""
     mask = torch.full((len(selected), length + 1), -torch.inf)
     mask.scatter_(1, torch.where(selected < 0, length, selected), 0.0)
     return mask[:, :length]
@@ -335,7 +336,7 @@ def index_top_k(
     top_k: int,
     scratch: Scratch,
 ) -> torch.Tensor | None:
-    """The lightning indexer's scores and choice. See `AttentionBackend.index_top_k`."""
+    """The lightning indexer's scores and selection. See `AttentionBackend.index_top_k`."""
     plan = metadata.plan(1, cache.vectors.shape[1], 1)
     k = write_vectors(k, cache, plan)
     longest = int(metadata.context_lens.max())
@@ -370,7 +371,7 @@ def _scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch
 def _choose(scores: torch.Tensor, rows: torch.Tensor, selected: torch.Tensor) -> None:
     """Write the positions of the best scores to the rows of `selected`, -1 for tokens that are not visible.
 
-    Of equal scores those that transformers chooses: with few heads many scores are 0, and this path is the reference.
+    Ties are resolved as in transformers: with few heads many scores are 0, and this path is the reference.
     """
     best = scores.topk(min(selected.shape[1], scores.shape[1]), sorted=False)
     selected[rows, : best.indices.shape[1]] = best.indices.masked_fill(best.values == -torch.inf, -1)
@@ -378,10 +379,10 @@ def _choose(scores: torch.Tensor, rows: torch.Tensor, selected: torch.Tensor) ->
 
 @BACKENDS.register("cpu")
 class CPUAttentionBackend(AttentionBackend):
-    """Decodes as padded batches of similar lengths, prefills one by one; any mix of them in a step.
+    """Computes decodes as padded batches of similar lengths, and prefills one by one; a step may mix them.
 
-    K and V are never repeated for the query heads that share them: a decode passes those heads as further queries,
-    a prefill as heads over one expanded K and V.
+    K and V are not copied for the query heads that share them: a decode passes these heads as further queries, a
+    prefill as heads over one expanded view of K and V.
     """
 
     name = "cpu"
@@ -405,7 +406,7 @@ class CPUAttentionBackend(AttentionBackend):
         query_len: int = 1,
         send: Send | None = None,
     ) -> CPUAttentionMetaData:
-        """See `AttentionBackend`. Rows of several tokens are prefills here, also those that verify drafts."""
+        """See `AttentionBackend`. All rows of several tokens count as prefills, including those that verify drafts."""
         assert isinstance(block_tables, np.ndarray), "the CPU backend reads block tables from NumPy arrays"
         queries = np.asarray(query_lens, dtype=np.int64)
         contexts = np.asarray(seq_lens, dtype=np.int64)
@@ -506,7 +507,7 @@ def _decode(
     bucket: DecodeBucket,
     attention: AttentionMath,
 ) -> None:
-    """One token a row. # q and out [decodes, Hkv, group, D or V]"""
+    """Decodes of one token per row. # q and out [decodes, Hkv, group, D or V]"""
     queries = q if bucket.rows is None else q[bucket.rows]
     for pages in bucket.pages:
         k, v = paged.gather(pages.rows, bucket.batch, bucket.length)
@@ -532,7 +533,7 @@ def _chunked_prefill(
     mask: torch.Tensor | None,
     attention: AttentionMath,
 ) -> None:
-    """A prefill after cached context, in chunks of queries that share one end of their context.
+    """A prefill after cached context, in chunks of queries that share the end of their context.
 
     # q and out [n, Hkv, group, D or V]
     """

@@ -1,6 +1,6 @@
-"""Writes to and reads from the paged caches of the CPU backend, in the model's number type whatever the cache's is.
+"""Writes and reads the paged caches of the CPU backend, converting between the model's dtype and the cache's.
 
-Conversion first, then memory that reads reuse, then keys and values by head (`PagedKV`), then vectors by token.
+The order: conversion, reused memory for reads, keys and values by head (`PagedKV`), vectors by token.
 """
 
 import math
@@ -16,7 +16,7 @@ FP8_MAX = torch.finfo(FP8_DTYPE).max
 
 
 def to_cache(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """`x` as the cache stores it: for FP8 divided by `scale` and clamped to the type's range."""
+    """Convert `x` to the cache's dtype; for FP8 it is divided by `scale` and clamped to the range."""
     if dtype != FP8_DTYPE:
         return x.to(dtype)
     return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(dtype)
@@ -25,24 +25,24 @@ def to_cache(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.T
 def from_cache(
     stored: torch.Tensor, dtype: torch.dtype, scale: float = 1.0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The values of `stored` as `dtype`, in the memory of `out` if it is given; `stored` itself where nothing
-    differs.
+    """Convert `stored` to `dtype`, in the memory of `out` if it is given. Returns `stored` itself if the dtypes are
+    equal.
     """
     values = stored.to(dtype) if out is None else out.copy_(stored)
     return values.mul_(scale) if stored.dtype == FP8_DTYPE and scale != 1.0 else values
 
 
 class Scratch:
-    """Memory reused by layers and steps: fresh memory would cause a page fault for each page, each time.
+    """Memory that layers and steps reuse: a new allocation would cause a page fault for each page.
 
-    Grows to the largest use so far, which the plan bounds.
+    It grows to the largest use so far, which the plan bounds.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def matrices(self, rows: int, columns: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Matrices of so many columns, valid until the next call for their dtype. # each [rows, columns]"""
+        """Matrices with these numbers of columns, valid until the next call for their dtype. # each [rows, columns]"""
         sizes = [rows * each for each in columns]
         if dtype not in self._buffers or self._buffers[dtype].numel() < sum(sizes):
             self._buffers[dtype] = torch.empty(sum(sizes), dtype=dtype)
@@ -59,9 +59,10 @@ class PagedKV:
         self._scratch = scratch
 
     def write(self, k: torch.Tensor, v: torch.Tensor, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the step's K and V to their slots; returns what will be read back of them. # [T, Hkv, D or V] each
+        """Write the step's K and V to their slots. Returns them with the rounding of the cache. # [T, Hkv, D or V]
+        each
 
-        A prefill attends to the returned values: its result must not depend on whether it is computed in chunks.
+        A prefill attends to the returned values, so that its result does not depend on chunking.
         """
         cache, dtype = self._cache, self._cache.k_cache.dtype
         if plan.opened_blocks is not None:
@@ -101,7 +102,7 @@ class PagedKV:
 
 
 def pages_of_block(cache: torch.Tensor) -> int:
-    """Pages from one block to the next, other layers' included. # [num_blocks, heads, block_size, D]"""
+    """The cache with the stride over the pages of other layers in a block. # [num_blocks, heads, block_size, D]"""
     return cache.stride(0) // (cache.shape[2] * cache.shape[3])
 
 
@@ -113,7 +114,7 @@ def _from_first_page(cache: torch.Tensor) -> torch.Tensor:
 
 
 def write_vectors(vectors: torch.Tensor, cache: VectorCache, plan: StepPlan, scale: float = 1.0) -> torch.Tensor:
-    """Write the step's vectors to their slots; returns what will be read back of them. # [T, dim]"""
+    """Write the step's vectors to their slots. Returns them with the rounding of the cache. # [T, dim]"""
     if plan.opened_blocks is not None:
         # A previous owner's values after the new tokens may not be finite, and masked values are multiplied by 0.
         cache.vectors[plan.opened_blocks] = 0
@@ -123,7 +124,7 @@ def write_vectors(vectors: torch.Tensor, cache: VectorCache, plan: StepPlan, sca
 
 
 def gather_vectors(cache: VectorCache, blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Copy the vectors of some blocks, as stored. # [n] -> [n * block_size, dim], valid until `scratch` is used
+    """Copy the vectors of blocks in the cache's dtype. # [n] -> [n * block_size, dim], valid until `scratch` is used
     again
     """
     num_blocks, block_size, dim = cache.vectors.shape
@@ -135,7 +136,7 @@ def gather_vectors(cache: VectorCache, blocks: torch.Tensor, scratch: Scratch) -
 def block_and_offset(
     block_tables: torch.Tensor, positions: torch.Tensor, cache: VectorCache
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block of each token, and its offset there. # [B, max_blocks], [B, K] -> 2 x [B, K] int64"""
+    """The block of each token, and its offset in the block. # [B, max_blocks], [B, K] -> 2 x [B, K] int64"""
     block_size = cache.vectors.shape[1]
     return block_tables.gather(1, positions // block_size).long(), positions % block_size
 

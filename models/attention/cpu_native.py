@@ -1,4 +1,4 @@
-"""The CPU attention backend on the compiled operators; layers that they do not take run on torch."""
+"""The CPU attention backend by the compiled operators; layers that they do not support run on torch."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, L
 
 @dataclass(slots=True, kw_only=True)
 class NativeMetaData(CPUAttentionMetaData):
-    """A step, with the form that the operators read."""
+    """A step's metadata, with the structure that the operators read."""
 
     step: Step = field(init=False)
 
@@ -39,7 +39,7 @@ class NativeMetaData(CPUAttentionMetaData):
 class NativeCPUAttentionBackend(CPUAttentionBackend):
     """Reads keys and values in place, for decodes and prefills alike.
 
-    A layer's cache has another order of values than torch's code uses, so one of the two computes all of a layer.
+    The operators and torch's code store values in different orders, so one of them computes all steps of a layer.
     """
 
     name = "cpu-native"
@@ -93,7 +93,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     ) -> torch.Tensor:
         """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]
 
-        Every query is absorbed into the latent space: if some expanded latents, a result would depend on how many do.
+        Every query is absorbed into the latent space, so that a result does not depend on the number of queries.
         """
         assert isinstance(metadata, NativeMetaData)
         rank = kv_b.shape[-1]
@@ -131,8 +131,8 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     ) -> torch.Tensor | None:
         """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k]
 
-        Each token by itself, over as many keys as it sees, and never None: products of torch round by the sizes of a
-        batch, and a token's choice, which small differences change, must not depend on its company.
+        Each token is computed separately over its visible keys, and the result is never None: rounding in torch
+        depends on the batch size, and small differences would change the selection.
         """
         assert isinstance(metadata, NativeMetaData)
         write_vectors(k, cache, metadata.plan(1, cache.vectors.shape[1], 1))
@@ -150,7 +150,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
 
 
 def _in_order(selected: torch.Tensor) -> torch.Tensor:
-    """Positions as operators read them: they made them so, or torch did in any order. # [T, K] -> [T, K] int32"""
+    """Convert positions, from the operators or from torch in any order, for the operators. # [T, K] -> [T, K] int32"""
     if selected.dtype is torch.int32:
         return selected
     last = torch.iinfo(torch.int32).max
@@ -201,7 +201,7 @@ def _vectors_at(cache: VectorCache, metadata: CPUAttentionMetaData, row: int, po
 
 
 def _with_adjacent_heads(part: torch.Tensor) -> torch.Tensor:
-    """The same values with the heads of a token adjacent in memory. # [T, heads, D]"""
+    """A tensor with equal values and the heads of a token adjacent in memory. # [T, heads, D]"""
     if part.stride(2) != 1:
         return part.contiguous()
     return part if part.stride(1) == part.shape[2] else delta_ops.gate_heads(part, None)

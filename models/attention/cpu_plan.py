@@ -1,6 +1,6 @@
-"""How the CPU backend computes one step: which rows attend together, over which pages, under which mask.
+"""The CPU backend's plan of a step: which rows are computed together, over which pages, with which mask.
 
-The plan is made once a step, at its first layer, and shared by all: a layer then only gathers and attends.
+The plan is made once per step, at the first layer, and shared by all layers.
 """
 
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ MAX_MASK_ELEMENTS = 1 << 22
 """The most elements of the mask over a chunk of queries: 16 MiB."""
 _SEEN, _HIDDEN = np.float32(0.0), np.float32(-np.inf)
 _ALIKE_LENGTH = 256
-"""Rows up to this length share a bucket: padding them costs less than another bucket's operators."""
+"""Rows up to this length share a bucket, since padding them costs less than the operators of another bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages to gather for some of the KV heads, few enough that a long context's copy stays bounded."""
+    """Pages to gather for a range of KV heads, which bounds the copy of a long context."""
 
     heads: slice
     rows: torch.Tensor  # [batch * heads * blocks] int64, of a cache's memory viewed as [blocks * pages, ...]
@@ -33,7 +33,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBucket:
-    """Decode rows of similar length, attended to as one padded batch."""
+    """Decode rows of similar length, computed as one padded batch."""
 
     rows: torch.Tensor | None  # [batch] int64, None: all the step's decodes in order
     batch: int
@@ -49,18 +49,18 @@ class PrefillSpan:
     tokens: slice
     num_tokens: int
     length: int
-    """The number of tokens up to its last one, that included."""
+    """Number of tokens of the sequence up to the span's last token, inclusive."""
     first_key: int
-    """Position of the first token in the pages: above 0 where a sliding window hides the first ones from all of
-    them."""
+    """Position of the first token in the pages; above 0 if the sliding window of all the span's tokens excludes the
+    first ones."""
     padded: int
-    """Tokens in the pages."""
+    """Number of tokens in the pages."""
     pages: list[Pages]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step over caches of one shape."""
+    """The plan of a step over caches of one shape."""
 
     write_blocks: torch.Tensor  # [T] int64
     write_offsets: torch.Tensor  # [T] int64
@@ -68,12 +68,12 @@ class StepPlan:
     buckets: list[DecodeBucket]
     spans: list[PrefillSpan]
     mask: torch.Tensor | None  # [chunk, longest] float32, 0 or minus infinity
-    """For the last `chunk` tokens of the longest context; any other chunk's mask is its bottom right corner."""
+    """The mask of the last `chunk` tokens of the longest context; other chunks use its bottom right corner."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CPUAttentionMetaData(AttentionMetaData):
-    """A step, and its plan once the first layer has shown the shape of the cache."""
+    """A step's metadata, with its plan once the first layer has determined the shape of the cache."""
 
     query_lens: Lengths  # [B]
     context_lens: Lengths  # [B], `seq_lens` on the host
@@ -91,7 +91,7 @@ class CPUAttentionMetaData(AttentionMetaData):
         is_chunked: bool = False,
         reads_all: bool = False,
     ) -> StepPlan:
-        """The plan for caches of this shape, `num_pages` from block to block, of layers that see `window` tokens.
+        """The plan for caches of this shape, with `num_pages` pages per block, of layers with this `window`.
 
         `is_chunked` as in `AttentionOptions`. `reads_all`: the step's own keys are read from the cache too.
         """
@@ -126,7 +126,7 @@ class CPUAttentionMetaData(AttentionMetaData):
         if len(rows) == 0:
             return None
         blocks = self.host_block_tables[rows, last[rows]].astype(np.int64)
-        # Where a row repeats tokens that were computed before, the block's first one may be stored already.
+        # If a row repeats tokens that were computed before, the first token of the block may be stored already.
         firsts = np.cumsum(self.query_lens)[rows] - self.context_lens[rows] + last[rows] * block_size
         return torch.from_numpy(blocks[self.host_slot_mapping[firsts] == blocks * block_size])
 
@@ -143,7 +143,7 @@ class _Pager:
     reads_all: bool = False
 
     def first_key(self, positions: Lengths) -> Lengths:
-        """The first token that a query at each of these positions sees."""
+        """The first position that a query at each of these positions attends to."""
         if self.window is None:
             return np.zeros_like(positions)
         if self.is_chunked:
@@ -155,11 +155,10 @@ class _Pager:
         return self.first_key(positions) // self.block_size
 
     def pages(self, first_blocks: Lengths, seq_lens: Lengths, block_tables: Tables) -> tuple[list[Pages], int]:
-        """The pages of some rows from a block on, and the length to which they are padded.
+        """The pages of rows from a block on, and the length to which they are padded.
 
-        A shorter row is padded with its own first page: masked values must be finite, because attention multiplies
-        them
-        by 0, and another sequence's may not be.
+        A shorter row is padded with its own first page: attention multiplies masked values by 0, so they must be
+        finite, which another sequence's may not be.
         """
         num_blocks = -(-seq_lens // self.block_size) - first_blocks
         width = int(num_blocks.max())
@@ -177,7 +176,8 @@ class _Pager:
 
 
 def _decode_buckets(pager: _Pager, seq_lens: Lengths, block_tables: Tables) -> list[DecodeBucket]:
-    """Rows by length, the longest of a bucket at most twice as long as its shortest, within the gather's bound."""
+    """Bucket rows by length, the longest of a bucket at most twice as long as its shortest, within the gather's
+    bound."""
     first_blocks = pager.first_block(seq_lens - 1)
     starts = first_blocks * pager.block_size
     gathered = seq_lens - starts
@@ -202,7 +202,7 @@ def _decode_buckets(pager: _Pager, seq_lens: Lengths, block_tables: Tables) -> l
 def _prefill_spans(
     pager: _Pager, query_lens: Lengths, seq_lens: Lengths, block_tables: Tables, *, first_token: int
 ) -> tuple[list[PrefillSpan], torch.Tensor | None]:
-    """The spans, whose tokens begin at `first_token`, and the mask that those with pages share."""
+    """The spans of prefills, whose tokens begin at `first_token`, and the mask that spans with pages share."""
     spans = []
     chunk = longest = 0
     if pager.is_chunked and len(query_lens):
@@ -232,7 +232,7 @@ def _prefill_spans(
 def _by_chunk(
     pager: _Pager, query_lens: Lengths, seq_lens: Lengths, block_tables: Tables
 ) -> tuple[Lengths, Lengths, Tables]:
-    """The same tokens in spans that end where a chunk of positions does: each query of one sees from its chunk on."""
+    """Split spans at the ends of chunks of positions, so that all queries of a span attend from the same position."""
     assert pager.window is not None
     lengths, ends, rows = [], [], []
     for row, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):

@@ -1,5 +1,4 @@
-"""What the GPUs' attention backends share: a step's metadata, the memory that captured graphs read, and making
-both."""
+"""The common base of GPU attention backends: a step's metadata, and the buffers that captured graphs read."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from models.ops.triton.grids import (
 Lengths = npt.NDArray[np.int64]
 
 MOST_SHORTER = 80
-"""Tokens by which a row's context may be shorter than its bound: two steps, padding, and what a drafter adds."""
+"""The most tokens by which a row's context is shorter than its bound: two steps, padding and the drafter's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +39,15 @@ class HostLengths:
 
 @dataclass(slots=True, kw_only=True)
 class TritonMetaData(AttentionMetaData):
-    """A step, its tensors on the device. Rows of length 0 pad a captured graph, and compute nothing."""
+    """A step's metadata on the device. Rows of length 0 pad a captured graph and compute nothing."""
 
     items: torch.Tensor  # [num_items or more] int32, the pieces of the decodes: see `list_pieces`
     num_items: torch.Tensor  # [1] int32
     lengths: HostLengths | None
-    """None in a captured graph: they differ from replay to replay."""
+    """None in a captured graph, since lengths differ between replays."""
     tile_tables: dict[int, torch.Tensor] = field(default_factory=dict)
     plans: dict[Hashable, Any] = field(default_factory=dict)
-    """What layers compute of the step once, for all layers of a kind."""
+    """Values that layers compute once per step for all layers of a kind."""
 
     def tiles(self, tokens: int) -> torch.Tensor:
         """The prefills in tiles of `tokens` tokens, tiles with the most keys first. # [tiles, 2] int32: row, first
@@ -66,8 +65,8 @@ class TritonMetaData(AttentionMetaData):
 
     @property
     def num_decodes_by_pieces(self) -> int:
-        """Rows whose keys are split into pieces. There are none if a token's result must not depend on whether it is
-        decoded or part of a prompt: all rows are then spans.
+        """Number of rows whose keys are split into pieces; 0 if a token's result must not depend on whether it is
+        decoded or prefilled: all rows are then spans.
         """
         return 0 if triton.is_invariant() else self.num_decodes
 
@@ -80,7 +79,7 @@ class TritonMetaData(AttentionMetaData):
         return torch.cartesian_prod(rows, firsts).view(-1, 2)
 
     def pieces(self, block_size: int) -> int:
-        """The most pieces that a decode of the step has, or may have in a captured graph."""
+        """The most pieces of a decode in the step, or the most possible in a captured graph."""
         if self.lengths is None:
             return most_pieces(self.block_tables.shape[1] * block_size)
         if "pieces" not in self.plans:
@@ -89,7 +88,7 @@ class TritonMetaData(AttentionMetaData):
         return most
 
     def flash_spans(self, window: int | None) -> Spans | None:
-        """The rows after the decodes with their keys, for layers with this window; None: gathering does not pay."""
+        """The rows after the decodes with their keys, for layers with this window; None if gathering is slower."""
         key = Spans, window
         if key not in self.plans:
             assert self.lengths is not None, "a captured graph has decodes only"
@@ -99,7 +98,8 @@ class TritonMetaData(AttentionMetaData):
         return spans
 
     def plan(self, block_size: int, tile_tokens: int | None) -> AttentionPlan:
-        """For caches of blocks of that size, and spans in tiles of so many tokens; None: of decodes alone."""
+        """The plan for caches of this block size and spans in tiles of `tokens` tokens; None if there are only
+        decodes."""
         key = AttentionPlan, block_size, tile_tokens
         if key not in self.plans:
             self.plans[key] = AttentionPlan(
@@ -118,13 +118,13 @@ class TritonMetaData(AttentionMetaData):
 
 
 class CaptureBuffers:
-    """The memory at fixed addresses from which captured decode graphs read their step.
+    """The buffers at fixed addresses from which captured decode graphs read their step.
 
-    One set serves graphs of all sizes: a smaller one reads the beginning of what a larger one reads.
+    One set serves graphs of all sizes: a smaller graph reads the beginning of the buffers.
     """
 
     def __init__(self, max_batch_size: int, max_blocks: int, query_len: int, device: torch.device) -> None:
-        """For up to `max_batch_size` rows of `query_len` tokens and `max_blocks` blocks."""
+        """Allocate buffers for up to `max_batch_size` rows of `query_len` tokens and `max_blocks` blocks."""
         self._query_len = query_len
         self._query_starts = query_len * torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
@@ -158,7 +158,7 @@ class CaptureBuffers:
         )
 
     def fill(self, step: TritonMetaData, batch_size: int) -> None:
-        """Copy a step of decodes, and make the rest of `batch_size` rows empty. The host does not wait for the
+        """Copy a step of decodes, and clear the remaining rows up to `batch_size`. The host does not wait for the
         device.
         """
         rows, width = step.block_tables.shape
@@ -187,14 +187,14 @@ class CaptureBuffers:
 
 
 class GPUAttentionBackend(AttentionBackend):
-    """An `AttentionBackend` without its arithmetic."""
+    """Base of GPU attention backends: metadata and capture, without the computation."""
 
     reads_tables_on_device = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._captures: dict[int, CaptureBuffers] = {}
-        """By the number of tokens of a row."""
+        """Graph buffers by the number of tokens of a row."""
 
     def build_metadata(
         self,
@@ -248,7 +248,7 @@ class GPUAttentionBackend(AttentionBackend):
     def build_bounded(
         self, longest: Lengths, block_tables: torch.Tensor, query_len: int, send: Send
     ) -> TritonMetaData:
-        """Metadata of decodes of which the host knows the longest contexts that they may have. # [B]
+        """Metadata of decodes whose context lengths the host knows only as upper bounds. # [B]
 
         The caller sets `seq_lens`, `slot_mapping` and the fields of recurrent states, which are on the device. Rows
         are at most `MOST_SHORTER` tokens shorter than `longest`. `block_tables` [B, num_blocks] are on the device.
@@ -279,7 +279,7 @@ class GPUAttentionBackend(AttentionBackend):
         return self._captures[query_len].tables(batch_size)
 
     def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> TritonMetaData | None:
-        """See `AttentionBackend`. The rows are empty at first: a run without a step writes to no block."""
+        """See `AttentionBackend`. The rows are empty initially, so a run without a step writes to no block."""
         assert query_len in self._captures, "`init_capture` comes first"
         return self._captures[query_len].metadata(self, batch_size)
 

@@ -1,4 +1,4 @@
-"""`ObservingBackend`: records how a model's layers attend, from which the start derives what to check."""
+"""`ObservingBackend`: records the attention calls of a model's layers, from which the start derives checks."""
 
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Indexed(NamedTuple):
 
 
 class ObservingBackend(GPUAttentionBackend):
-    """Its outputs are zeros."""
+    """A backend that records calls and returns zeros."""
 
     name = "observer"
 
@@ -88,9 +88,9 @@ class ObservingBackend(GPUAttentionBackend):
         metadata: AttentionMetaData,
         top_k: int,
     ) -> None:
-        """See `AttentionBackend`. None: the one token of the pass attends to itself."""
+        """See `AttentionBackend`. Returns None: the only token of the pass attends to itself."""
         del weights, k, metadata
         self.indexed.append(Indexed(q, cache, top_k))
 
     def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> None:
-        """None: nothing is captured."""
+        """None, since nothing is captured."""

@@ -10,7 +10,8 @@ from models.ops.types import AttentionInputs, KVCacheTensor
 
 @BACKENDS.register("torch")
 class TorchAttentionBackend(GPUAttentionBackend):
-    """The reference of the Triton kernels, as a backend. It reads lengths on the host, so no graph captures it."""
+    """The torch reference of the Triton kernels, as a backend. It reads lengths on the host, so graphs cannot capture
+    it."""
 
     name = "torch"
 
@@ -30,4 +31,4 @@ class TorchAttentionBackend(GPUAttentionBackend):
         return paged_attention.attend(q, cache, starts, lengths, tables, options, sinks)
 
     def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> None:
-        """None: nothing is captured."""
+        """None, since graphs cannot capture this backend."""

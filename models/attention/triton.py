@@ -37,7 +37,7 @@ context may take more."""
 
 @BACKENDS.register("triton")
 class TritonAttentionBackend(GPUAttentionBackend):
-    """Decodes by pieces of their keys, prefills by tiles of their queries; any mix of them in a step."""
+    """Computes decodes by pieces of their keys, and prefills by tiles of their queries; a step may mix them."""
 
     name = "triton"
 
@@ -120,43 +120,42 @@ def flash_spans(
     options: AttentionOptions,
     sinks: torch.Tensor | None,
 ) -> Spans | None:
-    """The rows after the decodes, where a library's flash attention computes them; None: it does not."""
+    """The rows after the decodes, if a library's flash attention computes them; None otherwise."""
     if metadata.lengths is None or not flash_attention.takes(q, cache, options, sinks):
         return None
     return metadata.flash_spans(options.sliding_window)
 
 
 def plan_of(q: torch.Tensor, cache: KVCacheTensor, metadata: TritonMetaData) -> AttentionPlan:
-    """The step as the kernels split it for layers of this shape. # q [T, Hq, D]"""
+    """The kernels' split of the step into pieces and tiles for layers of this shape. # q [T, Hq, D]"""
     num_kv_heads, block_size = cache.k_cache.shape[1], cache.k_cache.shape[2]
     has_spans = metadata.num_decodes_by_pieces * metadata.query_len < q.shape[0]
     return metadata.plan(block_size, tokens_of_tile(q, num_kv_heads) if has_spans else None)
 
 
 def _with_dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """The same values with each head contiguous. # [T, heads, D]"""
+    """A tensor with equal values and each head contiguous. # [T, heads, D]"""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
 # Latent attention has two equivalent forms, as on the CPU. Absorbed: queries are projected into the latent space and
-# attend there to one key that all heads share. Expanded: latents become every head's keys and values first, after
-# which
-# a query costs less. Decodes absorb, and so do tokens that select among more tokens than they may attend to; a prefill
-# of many queries expands. The form of a token depends on its own row alone.
+# attend there to one key that all heads share. Expanded: latents are first projected to every head's keys and values,
+# after which a query costs less. Decodes absorb, and so do tokens that select among more tokens than they may attend
+# to; a prefill of many queries expands. The form of a token depends on its own row alone.
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The step by token, as absorbed attention and the indexer take it."""
+    """The step's tokens, for absorbed attention and the indexer."""
 
     rows: torch.Tensor  # [T] int32
-    lens: torch.Tensor  # [T] int32, the number of latents that each token sees
+    lens: torch.Tensor  # [T] int32, the number of latents that each token attends to
     longest: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Prefills, or parts of long ones, whose latents are expanded together."""
+    """Prefills, or pieces of long ones, whose latents are expanded together."""
 
     pieces: torch.Tensor  # [P, 7] int32
     keys: torch.Tensor  # [2, keys] int64, row and position of each latent
@@ -168,7 +167,7 @@ class _Plan:
     """Which tokens absorb, and which expand."""
 
     absorbed: list[tuple[slice, int]]
-    """Slices of tokens, and the most latents that one token of each sees."""
+    """Slices of tokens, with the most latents that a token of each attends to."""
     expanded: list[_Launch]
     are_carried: bool
     """Whether a prefill has several pieces, which carry partial results from launch to launch."""
@@ -267,7 +266,7 @@ def index_top_k(
     step = max(1, MAX_INDEX_SCORES // tokens.longest)
     for first in range(0, len(q), step):
         some = slice(first, first + step)
-        # A power of two scales the stored keys, if any: it changes all scores alike, and not their order.
+        # The scale of stored keys, if any, is a power of two, which does not change the order of scores.
         scores = indexer_scores(
             q[some],
             weights[some],
@@ -289,7 +288,7 @@ def _tokens(metadata: TritonMetaData, block_size: int) -> _Tokens:
         seen, count = metadata.seq_lens, metadata.query_len
         if count > 1:
             later = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=seen.device)
-            # A padding row stays empty.
+            # A padding row has no latents.
             seen = (seen[:, None] - later).clamp_(min=0).flatten()
             rows = rows.repeat_interleave(count, output_size=len(seen))
         return _Tokens(rows, seen, metadata.block_tables.shape[1] * block_size)
@@ -365,7 +364,7 @@ def _absorbing_is_cheaper(count: int, length: int, width: int, rank: int, rope: 
 def _gathered(
     vectors: torch.Tensor, block_tables: torch.Tensor, keys: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The latents at some positions of some rows, in `dtype`. # [2, keys] int64 -> [keys, rank + rope]"""
+    """Gather latents by row and position, in `dtype`. # [2, keys] int64 -> [keys, rank + rope]"""
     rows, positions = keys
     block_size = vectors.shape[1]
     blocks = block_tables[rows, positions // block_size].long()
