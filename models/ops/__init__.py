@@ -1,4 +1,4 @@
-"""Operators over tensors, one library a folder (CPU, Triton, aiter), and the registry that chooses.
+"""Operators over tensors, one folder per library (CPU, Triton, aiter), and the registry that selects them.
 
-The lowest layer of `models`: operators know tensors, and import no layers, attention or architectures.
+The lowest layer of `models`: operators take tensors, and import no layers, attention or architectures.
 """

@@ -1,4 +1,4 @@
-"""Activations of feed-forward layers, gated and alone, each by the fastest operator that supports the tensor."""
+"""Activations of feed-forward layers, gated or not, each by the fastest operator that supports the tensor."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from models.ops.stored_weight import Feed
 from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating, RoundedRows
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
-"""Rows whose first half are gates, to their product with the second. # [tokens, 2 * features] -> [tokens, features]"""
+"""The activated first half of each row times the second half. # [tokens, 2 * features] -> [tokens, features]"""
 
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU, "relu2": RELU_SQUARED}
 """The operators' numbers by name."""
@@ -105,12 +105,12 @@ _OPERATORS: dict[GatedActivation, int] = {gated: number for number, gated in _GA
 
 
 def operator_of(activation: GatedActivation) -> int | None:
-    """The activation's number in `models.ops.types`; None where it has none, or has parameters."""
+    """The activation's number in `models.ops.types`; None if it has no number, or has parameters."""
     return None if isinstance(activation, partial) else _OPERATORS.get(activation)
 
 
 def gating_of(activation: GatedActivation) -> Gating | None:
-    """The activation as operators take it; None where they have none like it."""
+    """The activation in the operators' representation; None if they do not support it."""
     if isinstance(activation, partial) and activation.func is clamped_swiglu:
         return Gating(CLAMPED_SILU, **activation.keywords)
     operator = operator_of(activation)
@@ -135,7 +135,7 @@ def _by_torch(x: torch.Tensor, activation: int) -> torch.Tensor:
 
 
 def gated_for(gate_up: torch.Tensor, activation: GatedActivation, feed: Feed) -> torch.Tensor:
-    """`activation(gate_up)`, rounded for the product that reads it as well, where one kernel does both.
+    """`activation(gate_up)`, rounded for the next product if one kernel computes both.
 
     # [tokens, 2 * features] -> [tokens, features]
     """

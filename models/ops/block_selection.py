@@ -1,4 +1,4 @@
-"""Attention to selected blocks of a paged context (MiniMax-M3's sparse attention) in plain torch, a row at a time.
+"""Attention to selected blocks of a paged context (MiniMax-M3's sparse attention) in plain torch, row by row.
 
     queries [n, heads] --index queries, index keys--> best blocks of keys by KV head --> softmax over their keys
 
@@ -24,18 +24,18 @@ _MAX_GATHERED = 1 << 25
 
 
 class BlockChoice(NamedTuple):
-    """How a layer selects blocks."""
+    """The parameters by which a layer selects blocks."""
 
     block_size: int
-    """Tokens of a block of keys, which are unrelated to the blocks of the cache."""
+    """Tokens per block of keys; independent of the cache's block size."""
     top_k: int
-    """Blocks that a query attends to."""
+    """Number of blocks that a query attends to."""
     num_local: int
-    """How many of them are the query's own block and those directly before it, whatever their scores."""
+    """Number of them that are the query's own block and those directly before it, regardless of scores."""
 
 
 def select_blocks(q: torch.Tensor, keys: torch.Tensor, first: int, choice: BlockChoice) -> torch.Tensor | None:
-    """Whether each head of each query attends to each block. None: to all that are visible.
+    """The mask of blocks for each head of each query; None if all visible blocks are selected.
 
     The score of a block is the largest product of the query with one of its keys. # q [n, H, D], the queries at
     positions `first` to `first + n - 1`; keys [length, D] -> [n, H, blocks] bool
@@ -65,12 +65,12 @@ def attend_to_blocks(
     options: AttentionOptions,
     choice: BlockChoice,
 ) -> torch.Tensor:
-    """Each row's last tokens to the blocks that they select. # q [T, Hq, D], index_q [T, Hkv, Di] -> [T, Hq, D]
+    """Attention of each row's last tokens to their selected blocks. # q [T, Hq, D], index_q [T, Hkv, Di] -> [T, Hq, D]
 
-    `caches`: keys and values, and index keys, which hold the step's own already. `query_starts` [B + 1]: where each
-    row's tokens begin among the T. `seq_lens` [B], `block_tables` [B, max_blocks].
+    `caches`: keys, values and index keys, including the step's own. `query_starts` [B + 1]: index of each row's first
+    token in the T tokens. `seq_lens` [B], `block_tables` [B, max_blocks].
 
-    On a CPU with operators each query is computed by itself: products of torch round by the sizes of a batch.
+    On a CPU with operators each query is computed separately, since torch's rounding depends on the batch size.
     """
     cache, index_cache = caches
     out = torch.empty_like(q)
@@ -100,7 +100,8 @@ def attend_decodes(
     options: AttentionOptions,
     choice: BlockChoice,
 ) -> torch.Tensor:
-    """`attend_to_blocks` of a step of decodes on a GPU, of which the host knows shapes alone: graphs capture it.
+    """`attend_to_blocks` for a step of decodes on a GPU, which reads no lengths on the host, so that graphs capture
+    it.
 
     # q [T, Hq, D], index_q [T, Hkv, Di] -> [T, Hq, D]
     """
@@ -113,7 +114,7 @@ def attend_decodes(
         blocks = _best_of_decodes(index_q, index_cache.vectors, tokens, choice, all_blocks)
     else:
         blocks = torch.arange(all_blocks, device=q.device).expand(len(q), num_kv_heads, -1)
-    # Blocks past a row's end are -1, keys past it are not seen.
+    # Blocks past a row's end are -1; keys past the end are masked.
     offsets = torch.arange(size, device=q.device)
     out, count = torch.empty_like(q), blocks.shape[2] * size
     step = max(1, _MAX_GATHERED // (num_kv_heads * count * q.shape[2]))
@@ -128,7 +129,7 @@ def attend_decodes(
         k, v = (_at(pages, where, heads, at % page) for pages in (cache.k_cache, cache.v_cache))
         queries = q[some].float().view(len(chosen), num_kv_heads, -1, q.shape[2])
         scores = queries @ k.mT * (options.scale * options.k_scale)
-        # Minus infinity would make a padding row's weights no numbers.
+        # With minus infinity, the softmax of a padding row would be NaN.
         shares = scores.masked_fill_(hidden[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
         out[some] = (shares @ v * options.v_scale).view(q[some].shape).to(q.dtype)
     return out

@@ -1,4 +1,4 @@
-"""`join_columns`: rows of several tensors next to each other, as a layer reads them that takes more than one input."""
+"""`join_columns`: concatenates the columns of several tensors, for a layer with more than one input."""
 
 import torch
 
@@ -7,7 +7,8 @@ from models.ops.cpu.structures import Step
 
 
 def join_columns(*parts: torch.Tensor) -> torch.Tensor:
-    """The parts' features in order, in new memory. Of one part, its copy. # n x [tokens, _] -> [tokens, sum]"""
+    """The features of all parts in order, in new memory; a copy if there is one part. # n x [tokens, _] -> [tokens,
+    sum]"""
     if not runtime.runs(*parts):
         return torch.cat(parts, dim=1)
     current = runtime.current()

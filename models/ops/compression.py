@@ -34,7 +34,7 @@ class StepRows(NamedTuple):
     """The rows of a step, which are consecutive tokens of one sequence each."""
 
     starts: list[int]
-    """Where each row's tokens begin among the T of the step, and T."""
+    """Index of each row's first token in the step, then T."""
     lengths: list[int]
     """Tokens of each sequence, those of the step included."""
     tables: torch.Tensor  # [B, max_blocks] int32
@@ -55,19 +55,19 @@ class StepRows(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """A step of decodes by token, of which the host knows shapes alone: what a captured graph reads."""
+    """A step of decodes by token, with lengths on the device only, for captured graphs."""
 
     tables: torch.Tensor  # [T, max_blocks] int32, that of each token's row
-    seen: torch.Tensor  # [T] int64, tokens that each sees, its own included; 0: padding
+    seen: torch.Tensor  # [T] int64, number of visible tokens, its own included; 0 for padding
     slots: torch.Tensor  # [T] int64
 
     def windows(self, rate: int) -> Windows:
-        """For each token the window that it completes, or else any: `entry_slots` has -1 for these."""
+        """For each token the window that it completes, or an arbitrary window, whose `entry_slots` is -1."""
         indexes = torch.arange(len(self.seen), device=self.seen.device)
         return Windows(indexes, (self.seen // rate - 1).clamp(min=0), indexes)
 
     def entry_slots(self, rate: int, block_size: int) -> torch.Tensor:
-        """Where the entries of `windows` go: block * entries of a block + offset; -1 for none. # [T] int64"""
+        """The slots of the entries of `windows`: block * entries per block + offset; -1 for none. # [T] int64"""
         per_block = -(-block_size // rate)
         block, offset = _place(self.windows(rate).numbers, rate, block_size)
         slots = (
@@ -79,7 +79,7 @@ class StepTokens(NamedTuple):
 def tokens_of(tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, query_len: int) -> StepTokens:
     """A step whose rows have `query_len` tokens each. # [B, max_blocks], [B], [T]"""
     later = torch.arange(query_len - 1, -1, -1, device=lengths.device)
-    # A padding row stays empty.
+    # A padding row has no visible tokens.
     seen = (lengths[:, None].long() - later).clamp_(min=0).flatten()
     return StepTokens(tables.repeat_interleave(query_len, 0, output_size=len(seen)), seen, slots)
 
@@ -277,9 +277,9 @@ def attend_tokens(
 
 
 def queries_at_once(q: torch.Tensor, length: int) -> int:
-    """How many queries of a row attend together to up to `length` keys. # [T, H, D]
+    """The number of a row's queries that are computed together over up to `length` keys. # [T, H, D]
 
-    On a CPU with operators each attends by itself: products of torch round by the sizes of a batch.
+    On a CPU with operators each is computed separately, since torch's rounding depends on the batch size.
     """
     if runtime.active() and q.device.type == "cpu":
         return 1

@@ -1,8 +1,8 @@
-"""Host memory and its way to the device.
+"""Allocation of host memory, and its transfer to the device.
 
-`mapped_zeros` and `aligned_zeros` allocate host memory that is committed as it is written, in huge pages where it is
-large: weights and caches. `upload` copies a step's small arrays to the device in one asynchronous transfer; `Packing`
-lays them out in it.
+`mapped_zeros` and `aligned_zeros` allocate host memory for weights and caches, which is committed when it is written,
+in huge pages if it is large. `upload` copies a step's small arrays to the device in one asynchronous transfer;
+`Packing` lays them out in it.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 
 HUGE_PAGE = 2 << 20
-"""Bytes that are committed at a time where memory is large."""
+"""Bytes per huge page, the unit in which large allocations are committed."""
 
 
 def mapped_zeros(num_bytes: int) -> mmap.mmap:
-    """Private memory. Raises `OSError` or `OverflowError` where the system refuses it.
+    """Allocate zeroed private memory. Raises `OSError` or `OverflowError` if the system refuses it.
 
-    Huge pages are committed at several times the speed of small ones, and seldom miss the processor's table of pages.
+    Huge pages are committed several times faster than small ones, and cause fewer TLB misses.
     """
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -34,7 +34,7 @@ def mapped_zeros(num_bytes: int) -> mmap.mmap:
 
 
 def aligned_zeros(num_bytes: int) -> memoryview:
-    """The same, from the beginning of a huge page on where it takes one, so that each holds nothing else."""
+    """As `mapped_zeros`; large memory begins at a huge page, so that no huge page is shared with other data."""
     if num_bytes < HUGE_PAGE:
         return memoryview(mapped_zeros(num_bytes))
     pages = mapped_zeros(num_bytes + HUGE_PAGE)
@@ -45,10 +45,10 @@ def aligned_zeros(num_bytes: int) -> memoryview:
 # Small arrays of a step, copied to the device in one transfer.
 
 Send: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
-"""Brings arrays to the device; a tensor holds its array by the time at which what is enqueued now has run."""
+"""Copies arrays to the device. The tensors are valid for work that is enqueued from now on."""
 
 _ALIGNED = 16
-"""Bytes, so that kernels may read any of the arrays in the widest way."""
+"""Alignment in bytes, so that kernels may use the widest loads on every array."""
 _TORCH = {
     np.dtype(f"{kind}{size}"): getattr(torch, f"{name}{8 * size}")
     for kind, name, sizes in (("i", "int", (1, 2, 4, 8)), ("u", "uint", (1, 2, 4, 8)), ("f", "float", (2, 4, 8)))
@@ -90,7 +90,7 @@ class Views:
         self._typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: buffer}
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int) -> torch.Tensor:
-        """The array of that type and shape which begins at that byte."""
+        """The array of this dtype and shape that begins at this byte offset."""
         torch_dtype = _TORCH[dtype]
         typed = self._typed.get(torch_dtype)
         if typed is None:

@@ -1,4 +1,4 @@
-"""Attention over the paged cache in plain torch, a row at a time, and what is stored for it."""
+"""Attention over the paged cache in plain torch, row by row, and the writes to the cache."""
 
 import torch
 
@@ -61,9 +61,10 @@ def attend(
     options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each row's last tokens to all of it, causally. # q [T, Hq, D] -> [T, Hq, V]
+    """Causal attention of each row's last tokens to the row. # q [T, Hq, D] -> [T, Hq, V]
 
-    `query_starts` [B + 1]: where each row's tokens begin among the T. `seq_lens` [B], `block_tables` [B, max_blocks].
+    `query_starts` [B + 1]: index of each row's first token in the T tokens. `seq_lens` [B], `block_tables` [B,
+    max_blocks].
     """
     out = q.new_empty(*q.shape[:2], cache.v_cache.shape[3])
     starts = query_starts.tolist()
@@ -71,10 +72,10 @@ def attend(
     for row, length in enumerate(seq_lens.tolist()):
         tokens = slice(starts[row], starts[row + 1])
         if not length:
-            # A row that pads a graph.
+            # This row pads a captured graph.
             out[tokens] = 0.0
             continue
-        # Blocks before the window may be other rows' by now, with numbers that are not finite.
+        # Blocks before the window may belong to other rows now, and hold values that are not finite.
         first = first_seen(length, tokens.stop - tokens.start, options)
         blocks = block_tables[row, first // block_size : -(-length // block_size)].long()
         keys = slice(first % block_size, first % block_size + length - first)
@@ -84,7 +85,7 @@ def attend(
 
 
 def first_seen(length: int, num_queries: int, options: AttentionOptions) -> int:
-    """The first key that one of a row's last tokens sees; of layers with chunks the first of its chunk."""
+    """The first key that any of a row's last tokens attends to; in layers with chunks, the first of the chunk."""
     if options.sliding_window is None:
         return 0
     position = max(0, length - num_queries)

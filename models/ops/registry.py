@@ -1,4 +1,4 @@
-"""What computes each operator: chosen once at start, by what there is and what `kernel_backend` says, and printed."""
+"""Selects the implementation of each operator once at the start, by availability and `kernel_backend`, and logs it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -14,36 +14,36 @@ OPERATORS = ("attention", "norm", "activation", "moe", "linear", "recurrent", "s
 """Attention of every kind and its stores; norms; gated activations; experts and their routing; products with weights
 that stay quantised; recurrent layers; sampling; products with weights that are dense; sums over ranks."""
 DECODE = "decode"
-"""Attention's rows of one token, by another than its spans, where that is asked for."""
+"""Decodes of one token, if they use another implementation than the other rows of attention."""
 PREFILL = "prefill"
 """Attention of long prompts over gathered keys: by aiter, else by torch's flash attention, or by Triton's kernels."""
 AUTO, TRITON, TORCH, AITER = "auto", "triton", "torch", "aiter"
 BACKENDS = (AUTO, TRITON, TORCH, AITER)
 WHEN_ASKED = frozenset({DECODE, "gemm", "all_reduce"})
-"""What aiter computes only where it is asked to."""
+"""Operators that aiter computes only if `kernel_backend` names it for them."""
 _WITHOUT_TRITON = frozenset({"gemm", "all_reduce"})
-"""What there is no Triton kernel for: torch's libraries compute it."""
+"""Operators without a Triton kernel, which torch's libraries compute."""
 _AFTER_TRITON = frozenset({"attention", DECODE, PREFILL, "linear"})
-"""What aiter computes of what Triton's kernels have stored or rounded."""
+"""Operators of aiter that read data stored or rounded by Triton's kernels."""
 
 
 class Choice(NamedTuple):
-    """What computes one operator."""
+    """The implementation of one operator."""
 
     operator: str
     backend: str
     reason: str | None = None
-    """Why it is not what was asked for."""
+    """The reason why it is not the requested implementation."""
 
     def __str__(self) -> str:
         return f"{self.operator} by {self.backend}" + (f" ({self.reason})" if self.reason else "")
 
 
 def parse(words: Sequence[str]) -> dict[str, str]:
-    """By operator, which backend is asked for: `BACKEND` is for all, `OPERATOR=BACKEND` for one, the last counts.
+    """The requested backend by operator: `BACKEND` applies to all, `OPERATOR=BACKEND` to one; the last word counts.
 
-    Decodes are in it where they are named, and after `aiter` for all; long prompts always.
-    Raises `ValueError`, a sentence, for a name that there is not.
+    The result includes decodes only if they are named or `aiter` is requested for all, and always long prompts.
+    Raises `ValueError` with one sentence for an unknown name.
     """
     wanted = dict.fromkeys((*OPERATORS, PREFILL), AUTO)
     for word in words:
@@ -68,7 +68,7 @@ def parse(words: Sequence[str]) -> dict[str, str]:
 
 
 def named(words: Sequence[str], backend: str) -> frozenset[str]:
-    """Operators that the words of `kernel_backend` give to a backend by name, the last word counting."""
+    """The operators that `kernel_backend` assigns to a backend by name; the last word counts."""
     by_name: dict[str, str] = {}
     for word in words:
         operator, equals, given = word.rpartition("=")
@@ -79,16 +79,16 @@ def named(words: Sequence[str], backend: str) -> frozenset[str]:
 def choose(
     wanted: Mapping[str, str], triton_reason: str | None, aiter_reasons: Mapping[str, str | None]
 ) -> tuple[Choice, ...]:
-    """What computes each operator of a GPU.
+    """The implementation of each operator on a GPU.
 
-    `triton_reason`: why Triton computes nothing, None where it does. `aiter_reasons`: the same of aiter by operator;
-    those that are not in it, it is not called for. What is missing never fails: what is next computes.
+    `triton_reason`: why Triton is not used, None if it is. `aiter_reasons`: the same for aiter by operator; Kaon does
+    not call aiter for operators that are missing in it. A missing backend is no error: the next one is used.
     """
     choices = [_choice(operator, asked, triton_reason, aiter_reasons) for operator, asked in wanted.items()]
     if choices[0].backend == TORCH:
         apart = DECODE, PREFILL
         choices = [Choice(one.operator, TORCH, "attention is") if one.operator in apart else one for one in choices]
-    # Whether torch's flash attention or Triton's kernels compute long prompts is known once both were compared.
+    # Long prompts use torch's flash attention or Triton's kernels, which is decided after both were compared.
     return tuple(one for one in choices if one.operator != PREFILL or one.backend == AITER)
 
 
@@ -111,9 +111,9 @@ def _choice(operator: str, wanted: str, triton_reason: str | None, aiter_reasons
 
 
 def start(device: torch.device, words: Sequence[str], sizes: Sizes = Sizes()) -> tuple[Choice, ...]:  # noqa: B008
-    """Probe what there is on a GPU, choose, and have layers call it from here on. Raises `ValueError` as `parse`.
+    """Probe the libraries on a GPU, and select the implementations that layers call from now on. Raises as `parse`.
 
-    `sizes`: of the model's problems, which aiter is probed with.
+    `sizes`: the model's sizes, with which aiter is probed.
     """
     wanted = parse(words)
     triton_reason = None if set(wanted.values()) == {TORCH} else triton.start(device)
@@ -123,7 +123,7 @@ def start(device: torch.device, words: Sequence[str], sizes: Sizes = Sizes()) ->
     choices = choose(wanted, triton_reason, reasons)
     try:
         _start_aiter(choices, decodes_apart=DECODE in wanted)
-    # What works in its probe may yet fail here, where other libraries are loaded.
+    # A library that passed its probe may still fail here, where other libraries are loaded.
     except Exception as error:  # noqa: BLE001
         aiter.stop()
         failed = f"it failed after its probe: {type(error).__name__}: {error}".splitlines()[0]
@@ -138,7 +138,7 @@ def _start_aiter(choices: Sequence[Choice], *, decodes_apart: bool) -> None:
 
 
 def _may_take(operator: str, wanted: str) -> bool:
-    """Whether aiter is to be probed for an operator."""
+    """Whether aiter must be probed for an operator."""
     return operator in AITER_OPERATORS and (wanted == AITER or (wanted == AUTO and operator not in WHEN_ASKED))
 
 
@@ -147,7 +147,7 @@ def aiter_reasons(
     operators: Collection[str] = AITER_OPERATORS,
     sizes: Sizes = Sizes(),  # noqa: B008, immutable
 ) -> dict[str, str | None]:
-    """By operator that Kaon calls aiter for, why it is not used on a GPU; None where it may be."""
+    """For each operator of aiter, the reason why it is not used on a GPU; None if it may be used."""
     if not operators:
         return {}
     if torch.version.hip is None:

@@ -1,4 +1,4 @@
-"""How ranks share a model: the shard of each, their collectives, and process groups by torch.distributed.
+"""Tensor and expert parallelism: each rank's shard, collectives, and process groups by torch.distributed.
 
 Ranks of one host on CPUs use `models.ops.cpu.collectives` in place of process groups; `engine.runner.build` chooses.
 """

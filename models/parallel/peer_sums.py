@@ -1,8 +1,7 @@
-"""Joins the GPUs of one host's ranks for sums in each other's memory, by `models.ops.triton.peer_sums`.
+"""Sets up all-reduce through peer memory of one host's GPUs, computed by `models.ops.triton.peer_sums`.
 
-Each rank allocates memory and sends a handle of it to the others, by the interprocess handles of CUDA and HIP. The
-ranks use it where every GPU can access every other, and where all have found trial sums right; what does not fit, the
-caller sums.
+Each rank allocates memory and sends a CUDA or HIP interprocess handle of it to the others. The ranks use it if every
+GPU can access every other one, and if trial sums are right on all ranks. The caller computes sums that do not fit.
 """
 
 import logging
@@ -20,30 +19,30 @@ from models.ops.types import NormWeight
 _log = logging.getLogger(__name__)
 
 _HALF_BYTES = 8 << 20
-"""Bytes of a sum at most: decodes of hundreds of rows. Larger ones are bound by bandwidth, which NCCL uses better."""
+"""The most bytes of a sum: decodes of hundreds of rows. Larger sums are bound by bandwidth, where NCCL is faster."""
 _TRIAL_LOOKS = 1 << 20
-"""Looks at another rank's flag in a trial, about a second."""
+"""Number of polls of another rank's flag in a trial, about a second."""
 _TRIED_ROWS = (1, 5, 64, 700)
 _TRIED_WIDTH = 1024
 
 
 _Handle: TypeAlias = tuple[int, bytes, int, int, bytes, int, bytes, bool]
-"""What torch reopens memory of another process by."""
+"""The handle by which torch opens memory of another process."""
 NormForm: TypeAlias = tuple[int, torch.dtype, float, float]
 """Features, dtype, epsilon and offset."""
 
 
 class PeerSums:
-    """See `Collectives`: the part of them that small messages of one host take."""
+    """The all-reduce of `Collectives` for small tensors on one host."""
 
     def __init__(self, memory: Any, agree: Callable[[bool], bool]) -> None:
         """`memory`: a `PeerMemory`. `agree`: whether something holds on all ranks."""
         self._memory, self._agree = memory, agree
         self._norms: dict[NormForm, bool] = {}
-        """Whether the kernel with a norm of this form was found right on all ranks."""
+        """Whether the kernel fused with a norm of this shape was right on all ranks, by shape."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The sum of all ranks' `x`; None, on all ranks alike, where it is not computed here."""
+        """The sum of all ranks' `x`; None, on all ranks alike, if this object does not support it."""
         return self._memory.all_reduce(x) if self._memory.fits(x) else None
 
     def add_norm(
@@ -73,9 +72,9 @@ class PeerSums:
         return True
 
     def try_out(self, rank: int, device: torch.device, exact: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-        """What is wrong with sums of some sizes, each repeated since its flags are reused; None: nothing.
+        """The reason why trial sums fail, each repeated since its flags are reused; None if all are right.
 
-        All ranks compute all of them, whatever they find.
+        All ranks compute all trial sums, even after a failure.
         """
         limit, self._memory.limit = self._memory.limit, _TRIAL_LOOKS
         reason: str | None = None
@@ -102,7 +101,7 @@ def join(
     agree: Callable[[bool], bool],
     exact: Callable[[torch.Tensor], torch.Tensor],
 ) -> PeerSums | None:
-    """This rank's sums, once all ranks have found theirs right; None, with one log line, where one did not.
+    """This rank's `PeerSums` if trial sums were right on all ranks; else None, with a log line.
 
     `mailbox`: a store of these ranks alone. `agree`: whether something holds on all ranks. `exact`: the sum of all
     ranks' tensors by other means.
@@ -130,7 +129,7 @@ def join(
 
 
 def _obstacle(rank: int, device: torch.device, size: int) -> str | None:
-    """Why this GPU cannot read the others' memory; None where it can."""
+    """The reason why this GPU cannot read the others' memory; None if it can."""
     first = device.index - rank
     others = [index for index in range(first, first + size) if index != device.index]
     blind = [index for index in others if not torch.cuda.can_device_access_peer(device, index)]
@@ -138,7 +137,7 @@ def _obstacle(rank: int, device: torch.device, size: int) -> str | None:
 
 
 def _parts(rank: int, size: int, own: torch.Tensor, mailbox: Store) -> Sequence[torch.Tensor]:
-    """The memory of all ranks as this process addresses it."""
+    """The addresses of all ranks' memory in this process."""
     handle: tuple[Any, ...] = own.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     mailbox.set(f"memory {rank}", msgspec.json.encode(handle).decode())
     parts = []

@@ -1,6 +1,6 @@
 """Collectives by torch.distributed: NCCL, which on ROCm is RCCL, or Gloo.
 
-In order: `Rendezvous`, by which the ranks of a group find each other; NCCL's settings; `ProcessGroupCollectives`, the
+In order: `Rendezvous`, by which the ranks of a group connect; NCCL's settings; `ProcessGroupCollectives`, the
 group of one replica's ranks; and `ReplicaWorld`, the ranks of all replicas, which exchange tokens for experts.
 """
 
@@ -38,20 +38,20 @@ _SIOCGIFCONF = 0x8912
 _REQUEST_BYTES = 40
 """The size of a `struct ifreq`: 16 bytes of a name, then an address."""
 _ANY_PORT = 9
-"""No packet is sent: connecting a datagram socket only selects the route."""
+"""A port to which no packet is sent, since connecting a datagram socket only selects the route."""
 
 
 class Rendezvous:
-    """Where the ranks of a group meet: a file on one host, or a TCP store that rank 0 serves."""
+    """The rendezvous of a group's ranks: a file on one host, or a TCP store that rank 0 serves."""
 
     def __init__(
         self, address: str, timeout: float, listener: int | None = None, interface: str | None = None
     ) -> None:
         """`address` is `file://` and a path that no other group uses, or `tcp://`, a host and a port.
 
-        `timeout`: seconds to meet, and of each collective. `listener`, on rank 0, is the descriptor of the socket that
-        listens at a TCP address, and there only; the store takes it over. `interface`: the network interface that
-        ranks on several hosts use; None: the one of the route to the address.
+        `timeout`: seconds of the rendezvous, and of each collective. `listener`, on rank 0, is the descriptor of the
+        socket that listens at a TCP address, and there only; the store takes it over. `interface`: the network
+        interface that ranks on several hosts use; None: the one of the route to the address.
         """
         self._address = urlsplit(address)
         self._listener = listener
@@ -82,14 +82,14 @@ class Rendezvous:
         return self._interface
 
     def set_interface(self, variable: str) -> None:
-        """Have collectives use the interface, by their environment variable, unless the user has set it."""
+        """Set the interface that collectives use by their environment variable, unless the user has set it."""
         if self._interface is not None and not self.is_local:
             os.environ[variable] = self.interface()
         else:
             os.environ.setdefault(variable, self.interface())
 
     def store(self, rank: int, size: int) -> Store:
-        """The store, after all ranks have connected. Raises `RuntimeError` where one does not in time."""
+        """The store, after all ranks have connected. Raises `RuntimeError` on timeout."""
         if self.is_local:
             return FileStore(self._address.path, size)
         return TCPStore(
@@ -147,7 +147,8 @@ def set_nccl_defaults(device: torch.device) -> None:
     # Monitoring polls the store, which is closed early. The engine detects the end of ranks itself.
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     if torch.version.hip is not None and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx12"):
-        # The other protocols rely on an order of writes that these GPUs do not guarantee: with ROCm 7.2 sums hang.
+        # The other protocols rely on an order of writes that these GPUs do not guarantee; with ROCm 7.2 all-reduce
+        # hangs.
         os.environ.setdefault("NCCL_PROTO", "Simple")
 
 
@@ -184,7 +185,7 @@ class ProcessGroupCollectives:
         return x
 
     def _join_own(self) -> None:
-        """Join a group of these ranks alone."""
+        """Join a new group that contains only these ranks."""
         if self._device.type == "cpu":
             self._rendezvous.set_interface("GLOO_SOCKET_IFNAME")
         else:
@@ -201,7 +202,7 @@ class ProcessGroupCollectives:
         )
 
     def _joined_fast_sum(self) -> "FastSum | None":
-        """aiter's sum over GPUs of one host; None where it is not used."""
+        """aiter's all-reduce over GPUs of one host; None if it is not used."""
         if not self._rendezvous.is_local:
             _log.warning("all_reduce by RCCL (not aiter: it sums over GPUs of one host)")
             return None
@@ -222,10 +223,10 @@ class ProcessGroupCollectives:
             dist.destroy_process_group()
 
     def begin_step(self, number: int) -> None:
-        """Nothing: a step that fails on one rank ends the group."""
+        """No effect: a step that fails on one rank ends the group."""
 
     def abort(self) -> bool:
-        """See `RankGroup`: what was begun cannot be left."""
+        """See `RankGroup`: a collective that has begun cannot be aborted."""
         return False
 
     @property
@@ -289,7 +290,7 @@ class ReplicaWorld(TokenExchange):
     tensor_group: dist.ProcessGroup
     """The ranks of this replica."""
     _expert_group: dist.ProcessGroup
-    """The ranks with the same number in their replicas."""
+    """The ranks with the same index in their replicas."""
     _leader_group: dist.ProcessGroup
     """The first rank of each replica, on the host."""
 
@@ -352,7 +353,7 @@ class ReplicaWorld(TokenExchange):
         return arrived
 
     def agree(self, own: int) -> tuple[int, ...]:
-        """The `own` of each replica, by its number. Called by the first rank of each."""
+        """Gather the `own` of each replica, in order. Called by the first rank of each replica."""
         self._notify()
         votes = torch.zeros(self._num_replicas, dtype=torch.int64)
         votes[self._replica] = own
@@ -360,7 +361,7 @@ class ReplicaWorld(TokenExchange):
         return tuple(votes.tolist())
 
     def leave(self) -> bool:
-        """False: the others notice this rank's end by their connections."""
+        """Returns False, since the others detect this rank's end by their connections."""
         return False
 
     def _notify(self) -> None:

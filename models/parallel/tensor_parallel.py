@@ -15,11 +15,11 @@ Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 
 class Collectives(Protocol):
-    """Communication among the ranks of one tensor-parallel group. All ranks make the same calls in the same order."""
+    """Collectives of the ranks of one tensor-parallel group. All ranks make the same calls in the same order."""
 
     @property
     def are_captured(self) -> bool:
-        """Whether the device's graphs, if it has any, capture them."""
+        """Whether captured graphs, if the device has any, can include the collectives."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, on every rank; may overwrite `x`."""
@@ -45,14 +45,14 @@ class Collectives(Protocol):
 
 
 class TokenExchange(ABC):
-    """Communication among the ranks with one number in all replicas, in pieces whose sizes the host knows.
+    """Exchange among the ranks of equal index in all replicas, in pieces whose sizes the host knows.
 
     Every replica receives the tokens of all, computes those routed to its experts, and returns a row for each token.
-    So nothing is read from the device, and graphs capture it. All make the same calls in the same order.
+    So nothing is read from the device, and graphs can capture it. All ranks make the same calls in the same order.
     """
 
     are_captured = False
-    """Whether the device's graphs, if it has any, capture the exchange."""
+    """Whether captured graphs, if the device has any, can include the exchange."""
 
     def __init__(self, replica: int, num_replicas: int) -> None:
         self._replica, self._num_replicas = replica, num_replicas
@@ -60,13 +60,13 @@ class TokenExchange(ABC):
         """Whether only this replica's rows are used, several times: as much memory, and no communication."""
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Equally many rows of all replicas, in their order. # [n, ...] -> [replicas * n, ...]"""
+        """Gather equally many rows from all replicas, in order. # [n, ...] -> [replicas * n, ...]"""
         if self.is_suspended:
             return rows.repeat(self._num_replicas, *[1] * (rows.dim() - 1))
         return self._all_gather(rows)
 
     def add_back(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over the replicas of what each computed for this one's rows, in the order of replicas.
+        """The sum of all replicas' results for this replica's rows, added in the order of replicas.
 
         # [replicas * n, size] -> [n, size]
         """
@@ -87,7 +87,8 @@ class TokenExchange(ABC):
 
     @abstractmethod
     def _all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send equal pieces, one to each replica; those received, in the order of replicas. # [replicas * n, ...]"""
+        """Send equal pieces, one to each replica. Returns the received ones in the order of replicas. # [replicas * n,
+        ...]"""
 
     @property
     def num_bytes(self) -> int:
@@ -99,9 +100,9 @@ class TokenExchange(ABC):
 
 
 class Exchange(Protocol):
-    """Communication among the ranks with one number in all replicas. All make the same calls in the same order.
+    """Exchange among the ranks of equal index in all replicas. All ranks make the same calls in the same order.
 
-    Each pair of a token and an expert is answered by itself, so that the bits are those of one replica.
+    Each pair of a token and an expert is computed separately, so that results equal those of one replica bit for bit.
     """
 
     def across(
@@ -132,10 +133,10 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """Whole experts on each rank instead of a part of every expert, within one replica or over several.
+    """Expert parallelism: whole experts on each rank instead of a shard of every expert, in one or several replicas.
 
     Each rank of a replica provides an equal share of the experts. With several replicas that share is held by the
-    ranks of the same number in all of them, which exchange tokens.
+    ranks of the same index in all of them, which exchange tokens.
     """
 
     replica: int = 0
@@ -157,9 +158,9 @@ class TensorParallel:
     size: int = 1
     collectives: Collectives | None = None
     experts: ExpertParallel | None = None
-    """How whole experts are spread over ranks; None: each rank holds a part of every expert."""
+    """The distribution of whole experts over ranks; None if each rank holds a shard of every expert."""
     observer: Callable[[torch.Tensor], None] | None = field(default=None, init=False, repr=False)
-    """Called with each sum over the ranks."""
+    """Called with the result of each all-reduce."""
     _skips_collectives: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +171,7 @@ class TensorParallel:
 
     @property
     def is_captured(self) -> bool:
-        """Whether graphs capture the collectives of a forward pass."""
+        """Whether graphs can capture the collectives of a forward pass."""
         exchange = self.token_exchange
         is_captured = self.collectives is None or self.collectives.are_captured
         return is_captured and (exchange is None or exchange.are_captured)
@@ -210,7 +211,7 @@ class TensorParallel:
         if self.collectives is None:
             return x
         if self._skips_collectives:
-            # Copies, because the parts of the other ranks take memory too.
+            # The copies take the memory that the other ranks' shards would.
             return x if self.rank else torch.cat([x.clone() for _ in range(self.size)], -1)
         return self.collectives.gather(x)
 
@@ -220,9 +221,9 @@ class TensorParallel:
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
-        """Inside, passes take as much memory as usual, but communicate with no other rank: their results are unused.
+        """A context in which passes take as much memory as usual, but communicate with no other rank.
 
-        A sum is this rank's part of it, and a gather repeats its own tensor.
+        Their results are unused: an all-reduce returns this rank's partial sum, and a gather repeats its tensor.
         """
         exchange = self.token_exchange
         self._skips_collectives = True

@@ -16,12 +16,12 @@ from models.config.fields import Fields
 from models.registry import Registry
 
 MXFP4_GROUP = 32
-"""Inputs that share a power of two (OCP microscaling formats 1.0)."""
+"""Inputs that share a power-of-two scale (OCP microscaling formats 1.0)."""
 NVFP4_GROUP = 16
 """Inputs that share an FP8 scale in NVIDIA's 4-bit format."""
 
 WeightBits: TypeAlias = Literal[4, 8, 16]
-"""Bits of one value of a weight; 16: bfloat16."""
+"""Bits per value of a weight; 16 is bfloat16."""
 Rounding: TypeAlias = Literal["int8", "int4", "mxfp4"]
 """A value of the option `quantization` by which the loader rounds dense weights, on a CPU."""
 ROUNDINGS: Mapping[Rounding, WeightBits] = MappingProxyType({"int8": 8, "int4": 4, "mxfp4": 4})
@@ -33,7 +33,7 @@ ROUNDING_FIELD = "kaon_rounding"
 
 
 class Granularity(Enum):
-    """What shares one scale."""
+    """The set of values that share one scale."""
 
     TENSOR = "per_tensor"
     CHANNEL = "per_channel"
@@ -55,17 +55,17 @@ class LayerQuantConfig:
     quant_type: Granularity
     bits: int
     group_size: int | None = None
-    """Inputs that share a scale of a group; None: all of them."""
+    """Number of inputs per group with a common scale; None for all inputs."""
     block_shape: tuple[int, int] | None = None
     """Output and input features of a block that shares a scale."""
     symmetric: bool = True
     """Whether the scales have no zero points."""
     has_group_index: bool = False
-    """Whether the checkpoint lists each input's group, because groups are not of adjacent inputs."""
+    """Whether the checkpoint lists each input's group, because groups are not contiguous."""
     zero_offset: int = 0
-    """Added to a stored zero point."""
+    """The offset that is added to a stored zero point."""
     rounds_inputs: bool = False
-    """Whether the checkpoint was made for activations that are rounded to as many bits."""
+    """Whether the checkpoint was made for activations that are quantised to the same number of bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ class QuantizationConfig:
     quant_method: str
     """The checkpoint's own name of the method."""
     global_quant_config: LayerQuantConfig | None
-    """How linear layers are quantised that are neither named below nor excluded; None: they are dense."""
+    """The quantisation of linear layers that are neither named below nor excluded; None if they are dense."""
     layer_quant_config: tuple[tuple[str, LayerQuantConfig | None], ...] = ()
-    """Exceptions by pattern of module names, of which the first that matches counts. None: dense."""
+    """Exceptions by pattern of module names; the first match counts. None for dense modules."""
     exclude_layers: tuple[str, ...] = ()
-    """Patterns of module names that are dense."""
+    """Patterns of the names of dense modules."""
     rounding: Rounding | None = None
     """The rounding that `kaon quantize` wrote, by which the CPU's operators serve the checkpoint; None: another tool
     wrote it, or products read it as it is stored."""
@@ -91,7 +91,7 @@ class QuantizationConfig:
         object.__setattr__(self, "_named", _Patterns([pattern for pattern, _ in self.layer_quant_config]))
 
     def for_layer(self, module: str) -> LayerQuantConfig | None:
-        """How the checkpoint's module of that name is quantised; None: it is dense."""
+        """The quantisation of the checkpoint's module with this name; None if it is dense."""
         if self._excluded.first(module) is not None:
             return None
         named = self._named.first(module)
