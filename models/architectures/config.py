@@ -35,7 +35,7 @@ _FULL = "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """What the engine needs to know of any checkpoint, whichever code runs its model. Lengths are in tokens."""
+    """The fields of any checkpoint that the engine needs, whichever code runs its model. Lengths are in tokens."""
 
     architecture: str
     vocab_size: int
@@ -47,7 +47,7 @@ class CheckpointConfig:
     eos_token_ids: tuple[int, ...]
     """Tokens that end a completion, the main one first; empty where the checkpoint names none."""
     quantization: QuantizationConfig | None
-    """How the checkpoint's weights are quantised; None: they are not."""
+    """The quantisation of the checkpoint's weights; None if they are dense."""
 
     runs_by: ClassVar[str]
     """The code that runs the model, for the log."""
@@ -83,11 +83,11 @@ class ModelConfig(CheckpointConfig):
     activation: str
     """That of feed-forward layers: a value of `ACTIVATIONS`."""
     sliding_windows: tuple[int | None, ...]
-    """For each layer the number of tokens that a query sees, its own included; None: all before it."""
+    """The attention window of each layer in tokens, the query's own included; None without a window."""
     fields: Fields = field(repr=False, compare=False)
     """config.json, for fields that only one architecture has."""
     is_bidirectional: bool = False
-    """Whether tokens see those after them as well: of a language model that is served as an encoder."""
+    """Whether attention is bidirectional, in a language model that is served as an encoder."""
     is_text_part: bool = False
     """Whether the checkpoint also has encoders of images or sounds, which are not read."""
 

@@ -15,7 +15,7 @@ from models.layers.rotary import RotaryEmbedding
 
 
 class TargetWeights(NamedTuple):
-    """What a drafter uses of its target; None: its checkpoint has its own."""
+    """The target's modules that a drafter uses; None if the drafter's checkpoint has its own."""
 
     embed_tokens: VocabParallelEmbedding | None
     lm_head: ParallelLMHead | None
@@ -28,21 +28,21 @@ class DraftHead(DraftLM):
     hidden_layers: tuple[int, ...] = (-1,)
 
     def __init__(self, config: ModelConfig, embed_tokens: VocabParallelEmbedding, lm_head: ParallelLMHead) -> None:
-        """The embedding and the head are the target's, or parts of this model's other modules."""
+        """The embedding and the head belong to the target, or are parts of this model's other modules."""
         super().__init__()
         self.hidden_size = config.hidden_size
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
-        # In a tuple, they are no modules of this one, which would load them.
+        # In a tuple, torch does not register them as submodules, so they are not loaded again.
         self._vocabulary = embed_tokens, lm_head
 
     @property
     def embed_tokens(self) -> VocabParallelEmbedding:
-        """The embedding of the tokens that it reads."""
+        """The embedding of the drafter's input tokens."""
         return self._vocabulary[0]
 
     @property
     def lm_head(self) -> ParallelLMHead:
-        """The head that makes its logits."""
+        """The head that computes the drafter's logits."""
         return self._vocabulary[1]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

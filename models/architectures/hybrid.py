@@ -1,4 +1,4 @@
-"""What models of recurrent layers and attention share: the body, its layers, and the reading of Mamba-2's sizes."""
+"""The common parts of models with recurrent layers and attention: body, layers, and the sizes of Mamba-2."""
 
 from collections.abc import Callable
 from typing import ClassVar, cast
@@ -36,7 +36,7 @@ class HybridDecoderLayer(nn.Module):
         recurrent: nn.Module | None = None,
         residual_multiplier: float = 1.0,
     ) -> None:
-        """`residual_multiplier`: of what is added to the residual stream."""
+        """`residual_multiplier`: factor of the outputs that are added to the residual stream."""
         super().__init__()
         self.self_attn, self.recurrent, self.feed_forward = self_attn, recurrent, feed_forward
         self.residual_multiplier = residual_multiplier
@@ -64,7 +64,7 @@ class HybridDecoderLayer(nn.Module):
         return self.feed_forward(hidden)  # type: ignore[no-any-return]
 
     def mix(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """What tokens read of those before them. # [tokens, hidden_size] -> the same"""
+        """The recurrent layer or attention. # [tokens, hidden_size] -> [tokens, hidden_size]"""
         if self.recurrent is not None:
             return self.recurrent(hidden)  # type: ignore[no-any-return]
         assert self.self_attn is not None, "a layer is recurrent or attends"
@@ -72,7 +72,7 @@ class HybridDecoderLayer(nn.Module):
 
 
 class OnePartDecoderLayer(nn.Module):
-    """One part with a norm before it and a residual connection."""
+    """One sublayer with a norm before it and a residual connection."""
 
     def __init__(self, config: ModelConfig, mixer: nn.Module) -> None:
         super().__init__()
@@ -146,11 +146,11 @@ _MAMBA_FIELDS: dict[str, object] = {
     "mamba_expand": 2,
 }
 MAMBA_DEFAULTS = {**_MAMBA_FIELDS, "rms_norm_eps": 1e-5}
-"""Of Bamba and the families that are made like it."""
+"""Defaults of Bamba and the families with the same structure."""
 
 
 def with_kv_heads(fields: Fields) -> Fields:
-    """With eight key-value heads where config.json leaves them out; null means one a query head."""
+    """Default to eight key-value heads if config.json omits them; null means one per query head."""
     if "num_key_value_heads" in fields.values:
         return fields
     return Fields({**fields.values, "num_key_value_heads": 8}, fields.where)
@@ -210,7 +210,7 @@ def require_divisor(fields: Fields, name: str, value: int, whole_name: str, whol
 
 
 def dt_limits(fields: Fields, name: str = "time_step_limit") -> tuple[float, float]:
-    """The smallest and the largest time step of config.json, which may be infinite."""
+    """The smallest and the largest time step in config.json; the largest may be infinite."""
     value = fields.values.get(name)
     if value is None:
         return 0.0, float("inf")

@@ -40,7 +40,7 @@ class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     has_output_bias: ClassVar[bool] = True
-    """Whether the output projection has a bias where the others have one."""
+    """Whether the output projection has a bias if the other projections have one."""
     rotates_pairs: ClassVar[bool] = False
     """Whether the checkpoint's queries and keys are rotated as adjacent pairs of dimensions, not as halves."""
     is_rotated_first: ClassVar[bool] = False
@@ -48,7 +48,7 @@ class LlamaAttention(nn.Module):
     is_chunked: ClassVar[bool] = False
     """Whether windows are chunks of positions."""
     num_inputs: ClassVar[int] = 1
-    """Vectors of `hidden_size` that the projections read next to each other."""
+    """Number of concatenated vectors of `hidden_size` that the projections read."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LlamaAttention(nn.Module):
         scale, window = self.score_scale(config), config.sliding_windows[layer]
         self.attn: Attention | EncoderAttention
         if config.is_bidirectional:
-            # Half of the window is before a token and half after it.
+            # An encoder's window extends half its size before a token and half after it.
             self.attn = EncoderAttention(scale=scale, window=None if window is None else window // 2)
         else:
             self.attn = Attention(
@@ -138,31 +138,31 @@ class LlamaAttention(nn.Module):
         return True
 
     def head_norms(self) -> HeadNorms | None:
-        """Norms of queries and keys that all heads share; None: there are none."""
+        """The norms of queries and keys that all heads share, if there are any."""
         return None
 
     def prepared(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is done to queries and keys before the attention takes them. # [tokens, heads, head_dim] each"""
+        """Transform queries and keys before attention. # [tokens, heads, head_dim] each"""
         return q, k
 
     def query_scales(self) -> torch.Tensor | None:
-        """Factors of the step's queries, after their rotation; None: there are none. # [tokens, 1] float32"""
+        """Factors of the step's queries after their rotation; None without factors. # [tokens, 1] float32"""
         return None
 
     def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The heads' output after a gate, if any; `hidden`: layer input. # [tokens, heads, head_dim] -> the same"""
+        """Apply the output gate, if any; `hidden`: the layer's input. # [tokens, heads, head_dim] -> the same"""
         del hidden
         return attended
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float | None:
-        """The factor of the scores; None: `head_dim ** -0.5`."""
+        """The scale of the attention scores; None for `head_dim ** -0.5`."""
         del config
         return None
 
     @staticmethod
     def score_cap(config: ModelConfig) -> float | None:
-        """The soft cap of the scores; None: there is none."""
+        """The soft cap of the attention scores; None without a cap."""
         del config
         return None
 
@@ -178,7 +178,7 @@ class LlamaMLP(nn.Module):
         intermediate_size: int | None = None,
         reduces: bool = True,
     ) -> None:
-        """`reduces`: False where the output is this rank's part, which the caller adds up."""
+        """`reduces`: False if the caller reduces the partial sums over the ranks."""
         super().__init__()
         self.activation: GatedActivation = gated_activation(config.activation)
         size = config.intermediate_size if intermediate_size is None else intermediate_size
@@ -199,7 +199,7 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj.follow(norm)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The activation, where the kernels have it."""
+        """The activation's number, if the kernels support it."""
         from models.ops.triton.cases.elementwise import ActivationCase
 
         del max_tokens
@@ -212,7 +212,7 @@ class LlamaMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """Feed-forward layer whose activation gates nothing, of the config's intermediate size or of its own."""
+    """Feed-forward layer without a gate, of the config's intermediate size or of its own."""
 
     def __init__(
         self,
@@ -241,9 +241,9 @@ class PlainMLP(nn.Module):
 
 
 MakeNorm: TypeAlias = Callable[..., RMSNorm]
-"""Makes the norm of vectors of a size, with an epsilon, and if it is to sum them over ranks, with these."""
+"""Makes a norm from its size, its epsilon and, if it reduces its input over ranks, these ranks."""
 FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]
-"""Makes the feed-forward layer of the decoder layer with this number."""
+"""Makes the feed-forward layer of the decoder layer with this index."""
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -263,7 +263,8 @@ class LlamaDecoderLayer(nn.Module):
         norm: MakeNorm = RMSNorm,
         residual_scale: float = 1.0,
     ) -> None:
-        """`residual_scale`: what the output of attention and feed-forward is multiplied by before it is added."""
+        """`residual_scale`: factor of the outputs of attention and feed-forward before they are added to the
+        residual."""
         super().__init__()
         self.residual_scale = residual_scale
         self.self_attn = attention(config, layer, parallel)
@@ -281,7 +282,7 @@ class LlamaDecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns two tensors whose sum, the first scaled, is the layer's output: the next norm adds them.
 
-        Of several ranks, the first is this rank's part, which the next norm sums over the ranks.
+        With several ranks, the first is this rank's partial sum, which the next norm reduces over the ranks.
 
         # [tokens, hidden_size] each
         """
@@ -292,7 +293,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class ParallelDecoderLayer(LlamaDecoderLayer):
-    """Attention and feed-forward of one norm, both added to the residual."""
+    """Attention and feed-forward in parallel, which read the same norm; both outputs are added to the residual."""
 
     has_second_norm: ClassVar[bool] = False
 
@@ -360,21 +361,21 @@ class PostNormDecoderLayer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
-        # The norm's sum overwrites its second operand, which the layer has read.
+        # The norm may overwrite its second operand, which the layer has read already.
         hidden = self.post_attention_layernorm.norm_add(self.self_attn(hidden, cos, sin), hidden)
         return self.post_feedforward_layernorm.norm_add(self.mlp(hidden), hidden)
 
 
 class DecoderBody(nn.Module):
-    """All of a model below its head, which may share the embedding."""
+    """The body of a model; the head may share its embedding."""
 
     embed_tokens: VocabParallelEmbedding
     keeps_streams: ClassVar[bool] = False
-    """Whether it keeps the residual streams that the forward context asks for."""
+    """Whether the body stores the residual streams that the forward context names."""
 
 
 class TwoRopesBody(DecoderBody):
-    """A body whose layers return their output whole, and whose windowed layers may have a rope of their own."""
+    """A body whose layers return complete outputs, and whose windowed layers may have a separate rope."""
 
     def __init__(
         self,
@@ -386,7 +387,8 @@ class TwoRopesBody(DecoderBody):
         norm: MakeNorm = RMSNorm,
         embed_scale: float = 1.0,
     ) -> None:
-        """`make_layer` by number; a layer has `is_local`. `local_rope`: of windowed layers; None: that of the others.
+        """`make_layer` takes the layer's index; a layer has `is_local`. `local_rope`: that of windowed layers, None
+        for the rope of the others.
 
         `embed_scale`: of embeddings.
         """
@@ -460,7 +462,7 @@ class LlamaModel(DecoderBody):
 
 
 def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """A copy of what a layer receives, whose memory later norms overwrite. # 2 x [tokens, hidden_size]"""
+    """Copy a layer's input, since later norms overwrite its memory. # 2 x [tokens, hidden_size]"""
     if residual is None:
         return join_columns(hidden)
     # The operators have the sum together with a norm, whose result is not used. It may overwrite a rank's part.
@@ -481,7 +483,7 @@ class LlamaForCausalLM(nn.Module):
         "gate_proj": ("gate_up_proj", 0),
         "up_proj": ("gate_up_proj", 1),
     }
-    """Module of the checkpoint -> module of the model that holds it, and the part that it is there."""
+    """Module of the checkpoint -> packed module of the model, and its part there."""
     attention: ClassVar[type[nn.Module]] = LlamaAttention
     """The attention class, called with config, layer and parallel."""
     logit_scale: float = 1.0
@@ -531,5 +533,5 @@ class LlamaForCausalLM(nn.Module):
 
 
 def soft_cap(fields: Fields, name: str) -> float | None:
-    """The field with a soft cap; None where there is none."""
+    """The value of a field with a soft cap; None if it is missing or null."""
     return fields.number(name) if fields.has(name) else None

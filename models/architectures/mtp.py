@@ -1,4 +1,4 @@
-"""Multi-token prediction: decoder layers in the target's own checkpoint that draft.
+"""Multi-token prediction: decoder layers in the target's checkpoint that draft.
 
 Each fuses the target's final hidden state of a token with the embedding of the next one, both normalised, and runs one
 decoder layer of the target's kind on it (DeepSeek-V3, 2024, section 2.2). Published checkpoints hold one such layer,
@@ -45,7 +45,7 @@ class SharedHead(nn.Module):
 
 
 class NextTokenLayer(LlamaDecoderLayer):
-    """The layer past the target's last one, with what fuses its input."""
+    """The layer after the target's last one, with the modules that fuse its input."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Glm4MoeMTP(LayeredMTP):
 
 
 class Qwen3NextPredictor(nn.Module):
-    """A decoder layer of full attention, with what fuses its input."""
+    """A decoder layer of full attention, with the modules that fuse its input."""
 
     def __init__(
         self, config: ModelConfig, architecture: type[Qwen3NextForCausalLM], parallel: TensorParallel
@@ -154,7 +154,7 @@ class Qwen3_5MoeMTP(Qwen3NextMTP):
 
 
 class DeepseekV4Predictor(DeepseekV4DecoderLayer):
-    """A decoder layer with what fuses its streams, and what makes logits of them."""
+    """A decoder layer with the modules that fuse its streams and that precede the head."""
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, parallel: TensorParallel) -> None:
         super().__init__(further_layer(config), config.num_hidden_layers, rotary, parallel)

@@ -21,7 +21,7 @@ from models.loading.loader import LoadOptions, load_with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedModel:
-    """The target, and how a drafter for it is loaded."""
+    """The target, and the options with which its drafter is loaded."""
 
     model: CausalLM
     config: ModelConfig
@@ -84,6 +84,6 @@ def load_draft_model(target: DraftedModel, path: Path | None) -> DraftLM:
             f"speculative_model {path} has a context of {config.max_model_len} tokens, but sequences may have "
             f"{target.config.max_model_len}; lower max_model_len, or choose another model"
         )
-    # Rope types that depend on the context's length depend on the length that is served.
+    # Some rope types choose their frequencies by the largest context length, which is the one that is served.
     config = dataclasses.replace(config, max_model_len=target.config.max_model_len)
     return DraftModel(load_with(target.options, path, config), config.hidden_size)

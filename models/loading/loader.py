@@ -83,7 +83,7 @@ _BAR_AFTER_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded, of a target and of what drafts for it alike."""
+    """Options of loading a target or its draft model."""
 
     dtype: torch.dtype
     device: torch.device
@@ -91,11 +91,11 @@ class LoadOptions:
     """Whether to show a bar of files on stderr."""
     parallel: TensorParallel = SINGLE_RANK
     available_bytes: int | None = None
-    """The most that the weights may take; None: whatever the device grants, and a host grants more than it has."""
+    """The most bytes of the weights; None for no limit but the device's allocator (a host may overcommit)."""
     rounding: Rounding | None = None
-    """How weights are rounded as they are read, which needs the CPU operators."""
+    """The rounding of weights while they are read, which needs the CPU operators."""
     packs: PackCache | None = None
-    """Where the CPU operators' packed weights are kept from start to start."""
+    """The cache of the CPU operators' packed weights, which later starts reuse."""
 
     @property
     def has_operators(self) -> bool:
@@ -145,9 +145,9 @@ class CheckpointNames(NamedTuple):
     """The names of a model's tensors in its checkpoint."""
 
     is_ignored: Callable[[str], bool]
-    """Whether the model does not read the tensor of that name."""
+    """Whether the model ignores the tensor with this name."""
     rename: Callable[[str], str]
-    """The model's own name of a tensor."""
+    """The model's name of a checkpoint tensor."""
 
 
 def checkpoint_names(config: ModelConfig | EncoderConfig) -> CheckpointNames:
