@@ -25,6 +25,9 @@ static int has_tiles(void) {
     return (d >> 24 & 1) && (d >> 22 & 1) && (d >> 25 & 1); /* AMX-TILE, AMX-BF16, AMX-INT8 */
 }
 
+/* `kaon_runs`, which is called before the threads start, has read what this returns. */
+int reads_one_stream(void) { return __builtin_cpu_is("amd") != 0; }
+
 int kaon_runs(int isa) {
     __builtin_cpu_init(); /* It also asks whether the kernel saves the registers. */
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
@@ -44,6 +47,8 @@ int kaon_runs(int isa) {
 #elif HAS_NEON
 #include <sys/auxv.h>
 
+int reads_one_stream(void) { return 0; }
+
 /* As the kernel's headers have them, which may be older than the processor. */
 enum { DOT_PRODUCTS = 1 << 20 };                              /* of AT_HWCAP */
 enum { INT8_MATRICES = 1 << 13, BFLOAT16_PRODUCTS = 1 << 14 }; /* of AT_HWCAP2 */
@@ -59,5 +64,7 @@ int kaon_runs(int isa) {
     }
 }
 #else
+int reads_one_stream(void) { return 0; }
+
 int kaon_runs(int isa) { return isa == PORTABLE; }
 #endif

@@ -13,6 +13,7 @@
 #define STAGED (768 << 10)   /* bytes of rows that panels meet while they are near */
 #define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
 #define AHEAD_OF_FEW 3072    /* and with up to FEWEST_ROWS rows, which are multiplied at once */
+#define AHEAD_OF_ONE 512     /* where panels are read one after the other, see `reads_one_stream` */
 #define FEWEST_ROWS 8
 
 /* Whole groups, or whole tiles where rows are that long. */
@@ -88,12 +89,15 @@ CLONES void finish_panel(const struct linear *op, const struct panel_products *p
         }
 }
 
-int64_t look_ahead(int64_t rows) { return rows <= FEWEST_ROWS ? AHEAD_OF_FEW : AHEAD; }
+int64_t look_ahead(int64_t rows) {
+    if (rows > FEWEST_ROWS) return AHEAD;
+    return reads_one_stream() ? AHEAD_OF_ONE : AHEAD_OF_FEW;
+}
 
 int64_t multiply_first(const struct panel_products *products, const char *staged, int64_t count, const bf16 *weight,
                        int64_t panels, int64_t steps, int64_t ahead, float *sums) {
     int64_t made = 0;
-    if (ahead && products->multiply_side)
+    if (ahead && products->multiply_side && !reads_one_stream())
         made = products->multiply_side(staged, count, weight, panels, steps, sums);
     if (made) return made;
     products->multiply(staged, count, weight, steps, ahead, sums);

@@ -152,6 +152,10 @@ void clear_past_runs(const struct grouped_linear *op, const struct step *step, s
 /* Bytes between what is read of a weight for so many rows and what is fetched. */
 int64_t look_ahead(int64_t rows);
 
+/* Whether this processor reads memory fastest when a thread reads one panel of a weight after the other: AMD's. Others
+ * read several panels side by side. */
+int reads_one_stream(void);
+
 /* Panels, of so many bytes each, that a thread takes at once. */
 int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads);
 
