@@ -7,9 +7,26 @@
 #define MOST_HELD 16            /* panels of gates that wait for theirs of the other half, where rows are few */
 #define AHEAD 8192              /* bytes between what is read of a weight and what is fetched */
 
+/* The same on processors that read one stream fastest: rows that vectors multiply at once fetch into the first cache, more
+ * rows, which meet a block several times, into the second. */
+#define ROWS_AT_ONCE 4
+#define NEAR_AHEAD 1024
+#define FAR_AHEAD 4096
+
 /* From so many rows on, with one group, a weight is fetched PAGES_IN_TURN further ahead, pages in turn. AMX multiplies a
  * tile of rows by 8 bits fast enough for the order of memory. */
 static int64_t rows_in_turn(enum isa isa, int64_t bits) { return isa == WITH_AMX && bits == 8 ? LANES + 1 : 8; }
+
+/* What is fetched of a weight while one group of rows is multiplied, with each block. */
+static struct lines lines_ahead(enum isa isa, int64_t bits, int64_t rows, const char *blocks, int64_t size) {
+    int lines = (int)(size / LINE);
+    if (reads_one_stream()) {
+        int is_near = rows <= ROWS_AT_ONCE;
+        return (struct lines){blocks + (is_near ? NEAR_AHEAD : FAR_AHEAD), lines, is_near, 0};
+    }
+    int in_turn = rows >= rows_in_turn(isa, bits);
+    return (struct lines){blocks + AHEAD + in_turn * PAGES_IN_TURN, lines, 1, in_turn};
+}
 
 /* A thread's scratch. */
 struct quantized_bench {
@@ -141,9 +158,8 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
             unpack_values(&panel, bench->unpacked);
             panel.values = bench->unpacked, panel.values_stride = BYTES_OF_VALUES;
         }
-        int in_turn = groups == 1 && rows >= rows_in_turn(at->isa, bits);
-        const char *later = panel.blocks + (groups > 1 ? panel.count * size : AHEAD + in_turn * PAGES_IN_TURN);
-        struct lines ahead = {later, (int)parts(size / LINE, groups), groups == 1, in_turn};
+        struct lines ahead = {panel.blocks + panel.count * size, (int)parts(size / LINE, groups), 0, 0};
+        if (groups == 1) ahead = lines_ahead(at->isa, bits, rows, panel.blocks, size);
         const struct quantized_rows here = {.values = bench->values + block * STEPS * BYTES_OF_TILE,
                                             .scales = bench->scales + block * LANES,
                                             .totals = bench->totals + block * STEPS * LANES,

@@ -32,10 +32,13 @@ TARGET INLINE NAME(ints) NAME(add)(NAME(ints) sum, NAME(ints) weight, NAME(ints)
 /* Where the outputs of a vector lie in a step. */
 #define PLACE(v, bits) ((v) * WIDTH / LANES * BYTES_OF_TILE * (bits) / 8 + (v) * WIDTH % LANES * FOUR)
 
-/* A step of some rows by 8 bits. */
-TARGET INLINE void NAME(add_step8)(const int8_t *x, const char *tiles, NAME(ints) sums[ROWS][AT_ONCE], int rows) {
+/* A step of some rows by 8 bits. The lines that come from memory next are fetched a few with each four of inputs: a step's
+ * lines at once would take all of the processor's miss buffers, and loads would wait for one. */
+TARGET INLINE void NAME(add_step8)(const int8_t *x, const char *tiles, NAME(ints) sums[ROWS][AT_ONCE], int rows,
+                                 struct lines *ahead, int step) {
 #pragma GCC unroll 16
     for (int four = 0; four < STEP_INPUTS / FOUR; four++) {
+        if (ahead) fetch(ahead, step * STEP_INPUTS / FOUR + four, BLOCK / FOUR);
         NAME(ints) weight[AT_ONCE];
         for (int v = 0; v < AT_ONCE; v++) {
             memcpy(&weight[v], tiles + PLACE(v, 8) + four * LINE, sizeof weight[v]);
@@ -50,9 +53,11 @@ TARGET INLINE void NAME(add_step8)(const int8_t *x, const char *tiles, NAME(ints
 }
 
 /* And by 4 bits. */
-TARGET INLINE void NAME(add_step4)(const int8_t *x, const char *tiles, NAME(ints) sums[ROWS][AT_ONCE], int rows) {
+TARGET INLINE void NAME(add_step4)(const int8_t *x, const char *tiles, NAME(ints) sums[ROWS][AT_ONCE], int rows,
+                                 struct lines *ahead, int step) {
 #pragma GCC unroll 8
     for (int four = 0; four < STEP_INPUTS / FOUR; four += 2) {
+        if (ahead) fetch(ahead, (step * STEP_INPUTS / FOUR + four) / 2, BLOCK / FOUR / 2);
         NAME(ints) low[AT_ONCE], high[AT_ONCE];
         for (int v = 0; v < AT_ONCE; v++) {
             NAME(ints) both;
@@ -82,13 +87,12 @@ TARGET INLINE void NAME(add_outputs)(const int8_t *x, const float *scales, const
         const bf16 *weight_scales = (const bf16 *)at + first * WIDTH;
         const char *tiles = at + scales_of_block(bits) * sizeof(bf16) + PLACE(first, bits);
         for (int step = 0; step < STEPS; step++, x += BYTES_OF_TILE, totals += LANES) {
-            if (ahead) fetch(ahead, step, STEPS);
             for (int r = 0; r < rows && (bits == 4 || step == 0); r++) {
                 int32_t from = bits == 4 ? MIDDLE * totals[r] : OFFSET * (totals[r] + totals[LANES + r]);
                 for (int v = 0; v < AT_ONCE; v++) i[r][v] = (NAME(ints)){0} - from;
             }
-            if (bits == 8) NAME(add_step8)(x, tiles + step * 2 * BYTES_OF_TILE, i, rows);
-            else NAME(add_step4)(x, tiles + step * BYTES_OF_TILE, i, rows);
+            if (bits == 8) NAME(add_step8)(x, tiles + step * 2 * BYTES_OF_TILE, i, rows, ahead, step);
+            else NAME(add_step4)(x, tiles + step * BYTES_OF_TILE, i, rows, ahead, step);
             if (bits == 8 && step + 1 < STEPS) continue;
             for (int v = 0; v < AT_ONCE; v++) {
                 NAME(floats) by = NAME(load_scales)(weight_scales + v * WIDTH);
