@@ -11,7 +11,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 _CPU = Path("models/ops/cpu")
-_ARGUMENTS = ["-O3", "-std=gnu11", "-fno-trapping-math", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
+# Without debug information, which would name the folder of the build: equal sources make equal wheels anywhere.
+_ARGUMENTS = ["-g0", "-O3", "-std=gnu11", "-fno-trapping-math", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 if platform.machine() in ("x86_64", "AMD64"):
     _ARGUMENTS.append("-mprefer-vector-width=512")
 
@@ -35,6 +36,8 @@ class BuildOnSeveralCores(build_ext):
         super().build_extensions()
 
 
+# The umask decides the modes of the files in a wheel, which must not depend on who builds it.
+os.umask(0o022)
 setup(
     cmdclass={"build_ext": BuildOnSeveralCores},
     ext_modules=[

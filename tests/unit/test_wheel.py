@@ -1,5 +1,7 @@
 """The wheel holds what serving needs and nothing else: no tools, tests, benchmarks, pages or C sources."""
 
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -55,15 +57,40 @@ def test_the_wheel_holds_the_packages_and_the_demo_model_alone(monkeypatch: pyte
     assert {name for name in files if PurePosixPath(name).name.startswith(("test_", "conftest", "bench"))} == set()
 
 
+def built(folder: Path, umask: int) -> Path:
+    """Build the wheel in a copy of the checkout, and return its path."""
+    checkout = folder / "checkout"
+    # Without what an earlier build in the checkout may have left.
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, checkout / package, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(folder / "wheel")]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    subprocess.run(command, cwd=checkout, env=environment, umask=umask, capture_output=True, check=True)
+    (wheel,) = (folder / "wheel").iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("first"), 0o022)
+
+
 @pytest.mark.slow  # Compiles the library.
 @pytest.mark.timeout(900)
-def test_a_built_wheel_holds_these_files_and_the_compiled_library(tmp_path: Path) -> None:
-    # Outside of the checkout, in which an earlier build's folder may hold files that are no longer there.
-    for name in ("build", "wheel"):
-        (tmp_path / name).mkdir()
-    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "build")]
-    command += ["egg_info", "--egg-base", str(tmp_path), "bdist_wheel", "--dist-dir", str(tmp_path / "wheel")]
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    (wheel,) = (tmp_path / "wheel").iterdir()
+def test_a_built_wheel_holds_these_files_and_the_compiled_library(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == modules() | DATA | {LIBRARY}
+
+
+@pytest.mark.slow  # Compiles the library twice.
+@pytest.mark.timeout(900)
+def test_a_wheel_built_elsewhere_at_another_time_has_the_same_bytes(wheel: Path, tmp_path: Path) -> None:
+    again = built(tmp_path / "a" / "longer" / "path", 0o077)
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        for one, other in zip(first.infolist(), second.infolist(), strict=True):
+            seen = [(each.filename, each.date_time, oct(each.external_attr >> 16), each.CRC) for each in (one, other)]
+            assert seen[0] == seen[1]
+    assert wheel.read_bytes() == again.read_bytes()
