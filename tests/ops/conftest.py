@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-collect_ignore = [] if importlib.util.find_spec("helm_python") else ["test_manifests.py"]
+collect_ignore = [] if importlib.util.find_spec("helm_python") else ["test_cluster.py", "test_manifests.py"]
 
 
 @pytest.fixture(scope="session")
