@@ -271,7 +271,7 @@ def test_rows_that_are_wider_than_the_operators_take_are_torchs() -> None:
 # -- rejection sampling ------------------------------------------------------------------------------------------
 
 
-FILTERS = {
+VERIFIED_FILTERS = {
     "none": {},
     "top-k": {"top_k": 5},
     "top-p": {"top_p": 0.6},
@@ -296,7 +296,7 @@ def verified_rows(count: int, width: int, stream: int = 0, **filters: float) -> 
 
 
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("filters", VERIFIED_FILTERS)
 @pytest.mark.parametrize("width", [1, 15, 64, 257, 1500, WIDE])
 def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: int, filters: str) -> None:
     for seed in range(3):
@@ -304,7 +304,7 @@ def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: i
         target = rows_of(width, seed).contiguous().repeat_interleave(4, 0)
         near = target + torch.from_numpy(np.random.default_rng(seed).normal(size=target.shape)).float() * 0.7
         drafter = torch.where(target.isfinite(), near, -0.5)
-        random = verified_rows(len(target), width, DRAFT, **FILTERS[filters])
+        random = verified_rows(len(target), width, DRAFT, **VERIFIED_FILTERS[filters])
         ops = CPUOps()
         drafts = ops.argmax(drafter)
         probabilities = ops.draw_from(drafter, drafts, random, [])
@@ -315,7 +315,7 @@ def test_drafts_are_verified_as_torch_does_up_to_the_first_rejected_one(width: i
         torch.testing.assert_close(probabilities.double(), expected, rtol=1e-6, atol=1e-9)
         at = np.flatnonzero(np.arange(len(target)) % 4 < 3)
         proposals = Proposals(at, at // 4, drafts.tokens.numpy()[at], probabilities[torch.from_numpy(at)])
-        random = verified_rows(len(target), width, **FILTERS[filters])
+        random = verified_rows(len(target), width, **VERIFIED_FILTERS[filters])
         found, wanted = ops.argmax(target), ops.argmax(target)
         ops.draw_verified(target, found, random, [], proposals)
         TorchOps.draw_verified(ops, target, wanted, random, [], proposals)

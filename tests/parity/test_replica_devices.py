@@ -99,7 +99,7 @@ def test_cores_are_shared_out_over_the_ranks_of_all_replicas(
     replicas: int, ranks: int, replica: int, rank: int, place: tuple[int, int]
 ) -> None:
     shard = None if ranks == 1 else Shard(rank, ranks, rank, ranks, "", None, 0)
-    assert build._place(shard, HostShare(replica, replica, replicas)) == place
+    assert build._rank_on_host(shard, HostShare(replica, replica, replicas)) == place
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(8, 1), (4, 2), (2, 4)])
