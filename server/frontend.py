@@ -156,6 +156,7 @@ class Frontend:
         self._is_waking = False
         """Whether the starting core replaces one that was ended on purpose."""
         self._is_closing = False
+        self._is_closed = False
         self._sleeping = asyncio.Lock()
         self.is_asleep = False
         """Whether an operator has put the model to sleep: until `wake_up`, live requests pause and new ones are
@@ -264,6 +265,7 @@ class Frontend:
     def close(self) -> None:
         """Refuse new requests and end the live ones with an error."""
         self.drain()
+        self._is_closed = True
         self.hub.fail_all(ShuttingDown(SHUTTING_DOWN))
         if self._loaded is not None:
             self._loaded.grammars.close()
@@ -295,20 +297,35 @@ class Frontend:
         return self._loaded
 
     async def sleep(self, level: int) -> None:
-        """Free memory: pause live requests and refuse new ones. Raises an `ApiError`."""
+        """Free memory: pause live requests and refuse new ones. It continues if the caller is cancelled.
+
+        Raises an `ApiError`.
+        """
+        await asyncio.shield(asyncio.ensure_future(self._sleep(level)))
+
+    async def _sleep(self, level: int) -> None:
         async with self._sleeping:
             if not self.is_asleep:
                 self.check_ready()
                 self.is_asleep = True
-                await asyncio.shield(self._core.sleep(level))
+                await self._core.sleep(level)
 
     async def wake_up(self) -> None:
-        """Continue live requests and accept new ones. Raises `NotReady` if the engine cannot be started again."""
+        """Continue live requests and accept new ones. It continues if the caller is cancelled.
+
+        A server that drains wakes up, so that its paused requests can end. Raises `ShuttingDown` if they have ended,
+        and `NotReady` if the engine cannot be started again.
+        """
+        await asyncio.shield(asyncio.ensure_future(self._wake_up()))
+
+    async def _wake_up(self) -> None:
         async with self._sleeping:
+            if self._is_closed:
+                raise ShuttingDown(SHUTTING_DOWN)
             if self.is_asleep:
                 self.is_asleep = False
                 try:
-                    await asyncio.shield(self._wake_core())
+                    await self._wake_core()
                 except EngineDeadError as error:
                     raise NotReady(f"the server cannot serve: {error}") from error
 
