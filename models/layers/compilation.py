@@ -1,8 +1,8 @@
 """`compile_layers`: compiles each decoder layer with torch.compile. Used by the model runner at compilation level 3.
 
-Compiled code calls some parts eagerly: attention with its cache write, recurrent layers, mixtures of experts, products
-with quantised weights or adapters, and all-reduces. Layers of one kind share the code compiled for the first; the
-number of tokens is dynamic.
+Some parts are excluded and run eagerly: attention with its cache write, recurrent layers, mixtures of experts,
+products with quantised weights or adapters, and all-reduces. Layers of one kind share the code compiled for the first
+one. The number of tokens is dynamic.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,15 +24,16 @@ from models.layers.short_conv import ShortConv
 from models.ops.stored_weight import stored_of
 
 DEFAULT_BACKEND: str | Callable[..., Any] = "inductor"
-"""The name of a compiler backend of torch."""
+"""Name of a torch.compile backend, or a callable backend."""
 _MAX_LAYER_KINDS = 64
-"""Kinds of layers that are compiled: torch's default of 8 would leave the ninth kind uncompiled."""
+"""Largest number of kinds of layers that are compiled; torch's default limit is 8 recompilations."""
 
 
 def compile_layers(model: CausalLM, backend: str | Callable[..., Any] | None = None) -> int:
-    """Have each decoder layer compiled when it first runs; returns the number of layers.
+    """Mark each decoder layer for compilation at its first call; return the number of layers.
 
-    A step of one token and a step of several tokens compile everything. `backend`: None is the default.
+    One step of one token and one step of several tokens trigger all compilations. `backend`: None for
+    `DEFAULT_BACKEND`.
     """
     import torch._dynamo
 
@@ -52,7 +53,7 @@ def compile_layers(model: CausalLM, backend: str | Callable[..., Any] | None = N
 
 @contextmanager
 def compile_errors_as_value_errors() -> Iterator[None]:
-    """Raises `ValueError` where torch fails to compile what runs inside."""
+    """Within the context, a failed compilation raises `ValueError`."""
     import torch._dynamo
 
     try:
@@ -61,13 +62,13 @@ def compile_errors_as_value_errors() -> Iterator[None]:
         inner = getattr(error, "inner_exception", None) or error
         first = next((line for line in str(inner).splitlines() if line.strip()), type(inner).__name__)
         raise ValueError(
-            f"compilation_level is 3, but torch failed to compile the model ({first.strip()}); set it to 0, or mend "
-            "what torch.compile needs: a C++ compiler on a CPU, Triton on a GPU"
+            f"compilation_level is 3, but torch failed to compile the model ({first.strip()}); set it to 0, or "
+            "install what torch.compile needs: a C++ compiler on a CPU, Triton on a GPU"
         ) from error
 
 
 def _exclude(module: nn.Module) -> None:
-    """Have compiled code call a module eagerly that it cannot trace, or would run slower."""
+    """Exclude a module from compilation if torch.compile cannot trace it or would make it slower."""
     if isinstance(module, MLAAttention):
         module._attend = _eager(module._attend)  # type: ignore[method-assign]
     elif isinstance(module, Attention | GatedDeltaNet | Mamba2Mixer | ShortConv | LightningIndexer | FusedMoE):

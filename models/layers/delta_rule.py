@@ -1,4 +1,8 @@
-"""`DeltaMixer`: the delta rule over separate projections, the recurrent layer of Kimi Linear and OLMo Hybrid."""
+"""`DeltaMixer`: the delta-rule recurrent layer of Kimi Linear and OLMo Hybrid, with separate q, k and v projections.
+
+Each value head keeps a state matrix [key_dim, value_dim] per sequence. A token decays the state, then moves the value
+that the state returns for the token's key towards the token's value by a fraction beta (the write strength).
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,29 +29,30 @@ if TYPE_CHECKING:
     from models.ops.self_test import Case
 
 _LENGTH_EPS = 1e-6
-"""Epsilon of the lengths of queries and keys."""
+"""Epsilon under the square root that normalises queries and keys to unit length."""
 
 
 class DeltaShape(NamedTuple):
-    """Sizes of a layer, those of all ranks together."""
+    """Sizes of a whole layer, before it is sharded over the ranks."""
 
     hidden_size: int
     key_heads: int
     heads: int
-    """Value heads, of which each key head serves equally many consecutive ones."""
+    """Number of value heads; each key head is shared by `heads / key_heads` consecutive value heads."""
     key_dim: int
     value_dim: int
     kernel_size: int
     decays: int
-    """Decays of a value head: 1, or one for each dimension of its key."""
+    """Number of decays per value head and token: 1, or `key_dim`."""
     most: float
-    """The largest share (beta) by which a state moves towards a value."""
+    """Upper limit of beta, which is `most * sigmoid(b)`."""
 
 
 class DeltaMixer(nn.Module):
-    """Short causal convolution and delta rule (Yang et al., 2025; Kimi Linear, 2025); sharded by head.
+    """Short causal convolution followed by the delta rule (Yang et al., 2025; Kimi Linear, 2025); sharded by head.
 
-    A subclass computes the inputs of decays and shares, and the norm and gate after the rule.
+    A subclass implements `gates`, which projects the inputs of decays and betas and the output gate, and `gated`,
+    which applies the output norm and that gate.
     """
 
     def __init__(self, layer_name: str, shape: DeltaShape, parallel: TensorParallel) -> None:
@@ -64,9 +69,9 @@ class DeltaMixer(nn.Module):
             parts[kind] = OutputPart(whole, (Span(parallel.rank * local, local, row),))
             row += local
         self.qkv_proj = PackedLinear(shape.hidden_size, parts)
-        self.conv1d = _ApartConvolution(parts, shape.kernel_size)
+        self.conv1d = _SplitConvolution(parts, shape.kernel_size)
         self.o_proj = RowParallelLinear(sizes["v"], shape.hidden_size, parallel=parallel)
-        # They are in float32 because they are few and are in the exponents of every later token.
+        # These are float32: they are small, and a rounded decay acts on the state at every later token.
         self.A_log, self.dt_bias = (
             empty_parameter(self.heads * each, weight_loader=self._load_heads, dtype=torch.float32)
             for each in (1, shape.decays)
@@ -84,8 +89,9 @@ class DeltaMixer(nn.Module):
         return self.o_proj(self.gated(read, gate))  # type: ignore[no-any-return]
 
     def _remember(self, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """# [tokens, queries, keys and values], [tokens, heads * decays], [tokens, heads] -> [tokens, heads *
-        value_dim]
+        """Run the convolution and the delta rule, and update the cached state.
+
+        # [tokens, q + k + v], [tokens, heads * decays], [tokens, heads] -> [tokens, heads * value_dim]
         """
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
@@ -94,14 +100,14 @@ class DeltaMixer(nn.Module):
         return self._read(self.conv1d(qkv, inputs, metadata), a, b, states, metadata)
 
     def gates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The inputs of decays and shares, and the output's gate.
+        """Return the inputs of decays (`a`) and of betas (`b`), and the output gate.
 
         # [tokens, hidden_size] -> [tokens, heads * decays], [tokens, heads], [tokens, heads * value_dim]
         """
         raise NotImplementedError
 
     def gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """The norm of the heads' outputs, and its gate. # 2 x [tokens, heads * value_dim] -> the same"""
+        """Apply the output norm and gate. # 2 x [tokens, heads * value_dim] -> [tokens, heads * value_dim]"""
         raise NotImplementedError
 
     def _read(
@@ -123,7 +129,7 @@ class DeltaMixer(nn.Module):
     def _read_by_torch(
         self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor, metadata: AttentionMetaData
     ) -> torch.Tensor:
-        """Decodes together, then prefills one by one."""
+        """Process all decodes in one batch, then the prefills one by one."""
         q, k, v = delta_inputs(x, self.key_heads, self.heads, self.shape.key_dim)
         decay, beta = delta_gates(a, b, self.A_log, self.dt_bias, self.shape.most)
         read = torch.zeros_like(v)
@@ -139,7 +145,7 @@ class DeltaMixer(nn.Module):
         return read.flatten(1).to(x.dtype)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The convolution and the rule."""
+        """Yield the check cases of this layer's kernels: the convolution and the delta rule."""
         from models.ops.triton.cases.state_space import ShortConvCase
         from models.ops.triton.cases.token_scans import DeltaRuleCase
 
@@ -160,7 +166,10 @@ class DeltaMixer(nn.Module):
 def delta_inputs(
     x: torch.Tensor, key_heads: int, heads: int, key_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys of unit length, one a value head, and values. # [T, all] -> 3 x [T, heads, dim] float32"""
+    """Split a convolved row into queries and keys of unit length, repeated for each value head, and values.
+
+    Queries are scaled by `key_dim ** -0.5`. # [T, q + k + v] -> 3 x [T, heads, dim] float32
+    """
     keys = key_heads * key_dim
     q, k, v = torch.split(x.float(), [keys, keys, x.shape[1] - 2 * keys], dim=1)
     q, k = (
@@ -173,7 +182,7 @@ def delta_inputs(
 def delta_gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, most: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logarithms of decays, and shares. # -> [T, heads] or [T, heads, key_dim], [T, heads], float32"""
+    """Return the logarithms of decays, and the betas. # -> [T, heads] or [T, heads, key_dim], [T, heads], float32"""
     decay = F.softplus(a.float() + dt_bias)
     if len(dt_bias) > len(a_log):
         decay = decay.view(len(a), len(a_log), -1)
@@ -181,8 +190,8 @@ def delta_gates(
     return -rates * decay, most * b.float().sigmoid()
 
 
-class _ApartConvolution(ShortConvolution):
-    """A short convolution whose parts for queries, keys and values are separate tensors in checkpoints."""
+class _SplitConvolution(ShortConvolution):
+    """A short convolution whose weight is stored as separate q, k and v tensors in checkpoints."""
 
     def __init__(self, parts: dict[str | int | None, OutputPart], taps: int) -> None:
         channels = sum(span.local for part in parts.values() for span in part.spans)

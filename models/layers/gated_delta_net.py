@@ -1,4 +1,4 @@
-"""`GatedDeltaNet`: a recurrent layer with one state per sequence, which Qwen3-Next combines with attention."""
+"""`GatedDeltaNet`: the gated-delta-rule recurrent layer of Qwen3-Next and Qwen3.5."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from models.ops.self_test import Case
 
 _NORM_EPS = 1e-6
-"""The epsilon under the norms of queries and keys."""
+"""Epsilon under the square root that normalises queries and keys to unit length."""
 
 
 class GatedDeltaNet(nn.Module):
     """Short causal convolution, gated delta rule, gated norm (Yang et al., 2025); sharded by key head.
 
-    Each key head serves equally many consecutive value heads, and the products' features are grouped by key head.
-    Checkpoints have them so (Qwen3-Next), or in a tensor of queries, keys and values, and one each of gates, betas and
-    decays (Qwen3.5), which are grouped as they are read.
+    Each key head is shared by `num_value_heads / num_key_heads` consecutive value heads. The output features of
+    `in_proj_qkvz` and `in_proj_ba` are grouped by key head. Qwen3-Next checkpoints store that layout. Qwen3.5
+    checkpoints have one tensor of all queries, keys and values, and one each for gates (z), betas (b) and decays (a);
+    their rows are regrouped while they are loaded.
     """
 
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
@@ -42,7 +43,7 @@ class GatedDeltaNet(nn.Module):
         "in_proj_b": ("in_proj_ba", "b"),
         "in_proj_a": ("in_proj_ba", "a"),
     }
-    """That of checkpoints whose projections are apart."""
+    """Used for checkpoints with separate projections (`has_grouped_projections` false)."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class GatedDeltaNet(nn.Module):
         )
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The layer between its projections."""
+        """Yield the check case of this layer's kernels: everything between the projections."""
         from models.ops.triton.cases.gated_delta import DeltaCase
 
         del max_tokens
@@ -107,7 +108,10 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(gated)  # type: ignore[no-any-return]
 
     def _remember(self, projected: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
-        """# [tokens, queries, keys, values and gates], [tokens, 2 * heads] -> [tokens, heads * value_dim]"""
+        """Run the convolution, the delta rule and the gated norm, and update the cached state.
+
+        # [tokens, q + k + v + z], [tokens, 2 * heads] -> [tokens, heads * value_dim]
+        """
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
@@ -132,7 +136,7 @@ class GatedDeltaNet(nn.Module):
     def _forward_triton(
         self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData
     ) -> torch.Tensor:
-        """As `_forward_torch`, without reading states on the host."""
+        """The same computation as `_forward_torch` by Triton kernels, without a wait of the host for the device."""
         import models.ops.triton.gated_delta as kernels
 
         if not isinstance(metadata, TritonMetaData):
@@ -154,9 +158,7 @@ class GatedDeltaNet(nn.Module):
     def _forward_torch(
         self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData
     ) -> torch.Tensor:
-        """The computation between the projections. # [tokens, ...], [tokens, ...] -> [tokens, value heads *
-        value_dim]
-        """
+        """The reference for everything between the projections, with the shapes of `_remember`."""
         num_tokens, heads = len(projected), self.num_key_heads
         wide = self.group * self.value_dim
         by_head = projected.view(num_tokens, heads, -1)
@@ -177,7 +179,10 @@ class GatedDeltaNet(nn.Module):
         cache: StateCache,
         metadata: AttentionMetaData,
     ) -> torch.Tensor:
-        """Each row's tokens through its convolution and its state; decodes together, then prefills one by one."""
+        """Run the convolution and the delta rule over each row's tokens, and update the cached state.
+
+        All decodes are processed in one batch, then the prefills one by one. # -> [tokens, value heads, value_dim]
+        """
         assert metadata.slots is not None
         conv_states, states = cache.tensors
         read = decay.new_zeros(*decay.shape, self.value_dim)
@@ -199,7 +204,10 @@ class GatedDeltaNet(nn.Module):
         return read
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys of unit length, one per value head, and values. # [T, all] -> 3 x [T, value heads, dim]"""
+        """Split a convolved row into queries and keys of unit length, repeated for each value head, and values.
+
+        Queries are scaled by `key_dim ** -0.5`. # [T, q + k + v] -> 3 x [T, value heads, dim] float32
+        """
         q, k, v = torch.split(convolved.float(), self._local_parts, dim=-1)
         q, k = (
             (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)).repeat_interleave(self.group, dim=1)
@@ -225,10 +233,10 @@ class GatedDeltaNet(nn.Module):
 def _grouped(
     parts: Mapping[str, tuple[int, ...]], num_key_heads: int, parallel: TensorParallel
 ) -> dict[str | int | None, OutputPart]:
-    """The parts of a product whose features are grouped by key head.
+    """Map checkpoint tensors to the rows of a product whose features are grouped by key head.
 
-    `parts`: of each tensor of the checkpoint, the features of one key head in each of its sections, in which those of
-    all key heads follow each other.
+    A checkpoint tensor consists of sections (such as q, k and v), each with the features of all key heads in order.
+    `parts`: for each checkpoint tensor, the number of features per key head in each of its sections.
     """
     num_local = num_key_heads // parallel.size
     stride = sum(sum(sizes) for sizes in parts.values())
@@ -247,7 +255,7 @@ def _grouped(
 
 
 class GatedRMSNorm(nn.Module):
-    """A root-mean-square norm whose output is gated."""
+    """A root-mean-square norm whose output is multiplied by SiLU of a gate."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`MambaMixer`: the selective state space layer of Mamba, whose channels have decays of their own."""
+"""`MambaMixer`: the selective state space layer of Mamba, in which each channel has its own decays."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from models.ops.self_test import Case
 
 MixerNorms: TypeAlias = Literal["none", "unit", "weighted"]
-"""Norms of time steps, keys and queries: none (Mamba), without weights (Falcon Mamba), or with them (Jamba)."""
+"""Norms of time steps (dt), keys (B) and queries (C): none (Mamba), unweighted (Falcon Mamba) or weighted (Jamba)."""
 
 
 class MambaShape(NamedTuple):
-    """Sizes and options of a layer, those of all ranks together."""
+    """Sizes and options of a whole layer, before it is sharded over the ranks."""
 
     hidden_size: int
     channels: int
@@ -62,7 +62,7 @@ class MambaMixer(nn.Module):
         self.x_proj = RowParallelLinear(whole, shape.rank + 2 * size, parallel=parallel)
         self.dt_proj = ColumnParallelLinear(shape.rank, whole, parallel=parallel)
         self.out_proj = RowParallelLinear(whole, shape.hidden_size, bias=shape.bias, parallel=parallel)
-        # They are in float32 because they are few and are in the exponents of every later token.
+        # These are float32: they are small, and a rounded decay acts on the state at every later token.
         name = layer_name.rpartition(".")[2]
         self.dt_bias = empty_parameter(
             local,
@@ -94,7 +94,7 @@ class MambaMixer(nn.Module):
         return self.conv1d(x, inputs, metadata)  # type: ignore[no-any-return]
 
     def _cache(self) -> tuple[tuple[torch.Tensor, ...], AttentionMetaData]:
-        """The layer's inputs and states of all slots, and the step."""
+        """Return the layer's cached tensors (convolution inputs and states of all slots) and the step's metadata."""
         context = get_forward_context()
         cache = context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
@@ -121,7 +121,7 @@ class MambaMixer(nn.Module):
         states: torch.Tensor,
         metadata: AttentionMetaData,
     ) -> torch.Tensor:
-        """Decodes together, then prefills one by one."""
+        """Process all decodes in one batch, then the prefills one by one."""
         exact, b, c, a = x.float(), b.float(), c.float(), -self.A_log.exp()
         dt, read = F.softplus(dt.float() + self.dt_bias), torch.zeros_like(exact)
         for tokens, before, after in single_tokens(metadata):
@@ -135,7 +135,7 @@ class MambaMixer(nn.Module):
         return read.to(x.dtype)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The convolution and the scan."""
+        """Yield the check cases of this layer's kernels: the convolution and the scan."""
         from models.ops.triton.cases.state_space import ShortConvCase
         from models.ops.triton.cases.token_scans import SelectiveScanCase
 

@@ -1,4 +1,4 @@
-"""`Mamba2Mixer`: the selective state space layer of Mamba-2, with one state per sequence."""
+"""`Mamba2Mixer`: the selective state space layer of Mamba-2, in which each head has one decay."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
     from models.ops.self_test import Case
 
 Gate: TypeAlias = Literal["alone", "before the norm", "after the norm"]
-"""Where SiLU of the gates multiplies what was read; alone: there is no norm."""
+"""Where the output is multiplied by SiLU of the gate: before or after the norm; "alone" if there is no norm."""
 
 
 class Mamba2Shape(NamedTuple):
-    """Sizes of a layer, those of all ranks together."""
+    """Sizes of a whole layer, before it is sharded over the ranks."""
 
     hidden_size: int
     num_heads: int
     head_dim: int
     num_groups: int
-    """Groups of consecutive heads that share keys and queries, and a norm."""
+    """Number of groups; the consecutive heads of a group share keys (B) and queries (C), and are normalised
+    together."""
     state_size: int
     kernel_size: int
 
 
 class Mamba2Options(NamedTuple):
-    """What differs between the families' layers."""
+    """Options in which model families differ."""
 
     in_bias: bool = False
     out_bias: bool = False
@@ -50,16 +51,16 @@ class Mamba2Options(NamedTuple):
     gate: Gate = "before the norm"
     eps: float = 1e-5
     dt_limits: tuple[float, float] = (0.0, float("inf"))
-    """The smallest and the largest time step of a token."""
+    """Limits to which a token's time step is clamped after softplus."""
     multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """Of what is projected: gates, values, keys, queries and time steps."""
+    """Multipliers of the sections of the projection: gates, values, keys, queries and time steps."""
 
 
 class Mamba2Mixer(nn.Module):
     """Short causal convolution, selective state space, gated norm (Dao and Gu, 2024); sharded by head.
 
-    What is projected lies in this order: gates, values, keys (B), queries (C), time steps. Where there are fewer
-    groups than ranks, consecutive ranks hold the same one's keys and queries.
+    The input projection has these sections in order: gates, values, keys (B), queries (C), time steps. If there are
+    fewer groups than ranks, consecutive ranks hold keys and queries of the same group.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Mamba2Mixer(nn.Module):
             bias=options.conv_bias,
             has_silu=True,
         )
-        # In float32: they are few, and the exponents of every later token.
+        # These are float32: they are small, and a rounded decay acts on the state at every later token.
         self.dt_bias, self.A_log, self.D = (
             empty_parameter(self.num_heads, weight_loader=self._load_heads, dtype=torch.float32) for _ in range(3)
         )
@@ -128,7 +129,10 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj(self._gated(read, projected[:, :inner]))  # type: ignore[no-any-return]
 
     def _remember(self, projected: torch.Tensor) -> torch.Tensor:
-        """# [tokens, inner + 2 * keys + heads] -> [tokens, inner]"""
+        """Run the convolution and the state space, and update the cached state.
+
+        # [tokens, inner + 2 * keys + heads] -> [tokens, inner]
+        """
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
@@ -145,7 +149,7 @@ class Mamba2Mixer(nn.Module):
         return gated_norm(read, gate, None, 1, 0.0, "alone")
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The layer between its projections."""
+        """Yield the check case of this layer's kernels: everything between the projections."""
         from models.ops.triton.cases.state_space import Mamba2Case
 
         del max_tokens
@@ -164,7 +168,7 @@ class Mamba2Mixer(nn.Module):
         )
 
     def _column_multipliers(self) -> torch.Tensor | None:
-        """Of each projected feature; None: all are 1. # [features] float32"""
+        """Return the multiplier of each projected feature, or None if all are 1. # [features] float32"""
         if set(self.options.multipliers) == {1.0}:
             return None
         counts = (self.inner, self.inner, self.keys, self.keys, self.num_heads)
@@ -180,9 +184,9 @@ class StateSpaceWeights(NamedTuple):
     """The weights of a state space: decays, skips and biases of time steps. # 3 x [heads] float32"""
 
     a_log: torch.Tensor
-    """Logarithms of the decays of a time step of 1, which is multiplied by it in the exponent."""
+    """A token with time step dt multiplies the state by `exp(-exp(a_log) * dt)`."""
     d: torch.Tensor
-    """The share of a token's own values that is added to its output."""
+    """Factor of the skip connection: `d` times the token's values is added to its output."""
     dt_bias: torch.Tensor
 
 
@@ -196,9 +200,9 @@ def state_space(
     groups: int,
     limits: tuple[float, float],
 ) -> torch.Tensor:
-    """Update each row's state with the row's tokens in order; returns each token's output.
+    """Update each row's state by the row's tokens in order, and return each token's output.
 
-    `x` holds values, keys (B) and queries (C); `limits` are those of the time steps, after softplus.
+    `x` holds values, keys (B) and queries (C). `limits`: the range to which time steps are clamped after softplus.
 
     # x [tokens, heads * dim + 2 * groups * state], dt [tokens, heads], states [slots, heads, state, dim] float32
     # -> [tokens, heads * dim]
@@ -221,7 +225,7 @@ def _state_space_by_torch(
     groups: int,
     limits: tuple[float, float],
 ) -> torch.Tensor:
-    """Decodes together, then prefills one by one."""
+    """Process all decodes in one batch, then the prefills one by one."""
     assert metadata.slots is not None
     tokens, (_, heads, size, dim) = len(x), states.shape
     values, b, c = torch.split(x.float(), [heads * dim, groups * size, groups * size], dim=1)
@@ -242,12 +246,12 @@ def _state_space_by_torch(
 
 
 class GroupNorm(nn.Module):
-    """A root-mean-square norm of groups of features, before or after its output's gate."""
+    """A root-mean-square norm of groups of features, with a gate before or after it."""
 
     def __init__(
         self, local: int, whole: int, num_groups: int, eps: float, gate: Gate, parallel: TensorParallel
     ) -> None:
-        """`local` and `whole`: the features of this rank, and of all."""
+        """`local` and `whole`: number of features on this rank, and on all ranks."""
         super().__init__()
         self.whole, self.eps, self.gate, self.parallel = whole, eps, gate, parallel
         self.num_groups = num_groups
@@ -255,11 +259,11 @@ class GroupNorm(nn.Module):
 
     @property
     def is_split(self) -> bool:
-        """Whether several ranks hold parts of one group."""
+        """Whether a group's features are spread over several ranks, which then reduce its sum of squares."""
         return self.num_groups < self.parallel.size
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """# 2 x [tokens, the rank's features] -> the same"""
+        """# 2 x [tokens, the rank's features] -> [tokens, the rank's features]"""
         if not self.is_split:
             groups = self.num_groups // self.parallel.size
             return gated_norm(x, gate, self.weight, groups, self.eps, self.gate)
@@ -281,7 +285,10 @@ class GroupNorm(nn.Module):
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, groups: int, eps: float, where: Gate
 ) -> torch.Tensor:
-    """`x` times SiLU of `gate`, with the norm of each group of features that `where` says. # 2 x [tokens, features]"""
+    """Multiply `x` by SiLU of `gate`, and normalise each group of features; `where` is the gate's position.
+
+    `weight`: the norm's, or None if there is no norm. # 2 x [tokens, features] -> [tokens, features]
+    """
     if ops.gates(x, gate):
         return ops.gated_norm(x, gate, weight, groups, eps, is_gated_first=where == "before the norm")
     if triton.runs(x, gate, operator="recurrent"):
@@ -294,7 +301,7 @@ def gated_norm(
 def torch_gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, groups: int, eps: float, where: Gate
 ) -> torch.Tensor:
-    """`gated_norm` by torch."""
+    """The reference of `gated_norm` in torch."""
     exact, open_gate = x.float(), F.silu(gate.float())
     if weight is None:
         return (exact * open_gate).to(x.dtype)
@@ -317,7 +324,10 @@ def _local_groups(groups: int, parallel: TensorParallel) -> int:
 
 
 def sections_of(sections: list[tuple[int, int, int]]) -> dict[str | int | None, OutputPart]:
-    """One tensor whose sections follow each other: of each its features, and this rank's first and their number."""
+    """Describe one checkpoint tensor of several contiguous sections, each sharded over the ranks.
+
+    `sections`: for each, its features in the checkpoint, the first one of this rank, and how many this rank has.
+    """
     spans: list[Span] = []
     start = row = 0
     for whole, first, count in sections:

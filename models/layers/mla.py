@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): heads' keys and values are projections of one latent per token.
+"""Multi-head latent attention (MLA; DeepSeek-V2, 2024): all heads' keys and values are projected from one latent.
 
-The cache holds that latent and one rotated key for all heads; the backend attends to them. `LightningIndexer`, of
-DeepSeek Sparse Attention (DeepSeek-V3.2, 2025), selects the tokens that each token attends to.
+The cache holds for each token that latent and one rotated key, which all heads share. `LightningIndexer`, of DeepSeek
+Sparse Attention (DeepSeek-V3.2, 2025), selects the tokens that each token attends to.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _KEY_NORM_EPS = 1e-6
 _LATENT_NORM_EPS = 1e-6
-"""The epsilon of the latents' norms, whatever `rms_norm_eps` is."""
+"""Epsilon of the norms of the query and key-value latents; it does not follow `rms_norm_eps`."""
 
 
 class LightningIndexer(nn.Module):
-    """Scores every earlier token by a few small heads and selects the best. Replicated on every rank."""
+    """Scores every earlier token by a few small heads and selects the `top_k` best. Replicated on every rank."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class LightningIndexer(nn.Module):
         top_k: int,
         interleaved: bool = False,
     ) -> None:
-        """`layer_name` is the key of its cache in the forward context; `top_k` tokens are selected. `interleaved`:
-        whether rotated dimensions are adjacent pairs, not halves.
+        """`layer_name`: key of the indexer's cache in the forward context. `interleaved`: whether adjacent dimensions
+        are rotated as a pair; otherwise a dimension of the first half is paired with one of the second half.
         """
         super().__init__()
         self.interleaved = interleaved
@@ -58,15 +58,14 @@ class LightningIndexer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, q_latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, weights and keys, from which `select` selects positions.
+        """Return the queries, head weights and keys from which `select` selects positions.
 
-        The score of a key is the sum over heads of `weight * relu(query . key)`. In DeepSeek-V3.2 dimensions are
-        rotated as halves even where the attention's are interleaved.
+        The score of a key is the sum over heads of `weight * relu(query . key)`. DeepSeek-V3.2 rotates halves here,
+        although its attention rotates adjacent pairs. If the CPU operators run, the result is not yet rotated and
+        scaled; `select` does that.
 
         # [tokens, hidden_size], [tokens, q_lora_rank], 2 x [tokens, 1, rotary_dim]
         # -> [tokens, heads, head_dim], [tokens, heads] float32, [tokens, head_dim]
-
-        Where the CPU's operators run, `select` rotates and scales.
         """
         q = self.wq_b(q_latent).view(len(hidden), self.num_heads, self.head_dim)
         k, weights = self.k_norm(self.wk(hidden)), self.weights_proj(hidden)
@@ -77,16 +76,17 @@ class LightningIndexer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (cos, sin), k = rotation, k[:, None]
         if self.interleaved:
-            # Queries and keys in another order have the same products.
+            # Reordering the dimensions of both queries and keys leaves their dot products unchanged.
             q, k = _in_halves(q, cos.shape[-1]), _in_halves(k, cos.shape[-1])
         return rotate(q, cos, sin), weights.float() * self.scale, rotate(k, cos, sin)[:, 0]
 
     def select(
         self, rotation: Rotation, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor
     ) -> torch.Tensor | None:
-        """Positions each token attends to, -1 for none; None: all before it. See `AttentionBackend.index_top_k`.
+        """Return the positions that each token attends to, padded with -1, or None if it attends to all earlier ones.
 
-        # as `forward` returns them -> [tokens, selected] int64, or int32 from the CPU's operators
+        See `AttentionBackend.index_top_k`.
+        # q, weights and k as `forward` returns them -> [tokens, selected] int64, or int32 from the CPU operators
         """
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
@@ -103,7 +103,10 @@ class LightningIndexer(nn.Module):
 
 
 def _in_halves(x: torch.Tensor, rotary_dim: int) -> torch.Tensor:
-    """The first dimensions of adjacent pairs before the second ones. # [tokens, heads, head_dim] -> the same"""
+    """Reorder adjacent rotated pairs into halves: the first dimension of each pair, then the second of each.
+
+    # [tokens, heads, head_dim] -> [tokens, heads, head_dim]
+    """
     pairs = x[..., :rotary_dim].reshape(*x.shape[:-1], rotary_dim // 2, 2).transpose(-1, -2).flatten(-2)
     return torch.cat((pairs, x[..., rotary_dim:]), dim=-1)
 
@@ -115,23 +118,23 @@ class MLAShape:
     hidden_size: int
     num_heads: int
     q_lora_rank: int | None
-    """The rank of the queries' latent; None: queries are projected directly from the hidden states."""
+    """Rank of the queries' latent, or None if queries are projected directly from the hidden states."""
     kv_lora_rank: int
     qk_nope_head_dim: int
-    """Dimensions of a head's query and key that are not rotated."""
+    """Number of dimensions of a head's query and key that are not rotated."""
     qk_rope_head_dim: int
-    """Rotated dimensions; all heads share the key's."""
+    """Number of rotated dimensions of a query; the rotated part of a key is shared by all heads."""
     v_head_dim: int
     scale: float
     """The scale of the attention scores."""
     bias: bool
     """Whether the projections from and to the hidden states have biases."""
     interleaved: bool
-    """Whether rotated dimensions are adjacent pairs, not halves."""
+    """Whether adjacent dimensions are rotated as a pair; otherwise halves are."""
 
 
 class MLAAttention(nn.Module):
-    """Latent attention with its projections. Heads are sharded over the ranks, latents are on every rank."""
+    """Latent attention with its projections. Heads are sharded over the ranks; latents are replicated."""
 
     def __init__(
         self,
@@ -142,8 +145,8 @@ class MLAAttention(nn.Module):
         shares_selection: bool = False,
         parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
-        """`layer_name` is the key of the layer's cache in the forward context. `indexer` selects the tokens attended
-        to; with `shares_selection` they are those of the latest layer that has one.
+        """`layer_name`: key of the layer's cache in the forward context. `indexer`: selects the tokens to attend to.
+        `shares_selection`: the layer reuses the selection of the nearest earlier layer that has an indexer.
         """
         super().__init__()
         self.shape = shape
@@ -165,7 +168,7 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             shape.kv_lora_rank, shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), parallel=parallel
         )
-        mark_read_directly(self.kv_b_proj.weight)  # Split by head.
+        mark_read_directly(self.kv_b_proj.weight)  # Attention reads it as [heads, nope + v, kv_lora_rank].
         self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
         self.indexer = indexer
         self.shares_selection = shares_selection
@@ -177,16 +180,16 @@ class MLAAttention(nn.Module):
 
     @property
     def first_proj(self) -> ColumnParallelLinear:
-        """The queries' projection from the hidden states."""
+        """The projection of hidden states to queries or to the queries' latent."""
         return self.q_proj if self.shape.q_lora_rank is None else self.q_a_proj
 
     def pack_heads(self) -> None:
-        """Copy the loaded weights for the CPU operators."""
+        """Copy the loaded `kv_b_proj` in the layout of the CPU operators."""
         kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
         self.packed_heads = PackedHeads(kv_b, self.shape.qk_nope_head_dim)
 
     def scale_cache(self, k_scale: float, _v_scale: float) -> None:
-        """Set the checkpoint's scale for latents in an 8-bit cache: that of keys."""
+        """Set the scale of latents in an 8-bit cache, which is the checkpoint's scale of keys."""
         self.options = dataclasses.replace(self.options, k_scale=k_scale)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -210,7 +213,7 @@ class MLAAttention(nn.Module):
     def _attend_rows(self, q: torch.Tensor, latent: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         """# [tokens, heads, nope + rope], [tokens, rank + rope] -> [tokens, heads, v]
 
-        `others`: what the indexer returned, if there is one; cos and sin.
+        `others`: the result of the indexer's `forward` if there is an indexer, then cos and sin.
         """
         context = get_forward_context()
         *indexed, cos, sin = others
@@ -227,7 +230,7 @@ class MLAAttention(nn.Module):
             return backend.latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
 
         attended = attend(self.kv_b_proj.weight, self.packed_heads)
-        # An adapter of `kv_b_proj` changes all keys and values that its tokens see: they attend again, with it.
+        # An adapter of `kv_b_proj` changes all keys and values, so its tokens attend again with the adapted weight.
         groups = None if lora is None else context.lora
         assert not isinstance(groups, LoRARows), "graphs capture no adapters of kv_b_proj"
         for adapter, tokens in groups or ():

@@ -1,4 +1,10 @@
-"""Parameters that know how they are filled from a checkpoint's tensors. Used by the layers and the loader."""
+"""Model parameters that carry their own weight loader, and the forms in which a weight may be kept.
+
+A layer creates each parameter with `empty_parameter`. The loader reads a checkpoint tensor, finds the parameter that
+it fills (`sources_of`, or the tensor's own name), and calls `weight_loader_of(parameter)`. A weight that is only
+multiplied (`is_product`) may replace its dense memory by the packed layout of the CPU operators, the layout of oneDNN,
+or a quantised checkpoint's stored codes.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,19 +22,19 @@ from models.quantization.config import ROUNDINGS, Rounding, WeightBits
 from models.quantization.stored import codes_of, fill_stored
 
 WeightPart: TypeAlias = str | int | tuple[int, str] | None
-"""A part of a packed parameter, `(expert, part)` for experts; None: all of it."""
+"""A part of a parameter that several checkpoint tensors fill, `(expert, part)` for experts; None: all of it."""
 WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, WeightPart], None]
-"""Called with the parameter, a tensor of the checkpoint, and the part that it fills."""
+"""Called with the parameter, a checkpoint tensor, and the part of the parameter that it fills."""
 SourceNames: TypeAlias = Mapping[str, WeightPart]
-"""The checkpoint's tensors that fill one parameter: the part that each fills, by its name after the module's
-parent."""
+"""The checkpoint tensors that fill one parameter: maps the tensor's name, relative to the module's parent, to the part
+that it fills."""
 
 
 @dataclass(slots=True)
 class _Weight:
-    """What a parameter of `empty_parameter` carries as its attribute `weight`.
+    """Loader data of a parameter made by `empty_parameter`, kept in the parameter's attribute `weight`.
 
-    An attribute, because torch dispatches every operator on a subclass of Parameter more slowly.
+    It is an attribute and not a subclass of Parameter because torch dispatches operators on subclasses more slowly.
     """
 
     weight_loader: WeightLoader
@@ -36,13 +42,13 @@ class _Weight:
     is_product: bool
     min_bits: WeightBits
     packed: PackedWeight | None = None
-    """The weight as the CPU operators read it, in place of the parameter's own memory."""
+    """The weight in the layout of the CPU operators, which replaces the parameter's own memory."""
     onednn: torch.Tensor | None = None
-    """The weight as oneDNN reads it."""
+    """The weight in the layout of oneDNN."""
 
 
 class WeightShapeError(ValueError):
-    """A checkpoint's tensor has another shape than the model's."""
+    """A checkpoint tensor's shape differs from the shape that the model needs."""
 
     def __init__(self, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
         super().__init__(f"shape {list(found)}, where the model needs {list(expected)}")
@@ -56,11 +62,12 @@ def empty_parameter(
     is_product: bool = False,
     min_bits: WeightBits = 4,
 ) -> nn.Parameter:
-    """An uninitialised parameter on the default device, of the default dtype or its own, filled by `weight_loader`.
+    """Create an uninitialised parameter on the default device, of `dtype` or the default dtype.
 
-    `sources`: the namings of its tensors, of which a checkpoint uses one; empty for a parameter that the checkpoint
-    holds under its own name. `is_product`: the layer reads it through `models.layers.linear` only, and fills it
-    through `fill_rows`, so that it may be kept in another form. `min_bits`: the fewest bits that it may be rounded to.
+    `sources`: alternative namings of its checkpoint tensors, of which a checkpoint uses one; empty if the checkpoint
+    names the tensor as the model does. `is_product`: the layer reads the weight only through `models.layers.linear`
+    and fills it through `fill_rows`, so that it may be kept in another form. `min_bits`: the fewest bits to which the
+    weight may be rounded.
     """
     waits = is_product and _products_wait
     memory = torch.empty(1, dtype=dtype).expand(shape) if waits else torch.empty(shape, dtype=dtype)
@@ -70,7 +77,7 @@ def empty_parameter(
 
 
 def _weight_of(parameter: nn.Parameter) -> _Weight | None:
-    """None for a parameter that `empty_parameter` did not make."""
+    """Return the loader data, or None if `empty_parameter` did not make the parameter."""
     return getattr(parameter, "weight", None)
 
 
@@ -84,7 +91,7 @@ _products_wait = False
 
 @contextmanager
 def products_without_memory() -> Iterator[None]:
-    """Inside, parameters of products are made without memory, which `take_memory` allocates."""
+    """Within the context, `is_product` parameters are created without memory; `take_memory` allocates it later."""
     global _products_wait
     _products_wait = True
     try:
@@ -94,7 +101,7 @@ def products_without_memory() -> Iterator[None]:
 
 
 def take_memory(parameters: Iterable[nn.Parameter]) -> None:
-    """Allocate the parameters that have no memory and no other form, packed or quantised."""
+    """Allocate dense memory for those parameters that have none and are in no packed or quantised form."""
     for parameter in parameters:
         has_no_memory = parameter.dim() > 0 and not any(parameter.stride()) and parameter.numel() > 1
         if has_no_memory and packed_of(parameter) is None and stored_of(parameter) is None:
@@ -112,7 +119,7 @@ def sources_of(parameter: nn.Parameter) -> tuple[SourceNames, ...]:
 
 
 def packed_parts(model: nn.Module) -> dict[str, list[tuple[str, str | int]]]:
-    """By module that packs several of the checkpoint's: the name of each, and the part that it fills."""
+    """Map each module that packs several checkpoint modules to their names and the parts that they fill."""
     parts: dict[str, list[tuple[str, str | int]]] = {}
     for source, (packed, part) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
         parts.setdefault(packed, []).append((source, part))
@@ -120,30 +127,30 @@ def packed_parts(model: nn.Module) -> dict[str, list[tuple[str, str | int]]]:
 
 
 def checkpoint_name(name: str, model: nn.Module) -> str:
-    """The name in checkpoints of one of the model's modules or parameters."""
+    """Return the checkpoint's name of a module or parameter of the model."""
     renamed: Mapping[str, str] = getattr(model, "checkpoint_modules", {})
     return ".".join(renamed.get(part, part) for part in name.split("."))
 
 
 def mark_read_directly(parameter: nn.Parameter) -> None:
-    """Declare that a layer reads the weight directly, so that it stays dense."""
+    """Declare that a layer reads the weight other than by `models.layers.linear`, so that it must stay dense."""
     _own_weight(parameter).is_product = False
 
 
 def is_product(parameter: nn.Parameter) -> bool:
-    """Whether the weight is read through `models.layers.linear` only."""
+    """Whether the weight is read only through `models.layers.linear`."""
     weight = _weight_of(parameter)
     return weight is not None and weight.is_product
 
 
 def pack_products(model: nn.Module, rounding: Rounding | None = None) -> None:
-    """Have an unfilled model keep the weights of products in the form that the CPU operators read.
+    """Have an unfilled model keep its `is_product` weights in the layout of the CPU operators.
 
-    They are rounded as they are filled, at least to a layer's fewest bits.
+    With `rounding`, weights are rounded when they are filled, but to no fewer bits than a layer's `min_bits`.
     """
     for parameter in model.parameters():
         if can_be_packed(parameter):
-            # Weights of a stack follow each other.
+            # The weights of a stack of experts are packed as one matrix, expert after expert.
             rows, inputs, form = parameter.shape[:-1].numel(), parameter.shape[-1], rounding_of(parameter, rounding)
             if form is None:
                 packed = PackedWeight(rows, inputs)
@@ -156,22 +163,22 @@ def pack_products(model: nn.Module, rounding: Rounding | None = None) -> None:
 
 
 def keep_codes(parameter: nn.Parameter, bits: int) -> None:
-    """Have an unfilled packed weight, or stack of them, hold a quantised checkpoint's codes as `CodedWeight` does."""
+    """Have an unfilled packed weight, or a stack of them, hold the codes of a quantised checkpoint unchanged."""
     rows, inputs = parameter.shape[:-1].numel(), parameter.shape[-1]
     _own_weight(parameter).packed = CodedWeight(rows, inputs, bits=bits)
 
 
 def weight_bytes(parameter: nn.Parameter) -> int:
-    """The memory of a parameter in its form."""
+    """Return the bytes of memory that the parameter takes in the form in which it is kept."""
     packed = packed_of(parameter)
     return parameter.nbytes if packed is None else packed.expected_bytes
 
 
 def rounding_of(parameter: nn.Parameter, rounding: Rounding | None) -> Rounding | None:
-    """How a weight `can_be_packed` is rounded in a model of that rounding; None: not at all."""
+    """Return the rounding of a packable weight in a model with `rounding`, or None if the weight is not rounded."""
     fewest = _own_weight(parameter).min_bits
     if rounding == "mxfp4":
-        # Where 4 bits are too few, MXFP4 checkpoints have bfloat16.
+        # MXFP4 has only a 4-bit form, so weights that need more bits stay bfloat16, as in MXFP4 checkpoints.
         return rounding if fewest == ROUNDINGS[rounding] and parameter.shape[-1] % (2 * RUN) == 0 else None
     if rounding is None or fewest == 16:
         return None
@@ -179,7 +186,7 @@ def rounding_of(parameter: nn.Parameter, rounding: Rounding | None) -> Rounding 
 
 
 def can_be_packed(parameter: nn.Parameter) -> bool:
-    """Whether the CPU operators have a form for the weight."""
+    """Whether the CPU operators have a layout for the weight."""
     if not is_product(parameter):
         return False
     is_one_weight = parameter.dim() == 2
@@ -187,29 +194,32 @@ def can_be_packed(parameter: nn.Parameter) -> bool:
 
 
 def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
-    """The weight as the CPU operators read it; None where it is in another form."""
+    """Return the weight in the layout of the CPU operators, or None if it is in another form."""
     weight = _weight_of(parameter)
     return None if weight is None else weight.packed
 
 
 def restore_packed(parameter: nn.Parameter, form: list[Any], memory: torch.Tensor) -> None:
-    """Give a weight the packed form and the memory that it had in another process. Raises `ValueError`."""
+    """Restore the packed layout and memory that the weight had in another process.
+
+    Raises `ValueError` if `form` or the size of `memory` does not fit the parameter.
+    """
     _own_weight(parameter).packed = weight_of(form, parameter.shape[:-1].numel(), parameter.shape[-1], memory)
 
 
 def onednn_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The weight as oneDNN reads it; None where it is in another form."""
+    """Return the weight in the layout of oneDNN, or None if it is in another form."""
     weight = _weight_of(parameter)
     return None if weight is None else weight.onednn
 
 
 def keep_for_onednn(parameter: nn.Parameter, reordered: torch.Tensor) -> None:
-    """Keep the weight as oneDNN reads it."""
+    """Store the weight in the layout of oneDNN."""
     _own_weight(parameter).onednn = reordered
 
 
 def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_index: int | None = None) -> None:
-    """Fill rows of a weight, or elements of a bias, from `first` on; of a stack of experts, those of one expert."""
+    """Write `rows` into a weight, or elements into a bias, starting at `first`; in a stack, into `expert_index`."""
     packed = packed_of(parameter)
     if packed is not None:
         first += (expert_index or 0) * parameter.shape[-2]
@@ -226,12 +236,12 @@ def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_in
 
 
 def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart = None) -> None:
-    """The weight loader of a parameter that every rank holds whole."""
+    """Weight loader of a parameter that is not sharded."""
     require_shape(loaded, tuple(parameter.shape))
     fill_rows(parameter, 0, loaded)
 
 
 def require_shape(loaded: torch.Tensor, expected: tuple[int, ...]) -> None:
-    """Raise `WeightShapeError` unless `loaded` has the shape of the checkpoint's whole tensor."""
+    """Raise `WeightShapeError` unless the checkpoint tensor `loaded` has the shape `expected`."""
     if tuple(loaded.shape) != expected:
         raise WeightShapeError(tuple(loaded.shape), expected)

@@ -1,4 +1,4 @@
-"""`PoolingHead`: the layers that a model has on the pooled vector of a prompt, in float32."""
+"""`PoolingHead`: the layers that a model applies to the pooled vector of a prompt, in float32."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -16,17 +16,17 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxy
         "sigmoid": torch.sigmoid,
     }
 )
-"""By the names of `models.architectures.pooling.ACTIVATIONS`."""
+"""Activation functions by the names in `models.architectures.pooling.ACTIVATIONS`."""
 
 
 class VectorLayer(NamedTuple):
     """A linear layer with an activation, or a layer norm."""
 
-    weight: torch.Tensor  # [out_features, in_features] float32; of a norm [features]
+    weight: torch.Tensor  # [out_features, in_features] float32; for a norm [features]
     bias: torch.Tensor | None  # [out_features] float32
     activation: str = "identity"
     norm_eps: float | None = None
-    """None: the layer is linear."""
+    """Epsilon of a layer norm; None if the layer is linear."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """# [rows, in_features] -> [rows, out_features]"""

@@ -1,7 +1,7 @@
-"""Single rows of attention, linear layers and experts in plain torch, compared with what an operator computed.
+"""Recompute single rows of attention, linear layers and experts in plain torch, and compare an operator's result.
 
-Each function returns the largest error of a row as a tensor on the row's device, so that the host need not wait for
-it, in units of what rounding explains: see `models.ops.self_test`.
+Each function returns the row's largest error in units of the expected rounding error (see `models.ops.self_test`). It
+is a tensor on the row's device, so that the host does not wait for the device.
 """
 
 import torch
@@ -17,9 +17,9 @@ from models.ops.stored_weight import stored_of
 from models.ops.types import AttentionOptions
 
 _OUTPUTS = 256
-"""Outputs of a product that are computed again, from the first on."""
+"""Number of leading outputs of a product that are recomputed."""
 _PAIRED = 16
-"""Tokens whose values the CPU's operators store together."""
+"""Tokens per group in the paired value layout of the CPU operators."""
 
 
 def recompute_attention(
@@ -33,9 +33,12 @@ def recompute_attention(
     *,
     is_paired: bool,
 ) -> torch.Tensor:
-    """The error of a token's attention to cached keys and values. # q and found [Hq, D], blocks [n, Hkv, block, D]
+    """Return the error of a token's attention to cached keys and values.
 
-    `keys`: of the blocks' tokens, those that the token sees. `is_paired`: values lie as [pairs, D, 2] of 16 tokens.
+    `keys`: the range of the blocks' tokens to which the token attends. `found`: the operator's result. `is_paired`:
+    whether each 16 tokens' values are stored as [8 pairs, D, 2].
+
+    # q and found [Hq, D], k and v [blocks, Hkv, block size, D] -> []
     """
     if is_paired:
         blocks, heads, size, dim = v.shape
@@ -49,12 +52,12 @@ def recompute_attention(
 def product_error(
     x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, found: torch.Tensor, *, expert: int | None = None
 ) -> torch.Tensor | None:
-    """The error of a row's product with a weight, or with that of an expert. # [inputs], [outputs] -> []
+    """Return the error of a row's product with a weight, or with one expert's weight. # [inputs], [outputs] -> []
 
-    None where the weight is in a form of which no rows can be read.
+    None if the weight's form does not allow reading single rows.
     """
     stored = stored_of(weight)
-    # Rows of another form are multiplied by another kernel.
+    # A stored weight may have row ranges of different formats, each with its own kernel; only the first is checked.
     some = slice(0, min(_OUTPUTS, len(found) if stored is None else stored.rows[0].stop))
     product = _product(x, weight, bias, some, expert)
     if product is None:
@@ -64,20 +67,20 @@ def product_error(
 
 
 def recompute_expert(module: FusedMoE, expert: int, row: ExpertRow) -> torch.Tensor | None:
-    """The error of a row's two products with an expert of this rank; None where it is another rank's."""
+    """Return the larger error of a row's two products with an expert; None if another rank holds the expert."""
     if not 0 <= expert < len(module.local_experts):
         return None
     second = product_error(row.inner, module.w2, module.outer_bias, row.out, expert=expert)
     width, some = len(row.inner), slice(0, min(_OUTPUTS, len(row.inner)))
     gate = _product(row.x, module.w13, module.w13_bias, some, expert)
-    # Without gates the activation takes the first product alone.
+    # The second half of w13 is the up projection; an activation without gate has only the first half.
     behind = slice(width, width + some.stop) if module.w13.shape[1] > width else some
     up = _product(row.x, module.w13, module.w13_bias, behind, expert)
     if gate is None or up is None or second is None:
         return None
     with triton.idle():
         exact = module.activation(gate[0] if behind is some else torch.cat((gate[0], up[0])))
-    # The activation is no steeper than this in either of its arguments.
+    # Error propagation: an upper bound of the activation's slope in gate and up, times the error of each.
     bound = 2 * gate[1] * (up[0].abs() + up[1] + 1) + 2 * up[1] * (gate[0].abs() + gate[1] + 1)
     first = _error(row.inner[some], exact, bound + rounding_bound(row.inner.dtype) * exact.abs())
     return torch.maximum(first, second)
@@ -86,7 +89,8 @@ def recompute_expert(module: FusedMoE, expert: int, row: ExpertRow) -> torch.Ten
 def _product(
     x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, some: slice, expert: int | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Some outputs of a row's product, and what rounding explains of them. # [inputs] -> 2 x [outputs] float32"""
+    """Return some outputs of a row's product and their expected rounding errors. # [inputs] -> 2 x [outputs]
+    float32"""
     dtype = x.dtype
     rows = _rows(weight, some, expert, dtype)
     if rows is None:
@@ -106,7 +110,10 @@ def _product(
 
 
 def _rows(weight: nn.Parameter, some: slice, expert: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Some rows of a weight, or of an expert's, as operators multiply by them. # -> [rows, inputs] float32"""
+    """Return some rows of a weight, or of an expert's weight, with the operators' rounding; None if unreadable.
+
+    # -> [rows, inputs] float32
+    """
     packed = packed_of(weight)
     if packed is not None:
         if type(packed) is not ops.PackedWeight:
@@ -123,7 +130,7 @@ def _rows(weight: nn.Parameter, some: slice, expert: int | None, dtype: torch.dt
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """As `models.ops.self_test.relative_error`, on the device."""
+    """`models.ops.self_test.relative_error` without moving the result to the host."""
     error = (found.float() - exact).abs() / bound.clamp(min=torch.finfo(torch.float32).tiny)
     error = torch.where(found.isfinite(), error, torch.inf)
     return torch.where(exact.isfinite() & bound.isfinite(), error, 0.0).max()

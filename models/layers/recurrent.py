@@ -1,4 +1,10 @@
-"""What recurrent layers share: the rows of a step as their states see them, and the short causal convolution."""
+"""Shared parts of recurrent layers: iteration over a step's rows by state slot, and the short causal convolution.
+
+A step's rows are ordered: first decodes, which all implementations process as a batch, one token of each row at a
+time; then prefills, processed row by row. A slot is the index of a sequence's state in the cache. With speculation
+each draft token of a row writes its state into a slot of its own (`slots_after`), so that rejected tokens are undone
+by continuing from an earlier slot.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class RowSpan(NamedTuple):
-    """The tokens of a row that is no decode."""
+    """The tokens of a prefill row."""
 
     slot: int
     tokens: slice
     is_first: bool
-    """Whether they begin their sequence, whose state is then zero."""
+    """Whether these are the first tokens of their sequence, which starts from a zero state."""
 
 
 def row_spans(metadata: AttentionMetaData) -> list[RowSpan]:
-    """The rows after the decodes."""
+    """Return the prefill rows, which follow the decodes."""
     assert metadata.slots is not None
     num_decodes = metadata.num_decodes if metadata.slots_after is None else metadata.num_by_token
     if num_decodes == len(metadata.slots):
@@ -42,7 +48,10 @@ def row_spans(metadata: AttentionMetaData) -> list[RowSpan]:
 
 
 def single_tokens(metadata: AttentionMetaData) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The decodes' tokens, one of each row at a time: their indexes, and those of the states before and after them."""
+    """Iterate over the decodes' tokens, one token of each row at a time.
+
+    Yields the indexes of the tokens, and the slots from which each reads its state and to which it writes it.
+    """
     assert metadata.slots is not None
     slots, after = metadata.slots, metadata.slots_after
     if after is None:
@@ -51,8 +60,8 @@ def single_tokens(metadata: AttentionMetaData) -> Iterator[tuple[slice | torch.T
         return
     count = metadata.num_by_token
     if metadata.query_len > 1:
-        # A captured graph must not read from the device. A token that changes no state writes into the last one, which
-        # is of padding rows.
+        # A captured graph must not read from the device. A padding token's slot is -1: its state is written into the
+        # last slot, which belongs to padding rows.
         length = metadata.query_len
         before = slots[:count]
         for index in range(length):
@@ -71,7 +80,10 @@ def single_tokens(metadata: AttentionMetaData) -> Iterator[tuple[slice | torch.T
 
 
 def plan_of(metadata: TritonMetaData) -> "DeltaPlan":
-    """The step's plan for kernels, made at its first layer; that of a captured graph has decodes only."""
+    """Return the step's plan for the Triton kernels, made by the first recurrent layer and reused by the others.
+
+    The plan of a captured graph has decodes only.
+    """
     import models.ops.triton.gated_delta as kernels
 
     assert metadata.slots is not None
@@ -89,10 +101,10 @@ def plan_of(metadata: TritonMetaData) -> "DeltaPlan":
 
 
 class ShortConvolution(nn.Module):
-    """A causal depthwise convolution over each sequence's last tokens, with a bias or SiLU where the model has them.
+    """A causal depthwise convolution over each sequence's last `taps` tokens, optionally with a bias and SiLU.
 
-    The checkpoint's weight is [channels, 1, taps]; here it is [taps, channels], as channels are next to each other in
-    what it multiplies. A sequence's last `taps - 1` inputs are kept the same way.
+    The checkpoint's weight is [channels, 1, taps]. Here it is [taps, channels], because channels are contiguous in the
+    input. The cache holds a sequence's last `taps - 1` inputs as [taps - 1, channels].
     """
 
     def __init__(
@@ -105,7 +117,8 @@ class ShortConvolution(nn.Module):
         bias: bool,
         has_silu: bool,
     ) -> None:
-        """`spans`: first and number of the rank's channels in the checkpoint, which has `whole` of them."""
+        """`spans`: first index and count of each range of this rank's channels in the checkpoint's `whole`
+        channels."""
         super().__init__()
         self.spans, self.whole, self.has_silu = spans, whole, has_silu
         self.weight = empty_parameter(taps, channels, weight_loader=self._load)
@@ -113,7 +126,7 @@ class ShortConvolution(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Of the inputs that are kept of a sequence."""
+        """Shape of the cached inputs of a sequence."""
         taps, channels = self.weight.shape
         return taps - 1, channels
 
@@ -126,7 +139,7 @@ class ShortConvolution(nn.Module):
     ) -> torch.Tensor:
         """# [tokens, channels], [slots, taps - 1, channels] -> [tokens, channels]
 
-        `gates`: what `x` is multiplied by before, and the output after. # 2 x [tokens, channels]
+        `gates`: factors of the input and of the output. # 2 x [tokens, channels]
         """
         weight, bias = self.weight, self.bias
         if metadata.step is not None and ops.convolves(x, weight, inputs):
@@ -179,5 +192,5 @@ class ShortConvolution(nn.Module):
 
 
 def convolution_cache(layer_name: str, convolution: ShortConvolution) -> StateCacheSpec:
-    """The cache of a layer that keeps a convolution's inputs alone."""
+    """Return the cache spec of a layer whose only state is a convolution's inputs."""
     return StateCacheSpec(layer_name, (convolution.state_shape,), (None,))

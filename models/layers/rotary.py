@@ -1,9 +1,10 @@
 """Rotary position embedding (Su et al., 2021) with the scalings of transformers' `modeling_rope_utils`.
 
-Two of them depend on the length of the sequence: `dynamic` stretches further as it grows, `longrope` changes its
-factors once it exceeds the original context. A step contains sequences of different lengths, so each position carries
-the length that its frequencies are of (`models.config.rope.RopeContext`), and sequences share cached keys only where
-that is equal. The scheduler computes a sequence again when it exceeds the original context of `longrope`.
+Two of them depend on the length of the sequence: `dynamic` lowers its frequencies as the sequence grows, `longrope`
+changes its factors once it exceeds the original context. A step contains sequences of different lengths, so each
+position carries the length that determines its frequencies (`models.config.rope.RopeContext`), and sequences share
+cached keys only if these lengths are equal. The scheduler recomputes a sequence when it exceeds the original context
+of `longrope`.
 """
 
 import math
@@ -19,30 +20,32 @@ from models.ops.cpu import runtime
 
 
 class RopeChange(NamedTuple):
-    """How frequencies follow from the lengths that positions carry."""
+    """How frequencies depend on the lengths that positions carry."""
 
     original: int
-    """Tokens of the original context."""
+    """Number of tokens of the original context."""
     factor: float | None
-    """`dynamic` ropes: the factor by which the context is extended. None: other frequencies are used (`longrope`)."""
+    """The factor by which `dynamic` extends the context; None for `longrope`, which has a second set of
+    frequencies."""
 
 
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of a step's positions, computed once and shared by all layers.
 
-    Computing them costs less than one layer's norm, and is as exact at position 10^6 as at 0; a table would hold
-    64 MiB at a 128k context of head_dim 128.
+    Computing them takes less time than one layer's norm and is as exact at position 10^6 as at 0. A table would take
+    64 MiB for a context of 128k tokens with a head_dim of 128.
     """
 
     inv_freq: torch.Tensor
     further: torch.Tensor
-    """Of frequencies that depend on lengths, what `inv_freq` becomes: frequencies, or exponents of the growth."""
+    """`longrope`: the frequencies past the original context. `dynamic`: the exponents of the growth factor."""
 
     def __init__(self, rope: RopeConfig, max_model_len: int) -> None:
         super().__init__()
         self.attention_factor = rope.attention_factor
         frequencies = inverse_frequencies(rope, rope.original_max_len)
-        # Both halves, with the sign of the sine: `rotate` then does not split its input.
+        # Both halves are stored, the first negated for the sign of its sine, so that `rotate` need not split its
+        # input.
         self.register_buffer("inv_freq", torch.cat((-frequencies, frequencies)), persistent=False)
         self.change: RopeChange | None = None
         context = rope.context(max_model_len)
@@ -84,7 +87,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def position_scales(positions: torch.Tensor, factor: float, length: int, first: int = 0) -> torch.Tensor:
-    """Factors of queries that grow with the position: `1 + factor * log(1 + floor((position + first) / length))`.
+    """Return the scale of each query by its position: `1 + factor * log(1 + floor((position + first) / length))`.
 
     # [tokens] int64 -> [tokens, 1] float32
     """
@@ -95,7 +98,10 @@ def position_scales(positions: torch.Tensor, factor: float, length: int, first: 
 
 
 def inverse_frequencies(rope: RopeConfig, length: int) -> torch.Tensor:
-    """Radians per position of a sequence of that length, for each pair of dimensions. # [rotary_dim / 2] float32"""
+    """Return the radians per position of each pair of dimensions, for a sequence of `length` tokens.
+
+    # [rotary_dim / 2] float32
+    """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     unscaled: torch.Tensor = 1.0 / rope.theta**exponents
     match rope.rope_type:
@@ -121,12 +127,13 @@ def inverse_frequencies(rope: RopeConfig, length: int) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
-    """YaRN (Peng et al., 2023): slow dimensions are stretched, fast ones kept, with a ramp between. # [rotary_dim /
-    2]
+    """YaRN (Peng et al., 2023): low frequencies are divided by the factor, high ones kept, with a ramp in between.
+
+    # [rotary_dim / 2] -> [rotary_dim / 2]
     """
 
     def dimension_of(rotations: float) -> float:
-        """The dimension that makes `rotations` full turns within the original context."""
+        """Return the (fractional) pair index that makes `rotations` full turns within the original context."""
         turns = math.log(rope.original_max_len / (rotations * 2 * math.pi))
         return rope.rotary_dim * turns / (2 * math.log(rope.theta))
 
@@ -143,7 +150,7 @@ def _yarn(rope: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, with a ramp between."""
+    """Llama 3.1: frequencies of long wavelengths are divided by the factor, others kept, with a ramp in between."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_len / rope.low_freq_factor
     scaled = torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)
@@ -158,19 +165,23 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 class RotaryByLength(nn.Module):
-    """A rotary embedding of transformers, called once for each length of a step, which it reads on the host.
+    """Wraps a rotary embedding of transformers, and calls it once for each distinct sequence length of a step.
 
-    A call has one more position, the last one of a sequence of that length, whose result is dropped.
+    transformers derives the sequence length from the largest position of a call. Each call therefore has one more
+    position, the last of a sequence of that length; its result is dropped. Lengths are read on the host.
     """
 
     def __init__(self, rotary: nn.Module, context: RopeContext, carried: Callable[[], torch.Tensor | None]) -> None:
-        """`carried` gives the positions of a step with their lengths, or None for a sequence alone."""
+        """`carried` returns the step's positions with their lengths, or None if no lengths are carried."""
         super().__init__()
         self.rotary: Any = rotary
         self._context, self._carried = context, carried
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """What `rotary` returns, each position with the length of its sequence. # ..., [1, tokens] int64 -> ..."""
+        """Return the result of `rotary`, with each position computed for its sequence's length.
+
+        # x, [1, tokens] int64 -> one or two tensors [1, tokens, ...]
+        """
         positions = self._carried()
         if positions is None:
             self._forget()
@@ -193,7 +204,7 @@ class RotaryByLength(nn.Module):
         return tuple(tables) if isinstance(found, tuple) else tables[0]
 
     def _forget(self) -> None:
-        # transformers keeps the frequencies of the longest sequence so far, and may compare with that length.
+        # transformers caches the frequencies of the longest sequence so far; reset them to the original ones.
         if self._context.grows:
             rotary = self.rotary
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len

@@ -1,6 +1,6 @@
-"""Routing: the experts of each token, and their weights. Called by the models before `FusedMoE`.
+"""Routers of mixtures of experts: they select the experts of each token and their weights, which `FusedMoE` reads.
 
-Among equal scores the operators and kernels choose the first expert; torch does not define the choice.
+Among equal scores, all implementations select the expert of the lowest index.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _SCORINGS = {"sigmoid": structures.SIGMOID, "softmax": structures.SOFTMAX}
 
 
 def softmax_top_k(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top-k experts by probability; `renormalize`: their weights sum to 1 (Mixtral, Qwen3).
+    """Select the top-k experts by probability. `renormalize`: scale their weights to a sum of 1 (Mixtral, Qwen3).
 
     # [tokens, experts] -> [tokens, top_k] float32, [tokens, top_k] int64
     """
@@ -44,11 +44,11 @@ def grouped_top_k(
     top_groups: int = 1,
     scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best experts of the best groups of experts (DeepSeek-V2, section 2.2; DeepSeek-V3, section 2.1.2).
+    """Select the top-k experts within the top groups of experts (DeepSeek-V2, section 2.2; DeepSeek-V3, section
+    2.1.2).
 
-    A correction bias [experts] is added for the choice but not for the weights. With it a group's score is the sum of
-    its
-    two best experts' scores, without it the best expert's score.
+    A correction bias [experts] is added to the scores for the selection but not for the weights. A group's score is
+    the sum of its two best experts' scores if there is a correction bias, else its best expert's score.
 
     # [tokens, experts] -> [tokens, top_k] float32, [tokens, top_k] int64
     """
@@ -64,16 +64,17 @@ def grouped_top_k(
     _, ids = top_k_lower_first(choice, top_k)
     weights = scores.gather(-1, ids)
     if renormalize:
-        # All scores of a token may underflow in float32.
+        # The epsilon avoids 0 / 0 if all scores of a token underflow in float32.
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scaling_factor, ids
 
 
 def sparse_mixer(logits: torch.Tensor, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two best experts, each weighed against those nearly as good that no earlier choice took.
+    """Select two experts, one after the other (GRIN, Liu et al., 2024, section 2.2, without its noise).
 
-    The weight is a softmax over the experts whose distance from the best one left, as a part of the larger of the two
-    absolute values, is at most twice `jitter` (GRIN, Liu et al., 2024, section 2.2, without its noise).
+    Each selection takes the best expert that is left. Its weight is its softmax probability among the experts left
+    whose score is within a relative distance of `2 * jitter` of the best one; the distance is relative to the larger
+    absolute value of the two scores.
 
     # [tokens, experts] -> [tokens, 2] float32, [tokens, 2] int64
     """
@@ -89,7 +90,7 @@ def sparse_mixer(logits: torch.Tensor, jitter: float) -> tuple[torch.Tensor, tor
 
 
 def experts_per_token(fields: Fields, eligible: int) -> int:
-    """`num_experts_per_tok` of config.json, at most the number of experts that a token may choose from."""
+    """Read `num_experts_per_tok` of config.json, which may be at most `eligible`."""
     top_k = fields.integer("num_experts_per_tok")
     if top_k > eligible:
         raise fields.invalid("num_experts_per_tok", f"at most {eligible}, the experts that a token may choose from")
@@ -97,18 +98,22 @@ def experts_per_token(fields: Fields, eligible: int) -> int:
 
 
 def groups_of_experts(fields: Fields, num_experts: int, *, corrected: bool) -> tuple[int, int]:
-    """`n_group` and `topk_group` of config.json: the number of groups, and of those that a token may choose from."""
+    """Read `n_group` and `topk_group` of config.json: the number of groups, and of those selected per token.
+
+    `corrected`: whether the router has a correction bias.
+    """
     num_groups, top_groups = fields.integer("n_group"), fields.integer("topk_group")
     if top_groups > num_groups:
         raise fields.invalid("topk_group", f"at most n_group, {num_groups}")
-    minimum = 2 if corrected and top_groups < num_groups else 1  # With a correction bias, the two best count.
+    # With a correction bias, a group's score is the sum of its two best experts' scores.
+    minimum = 2 if corrected and top_groups < num_groups else 1
     if num_experts % num_groups or num_experts < minimum * num_groups:
         raise fields.invalid("n_group", f"a divisor of n_routed_experts, {num_experts}, for {minimum} or more a group")
     return num_groups, top_groups
 
 
 class GroupedRouter(nn.Module):
-    """`gate` of DeepSeek and GLM, in float32 throughout, because near ties decide which experts are chosen."""
+    """The `gate` of DeepSeek and GLM, in float32, because rounding would change the selection among close scores."""
 
     def __init__(
         self,
@@ -124,8 +129,8 @@ class GroupedRouter(nn.Module):
         top_groups: int = 1,
         scaling_factor: float = 1.0,
     ) -> None:
-        """`correction_name`: of the correction bias in checkpoints, after the name of the layer that the router is of;
-        None: it is the router's own.
+        """`correction_name`: name of the correction bias in checkpoints, relative to the router's parent; None if it
+        is `e_score_correction_bias` of the router.
         """
         super().__init__()
         self.top_k, self.renormalize, self.scaling_factor = top_k, renormalize, scaling_factor
@@ -181,7 +186,7 @@ class GroupedRouter(nn.Module):
         )
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The choice of experts."""
+        """Yield the check case of the routing kernel."""
         from models.ops.triton.cases.experts import RouteCase
 
         del dtype, max_tokens
@@ -198,17 +203,19 @@ class GroupedRouter(nn.Module):
 
 
 def _load_correction(parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
-    """Load a bias of [experts], or of [1, experts]."""
+    """Load a bias of shape [experts] or [1, experts]."""
     load_whole(parameter, loaded[0] if loaded.dim() == 2 and len(loaded) == 1 else loaded, part)
 
 
 class SoftmaxRouter(nn.Module):
-    """`gate` of Mixtral and Qwen3."""
+    """The `gate` of Mixtral and Qwen3: softmax over all experts, then top-k."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, top_k: int, *, renormalize: bool, scales_name: str | None = None
     ) -> None:
-        """`scales_name`: of factors of the experts' weights in checkpoints, after the name of the router's parent."""
+        """`scales_name`: name in checkpoints of a factor per expert for the weights, relative to the router's parent;
+        None if there is none.
+        """
         super().__init__()
         self.expert_scales = (
             None
@@ -218,7 +225,7 @@ class SoftmaxRouter(nn.Module):
             )
         )
         self.top_k, self.renormalize = top_k, renormalize
-        # This weight is not quantised: it is small, and rounding errors would select other experts.
+        # This weight is not quantised: it is small, and rounding would change the selection of experts.
         self.weight = empty_parameter(
             num_experts,
             hidden_size,
@@ -243,7 +250,7 @@ class SoftmaxRouter(nn.Module):
         return (weights if scales is None else weights * scales[ids]), ids
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The choice of experts."""
+        """Yield the check case of the routing kernel."""
         from models.ops.triton.cases.experts import RouteCase
 
         del dtype, max_tokens
@@ -251,13 +258,13 @@ class SoftmaxRouter(nn.Module):
 
 
 class SparseMixerRouter(nn.Module):
-    """`gate` of Phi-3.5-MoE, by torch: `sparse_mixer` of the logits."""
+    """The `gate` of Phi-3.5-MoE: `sparse_mixer` of the logits, in torch on every device."""
 
     def __init__(self, hidden_size: int, num_experts: int, *, jitter: float) -> None:
         """`jitter`: see `sparse_mixer`."""
         super().__init__()
         self.jitter = jitter
-        # This weight is not quantised: it is small, and rounding errors would select other experts.
+        # This weight is not quantised: it is small, and rounding would change the selection of experts.
         self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

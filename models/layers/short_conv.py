@@ -1,4 +1,4 @@
-"""`ShortConv`: a gated short convolution over each sequence's last tokens, the recurrent layer of LFM2."""
+"""`ShortConv`: the recurrent layer of LFM2, a gated short convolution over each sequence's last tokens."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ShortConv(nn.Module):
-    """Inputs times a gate, a causal depthwise convolution, and its output times a second gate; sharded by channel."""
+    """Causal depthwise convolution whose input and output are each multiplied by a gate; sharded by channel."""
 
     def __init__(
         self, layer_name: str, hidden_size: int, kernel_size: int, *, bias: bool, parallel: TensorParallel
@@ -45,7 +45,7 @@ class ShortConv(nn.Module):
         return self.conv(x, inputs, context.attn_metadata, gates=(before, after))  # type: ignore[no-any-return]
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The layer between its projections."""
+        """Yield the check case of this layer's kernel: everything between the projections."""
         from models.ops.triton.cases.state_space import ShortConvCase
 
         del max_tokens
