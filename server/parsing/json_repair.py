@@ -302,56 +302,130 @@ def _word_value(word: str) -> str | None:
 
 _ANY = frozenset({"string", "number", "boolean", "null", "array", "object"})
 _KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
-_PYTHON_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+_PYTHON_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_FURTHER_NAMES = {
+    "str": "string",
+    "text": "string",
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "list": "array",
+    "tuple": "array",
+    "dict": "object",
+    "none": "null",
+}
+"""Names of types that clients send although JSON Schema does not know them."""
+_KEYWORDS = {
+    "properties": "object",
+    "additionalProperties": "object",
+    "items": "array",
+    "prefixItems": "array",
+    "pattern": "string",
+    "minLength": "string",
+    "maxLength": "string",
+    "minimum": "number",
+    "maximum": "number",
+}
+"""Keywords that imply a type if a schema names none."""
+_SPELLINGS = {"true": "true", "1": "true", "yes": "true", "false": "false", "0": "false", "no": "false"}
+_INTEGER = re.compile(r"-?[0-9]+")
+_NUMBERS = frozenset({"integer", "number"})
 _DEPTH = 8
-"""Most nested references and unions that are resolved: a schema may refer to itself."""
+"""Most nested references and unions that are resolved."""
 
 
 def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the JSON types that the tool's `schema` allows for argument `key`. Integers count as numbers."""
+    """Return the JSON types that the tool's `schema` allows for argument `key`."""
     properties = schema.get("properties")
     return schema_types(properties.get(key) if isinstance(properties, dict) else None, schema)
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """JSON types that a value may have under `schema`, a part of `root`; integers count as numbers."""
-    return _types(schema, root, _DEPTH)
+    """JSON types that a value may have under `schema`, a part of `root`. `number` includes integers."""
+    return _types(schema, root, {}, _DEPTH)
 
 
 def typed_argument(text: str, types: frozenset[str]) -> str | None:
     """Return the JSON value of `text` if it has one of `types` other than string; None if it is a string.
 
-    In a union with string, text that is JSON of another allowed type has that type: `null` is null.
+    In a union with string, text that is JSON of another allowed type has that type: `null` is null, but `007` and
+    `+1`, which are not JSON, are strings. Where no string is allowed, other spellings of a boolean or null are read,
+    and no text is the empty list or object, or null.
     """
     if types == {"string"}:
         return None
+    if "string" not in types and (value := _spelled(text.strip().lower(), types)) is not None:
+        return value
     value = mend(text)
     if value is None:
         return None
-    kind = _KINDS.get(value[0], "number")
+    kind = _KINDS.get(value[0]) or ("integer" if _INTEGER.fullmatch(value) else "number")
+    if "string" not in types:
+        return value
     if kind == "string":
-        return value if types == _ANY or "string" not in types else None
-    return value if kind in types or "string" not in types else None
+        return value if types == _ANY else None
+    if kind in _NUMBERS and value != text:
+        return None
+    return value if kind in types or (kind == "integer" and "number" in types) else None
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+def _spelled(word: str, types: frozenset[str]) -> str | None:
+    """Return the JSON value that `word` means under `types`, which have no string; None if it is not a special one."""
+    if not word:
+        return next((value for kind, value in _EMPTY.items() if kind in types), None)
+    if word in ("null", "none") and "null" in types:
+        return "null"
+    is_number = word in ("0", "1") and not types.isdisjoint(_NUMBERS)
+    return _SPELLINGS.get(word) if "boolean" in types and not is_number else None
+
+
+_EMPTY = {"array": "[]", "object": "{}", "null": "null"}
+
+
+def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int) -> frozenset[str]:
+    """The types that all keywords of `schema` allow; those of the first if the keywords exclude one another.
+
+    `known` has the types of the schemas that were visited, by identity, so that the work is linear in the size of
+    `root` although its parts may refer to one another many times.
+    """
     if not isinstance(schema, dict) or depth == 0:
         return _ANY
-    if isinstance(schema.get("$ref"), str):
-        return _types(resolved(schema["$ref"], root), root, depth - 1)
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = _ANY
+
+    def of(member: Any) -> frozenset[str]:
+        return _types(member, root, known, depth - 1)
+
+    limits: list[frozenset[str]] = []
     kind = schema.get("type")
     if isinstance(kind, str | list):
         names = [kind] if isinstance(kind, str) else kind
-        return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
+        limits.append(frozenset(_FURTHER_NAMES.get(name, name) for name in names if isinstance(name, str)))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
-        return frozenset(_PYTHON_KINDS.get(type(value), "null") for value in values)
+        limits.append(frozenset(_PYTHON_KINDS.get(type(value), "null") for value in values))
+    if isinstance(schema.get("$ref"), str):
+        limits.append(of(resolved(schema["$ref"], root)))
     for union in ("anyOf", "oneOf"):
         if isinstance(schema.get(union), list) and schema[union]:
-            return frozenset().union(*(_types(member, root, depth - 1) for member in schema[union]))
-    if isinstance(schema.get("allOf"), list) and schema["allOf"]:
-        return _types(schema["allOf"][0], root, depth - 1)
-    return _ANY
+            limits.append(frozenset().union(*map(of, schema[union])))
+    if isinstance(schema.get("allOf"), list):
+        limits += map(of, schema["allOf"])
+    allowed = limits[0] if limits else frozenset(kind for keyword, kind in _KEYWORDS.items() if keyword in schema)
+    for limit in limits[1:]:
+        allowed = _both(allowed, limit) or allowed
+    known[id(schema)] = allowed or _ANY
+    return known[id(schema)]
+
+
+def _both(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
+    """The types in both sets, of which `number` includes integers."""
+    both = one & other
+    if "number" not in both and not (one.isdisjoint(_NUMBERS) or other.isdisjoint(_NUMBERS)):
+        return both | {"integer"}
+    return both
 
 
 def resolved(reference: str, root: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from server.parsing.answer_format import AnswerFormat
-from server.parsing.json_repair import typed_argument
+from server.parsing.json_repair import argument_types, typed_argument
 from server.parsing.parser import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
 from server.schemas.chat import ToolUse
 from tests.unit.answers.dialect_texts import (
@@ -170,3 +170,55 @@ def test_bare_text_under_a_union_with_string_is_of_another_type_only_where_the_u
     text: str, typed: str | None
 ) -> None:
     assert typed_argument(text, frozenset({"string", "number", "null"})) == typed
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "typed"),
+    [
+        ("007", "string number", None),
+        ("+1", "string integer", None),
+        (" 5", "string integer", None),
+        ("2.5", "string integer", None),
+        ("5", "string integer", "5"),
+        ("007", "integer", "7"),
+        ("TRUE", "boolean", "true"),
+        ("0", "boolean null", "false"),
+        ("0", "boolean integer", "0"),
+        ("yes", "boolean", "true"),
+        ("Null", "integer null", "null"),
+        ("", "integer null", "null"),
+        ("\n", "array null", "[]"),
+        ("", "object", "{}"),
+        ("", "array string", None),
+        ("", "integer", None),
+    ],
+)
+def test_bare_text_has_the_type_that_the_schema_allows(text: str, types: str, typed: str | None) -> None:
+    assert typed_argument(text, frozenset(types.split())) == typed
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"allOf": [{"description": "It."}, {"type": "string"}]}, "string"),
+        ({"allOf": [{"type": ["string", "null"]}, {"$ref": "#/$defs/text"}]}, "string"),
+        ({"type": ["string", "number"], "enum": [1, 2]}, "integer"),
+        ({"type": "number", "anyOf": [{"type": "integer"}, {"type": "null"}]}, "integer"),
+        ({"$ref": "#/$defs/text", "type": ["string", "null"]}, "string"),
+        ({"properties": {"a": {"type": "string"}}}, "object"),
+        ({"prefixItems": [{"type": "string"}]}, "array"),
+        ({"minLength": 1}, "string"),
+        ({"type": "str"}, "string"),
+        ({"type": ["int", "none"]}, "integer null"),
+        ({"type": "string", "enum": [1]}, "string"),
+        ({"description": "It."}, "string number boolean null array object"),
+    ],
+)
+def test_the_types_of_an_argument_are_those_that_all_keywords_allow(schema: dict[str, object], types: str) -> None:
+    parameters = {"properties": {"it": schema}, "$defs": {"text": {"type": "string"}}}
+    assert argument_types(parameters, "it") == frozenset(types.split())
+
+
+def test_references_among_schemas_are_followed_once() -> None:
+    number = {"anyOf": [{"$ref": "#/$defs/number"}] * 1000 + [{"type": "number"}]}
+    assert argument_types({"properties": {"it": {"$ref": "#/$defs/number"}}, "$defs": {"number": number}}, "it")
