@@ -64,6 +64,9 @@ class ModelRunnerInterface(Protocol):
     def interrupt(self) -> None:
         """Pause the running `forward_with_pauses`, or the next one. Thread-safe."""
 
+    def withdraw_interruption(self) -> None:
+        """Do not pause the next `forward_with_pauses` for an `interrupt` after which nothing has paused."""
+
     def forward_interposed(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
         """As `forward`, while `forward_with_pauses` is paused or between two steps."""
 
@@ -145,6 +148,9 @@ class StepPipeline:
 
     def advance(self, on_read: OnRead) -> FailedStep | None:
         """Schedule and submit a step; if there is none to schedule, read one. Returns a step that raised, or None."""
+        if self._on_pause is not None:
+            # What was received while the last step sampled is in the scheduler, and need not pause this step.
+            self._runner.withdraw_interruption()
         # Already now, so that the step pauses for what arrives before it begins.
         self.may_pause = self._on_pause is not None
         try:

@@ -327,6 +327,11 @@ class ModelRunner:
         assert self.loaded.operators is not None, "steps that pause are run by the operators"
         self.loaded.operators.interrupt()
 
+    def withdraw_interruption(self) -> None:
+        """Do not pause the next step for an `interrupt` after which no step has paused."""
+        assert self.loaded.operators is not None, "steps that pause are run by the operators"
+        self.loaded.operators.withdraw_interruption()
+
     def forward_interposed(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """As `forward`, for at most `max_interposed_tokens`, before or while a step with other rows is paused."""
         self._record_interposed()

@@ -282,6 +282,17 @@ def test_a_step_paused_for_another_gives_what_both_give_alone(drafts):
     assert run(interposed=True) == run(interposed=False)
 
 
+def test_a_step_does_not_pause_for_an_interruption_that_was_withdrawn():
+    runner = ModelRunner(load(CHECKPOINT_DIR, Config(num_kvcache_blocks=64), torch.bfloat16), 64)
+    seq = Sequence([300] * 20, 16, id=0)
+    seq.slot, seq.block_table = 0, list(range(10))
+    pauses: list[None] = []
+    runner.interrupt()
+    runner.withdraw_interruption()
+    runner.forward_with_pauses(batch_of([seq], new=True), lambda: pauses.append(None))
+    assert not pauses
+
+
 def batch_of(seqs: list[Sequence], *, new: bool) -> ScheduledBatch:
     """A step of whole prompts, or of the last token of each sequence."""
     counts = [len(seq) if new else 1 for seq in seqs]

@@ -240,6 +240,9 @@ class PausingRunner(StubRunner):
     def interrupt(self) -> None:
         self._is_interrupted = True
 
+    def withdraw_interruption(self) -> None:
+        self._is_interrupted = False
+
     def release_cache(self) -> None:
         self.interposed_before_release = len(self.interposed)
 
@@ -438,6 +441,22 @@ def test_a_pause_is_asked_for_only_while_a_step_can_pause(bench: PausingBench) -
     bench.core.interrupt_for(light)
     bench.run_until_done(0, 1)
     assert not asked
+    assert bench.runner.num_pauses == 0
+
+
+def test_a_step_does_not_pause_for_what_was_taken_in_before_it(bench: PausingBench) -> None:
+    """It arrives while a step samples, after the last operator between which the step could pause."""
+    light = bench.owned(1, "light")
+    bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
+
+    def sample(step: int, batch: ScheduledBatch) -> None:
+        if step == 3:
+            bench.core.input_queue.put(light)
+            bench.core.interrupt_for(light)
+
+    bench.runner.on_step = sample
+    bench.run_until_done(0, 1)
+    assert [batch.req_ids for batch in bench.runner.interposed] == [[1]]
     assert bench.runner.num_pauses == 0
 
 

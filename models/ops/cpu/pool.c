@@ -202,3 +202,6 @@ EXPORTED int64_t kaon_run(const struct operation *operations, int64_t count, con
 
 /* Called in any thread: interrupt the program that runs, or the next one, that may pause. */
 EXPORTED void kaon_interrupt(void) { atomic_store(&pool.is_interrupted, 1); }
+
+/* Called in any thread: withdraw an interruption that has ended no program so far. */
+EXPORTED void kaon_withdraw_interruption(void) { atomic_store(&pool.is_interrupted, 0); }

@@ -158,6 +158,10 @@ class Library:
         """Pause the run that may, or the next one, between two operators. Called in any thread."""
         self._library.kaon_interrupt()
 
+    def withdraw_interruption(self) -> None:
+        """Let the next run that may pause go on, unless `interrupt` is called again."""
+        self._library.kaon_withdraw_interruption()
+
 
 def sources_hash(directory: Path) -> str:
     """As setup.py makes it of the sources in a directory; "" where there are none, as in a wheel."""
