@@ -1,6 +1,7 @@
-"""Reading a checkpoint directory: its safetensors files, and whose code runs its model (`read_checkpoint_config`).
+"""Reads a checkpoint directory: its safetensors files, and its configuration (`read_checkpoint_config`).
 
-`TransformersConfig` describes models that run by transformers' code; transformers is imported only to read one.
+The configuration decides which code runs the model: Kaon's own (`ModelConfig`, `EncoderConfig`) or transformers'
+(`TransformersConfig`). transformers is imported only to read the latter.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,15 +25,16 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 5
 ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
-"""The code that runs a model; `auto`: Kaon's own where it has the architecture."""
+"""The code that runs a model; `auto`: Kaon's own if it implements the architecture, else transformers'."""
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 """Fields that hold the context length, in order of precedence."""
 _LAYER_KINDS = {"full_attention", "sliding_attention", *INDEXED_LAYERS}
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files, as transformers chooses them: a single one takes precedence over an
-    index.
+    """Return the checkpoint's safetensors files. Like in transformers, a single file takes precedence over an index.
+
+    Raises `CheckpointError` if there are none, or files that the index names are missing.
     """
     if (path / _SINGLE_FILE).is_file():
         return [path / _SINGLE_FILE]
@@ -54,9 +56,10 @@ def weight_files(path: Path) -> list[Path]:
 def tensors_of_file(
     file: Path, seen: dict[str, Path], is_ignored: Callable[[str], bool] = lambda _name: False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file, with its name, unless it is ignored by that; mapped into memory and read as it is copied.
+    """Yield name and tensor of each tensor of a file that is not ignored; tensors are memory-mapped.
 
-    `seen` gets the names. Raises `CheckpointError` for a damaged file, or a tensor that an earlier file holds too.
+    `seen` maps the names yielded so far to their files, and is updated. Raises `CheckpointError` for a damaged file,
+    or a tensor that an earlier file holds too.
     """
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -72,7 +75,7 @@ def tensors_of_file(
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """The file of each tensor of the checkpoint directory `path`, by name. Raises `CheckpointError`."""
+    """Map the name of each tensor of the checkpoint directory `path` to its file. Raises `CheckpointError`."""
     files: dict[str, Path] = {}
     for file in weight_files(path):
         try:
@@ -84,7 +87,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """One tensor, mapped into memory. Raises `CheckpointError`."""
+    """Return one tensor, memory-mapped. Raises `CheckpointError`."""
     try:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
@@ -97,7 +100,7 @@ def _damaged(file: Path, error: Exception) -> CheckpointError:
 
 
 def some(names: Iterable[str], noun: str = "tensor") -> str:
-    """A count and the first few names, for a message."""
+    """Return a count and the first few names, for an error message."""
     first = sorted(names)
     dots = ", ..." if len(first) > _NAMED_IN_ERRORS else ""
     plural = "" if len(first) == 1 else "s"
@@ -106,16 +109,16 @@ def some(names: Iterable[str], noun: str = "tensor") -> str:
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig(CheckpointConfig):
-    """A model that runs by transformers' own code: the fields that the engine needs."""
+    """The fields that the engine needs of a model that runs by transformers' own code."""
 
     runs_by: ClassVar[str] = "transformers' own code over Kaon's paged attention (the general route)"
 
     rope: RopeContext | None = None
-    """How rotary frequencies depend on a sequence's length; None: not at all."""
+    """How rotary frequencies depend on a sequence's length, or None if they do not."""
 
     @property
     def default_max_len(self) -> int:
-        """Without the stretch of a `dynamic` rope, as transformers' `max_position_embeddings`."""
+        """transformers' `max_position_embeddings`, which does not include the extension by a `dynamic` rope."""
         return self.rope.original if self.rope is not None and self.rope.grows else self.max_model_len
 
     def rope_context(self, served: int) -> RopeContext | None:
@@ -123,7 +126,10 @@ class TransformersConfig(CheckpointConfig):
 
     @classmethod
     def from_checkpoint(cls, path: Path, config: Fields, generation: Fields) -> "TransformersConfig":
-        """Read `path`, given its two files. Raises `CheckpointError` for a model that cannot be served."""
+        """Read `path`, whose config.json and generation_config.json are given.
+
+        Raises `CheckpointError` for a model that cannot be served.
+        """
         whole = _auto_config(path, config)
         architecture = _architecture(config, whole)
         if getattr(whole, "is_encoder_decoder", False):
@@ -156,7 +162,7 @@ class TransformersConfig(CheckpointConfig):
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
-            # One token of a prompt and one generated.
+            # The minimum of 2 is one token of a prompt and one generated token.
             max_model_len=max(read.integer(length, minimum=2), stretched),
             dtype=_dtype(text, whole, config),
             bos_token_id=bos[0] if bos else None,
@@ -167,9 +173,9 @@ class TransformersConfig(CheckpointConfig):
 
 
 def _rope_context(text: Any) -> RopeContext | None:
-    """What transformers' configuration says of a rope that depends on lengths.
+    """Return the parameters of a rope that depends on lengths, from transformers' configuration, or None.
 
-    Ropes by kind of layer are judged when the model is there.
+    Ropes that differ by kind of layer are checked later, when the model is built (`_follow_lengths`).
     """
     parameters = getattr(text, "rope_parameters", None)
     if not isinstance(parameters, dict):
@@ -184,10 +190,11 @@ def _rope_context(text: Any) -> RopeContext | None:
 def read_checkpoint_config(
     path: Path, model_impl: ModelImpl = "auto", pooling: PoolingConfig | None = None
 ) -> CheckpointConfig:
-    """Read the directory `path`: a `ModelConfig` where Kaon's own code runs the model, else a `TransformersConfig`.
+    """Read the configuration of the checkpoint directory `path`.
 
-    `pooling`: how the model pools prompts; encoders, and bodies without their head, run by Kaon's own code. Raises
-    `CheckpointError` naming file, field and value.
+    Returns a `ModelConfig` or `EncoderConfig` if Kaon's own code runs the model, else a `TransformersConfig`.
+    `pooling`: how the model pools prompts, or None if it generates. Encoders, and bodies that were saved without their
+    head, run by Kaon's own code only. Raises `CheckpointError` naming file, field and value.
     """
     config = read_config(path)
     if pooling is not None:
@@ -209,7 +216,7 @@ def read_checkpoint_config(
 
 
 def _auto_config(path: Path, config: Fields) -> Any:
-    """The configuration that transformers makes of config.json."""
+    """Return transformers' configuration object of config.json."""
     from transformers import AutoConfig
 
     try:
@@ -224,7 +231,8 @@ def _auto_config(path: Path, config: Fields) -> Any:
 
 
 def _architecture(config: Fields, whole: Any) -> str:
-    """The name of the model's class. Raises `CheckpointError` where transformers has no causal model of this type."""
+    """Return the name of the model's class. Raises `CheckpointError` if transformers has no causal model of this
+    type."""
     try:
         return str(causal_model_class(whole).__name__)
     except KeyError:
@@ -232,7 +240,7 @@ def _architecture(config: Fields, whole: Any) -> str:
 
 
 def causal_model_class(config: Any) -> Any:
-    """The class that transformers makes of a configuration. Raises `KeyError` where it has no causal model of it."""
+    """Return transformers' causal model class for a configuration object. Raises `KeyError` if there is none."""
     from transformers import AutoModelForCausalLM
 
     model_class = AutoModelForCausalLM._model_mapping[type(config)]

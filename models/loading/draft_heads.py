@@ -1,6 +1,7 @@
 """Loads MTP layers and EAGLE heads: the methods `mtp`, `eagle` and `eagle3` of `DRAFTERS`.
 
-A checkpoint may repeat the target's embedding and head. Where its tensors are the target's, the target's are used.
+A drafter's checkpoint may contain copies of the target's embedding and head. Tensors that are equal to the target's
+are not loaded; the drafter then uses the target's weights.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ _TOKEN_MAP, _IS_DRAFTED = "d2t", "t2d"
 
 @DRAFTERS.register("mtp")
 def load_mtp(target: DraftedModel, path: Path | None) -> DraftLM:
-    """The first layer of the target's checkpoint that predicts further tokens."""
+    """Load the first multi-token-prediction layer of the target's own checkpoint."""
     if path is not None:
         raise CheckpointError(
             f"speculative_model is {path}, but speculative_method is mtp, whose layers are in the model's own "
@@ -86,7 +87,7 @@ def _load_v4(target: DraftedModel, path: Path, config: ModelConfig) -> DraftLM:
 
 @DRAFTERS.register("eagle")
 def load_eagle(target: DraftedModel, path: Path | None) -> DraftLM:
-    """An EAGLE head for a target with the same hidden size."""
+    """Load an EAGLE head, which must have the target's hidden size."""
     path, config = _eagle_config(target, path, "eagle")
     if config.hidden_size != target.config.hidden_size:
         raise CheckpointError(
@@ -115,7 +116,7 @@ def load_eagle(target: DraftedModel, path: Path | None) -> DraftLM:
 
 @DRAFTERS.register("eagle3")
 def load_eagle3(target: DraftedModel, path: Path | None) -> DraftLM:
-    """An EAGLE-3 head."""
+    """Load an EAGLE-3 head."""
     path, config = _eagle_config(target, path, "eagle3")
     if config.num_hidden_layers != 1:
         raise config.fields.invalid("num_hidden_layers", "1, as of EAGLE-3 heads")
@@ -146,9 +147,9 @@ def load_eagle3(target: DraftedModel, path: Path | None) -> DraftLM:
 
 
 def _eagle_config(target: DraftedModel, path: Path | None, method: str) -> tuple[Path, ModelConfig]:
-    """The directory of an EAGLE head, and its config, with the length that the target serves.
+    """Return the directory and the config of an EAGLE head; `max_model_len` is set to the target's.
 
-    The embedded model has a head of its own.
+    Without `path`, the embedded model uses its embedded EAGLE head.
     """
     if path is None and target.path == CHECKPOINT_DIR and method == "eagle":
         path = DRAFT_HEAD_DIR
@@ -173,7 +174,7 @@ def _eagle3_shape(target: DraftedModel, config: ModelConfig) -> Eagle3Shape:
     if fields.has(name):
         where, layers = fields, fields.integers(name)
     elif section is not None and section.has(name):
-        # There they count the layers whose output is read.
+        # `eagle_config` numbers the layers whose output is read; here the layers whose input is read are numbered.
         where, layers = section, tuple(layer + 1 for layer in section.integers(name))
     else:
         where, layers = fields, (2, num_layers // 2, num_layers - 3)
@@ -197,7 +198,10 @@ def _eagle3_shape(target: DraftedModel, config: ModelConfig) -> Eagle3Shape:
 
 
 def _token_map(path: Path, files: dict[str, Path], config: ModelConfig, size: int) -> torch.Tensor | None:
-    """The target's token of each drafted one, from its distance to that. # [size] int64"""
+    """Return the target's token id of each id of the draft vocabulary, or None if both vocabularies are equal.
+
+    The checkpoint's tensor `d2t` holds the difference of the two ids. # [size] int64
+    """
     name = next((name for name in files if _without_prefix(name) == _TOKEN_MAP), None)
     if name is None:
         if size == config.vocab_size:
@@ -222,9 +226,9 @@ def _token_map(path: Path, files: dict[str, Path], config: ModelConfig, size: in
 
 
 def _shared(target: DraftedModel, files: dict[str, Path], own: dict[str, str]) -> TargetWeights:
-    """What the drafter uses of the target: what `files` lack, or have a copy of.
+    """Return the target's embedding and head, each if `files` lack the tensor or hold an equal one, else None.
 
-    `own`: the drafter's names of the target's embedding and head.
+    `own`: maps the target's names of the embedding and the head to the drafter's.
     """
     model = cast(LlamaForCausalLM, target.model)
     targets = tensor_files(target.path)
@@ -248,23 +252,23 @@ def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _unused(weights: TargetWeights, own: dict[str, str]) -> set[str]:
-    """The drafter's tensors in whose place the target's are used."""
+    """Return the names of the drafter's tensors that are not loaded because the target's weights are used."""
     used = {_EMBEDDING: weights.embed_tokens, _HEAD: weights.lm_head}
     return {own[part] for part, weight in used.items() if weight is not None}
 
 
 def _own_names(files: dict[str, Path]) -> dict[str, str]:
-    """The names that an EAGLE checkpoint has for the embedding and the head."""
+    """Map the target's names of the embedding and the head to those of an EAGLE checkpoint."""
     known = {_without_prefix(name): name for name in files}
     return {part: known.get(_without_prefix(part), _without_prefix(part)) for part in (_EMBEDDING, _HEAD)}
 
 
 def _without_prefix(name: str) -> str:
-    """Some checkpoints have the head as the body of a model."""
+    """Remove the prefix `model.`, which some EAGLE checkpoints have."""
     return name.removeprefix("model.")
 
 
 def _eagle3_name(name: str) -> str:
-    """Some checkpoints number the one layer."""
+    """Return the model's name of an EAGLE-3 tensor; some checkpoints call the one layer `layers.0`."""
     name = _without_prefix(name)
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name

@@ -1,8 +1,8 @@
-"""`load_drafter`: the model that drafts for a target. Called by the model runner once the target is loaded.
+"""`load_drafter`: loads the model that drafts for a target. Called by the model runner once the target is loaded.
 
-`DRAFTERS` has a function for each method: it takes a `DraftedModel` and the directory of `speculative_model`, None
-where there is none, and returns a `DraftLM`, or raises `CheckpointError` for a checkpoint that is damaged or does not
-fit.
+`DRAFTERS` maps each method to a function of a `DraftedModel` and the directory of `speculative_model` (None if it is
+not set). The function returns a `DraftLM`, or raises `CheckpointError` for a checkpoint that is damaged or does not
+fit the target.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from models.loading.loader import LoadOptions, load_with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedModel:
-    """The target, and the options with which its drafter is loaded."""
+    """The target model, and the options with which its drafter is loaded."""
 
     model: CausalLM
     config: ModelConfig
     path: Path
-    """Its checkpoint."""
+    """The target's checkpoint directory."""
     options: LoadOptions
     """How the drafter is loaded."""
 
 
 def load_drafter(method: str, target: DraftedModel, path: Path | None) -> DraftLM:
-    """The drafter of a method of `DRAFTERS`. Raises `CheckpointError`, a sentence."""
+    """Load the drafter by a method of `DRAFTERS`. Raises `CheckpointError`."""
     drafter = DRAFTERS[method](target, path)
     assert isinstance(drafter, DraftLM)
     if any(isinstance(spec, StateCacheSpec) for spec in drafter.kv_cache_layers()):
@@ -67,7 +67,7 @@ class DraftModel(DraftLM):
 
 @DRAFTERS.register("draft")
 def load_draft_model(target: DraftedModel, path: Path | None) -> DraftLM:
-    """Any architecture of Kaon's own."""
+    """Load a draft model of any architecture that Kaon implements."""
     if path is None:
         raise CheckpointError(
             "speculative_method is draft, which needs a model; set speculative_model to its directory"
@@ -84,6 +84,6 @@ def load_draft_model(target: DraftedModel, path: Path | None) -> DraftLM:
             f"speculative_model {path} has a context of {config.max_model_len} tokens, but sequences may have "
             f"{target.config.max_model_len}; lower max_model_len, or choose another model"
         )
-    # Some rope types choose their frequencies by the largest context length, which is the one that is served.
+    # Some rope types choose their frequencies by the largest context length, which must be the served one.
     config = dataclasses.replace(config, max_model_len=target.config.max_model_len)
     return DraftModel(load_with(target.options, path, config), config.hidden_size)

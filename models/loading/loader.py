@@ -1,4 +1,4 @@
-"""`load_model`: builds a model and fills it from the checkpoint's safetensors. Called by the model runner.
+"""`load_model`: builds a model and fills it from the checkpoint's safetensors files. Called by the model runner.
 
 `load_draft_head` does the same with a model that drafts for another one.
 
@@ -71,14 +71,14 @@ _HEADS = (
     "bert.pooler.",
     "roberta.pooler.",
 )
-"""Prefixes of tensors on top of a body."""
+"""Prefixes of the tensors of heads, which a body that only pools does not load."""
 _NO_WEIGHTS = (".position_ids", ".token_type_ids")
-"""Ends of the names of buffers that old checkpoints hold."""
+"""Endings of the names of buffers that old checkpoints contain and the model does not need."""
 _OLD_NORM = re.compile(r"\.LayerNorm\.(gamma|beta)$")
 _OLD_NORMS = {"gamma": "weight", "beta": "bias"}
-"""Names of a norm's parts in checkpoints that were converted from TensorFlow."""
+"""Names of a norm's parameters in checkpoints converted from TensorFlow, and the model's names."""
 _BAR_AFTER_SECONDS = 1.0
-"""A shorter load shows no progress bar."""
+"""Delay after which the progress bar is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class LoadOptions:
     """Whether to show a bar of files on stderr."""
     parallel: TensorParallel = SINGLE_RANK
     available_bytes: int | None = None
-    """The most bytes of the weights; None for no limit but the device's allocator (a host may overcommit)."""
+    """Limit of the weights' bytes; None if only the device's allocator limits them."""
     rounding: Rounding | None = None
     """The rounding of weights while they are read, which needs the CPU operators."""
     packs: PackCache | None = None
@@ -99,21 +99,21 @@ class LoadOptions:
 
     @property
     def has_operators(self) -> bool:
-        """Whether the CPU's operators compute the model."""
+        """Whether the CPU operators compute the model."""
         return self.dtype is torch.bfloat16 and self.device.type == "cpu" and runtime.active()
 
 
 def load_model(path: Path, config: CheckpointConfig, *, generates: bool = True, **options: Any) -> CausalLM:
-    """The model of the checkpoint directory `path`, this rank's shard of it, with the fields of `LoadOptions`.
+    """Load this rank's shard of the model in the checkpoint directory `path`. `options`: fields of `LoadOptions`.
 
-    `generates`: False for a model that only pools prompts, whose language-model head, if it has one, is left out.
+    `generates`: False for a model that only pools prompts; its language-model head, if any, is not loaded.
     Raises `CheckpointError` for a checkpoint that is damaged, does not fit, or is not the model of `config`.
     """
     return load_with(LoadOptions(**options), path, config, generates=generates)
 
 
 def load_with(options: LoadOptions, path: Path, config: CheckpointConfig, *, generates: bool = True) -> CausalLM:
-    """As `load_model`."""
+    """`load_model` with the options as one object."""
     parallel = options.parallel
     if isinstance(config, TransformersConfig):
         from models.loading.transformers_model import load_transformers_model
@@ -142,16 +142,16 @@ def load_with(options: LoadOptions, path: Path, config: CheckpointConfig, *, gen
 
 
 class CheckpointNames(NamedTuple):
-    """The names of a model's tensors in its checkpoint."""
+    """How a checkpoint's tensor names relate to the model's."""
 
     is_ignored: Callable[[str], bool]
-    """Whether the model ignores the tensor with this name."""
+    """Whether the model does not load the checkpoint tensor of a name."""
     rename: Callable[[str], str]
-    """The model's name of a checkpoint tensor."""
+    """Maps a checkpoint tensor's name to the model's."""
 
 
 def checkpoint_names(config: ModelConfig | EncoderConfig) -> CheckpointNames:
-    """The names of a language model's tensors."""
+    """Return the name mapping of a language model or encoder."""
     ignored = _ignored_prefixes(config)
     is_text_part = isinstance(config, ModelConfig) and config.is_text_part
 
@@ -170,9 +170,9 @@ def load_draft_head(
     is_ignored: Callable[[str], bool],
     rename: Callable[[str], str] = lambda name: name,
 ) -> DraftLM:
-    """A model that `make` builds, filled from the tensors of `path` that are not ignored; else as `load_model`.
+    """Build a drafter with `make`, and fill it from the tensors of `path` that are not ignored.
 
-    `rename`: the model's name of a tensor.
+    `rename`: maps a checkpoint tensor's name to the model's. Raises as `load_model` does.
     """
     return cast(DraftLM, _load(options, path, config, make, is_ignored, rename))
 
@@ -201,7 +201,7 @@ def _load(
     wanted = wanted_tensors(model)
     kept: frozenset[str] = frozenset()
     if may_keep:
-        # Pairs that are answered one by one are computed by torch.
+        # The pairwise exchange of experts computes its (token, expert) pairs by torch.
         has_pairs = parallel.experts is not None and parallel.experts.exchange is not parallel.token_exchange
         kept = _keep_quantized(wanted, config.quantization, may_stack=triton.takes("moe") and not has_pairs)
     elif options.has_operators and config.quantization is not None:
@@ -244,7 +244,7 @@ def _load(
 
 
 def make_model(config: ModelConfig | EncoderConfig, parallel: TensorParallel = SINGLE_RANK) -> nn.Module:
-    """The model, unfilled, on the default device, in the default dtype."""
+    """Build the model, unfilled, on the default device in the default dtype."""
     return _model_class(config)(config, parallel)
 
 
@@ -255,7 +255,7 @@ def _model_class(config: ModelConfig | EncoderConfig) -> type[nn.Module]:
 
 
 def _renaming(config: ModelConfig | EncoderConfig) -> Callable[[str], str]:
-    """The model's name of a tensor, by its name in the checkpoint."""
+    """Return the function from a checkpoint tensor's name to the model's."""
     if isinstance(config, ModelConfig):
         own = ARCHITECTURES[config.architecture].facts.rename or (lambda name: name)
         return (lambda name: own(text_name(name) or name)) if config.is_text_part else own
@@ -263,7 +263,7 @@ def _renaming(config: ModelConfig | EncoderConfig) -> Callable[[str], str]:
 
 
 def _require_one_rank(config: CheckpointConfig, parallel: TensorParallel) -> None:
-    """Raise `CheckpointError` where a model of transformers would be shared by several ranks."""
+    """Raise `CheckpointError` if a model of transformers would be sharded over several ranks."""
     if parallel.experts is not None:
         raise CheckpointError(
             f"enable_expert_parallel is set, but {config.architecture} runs by transformers' own code, whose experts "
@@ -290,10 +290,11 @@ def _read(
     progress: bool,
     body_names: frozenset[str] | None,
 ) -> bool:
-    """Fill the model; whether its attention layers have scales too. Weights of the names in `kept` stay quantised.
+    """Fill the model. Return whether the checkpoint also has scales of the KV cache.
 
-    `wanted` is emptied. `body_names`: those of a model that only pools prompts; a checkpoint may have another prefix,
-    and heads besides. Raises `CheckpointError` for tensors that are missing, damaged or unexpected.
+    `wanted`: the tensors to load, removed as they are read. `kept`: names of weights that stay quantised.
+    `body_names`: the tensors of a model that only pools prompts, whose checkpoint may have another prefix and
+    additional heads. Raises `CheckpointError` for tensors that are missing, damaged or unexpected.
     """
     is_remote = _remote_experts(model)
     dequantizer = Dequantizer(
@@ -315,7 +316,7 @@ def _read(
                 _fill(target, tensor, name, file)
                 for rival in target.rivals:
                     wanted.pop(rival, None)
-            # transformers saves the weights of no shared experts as tensors without elements.
+            # If a model has no shared experts, transformers saves their weights as tensors without elements.
             elif tensor.numel() and not _is_redundant(name, config):
                 unexpected.append(name)
     for name in list(filter(is_remote, wanted)):
@@ -339,9 +340,9 @@ def _read(
 
 
 def _of_body(tensors: Iterator[tuple[str, torch.Tensor]], names: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a body by the names that the model has, without those of heads.
+    """Yield the tensors of a body by the model's names, and skip those of heads.
 
-    Saved by itself, a body has no prefix; as a part of a model, it has one.
+    In the checkpoint, a body has a prefix if it was saved as a part of a model, and none if it was saved alone.
     """
     for name, tensor in tensors:
         name = _OLD_NORM.sub(lambda found: f".LayerNorm.{_OLD_NORMS[found[1]]}", name)
@@ -352,7 +353,7 @@ def _of_body(tensors: Iterator[tuple[str, torch.Tensor]], names: frozenset[str])
 
 
 def _remote_experts(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a tensor of the checkpoint, by its name, belongs to an expert that this rank does not hold."""
+    """Return the predicate whether a checkpoint tensor belongs to an expert that another rank holds."""
     prefixes: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
@@ -367,7 +368,7 @@ def _remote_experts(model: nn.Module) -> Callable[[str], bool]:
 
 
 def _shuffle_experts(model: nn.Module) -> None:
-    """Have aiter compute the experts of a filled model where it can."""
+    """Reorder the expert weights of a filled model for aiter, in the layers that aiter supports."""
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
     rest = sum(not layer.shuffle() for layer in layers)
     if rest:
@@ -380,7 +381,10 @@ def _shuffle_experts(model: nn.Module) -> None:
 
 
 def _require_memory(model: nn.Module, available: int | None, path: Path) -> None:
-    """Raise `CheckpointError` for weights that do not fit. A host has not committed memory to unfilled ones."""
+    """Raise `CheckpointError` if the weights do not fit the memory.
+
+    Allocation succeeding is no proof on a host, which commits memory only when weights are filled.
+    """
     needed = sum(weight_bytes(parameter) for parameter in model.parameters())
     if available is not None and needed > available:
         raise CheckpointError(
@@ -390,21 +394,22 @@ def _require_memory(model: nn.Module, available: int | None, path: Path) -> None
 
 
 class Target(NamedTuple):
-    """The parameter that a tensor of the checkpoint fills."""
+    """The parameter that a checkpoint tensor fills."""
 
     parameter: nn.Parameter
     shard: WeightPart
     rivals: tuple[str, ...] = ()
-    """The parameter's tensors under other namings, of which a checkpoint uses one."""
+    """Names of the parameter's tensors under alternative namings; a checkpoint uses one naming."""
     is_first_naming: bool = True
 
     def is_alternative_to(self, missing: Mapping[str, "Target"]) -> bool:
-        """Whether the parameter is missing altogether, and an error names its tensors by another naming."""
+        """Whether an error about `missing` should omit this tensor, since it names the parameter's tensors by another
+        naming."""
         return not self.is_first_naming and any(rival in missing for rival in self.rivals)
 
 
 def wanted_tensors(model: nn.Module) -> dict[str, Target]:
-    """Each tensor of the checkpoint that fills a parameter, or a part of a packed one, by name."""
+    """Map the name of each checkpoint tensor to the parameter, and the part of it, that the tensor fills."""
     parts = packed_parts(model)
     wanted: dict[str, Target] = {}
     for name, parameter in model.named_parameters():
@@ -414,7 +419,7 @@ def wanted_tensors(model: nn.Module) -> dict[str, Target]:
             wanted |= _in_any_spelling(parameter, parent, spellings)
             continue
         layer = model.get_submodule(name.rpartition(".")[0])
-        # A layer of that name may hold a tensor of its own instead of several ones.
+        # A layer with the name of a packed module may also be filled by a single tensor of that name.
         of_layer = layer.parts if kind in parts and isinstance(layer, ParallelLinear) else {}
         if packed := [(source, shard) for source, shard in parts.get(kind, ()) if shard in of_layer]:
             wanted |= {f"{parent}.{source}.{leaf}": Target(parameter, shard) for source, shard in packed}
@@ -426,9 +431,9 @@ def wanted_tensors(model: nn.Module) -> dict[str, Target]:
 def _keep_quantized(
     wanted: Mapping[str, Target], quantization: QuantizationConfig | None, *, may_stack: bool
 ) -> frozenset[str]:
-    """Prepare the parameters whose weights GPU kernels take as they are stored; returns those weights' names.
+    """Prepare the parameters whose quantised weights GPU kernels read as stored; return those weights' names.
 
-    `may_stack`: whether stacks of experts may be among them.
+    `may_stack`: whether stacks of experts may stay quantised.
     """
     assert quantization is not None
     names: dict[nn.Parameter, list[str]] = {}
@@ -439,13 +444,13 @@ def _keep_quantized(
     for parameter, sources in names.items():
         layers = [quantization.for_layer(name.removesuffix(".weight")) for name in sources]
         if parameter.dim() == 3:
-            # The name of the stack is the last.
+            # The last name is that of the whole stack.
             stack = layers.pop()
             if stack is not None and stack.storage == "mxfp4-experts":
                 keep_quantized(parameter)
                 staying.append(sources[-1])
                 continue
-        # The others come dense. The stack's own name, the last, has no layer any more.
+        # Tensors without a kernel are made dense. `layers` has no entry for the stack's own name, the last one.
         kept = [
             name
             for name, layer in zip(sources, layers, strict=False)
@@ -460,10 +465,11 @@ def _keep_quantized(
 def _keep_codes(
     model: nn.Module, wanted: Mapping[str, Target], quantization: QuantizationConfig, rounding: Rounding | None
 ) -> frozenset[str]:
-    """Prepare the parameters whose weights the CPU's operators take as they are stored; returns those weights' names.
+    """Prepare the parameters whose quantised weights the CPU operators read as stored; return those weights' names.
 
-    Rows of embeddings are read one by one, and heads choose tokens by operators of their own: both stay dense. With a
-    `rounding` a weight keeps its form, which may be that of the checkpoint, and otherwise rounds its dense rows.
+    Embeddings, which are read by row, and heads, which have other operators, are made dense. With a `rounding`, a
+    parameter keeps its packed form: it takes the checkpoint's codes if they have that form, and else rounds dense
+    rows.
     """
     read_otherwise = {id(module.weight) for module in model.modules() if isinstance(module, VocabParallelEmbedding)}
     names: dict[nn.Parameter, list[str]] = {}
@@ -474,7 +480,7 @@ def _keep_codes(
     for parameter, sources in names.items():
         layers = [quantization.for_layer(name.removesuffix(".weight")) for name in sources]
         if parameter.dim() == 3:
-            # The name of the stack is the last.
+            # The last name is that of the whole stack.
             stack, stack_name, sources = layers.pop(), sources[-1], sources[:-1]
             if _stays_stacked(parameter, stack) and rounding is None:
                 keep_codes(parameter, 4)
@@ -488,12 +494,13 @@ def _keep_codes(
 
 
 def _stays_stacked(parameter: nn.Parameter, stack: LayerQuantConfig | None) -> bool:
-    """Whether a rank's part of a stack that the checkpoint stores as one MXFP4 tensor can stay as it is."""
+    """Whether this rank's shard of a stack of experts that the checkpoint stores as one MXFP4 tensor can stay
+    quantised."""
     return stack is not None and stack.storage == "mxfp4-experts" and parameter.shape[2] % (2 * RUN) == 0
 
 
 def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[SourceNames, ...]) -> dict[str, Target]:
-    """Each tensor of the checkpoint that may fill a part of the parameter, by name, for all namings."""
+    """Map the names of the checkpoint tensors that may fill the parameter, in all namings, to their targets."""
     named = [{f"{parent}.{name}": shard for name, shard in spelling.items()} for spelling in spellings]
     targets = {}
     for spelling in named:
@@ -504,7 +511,8 @@ def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Sour
 
 
 def expert_names(wanted: Mapping[str, Target], stack: str) -> ExpertNames:
-    """The wanted tensors of single experts that a stack of them replaces; empty where `stack` is none."""
+    """Return the names of the single experts' tensors that the stacked tensor `stack` replaces; empty if it is no
+    stack."""
     rivals = wanted[stack].rivals if stack in wanted else ()
     return {shard: name for name in rivals if name in wanted and isinstance(shard := wanted[name].shard, tuple)}
 
@@ -523,9 +531,7 @@ def _fill(target: Target, tensor: torch.Tensor, name: str, file: Path) -> None:
 
 
 def _ignored_prefixes(config: ModelConfig | EncoderConfig) -> tuple[str, ...]:
-    """Prefixes of the tensors that are not loaded: those that nothing reads, and those for multi-token prediction,
-    which are further layers, or modules of their own.
-    """
+    """Return the prefixes of tensors that are not loaded: unused ones, and those of multi-token-prediction layers."""
     if isinstance(config, EncoderConfig):
         return ()
     first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
@@ -535,13 +541,13 @@ def _ignored_prefixes(config: ModelConfig | EncoderConfig) -> tuple[str, ...]:
 
 
 def _is_redundant(name: str, config: ModelConfig | EncoderConfig) -> bool:
-    """Whether a tensor repeats what is known: computed frequencies, or a copy of the tied embedding."""
+    """Whether a tensor is redundant: rotary frequencies, which are computed, or a copy of the tied embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, tensors are made in `dtype` unless they name their own."""
+    """Within the context, `dtype` is torch's default dtype."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

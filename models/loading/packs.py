@@ -1,13 +1,14 @@
-"""`PackCache`: filled models of the CPU operators on disk, from which the next start maps its weights into memory.
+"""`PackCache`: a disk cache of models packed for the CPU operators; the next start maps its weights into memory.
 
-A file holds every parameter as the operators read it. Its name is a digest of all that its content depends on: the
-checkpoint's files by size and time of change, the form of each weight, and the code that reads and packs them. Files
-are mapped privately, so that processes share memory and none can change another's weights.
+A file holds every parameter of one model in the operators' layout. Its name is a digest of everything that its content
+depends on: size and modification time of the checkpoint's files, the form of each weight, and the code that reads and
+packs them. Files are mapped privately: processes share the memory, and none can change another's weights.
 
     magic, length and digest of the header | header, JSON | segments, each at a multiple of 4096 bytes
 
-A file is written under a temporary name and renamed. One that is damaged is removed, and the checkpoint read instead,
-as it is where the directory cannot be written, or the disk is full. The files used last stay, up to a number of bytes.
+A file is written under a temporary name and renamed. A damaged file is removed. Whenever no file can be used (it is
+damaged, the directory is not writable, the disk is full), the model is read from the checkpoint. The least recently
+used files are evicted once the cache exceeds `most_bytes`.
 """
 
 import contextlib
@@ -43,31 +44,34 @@ _MAGIC = b"KAONPCK1"
 _PREAMBLE = struct.Struct("<8sQ8s")
 _ALIGNED = 4096
 _LEAST_BYTES = 64 << 20
-"""A smaller model is read as fast as it is mapped."""
+"""A model of fewer bytes is not cached, since it is read from its checkpoint as fast as it is mapped."""
 _WRITE_BYTES = 16 << 20
 _DIGITS = 24
 _RELEASES = 2
-"""Files of one model, of the code that was used last, and before."""
+"""Files kept per model: of the current code version and of the one used before it."""
 _FREE_SHARE = 0.1
-"""Of the disk, left free."""
+"""Share of the disk that is left free."""
 _CODE = Path(__file__).parents[1]
 """The package that reads and packs weights."""
 
 
 def cache_directory() -> Path:
-    """`~/.cache/kaon/packs`, or its place by XDG_CACHE_HOME. Raises `RuntimeError` for a user without a home."""
+    """Return `$XDG_CACHE_HOME/kaon/packs`, by default `~/.cache/kaon/packs`.
+
+    Raises `RuntimeError` if the user has no home directory.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kaon" / "packs"
 
 
 class _Segment(NamedTuple):
-    """A parameter in a file."""
+    """The entry of one parameter in a file's header."""
 
     name: str
     shape: list[int]
     dtype: str
     form: list[Any] | None
-    """As `PackedWeight.form`; None: the parameter's own memory."""
+    """`PackedWeight.form` of a packed weight; None if the segment is the dense parameter."""
     offset: int
     num_bytes: int
     digest: str
@@ -75,18 +79,18 @@ class _Segment(NamedTuple):
 
 @dataclass(slots=True)
 class PackCache:
-    """The files of one directory. One process may use several, and several processes one."""
+    """The cache files of one directory, which several processes may use at the same time."""
 
     directory: Path
     most_bytes: int
-    """Of all files together."""
+    """Limit of the total size of all files."""
     threads: int = 1
-    """That verify a file."""
+    """Number of threads that verify a file's digests."""
     _unwritten: tuple[nn.Module, str] | None = None
-    """A model that was filled from its checkpoint, and its key."""
+    """The model that `keep` scheduled for writing, and its key."""
 
     def restore(self, model: nn.Module, key: str) -> bool:
-        """Fill an unfilled model from its file; False where there is none that is whole."""
+        """Fill an unfilled model from its file. Return False if there is no intact file."""
         path = self.directory / f"{key}.pack"
         try:
             _check_directory(self.directory)
@@ -120,23 +124,23 @@ class PackCache:
             self._discard(path, error)
             return False
         with contextlib.suppress(OSError):
-            os.utime(path)  # The one used last is evicted last.
+            os.utime(path)  # Eviction is ordered by modification time.
         _log.info("weights are mapped from %s", path)
         return True
 
     def keep(self, model: nn.Module, key: str) -> None:
-        """Have `write` write a filled model, if it can be restored and is large enough to gain by it."""
+        """Schedule a filled model for `write`, if it can be restored and is at least `_LEAST_BYTES` large."""
         parameters = list(model.named_parameters())
         if sum(_bytes_of(parameter) for _, parameter in parameters) >= _LEAST_BYTES and can_keep(model):
             self._unwritten = model, key
 
     def write_in_background(self) -> None:
-        """Write what `keep` was given, by a thread that leaves the processor to others."""
+        """Write the scheduled model in a background thread of the lowest priority."""
         if self._unwritten is not None:
             threading.Thread(target=self.write, name="kaon-packs", daemon=True).start()
 
     def write(self) -> None:
-        """Write what `keep` was given. What prevents it is logged."""
+        """Write the scheduled model. An `OSError` is logged and not raised, since the cache is optional."""
         if self._unwritten is None:
             return
         model, key = self._unwritten
@@ -161,7 +165,7 @@ class PackCache:
         handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.directory)
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
-                # By which `_make_room` of other processes sees that this file is being written.
+                # The lock shows `_make_room` of other processes that this file is still being written.
                 fcntl.flock(file, fcntl.LOCK_EX)
                 _write_file(file.fileno(), model, needed)
                 os.fsync(file)
@@ -173,7 +177,10 @@ class PackCache:
         _log.info("the packed weights are kept in %s, in %.1f s", self.directory, time.monotonic() - began)
 
     def _make_room(self, key: str, needed: int) -> None:
-        """Remove what processes that ended left unfinished, and the files used longest ago. Raises `OSError`."""
+        """Remove unfinished files of dead processes, and evict files until `needed` bytes fit.
+
+        Raises `OSError` if they do not fit the disk even then.
+        """
         model = key.partition("-")[0]
         for path in self.directory.glob(".*.tmp"):
             with contextlib.suppress(OSError), path.open("rb") as file:
@@ -206,7 +213,10 @@ class PackCache:
 
 
 def can_keep(model: nn.Module) -> bool:
-    """Whether a filled model's parameters are all that its checkpoint holds, in forms that can be restored."""
+    """Whether the model can be restored from its parameters alone.
+
+    MLA layers cannot: they keep a packed copy of `kv_b_proj` that is no parameter.
+    """
     if any(isinstance(module, MLAAttention) for module in model.modules()):
         return False
     packed = (packed_of(parameter) for parameter in model.parameters())
@@ -214,9 +224,10 @@ def can_keep(model: nn.Module) -> bool:
 
 
 def key_of(model: nn.Module, files: list[Path], *settings: object) -> str:
-    """The name of an unfilled model's file: a digest of the model, and one of the code that fills it.
+    """Return the file name of an unfilled model: a digest of the model, and one of the code that fills it.
 
-    `files`: that its weights are read from; `settings`: whatever else they depend on.
+    `files`: the checkpoint files from which its weights are read. `settings`: other values on which the weights
+    depend.
     """
     sources = sorted(_CODE.rglob("*.py")) + sorted(_CODE.glob("ops/cpu/*.so"))
     digest = hashlib.sha256(_digest_of(files).encode())
@@ -230,7 +241,7 @@ def key_of(model: nn.Module, files: list[Path], *settings: object) -> str:
 
 
 def _digest_of(files: Iterable[Path]) -> str:
-    """Of the files' names, sizes and times of change."""
+    """Return a digest of the files' paths, sizes and modification times."""
     digest = hashlib.sha256()
     for file in files:
         found = file.stat()
@@ -261,8 +272,8 @@ def _memories(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Any] |
 
 
 def _write_file(file: int, model: nn.Module, room: int) -> None:
-    """The file of a filled model. Raises `OSError`."""
-    # A full disk shows before anything is written.
+    """Write a filled model to a file descriptor. `room`: upper limit of the file's size. Raises `OSError`."""
+    # Allocating first makes a full disk fail before anything is written.
     os.posix_fallocate(file, 0, room)
     segments, offset = [], 0
     for name, parameter, form, memory in _memories(model):
@@ -270,7 +281,7 @@ def _write_file(file: int, model: nn.Module, room: int) -> None:
         dtype = str(memory.dtype).removeprefix("torch.")
         segments.append(_Segment(name, list(parameter.shape), dtype, form, offset, memory.nbytes, digest))
         offset += -(-memory.nbytes // _ALIGNED) * _ALIGNED
-    # Offsets count from the end of the header, whose length depends on them.
+    # Offsets are relative to the aligned end of the header, because the header's length depends on their digits.
     header = json.dumps(segments).encode()
     first = -(-(_PREAMBLE.size + len(header)) // _ALIGNED) * _ALIGNED
     os.truncate(file, first + offset)
@@ -280,10 +291,10 @@ def _write_file(file: int, model: nn.Module, room: int) -> None:
 
 
 def _write_aligned(file: int, pieces: Iterable[memoryview]) -> None:
-    """Write pieces one after the other, each from a multiple of 4096 bytes on.
+    """Write the pieces in order, each padded to a multiple of 4096 bytes.
 
-    Many bytes are written at once, at multiples of a huge page: file systems keep those in huge pages, which are
-    mapped as such later.
+    Writes are 16 MiB at multiples of 16 MiB, so that the page cache can hold them in huge pages, which are then mapped
+    as huge pages.
     """
     buffer, filled, offset = memoryview(bytearray(_WRITE_BYTES)), 0, 0
     for piece in pieces:
@@ -306,7 +317,7 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 def _check_directory(directory: Path) -> None:
-    """Raise `OSError` where another user could add or replace files: XDG_CACHE_HOME may be one that all may write."""
+    """Raise `OSError` if another user could add or replace files; XDG_CACHE_HOME may be a world-writable directory."""
     for path, others in ((directory.parent, 0o002), (directory, 0o022)):
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & others:
@@ -317,13 +328,16 @@ def _check_directory(directory: Path) -> None:
 
 
 def _open(path: Path) -> tuple[mmap.mmap, list[_Segment]]:
-    """A file in memory, and its segments with offsets in it. Raises `OSError`, or `ValueError` where it is damaged."""
+    """Map a file, and return it with its segments, whose offsets are made absolute.
+
+    Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged or writable by other users.
+    """
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise ValueError("others may write it")
         mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        with contextlib.suppress(OSError):  # A system may be built without huge pages.
+        with contextlib.suppress(OSError):  # A kernel may be built without transparent huge pages.
             mapped.madvise(mmap.MADV_HUGEPAGE)
     if len(mapped) < _PREAMBLE.size:
         raise ValueError("it ends too soon")

@@ -1,4 +1,4 @@
-"""`load_head`: reads the layers that a checkpoint has on the pooled vector of a prompt."""
+"""`load_head`: reads the layers that a model applies to the pooled vector of a prompt."""
 
 import itertools
 from collections.abc import Iterable
@@ -14,11 +14,14 @@ from models.layers.pooling import PoolingHead, VectorLayer
 from models.loading.checkpoint import weight_files
 
 _LANGUAGE_HEADS = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
-"""Where the rows of tokens are, in order of precedence: a head of its own, or the embedding that it shares."""
+"""Names of the tensor with the logit weights of tokens, in order of precedence: the head, or the tied embedding."""
 
 
 def load_head(path: Path, pooling: PoolingConfig, device: torch.device) -> PoolingHead:
-    """The head of the checkpoint directory `path`. Raises `CheckpointError` where a tensor is missing or misshapen."""
+    """Load the pooling head of the checkpoint directory `path`.
+
+    Raises `CheckpointError` if a tensor is missing or has a wrong shape.
+    """
     if pooling.label_tokens is not None:
         layers = [_answer_layer(path, pooling.label_tokens)]
     else:
@@ -51,7 +54,7 @@ def _layer(path: Path, layer: HeadLayer) -> VectorLayer:
 
 
 def _answer_layer(path: Path, no_and_yes: tuple[str | int | None, str | int]) -> VectorLayer:
-    """The layer whose output is the score before its function: the logit of "yes" less that of "no"."""
+    """Return the layer that computes a reranker's raw score: the logit of "yes" minus the logit of "no", if given."""
     files = weight_files(path)
     no, yes = (None if token is None else _token_row(path, files, _token_id(path, token)) for token in no_and_yes)
     assert yes is not None
@@ -72,7 +75,7 @@ def _token_id(path: Path, token: str | int) -> int:
 
 
 def _token_row(path: Path, files: Iterable[Path], token_id: int) -> torch.Tensor:
-    """The row of the language-model head that gives a token's logit."""
+    """Return the row of the language-model head that computes a token's logit."""
     for name in _LANGUAGE_HEADS:
         row = _find(files, name, token_id)
         if row is not None:
@@ -81,9 +84,9 @@ def _token_row(path: Path, files: Iterable[Path], token_id: int) -> torch.Tensor
 
 
 def _find(files: Iterable[Path], name: str, row: int | None = None) -> torch.Tensor | None:
-    """The tensor of that name, or one row of it, as float32; None where no file has it.
+    """Return the tensor of that name, or one row of it, as float32, or None if no file has it.
 
-    A name may also come after the prefix of the checkpoint's body, as in `bert.pooler.dense.weight`.
+    The name may have a prefix in the checkpoint, as in `bert.pooler.dense.weight`.
     """
     for file in files:
         try:

@@ -1,8 +1,8 @@
-"""`write_quantized`: writes a dense checkpoint again with its linear layers and experts rounded, for `kaon quantize`.
+"""`write_quantized`: writes a copy of a dense checkpoint with quantised linear layers and experts (`kaon quantize`).
 
-The layout is the one that compressed-tensors publishes, `pack-quantized` or `mxfp4-pack-quantized`, so that other
-engines read it as well. Codes and scales are those that the loader makes of a dense checkpoint. Embeddings, heads and
-what `rounding_of` leaves out are copied. Each input file becomes one output file, written a few rows at a time.
+The format is `pack-quantized` or `mxfp4-pack-quantized` of compressed-tensors, which other engines read as well. Codes
+and scales equal those that the loader computes when it rounds a dense checkpoint. Embeddings, heads and other weights
+that `rounding_of` does not round are copied. Each input file becomes one output file, written a few rows at a time.
 """
 
 import json
@@ -42,20 +42,20 @@ from models.quantization.config import MXFP4_GROUP, ROUNDING_FIELD, ROUNDINGS, R
 from models.quantization.dequantize import unstacked
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes of a dense weight that are rounded at a time."""
+"""Number of bytes of a dense weight that are rounded at a time."""
 _WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-"""Files that are not copied: the weights, and other forms of them."""
+"""Endings of files that are not copied: weights in safetensors and in other formats."""
 _INDEX_FILE = "model.safetensors.index.json"
 _NAMES = {torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8", torch.bfloat16: "BF16"}
-"""Names of safetensors for the types of a rounded weight's tensors."""
+"""safetensors' names of the dtypes of a rounded weight's tensors."""
 _SHAPE = "weight_shape"
 
 
 def write_quantized(source: Path, out: Path, rounding: Rounding, *, progress: bool = False) -> None:
-    """Write the checkpoint directory `source`, rounded, as the directory `out`, which appears once it is whole.
+    """Round the checkpoint directory `source` into the new directory `out`, which is created by an atomic rename.
 
-    Needs the CPU's operators. Raises `CheckpointError`, a sentence, for a checkpoint that cannot be rounded, and where
-    `out` exists or cannot be written.
+    Needs the CPU operators. Raises `CheckpointError` if the checkpoint cannot be rounded, `out` exists, or `out`
+    cannot be written.
     """
     if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists; name a directory that does not, or remove it first")
@@ -75,23 +75,23 @@ def write_quantized(source: Path, out: Path, rounding: Rounding, *, progress: bo
 
 
 class _Weight(NamedTuple):
-    """A dense weight that is rounded."""
+    """A dense weight to be rounded: a tensor of the checkpoint, or one expert's part of a stacked tensor."""
 
     name: str
-    """In the checkpoint."""
+    """Name of the tensor in the source checkpoint."""
     expert: int | None
-    """Index of the one of a stack that this is; None: it is no stack."""
+    """Index of the expert in a stacked tensor; None if the tensor is one weight."""
     rows: slice
-    """Rows of the tensor, or of that expert's."""
+    """Rows of the tensor, or of the expert's matrix in it."""
     module: str
-    """The module's name in the new checkpoint."""
+    """Name of the module in the new checkpoint."""
 
 
 class _Plan:
-    """What of a checkpoint is rounded."""
+    """Decides which tensors of a checkpoint are rounded."""
 
     def __init__(self, source: Path, rounding: Rounding) -> None:
-        """Raises `CheckpointError` where nothing can be."""
+        """Raises `CheckpointError` if the checkpoint cannot be rounded."""
         config = read_checkpoint_config(source)
         if not isinstance(config, ModelConfig):
             raise CheckpointError(
@@ -116,7 +116,7 @@ class _Plan:
         self._dense = {id(each.weight) for each in model.modules() if isinstance(each, VocabParallelEmbedding)}
 
     def weights_of(self, name: str, tensor: torch.Tensor) -> list[_Weight]:
-        """What of a tensor of the checkpoint is rounded; empty where it is copied."""
+        """Return the weights of a checkpoint tensor that are rounded; empty if the tensor is copied."""
         own = self.names.rename(name)
         target = None if self.names.is_ignored(name) else self._wanted.get(own)
         if target is None or not self._is_rounded(target) or not tensor.is_floating_point():
@@ -142,19 +142,19 @@ class _Plan:
 
 
 def _group(rounding: Rounding) -> int:
-    """Inputs that share a scale."""
+    """Return the number of inputs that share a scale."""
     return MXFP4_GROUP if rounding == "mxfp4" else group_of(8 if rounding == "int8" else 4)
 
 
 def _write_checkpoint(source: Path, target: Path, plan: _Plan, *, progress: bool) -> None:
-    """All files of the new checkpoint."""
+    """Write all files of the new checkpoint into the directory `target`."""
     mask = os.umask(0)
     os.umask(mask)
     target.chmod(0o777 & ~mask)
     _copy_others(source, target)
     files = weight_files(source)
     weight_map: dict[str, str] = {}
-    # Other tools take a head that shares the embedding's weight for a linear layer of its own.
+    # A tied head has no tensor, but other tools have a linear layer for it, which they must not expect quantised.
     dense = {"lm_head"}
     num_bytes = 0
     for file in tqdm(files, desc="Rounding weights", unit="file", file=sys.stderr, disable=not progress):
@@ -189,7 +189,7 @@ def _write_checkpoint(source: Path, target: Path, plan: _Plan, *, progress: bool
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, generation settings and whatever else is no form of the weights."""
+    """Copy all files but the weights: tokenizer, chat template, generation settings and others."""
 
     def is_left_out(name: str) -> bool:
         return name.startswith(".") or name.endswith(_WEIGHT_ENDINGS)
@@ -204,7 +204,7 @@ def _copy_others(source: Path, target: Path) -> None:
 
 
 class _Part(NamedTuple):
-    """A tensor of the new file."""
+    """A tensor of the output file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -218,7 +218,7 @@ def _write_file(
     rounded: dict[str, list[_Weight]],
     rounding: Rounding,
 ) -> list[str]:
-    """One file of safetensors; the names in it."""
+    """Write one safetensors file; return the names of its tensors."""
     parts: dict[str, _Part] = {}
     for name, tensor in tensors.items():
         if not rounded[name]:
@@ -236,11 +236,11 @@ def _write_file(
         header[name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [end, end + part.num_bytes]}
         end += part.num_bytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # Tensors begin at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)  # The data section starts at a multiple of 8 bytes.
     first = 8 + len(text)
     with path.open("wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        # A full disk shows before any work is done.
+        # Allocating first makes a full disk fail before any work is done.
         os.posix_fallocate(file.fileno(), 0, first + end)
         for name, tensor in tensors.items():
             if not rounded[name]:
@@ -263,7 +263,7 @@ def _put(file: int, tensor: torch.Tensor, offset: int) -> None:
 
 
 def _leaves(rounding: Rounding, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Type and shape of each tensor of a weight's module."""
+    """Return dtype and shape of each tensor that a rounded weight of `shape` has, by the last part of its name."""
     rows, inputs = shape
     groups = inputs // _group(rounding)
     if rounding == "mxfp4":
@@ -276,7 +276,7 @@ def _leaves(rounding: Rounding, shape: tuple[int, int]) -> dict[str, tuple[torch
 
 
 def _rounded(weight: torch.Tensor, rounding: Rounding) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `_leaves`, some rows at a time. # [rows, inputs]"""
+    """Yield the tensors of `_leaves` for a weight, in chunks of rows. # [rows, inputs]"""
     step = max(1, _CHUNK_BYTES // (PANEL * weight.shape[1] * 2)) * PANEL
     for first in range(0, len(weight), step):
         rows = weight[first : first + step].to(torch.bfloat16)
@@ -296,12 +296,13 @@ def _rounded(weight: torch.Tensor, rounding: Rounding) -> Iterator[tuple[str, to
 
 
 def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes of 4 bits in a byte, the first in the low half. # [rows, n] uint8 -> [rows, n / 2] uint8"""
+    """Pack two 4-bit codes per byte, the first in the low half. # [rows, n] uint8 -> [rows, n / 2] uint8"""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def _quantization_config(rounding: Rounding, dense: list[str]) -> dict[str, Any]:
-    """As compressed-tensors describes it. `dense`: the modules of matrices that are not rounded."""
+    """Return the `quantization_config` in compressed-tensors' format. `dense`: modules whose matrices are not
+    rounded."""
     storage = "mxfp4-pack-quantized" if rounding == "mxfp4" else "pack-quantized"
     weights: dict[str, Any] = {
         "num_bits": ROUNDINGS[rounding],
@@ -335,7 +336,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have what was written to a file or a directory survive a power failure."""
+    """Flush a file or directory to the disk, so that it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

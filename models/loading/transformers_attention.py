@@ -1,8 +1,8 @@
 """Kaon's paged attention as an implementation of transformers' attention interface. Used by `TransformersModel`.
 
-transformers calls one function of a registered name from every attention module. `watch_attention` records the calls
-of a forward pass and rejects those that paged attention cannot serve; `install` gives each module that made one a
-`PagedAttention` or an `IndexedAttention`, each over its own cache.
+Every attention module of transformers calls one function, which is registered under the name of an implementation.
+`watch_attention` records these calls in one forward pass and rejects those that paged attention cannot serve.
+`install` then gives each recorded module a `PagedAttention` or an `IndexedAttention`, each with a cache of its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +26,9 @@ from models.ops.types import AttentionOptions, VectorCache
 PAGED = "kaon"
 """The implementation's name. No mask function is registered for it, so transformers makes no masks."""
 _WATCHED = "kaon-watched"
-"""The implementation's name in a recorded pass, with a mask function, so that masks can be checked."""
+"""The implementation's name during recording. It has a mask function, so that the masks can be checked."""
 _ATTRIBUTE = "kaon_attention"
-"""The attribute of an attention module with the function that serves its calls."""
+"""The attribute of an attention module that holds the function which serves its calls."""
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -46,7 +46,7 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Arguments of a call that do not change attention, or that are read elsewhere."""
+"""Arguments of a call that do not change the attention, or that other code reads."""
 _READ = frozenset({"attention_mask", "scaling", "sliding_window", "softcap", "s_aux"})
 
 
@@ -66,13 +66,13 @@ class PagedAttention:
         softcap: float | None,
         has_sinks: bool,
     ) -> None:
-        """From a recorded call with `query`, `key` and `value`; computed and cached as `dtype`.
+        """Take the shapes from a recorded call with `query`, `key` and `value`. Keys and values are cached as `dtype`.
 
         # [1, heads, tokens, key_dim], [1, kv_heads, tokens, key_dim], [1, kv_heads, tokens, value_dim]
         """
         self.dtype = dtype
         self.key_dim, self.value_dim = key.shape[-1], value.shape[-1]
-        # Keys and values share one cache shape: the narrower is padded with zeros, which change no score and no sum.
+        # Keys and values share one cache shape. The narrower one is padded with zeros, which change no result.
         self.head_dim = max(self.key_dim, self.value_dim)
         self.has_sinks = has_sinks
         self.attend = Attention(
@@ -97,9 +97,10 @@ class PagedAttention:
         s_aux: torch.Tensor | None = None,
         **_call: Any,
     ) -> torch.Tensor:
-        """# [1, heads, tokens, key_dim], [1, kv_heads, tokens, key_dim], [1, kv_heads, tokens, value_dim]
+        """Attend to the paged cache.
 
-        Gives [1, tokens, heads, value_dim].
+        # [1, heads, tokens, key_dim], [1, kv_heads, tokens, key_dim], [1, kv_heads, tokens, value_dim]
+        # -> [1, tokens, heads, value_dim]
         """
         q, k, v = (self._rows(part) for part in (query, key, value))
         out: torch.Tensor = self.attend(q, k, v, s_aux if self.has_sinks else None)
@@ -114,38 +115,38 @@ class PagedAttention:
 
 
 class IndexedCaches:
-    """Stands in for transformers' cache object in models with DeepSeek Sparse Attention, over paged caches.
+    """Replaces transformers' cache object in models with DeepSeek Sparse Attention, with paged caches.
 
-    Layers of `indexed_attention` pass their latents and their indexer's keys to `past_key_values`, and give the
-    attention
-    interface the `indices` of the tokens they selected. To the indexer a step's sequences are one row of keys, one
-    whole
-    context after the other, under a mask by which each token sees its own; so its scores are of a step's tokens times
-    all
-    their contexts. Each pass begins with `watched` or `served`.
+    Layers of kind `indexed_attention` pass their latents and their indexer's keys to `past_key_values`, and pass the
+    `indices` of the selected tokens to the attention interface. transformers' indexer knows one row of keys, so a
+    step's sequences are presented as the concatenation of their whole contexts, with a mask by which each token sees
+    only its own sequence. The indexer therefore computes (tokens of the step) x (sum of all contexts) scores. Each
+    pass begins with a call of `watched` or `served`.
     """
 
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
         self.index_specs: dict[int, VectorCacheSpec] = {}
-        """The caches of index keys by layer number, known after a watched pass."""
+        """The caches of index keys by layer index, filled by the recorded pass."""
         self._latents: dict[int, torch.Tensor] = {}
         self._row: _Row | None = None
 
     def watched(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """Arguments of a recorded pass over one sequence, which uses no caches. # [1, tokens]"""
+        """Return model arguments for the recorded pass over one sequence, which uses no caches. # [1, tokens]"""
         self._row = None
         return self._arguments(tokens.new_ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril())
 
     def served(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Arguments of a pass over the current step's tokens. # [tokens]"""
+        """Return model arguments for a pass over the current step's tokens. # [tokens]"""
         self._row = _Row.of_step(get_forward_context().attn_metadata, positions)
         return self._arguments(self._row.mask)
 
     def update(self, latent: torch.Tensor, rotated: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by a layer. Returns the step's own latents: attention reads earlier ones from the cache.
+        """Called by a layer of transformers to extend its cache. Returns its inputs unchanged.
 
-        # [1, 1, tokens, rank], [1, 1, tokens, rope_dim], the key that all heads share
+        The latents are kept for `take_latent`, since `IndexedAttention` writes them to the cache and reads earlier
+        ones from there. `rotated`: the rotated key that all heads share. # [1, 1, tokens, rank], [1, 1, tokens,
+        rope_dim]
         """
         if latent.shape[1] != 1 or rotated.shape[1] != 1:
             raise self.refusal("caches keys and values of every head in addition to its indexer")
@@ -153,7 +154,7 @@ class IndexedCaches:
         return latent, rotated
 
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        """Called by an indexer. Returns the keys that it scores. # [1, tokens, dim] -> [1, row, dim]"""
+        """Called by an indexer of transformers. Returns the keys to score. # [1, tokens, dim] -> [1, row, dim]"""
         if self._row is None:
             self.index_specs[layer] = VectorCacheSpec(f"indexer.{layer}", keys.shape[-1])
             return keys
@@ -162,13 +163,13 @@ class IndexedCaches:
         return self._row.exchange(keys[0], cache)[None]
 
     def take_latent(self, layer: int) -> torch.Tensor:
-        """The latents that this layer passed to `update`. # [tokens, rank + rope_dim]"""
+        """Return the latents that this layer passed to `update`. # [tokens, rank + rope_dim]"""
         if layer not in self._latents:
             raise self.refusal("attends to another layer's latents")
         return self._latents.pop(layer)
 
     def positions_of(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """Selected indices in the row as positions in each token's own sequence; see `AttentionBackend`.
+        """Convert selected indices in the row to positions in each token's own sequence; see `AttentionBackend`.
 
         # [1, tokens, K] int32 -> [tokens, K] int64, -1 for none
         """
@@ -176,7 +177,7 @@ class IndexedCaches:
         return self._row.positions_of(indices[0].long())
 
     def refusal(self, what: str) -> CheckpointError:
-        """The error for a model that is not DeepSeek's sparse attention; `what` is the predicate."""
+        """Make the error for a model that differs from DeepSeek's sparse attention; `what` is the predicate."""
         return CheckpointError(f"{self.architecture} {what}, which the general route cannot serve")
 
     def _arguments(self, mask: torch.Tensor) -> dict[str, Any]:
@@ -185,14 +186,15 @@ class IndexedCaches:
 
 
 class IndexedAttention:
-    """Serves one attention module by latent attention over the backend's paged latents."""
+    """Serves one attention module by the backend's latent attention over paged latents."""
 
     def __init__(
         self, name: str, module: nn.Module, caches: IndexedCaches, query: torch.Tensor, value: torch.Tensor, call: Any
     ) -> None:
-        """From a recorded call. # [1, heads, tokens, nope_dim + rope_dim], [1, heads, tokens, value_dim]
+        """Take the shapes from a recorded call.
 
-        Raises `CheckpointError` where keys and values are not projections of latents by `kv_b_proj`.
+        Raises `CheckpointError` if keys and values are not projected from latents by `kv_b_proj`.
+        # [1, heads, tokens, nope_dim + rope_dim], [1, heads, tokens, value_dim]
         """
         self.layer = cast(int, module.layer_idx)
         self._caches = caches
@@ -227,10 +229,10 @@ class IndexedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The concatenated contexts of a step's sequences, each with the step's tokens included."""
+    """The concatenated contexts of a step's sequences, including the step's tokens."""
 
-    slot_mapping: torch.Tensor  # [tokens] int64, of the step's own tokens
-    starts: torch.Tensor  # [tokens] int64, the index of the first token of each token's sequence
+    slot_mapping: torch.Tensor  # [tokens] int64, the cache slot of each of the step's tokens
+    starts: torch.Tensor  # [tokens] int64, the index in the row at which each token's sequence starts
     positions: torch.Tensor  # [tokens] int64
     block_tables: torch.Tensor  # [B, max_blocks] int32
     sequences: torch.Tensor  # [row] int64, the sequence of each token of the row
@@ -256,12 +258,15 @@ class _Row:
 
     @property
     def mask(self) -> torch.Tensor:
-        """Whether each token sees each index of the row. # [tokens, row] bool"""
+        """Whether each token attends to each index of the row. # [tokens, row] bool"""
         indices = torch.arange(len(self.sequences), device=self.starts.device)
         return (indices >= self.starts[:, None]) & (indices <= (self.starts + self.positions)[:, None])
 
     def exchange(self, vectors: torch.Tensor, cache: VectorCache) -> torch.Tensor:
-        """Write the step's vectors to the cache, and read those of the row. # [tokens, dim] -> [row, dim]"""
+        """Write the step's vectors to the cache, and read the vectors of the whole row.
+
+        # [tokens, dim] -> [row, dim]
+        """
         block_size = cache.vectors.shape[1]
         written = to_cache(vectors, cache.vectors.dtype)
         cache.vectors[self.slot_mapping // block_size, self.slot_mapping % block_size] = written
@@ -269,8 +274,10 @@ class _Row:
         return cache.vectors[blocks, self.offsets % block_size].to(vectors.dtype)
 
     def positions_of(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """None where every token selected all it sees. # [tokens, K] -> [tokens, K], -1 for tokens that are not
-        visible
+        """Convert indices in the row to positions in each token's sequence, -1 for other sequences' or later tokens.
+
+        Returns None if no context is longer than K, so that every token selected all visible ones.
+        # [tokens, K] -> [tokens, K]
         """
         if self.longest <= indices.shape[1]:
             return None
@@ -282,10 +289,10 @@ class _Row:
 def watch_attention(
     model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None
 ) -> Iterator[dict[nn.Module, PagedAttention | IndexedAttention]]:
-    """Inside, record each attention module of `model` in the order of their calls, which return zeros.
+    """Within the context, record each attention module of `model` in the order of calls; calls return zeros.
 
-    `indexed` are the caches of a model with indexed attention.
-    Calls that paged attention cannot serve raise `CheckpointError`.
+    `indexed`: the caches of a model with indexed attention, or None. A call that paged attention cannot serve raises
+    `CheckpointError`.
     """
     found: dict[nn.Module, PagedAttention | IndexedAttention] = {}
     masks = _Masks(architecture)
@@ -327,14 +334,14 @@ def watch_attention(
 
 
 def install(found: dict[nn.Module, PagedAttention | IndexedAttention]) -> None:
-    """Have the recorded modules attend over the forward context's caches under the implementation `PAGED`."""
+    """Attach each module's attention, which the implementation `PAGED` calls."""
     for module, attention in found.items():
         setattr(module, _ATTRIBUTE, _installed(attention))
 
 
 @contextmanager
 def using_attention(model: nn.Module, implementation: str) -> Iterator[None]:
-    """Inside, all of `model` uses this implementation of transformers' attention interface."""
+    """Within the context, all of `model` uses this implementation of transformers' attention interface."""
     previous: dict[int, tuple[Any, str]] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -357,7 +364,7 @@ def _answer(
     attention_mask: torch.Tensor | None = None,
     **call: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered function: calls the module's own attention. # 3 x [1, heads, tokens, dim]"""
+    """The registered function, which calls the attention attached to the module. # 3 x [1, heads, tokens, dim]"""
     return getattr(module, _ATTRIBUTE)(module, query, key, value, attention_mask=attention_mask, **call), None
 
 
@@ -397,12 +404,13 @@ def _refuse_call(
 
 
 class _Masks:
-    """The masks that a model makes in a recorded pass, checked when a call uses them: many are never used."""
+    """The masks that a model makes in the recorded pass. Only those that a call uses are checked."""
 
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
         self._made: dict[int, tuple[torch.Tensor, bool, int | None]] = {}
-        """By address: the mask, kept so that its address stays unique, whether it is causal, and its window."""
+        """Maps a mask's address to the mask, whether it is causal, and its window. Keeping the mask alive keeps its
+        address unique."""
 
     def make(
         self,
@@ -414,13 +422,16 @@ class _Masks:
         device: torch.device | str = "cpu",
         **_asked: Any,
     ) -> torch.Tensor:
-        """transformers' mask function. # -> [1, 1, q_length, kv_length]"""
+        """The mask function that transformers calls. # -> [1, 1, q_length, kv_length]"""
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
         self._made[_address(mask)] = mask, _is_causal(mask_function, local_size), local_size
         return mask
 
     def window(self, call: dict[str, Any]) -> int | None:
-        """The sliding window of a call. Raises `CheckpointError` for a mask of another kind."""
+        """Return the sliding window of a call, or None.
+
+        Raises `CheckpointError` if the call's mask is not that of causal or sliding-window attention.
+        """
         given: int | None = call.get("sliding_window")
         mask = call.get("attention_mask")
         if mask is None:
@@ -436,7 +447,7 @@ class _Masks:
                 f"{self._architecture} masks other tokens than those after a token and those before a sliding window "
                 "(as bidirectional and chunked attention do), which the general route cannot serve"
             )
-        # transformers' own attention uses the mask; its calls may omit the window, but not contradict it.
+        # transformers' own attention reads the mask, so the call may omit the window, but must not contradict it.
         if given not in (None, window):
             raise CheckpointError(
                 f"{self._architecture} has a sliding window of {given} tokens in its calls for attention and not in "
@@ -446,12 +457,13 @@ class _Masks:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """The same for a tensor and its slices."""
+    """Return the address of the tensor's storage, which slices of a tensor share."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """Whether a mask of transformers lets a token see all before it, or `window` tokens, and nothing else."""
+    """Whether a mask of transformers is exactly causal, or causal with a sliding window; checked at sample
+    positions."""
     edge = 64 if window is None else window
     queries = torch.tensor([0, 1, 2, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge + 3])[:, None]
     keys = torch.arange(2 * edge + 5)[None]

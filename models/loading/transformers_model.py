@@ -1,8 +1,8 @@
 """The general route: any decoder-only model of transformers, by its own code, over Kaon's paged attention.
 
-`load_transformers_model` is called by the loader for checkpoints whose configuration is a `TransformersConfig`. In
-order: that function; `TransformersModel`; how its structure is found; reading quantised weights; and the check that
-the model computes the same in a server's steps as alone.
+`load_transformers_model` is called by the loader for checkpoints whose configuration is a `TransformersConfig`. This
+module contains, in order: that function; `TransformersModel`; how the model's structure is found; reading of quantised
+weights; and the check that batched steps over paged caches give the same logits as each sequence alone.
 """
 
 import inspect
@@ -41,20 +41,20 @@ from models.quantization.dequantize import Dequantizer
 
 _BLOCK_SIZE = 16
 _LENGTHS = (9, 5)
-"""Tokens of the two sequences that are checked, one block each."""
+"""Number of tokens of the two sequences that the check runs, one block each."""
 _STEPS = (((0, 0, 5), (1, 0, 4)), ((1, 4, 5), (0, 5, 9)))
 """The spans (sequence, start, end) of each step: two prefills, then a decode and a chunk of a prefill."""
 _TOLERANCE = {torch.float32: 1e-4}
 _COARSE_TOLERANCE = 0.1
-"""Error of logits relative to their size; a wrong model errs by about 1."""
+"""Largest relative error of logits for 16-bit dtypes; a wrong model has errors of about 1."""
 
 
 def load_transformers_model(
     path: Path, config: TransformersConfig, *, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> "TransformersModel":
-    """The model of the checkpoint directory `path`, read by transformers' own loader and checked on a few tokens.
+    """Load the checkpoint directory `path` by transformers' own loader, and check the model on a few tokens.
 
-    Raises `CheckpointError` for what transformers cannot load, or what differs over paged caches.
+    Raises `CheckpointError` if transformers cannot load it, or if it computes other logits over paged caches.
     """
     (transformers_logging.enable_progress_bar if progress else transformers_logging.disable_progress_bar)()
     try:
@@ -100,29 +100,30 @@ def load_transformers_model(
 
 
 class TransformersModel(nn.Module):
-    """A model of transformers: its body computes hidden states, its own head the logits of some of them."""
+    """A model of transformers as a `CausalLM`: its body computes hidden states, and its head the logits of some
+    rows."""
 
     def __init__(self, model: nn.Module, config: TransformersConfig, dtype: torch.dtype) -> None:
-        """Find the attention of `model` in a pass of a few tokens; its keys and values are cached as `dtype`.
+        """Run `model` on a few tokens to find its attention modules. Keys and values are cached as `dtype`.
 
         Raises `CheckpointError` for a model that cannot be served.
         """
         super().__init__()
         self.model = model
         self._carried: torch.Tensor | None = None
-        """Positions of the pass that is computed, with the lengths that they carry; None: of a sequence alone."""
+        """Positions of the current pass with the lengths that they carry; None outside `forward`."""
         _follow_lengths(model, config.rope_context(config.max_model_len), lambda: self._carried)
         self._indexed = _indexed_caches(model, config.architecture)
         structure = _find_structure(model, config.architecture, dtype, self._indexed)
         install(structure.attention)
         self._attention = list(structure.attention.values())
         self._body = [structure.body]
-        """A list, so that torch does not register the module, and its weights, a second time."""
+        """A list of one module, so that torch does not register the module and its weights a second time."""
         self._output_class = structure.output_class
         self._compute_body = structure.body.forward
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        """Compute the final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
         plain = without_lengths(positions)
         caches = {} if self._indexed is None else self._indexed.served(plain)
         self._carried = positions
@@ -133,8 +134,9 @@ class TransformersModel(nn.Module):
         return cast(torch.Tensor, output.last_hidden_state[0])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own forward pass with `hidden` in place of its body's output, so that its caps and scales apply.
+        """Run the model's own forward pass with `hidden` in place of the body's output.
 
+        This applies the model's own scales and caps of logits.
         # [rows, hidden_size] -> [rows, vocab_size] float32
         """
         body = self._body[0]
@@ -155,10 +157,10 @@ class TransformersModel(nn.Module):
         return specs + ([] if self._indexed is None else list(self._indexed.index_specs.values()))
 
     def linear_layers(self) -> dict[str, nn.Linear]:
-        """The layers that adapters may add to, by transformers' names.
+        """Return the linear layers that may have LoRA adapters, by transformers' names.
 
-        Left out are the head, which computes only some tokens, and projections of latents, which compute other steps'
-        tokens too.
+        The head is excluded, since it computes only some tokens; projections of latents are excluded, since they also
+        compute tokens of earlier steps.
         """
         excluded = {cast("Any", self.model).get_output_embeddings()}
         excluded |= {attention.kv_b for attention in self._attention if isinstance(attention, IndexedAttention)}
@@ -166,24 +168,24 @@ class TransformersModel(nn.Module):
         return {name: layer for name, layer in layers if layer not in excluded}
 
     def reference_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The logits of one sequence alone, with transformers' own attention. # [n] -> [n, vocab_size]"""
+        """Compute the logits of one sequence with transformers' own attention. # [n] -> [n, vocab_size]"""
         with using_attention(self.model, "eager"):
             output = self.model(input_ids=input_ids[None], use_cache=False)
         return cast(torch.Tensor, output.logits[0].float())
 
 
 class _Structure(NamedTuple):
-    """What a forward pass showed of a model."""
+    """A model's structure, as found by a forward pass."""
 
     attention: dict[nn.Module, PagedAttention | IndexedAttention]
     body: nn.Module
-    """The part that the model's own forward calls for hidden states."""
+    """The module that computes hidden states, which the model's own `forward` calls."""
     output_class: Callable[..., Any]
-    """The class of its output."""
+    """The class of the body's output."""
 
 
 def _indexed_caches(model: nn.Module, architecture: str) -> IndexedCaches | None:
-    """The caches of a model with layers of indexed attention; None for any other."""
+    """Return the caches of a model with indexed-attention layers, or None if it has no such layers."""
     text = cast("Any", model).config.get_text_config(decoder=True)
     return IndexedCaches(architecture) if INDEXED_LAYERS & set(getattr(text, "layer_types", None) or ()) else None
 
@@ -238,12 +240,12 @@ def _find_structure(
 
 
 def _follow_lengths(model: nn.Module, context: RopeContext | None, carried: Callable[[], torch.Tensor | None]) -> None:
-    """Have rotary embeddings that depend on lengths compute each token with the length of its own sequence.
+    """Make rotary embeddings that depend on lengths use the length of each token's own sequence.
 
-    transformers takes the longest position of a call for all of it. `context`: how frequencies depend on lengths, or
-    None where sequences are too short for that: then the frequencies stay those of the start, and no step compares
-    lengths. `carried` gives the positions of a step with their lengths. Raises `CheckpointError` where kinds of
-    layers differ.
+    transformers uses the largest position of a call for all of its tokens. `context`: how frequencies depend on
+    lengths; None if served sequences are too short for other frequencies than the initial ones, which are then always
+    used. `carried`: see `RotaryByLength`. Raises `CheckpointError` if the rope types of kinds of layers differ and one
+    of them depends on lengths.
     """
     following: dict[nn.Module, RotaryByLength] = {}
     for parent in list(model.modules()):
@@ -273,9 +275,9 @@ def _has_attention_of_its_own(architecture: str) -> CheckpointError:
 def load_dequantized(
     path: Path, quantization: QuantizationConfig, *, dtype: torch.dtype, attention: str
 ) -> tuple[Any, dict[str, Any]]:
-    """transformers' model of the checkpoint directory `path` with dense weights, and its report of the load.
+    """Load transformers' model of `path` with its quantised weights made dense; return it with the loading report.
 
-    Raises `CheckpointError` for quantised tensors that do not fit one another, and whatever transformers raises.
+    Raises `CheckpointError` for quantised tensors that do not fit one another, and any exception of transformers.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
@@ -292,9 +294,10 @@ def load_dequantized(
 
 
 class _TakeOnce:
-    """A tensor that can be read once, as transformers reads a slice of a file.
+    """A tensor that can be read once, with the interface of a safetensors slice.
 
-    transformers keeps references until all is loaded: plain tensors of experts would outlive their copy in a stack.
+    transformers keeps references to all given tensors until the load ends. Reading drops this object's reference, so
+    that the tensor of an expert is freed once it has been copied into the stack of experts.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -309,7 +312,10 @@ class _TakeOnce:
 def _dense_tensors(
     path: Path, quantization: QuantizationConfig, names: Container[str], dtype: torch.dtype
 ) -> dict[str, _TakeOnce]:
-    """Each dense tensor by its name in the checkpoint. `names` are the model's, which differ for experts."""
+    """Return each tensor made dense, by its name in the checkpoint.
+
+    `names`: names of the model's tensors, which differ from the checkpoint's for experts.
+    """
     state: dict[str, _TakeOnce] = {}
 
     def is_wanted(name: str) -> bool:
@@ -319,7 +325,7 @@ def _dense_tensors(
     seen: dict[str, Path] = {}
     for file in weight_files(path):
         for name, tensor in dequantizer.dense(tensors_of_file(file, seen)):
-            is_weight = name in names or name.endswith(".weight")  # Old checkpoints also hold masks.
+            is_weight = name in names or name.endswith(".weight")  # Old checkpoints also hold 1-byte masks.
             if is_weight and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
                 raise CheckpointError(f"{name} in {file} is {tensor.dtype}, which the general route cannot make dense")
             state[name] = _TakeOnce(tensor)
@@ -331,7 +337,8 @@ def _dense_tensors(
 
 
 def _require_padding_token(path: Path) -> None:
-    """Raise `CheckpointError` where the padding token is none, at which torch's embedding fails without its name."""
+    """Raise `CheckpointError` if the padding token is outside the vocabulary; torch's error does not name the
+    field."""
     fields = read_config(path)
     padding, vocab_size = fields.values.get("pad_token_id"), fields.values.get("vocab_size")
     if isinstance(padding, int) and isinstance(vocab_size, int) and not -vocab_size <= padding < vocab_size:
@@ -339,7 +346,8 @@ def _require_padding_token(path: Path) -> None:
 
 
 def _reject_transposed_weights(model: torch.nn.Module, quantization: QuantizationConfig) -> None:
-    """Raise `CheckpointError` for weights that the model keeps transposed: a square one would load unnoticed."""
+    """Raise `CheckpointError` if the model stores weights transposed, because a square one would be loaded wrongly
+    without an error."""
     name = type(model).__name__
     if any(isinstance(module, Conv1D) for module in model.modules()):
         raise CheckpointError(f"{name} keeps its weights transposed, so the general route reads it dense only")
@@ -351,10 +359,10 @@ def _reject_transposed_weights(model: torch.nn.Module, quantization: Quantizatio
 def check_paged_equivalence(
     model: TransformersModel, config: TransformersConfig, *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise `CheckpointError` where two sequences in two steps give other logits than alone.
+    """Raise `CheckpointError` if two sequences, batched in two steps, give other logits than each alone.
 
-    It finds what the calls of attention do not show: a recurrent state, a convolution, a position counted from the
-    start of a step.
+    This detects what the recorded attention calls do not show: a recurrent state, a convolution, or positions counted
+    from the start of a step.
     """
     sequences = [(torch.arange(length) * 7 + index) % config.vocab_size for index, length in enumerate(_LENGTHS)]
     sequences = [tokens.to(device) for tokens in sequences]
@@ -363,7 +371,7 @@ def check_paged_equivalence(
         for found, tokens in zip(paged, sequences, strict=True):
             alone = model.reference_logits(tokens)
             error = (found - alone).norm() / (alone - alone.mean(-1, keepdim=True)).norm()
-            # A NaN is not at most anything.
+            # `not <=` also rejects NaN.
             if not error <= _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
                 raise CheckpointError(
                     f"{config.architecture} gives other logits in a batch than alone (by {float(error):.1%}): it "
@@ -375,7 +383,7 @@ def check_paged_equivalence(
 def _in_steps(
     model: TransformersModel, sequences: list[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Logits of both sequences. # each [n, vocab_size]"""
+    """Return the logits of each sequence, computed in the steps of `_STEPS`. # each [n, vocab_size]"""
     backend = select_backend(device)
     caches: dict[str, LayerCache] = {}
     for spec in model.kv_cache_layers():

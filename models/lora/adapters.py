@@ -1,8 +1,9 @@
 """LoRA adapters of a loaded model, for the model runner.
 
-`Adapter.read` reads one as PEFT saves it, in any thread; `attach` adds it to the model's layers between two steps, and
-`detach` removes it. Every tensor must be used and every product complete, or a `CheckpointError` names what is not.
-`group_by_adapter` groups a step's tokens, and `capture_obstacle` says whether graphs may capture the adapters.
+`Adapter.read` reads an adapter in PEFT's format, in any thread. `attach` adds it to the model's layers between two
+steps, and `detach` removes it. A `CheckpointError` names tensors of the adapter that the model does not use, and
+tensors that are missing. `group_by_adapter` groups a step's tokens by adapter, and `capture_obstacle` reports why
+graphs cannot capture the adapters.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +30,8 @@ from models.lora.config import LoRAConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANKS = 512
-"""The most ranks of all adapters of a layer that a graph captures: it also multiplies by adapters that no row uses."""
+"""Largest sum of LoRA ranks of a layer's adapters that graphs capture, since a captured graph multiplies by all
+adapters, including those that no row uses."""
 
 _PREFIX = "base_model.model."
 _ENDINGS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
@@ -37,9 +39,9 @@ _NAMED_IN_ERRORS = 5
 
 
 def load_adapters(model: CausalLM, paths: Mapping[str, Path], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Give `model` the adapters of these directories, numbered from 1 in their order, converted to `dtype`.
+    """Attach the adapters of these directories to `model`, numbered from 1 in order, converted to `dtype`.
 
-    Raises `CheckpointError` for an adapter that is damaged, that is for another model, or that is not plain LoRA.
+    Raises `CheckpointError` for an adapter that is damaged, belongs to another model, or is not plain LoRA.
     """
     for number, (name, path) in enumerate(paths.items(), 1):
         try:
@@ -49,14 +51,15 @@ def load_adapters(model: CausalLM, paths: Mapping[str, Path], *, dtype: torch.dt
 
 
 class Adapter(NamedTuple):
-    """An adapter's files, read and found to be for a model; shapes are checked when it is attached."""
+    """An adapter read from its files, whose modules are those of the model. Shapes are checked by `attach`."""
 
     config: LoRAConfig
     file: Path
     products: Mapping[str, Mapping[str, torch.Tensor]]
-    """The halves A and B of each module, on the host."""
+    """The matrices A and B of each module, in host memory."""
     experts: Mapping[str, Mapping[str, torch.Tensor]]
-    """Those of stacks of experts, by the name of the layer that holds them, with `.base_layer` after all but one."""
+    """The matrices A and B of stacks of experts, by the name of their layer, with `.base_layer` appended for each
+    further stack of the layer."""
 
     @classmethod
     def read(cls, model: CausalLM, path: Path) -> Self:
@@ -81,7 +84,7 @@ class Adapter(NamedTuple):
 
 
 def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Add an adapter to `model` under a number that is free. Raises `CheckpointError`; then nothing has changed."""
+    """Add an adapter to `model` under an unused number. If it raises `CheckpointError`, the model is unchanged."""
     targets = _targets(cast(nn.Module, model))
     try:
         for module, halves in adapter.products.items():
@@ -115,7 +118,7 @@ def attach(model: CausalLM, number: int, adapter: Adapter, *, dtype: torch.dtype
 
 
 def detach(model: CausalLM, number: int) -> None:
-    """Remove the adapter of that number, which no row uses any more."""
+    """Remove the adapter of that number, which no running request may use."""
     for module in cast(nn.Module, model).modules():
         if isinstance(module, FusedMoE):
             module.adapters.pop(number, None)
@@ -123,20 +126,18 @@ def detach(model: CausalLM, number: int) -> None:
         if isinstance(lora, LinearLoRA):
             lora.remove(number)
             if lora.is_unused and isinstance(module, ParallelLinear):
-                # A layer without adapters may use operators that compute more than its product.
+                # A layer without `lora` may use fused operators.
                 module.lora = None
 
 
 class HookedLoRA:
-    """Adds adapters' products to the output of a linear layer of transformers' code, as a `ParallelLinear` does to
-    its own.
-    """
+    """Applies adapters to a linear layer of transformers' code by a forward hook."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
 
     def make_lora(self, dtype: torch.dtype) -> LinearLoRA:
-        """The layer's adapters, which are created with weights of `dtype` if there are none yet."""
+        """Return the layer's adapters; on the first call, create them with weights of `dtype` and install the hook."""
         inputs, outputs = self._layer.in_features, self._layer.out_features
         present: LinearLoRA | None = getattr(self._layer, "lora", None)
         if present is not None:
@@ -154,14 +155,14 @@ class HookedLoRA:
 
 
 class _Target(NamedTuple):
-    """The layer that holds a module of the checkpoint, and the part that it is there."""
+    """The layer that contains a checkpoint module, and the module's part in that layer."""
 
     layer: ParallelLinear | HookedLoRA
     shard: str | int | None
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Each linear layer by its name in the checkpoint; of a packed one, each part that the checkpoint holds apart."""
+    """Map the checkpoint name of each linear module to its layer; a packed layer has several modules."""
     if hasattr(model, "linear_layers"):
         layers = cast("Callable[[], dict[str, nn.Linear]]", model.linear_layers)()
         return {name: _Target(HookedLoRA(layer), None) for name, layer in layers.items()}
@@ -170,7 +171,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
         if isinstance(module, ParallelLinear):
             parent, _, kind = checkpoint_name(name, model).rpartition(".")
             own: list[tuple[str, str | int | None]] = [(kind, None)]
-            # A layer of a packed one's name may hold a tensor of its own instead.
+            # A layer with the name of a packed module may also be filled by a single tensor of that name.
             packed = [each for each in parts.get(kind, ()) if each[1] in module.parts]
             for source, shard in packed or own:
                 targets[f"{parent}.{source}"] = _Target(module, shard)
@@ -178,7 +179,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 
 
 _NESTED = ".base_layer"
-"""PEFT nests the second adapter of a module's parameters, and says in no name which parameter one is of."""
+"""PEFT's suffix of a further adapted parameter of the same module; the name does not say which parameter it is."""
 
 
 def _layer_name(name: str) -> str:
@@ -188,7 +189,7 @@ def _layer_name(name: str) -> str:
 
 
 def _expert_layers(model: nn.Module) -> dict[str, FusedMoE]:
-    """Each layer of experts by its names: transformers' and, where that differs, the checkpoint's."""
+    """Map the names of each layer of experts, transformers' and the checkpoint's, to the layer."""
     layers: dict[str, FusedMoE] = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
@@ -202,7 +203,7 @@ def _require_stacks(
     layers: Mapping[str, FusedMoE],
     file: Path,
 ) -> None:
-    """Raise `CheckpointError` unless each product is of a stack of experts, and none is missing."""
+    """Raise `CheckpointError` unless each pair of matrices fits a stack of experts, and none is missing."""
     found: set[tuple[FusedMoE, str]] = set()
     for name, halves in experts.items():
         layer = layers[_layer_name(name)]
@@ -224,11 +225,11 @@ def _require_stacks(
 
 
 def _products(file: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The halves A and B of each module in an adapter's file, by the module's name."""
+    """Read the matrices A and B of each module from an adapter's file, by the module's name."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent} has no {file.name}; save the adapter as safetensors")
     try:
-        # Read as a whole: a file that shrinks while it is mapped would end the process.
+        # The file is read and not mapped, since truncating a mapped file would crash the process.
         tensors = load(file.read_bytes())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -255,7 +256,7 @@ def _require_all(
     file: Path,
     experts: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> None:
-    """Raise `CheckpointError` unless the products fit the model, and none is missing."""
+    """Raise `CheckpointError` unless all modules of the adapter exist in the model, and none is missing."""
     foreign = [module for module in products if module not in targets]
     if foreign:
         raise CheckpointError(
@@ -274,7 +275,7 @@ def _require_all(
 
 
 def _some(names: list[str]) -> str:
-    """The first few names."""
+    """Join the first few names."""
     dots = ", ..." if len(names) > _NAMED_IN_ERRORS else ""
     return ", ".join(sorted(names)[:_NAMED_IN_ERRORS]) + dots
 
@@ -282,9 +283,11 @@ def _some(names: list[str]) -> str:
 def group_by_adapter(
     adapters: npt.NDArray[np.integer], query_lens: npt.NDArray[np.integer], device: torch.device
 ) -> tuple[LoRATokens, ...] | None:
-    """The tokens of each adapter in a step, from each row's adapter (0: none) and token count. # 2 x [B]
+    """Group a step's tokens by adapter. `adapters`: each row's adapter, 0 for none; `query_lens`: its number of
+    tokens.
 
-    None without any adapter. Adjacent tokens are a slice, which layers read and write in place.
+    Returns None if no row has an adapter. Contiguous tokens are returned as a slice, so that layers access them
+    without a copy. # 2 x [B]
     """
     by_token = np.repeat(adapters, query_lens)
     groups = []
@@ -299,7 +302,7 @@ def group_by_adapter(
 
 
 def capture_obstacle(model: CausalLM) -> str | None:
-    """Why graphs cannot capture decodes with adapters; None: they can."""
+    """Return the reason why graphs cannot capture decodes with adapters, or None if they can."""
     for module in cast(nn.Module, model).modules():
         if isinstance(module, FusedMoE) and module.adapters:
             return "an adapter changes experts, whose tokens are counted on the host"

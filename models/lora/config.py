@@ -1,7 +1,7 @@
-"""`LoRAConfig`: an adapter's adapter_config.json, in PEFT's terms, checked. Imports no torch.
+"""`LoRAConfig`: reads and checks an adapter's adapter_config.json in PEFT's format. Imports no torch.
 
-Rank and scale of a module are as in PEFT: LoRA (Hu et al. 2021) scales by alpha / r, rank-stabilised LoRA
-(Kalajdzievski 2023) by alpha / sqrt(r).
+As in PEFT, LoRA (Hu et al. 2021) scales by alpha / r, and rank-stabilised LoRA (Kalajdzievski 2023) by
+alpha / sqrt(r).
 """
 
 import math
@@ -27,7 +27,7 @@ _UNSUPPORTED = {
 }
 """Fields that change what an adapter computes, and why each must be left out (or false, or empty)."""
 _CHANGES_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations after which an adapter fits only the base weights that they changed."""
+"""Initialisations that change the base weights, so that the adapter fits only the changed base weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class LoRAConfig:
     alpha: float
     rank_stabilized: bool
     target_modules: tuple[str, ...] | str
-    """Names of modules or of their last parts, or one regular expression for whole names."""
+    """Names or name endings of modules, or one regular expression that matches whole names."""
     target_parameters: tuple[str, ...] = ()
-    """Names of stacked experts, or their last parts."""
+    """Names or name endings of stacks of experts."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    """Exceptions, by regular expression for the end of a module's name."""
+    """Overrides of rank and alpha, by a regular expression that matches a module's name or its ending."""
     some_layers_only: bool = False
     """Whether the adapter omits modules that `target_modules` names."""
 
@@ -70,11 +70,11 @@ class LoRAConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        """The rank of the module of that name in the checkpoint."""
+        """Return the rank of a module, by its checkpoint name."""
         return self.rank_pattern.get(_first_match(self.rank_pattern, module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the module's low-rank product is multiplied by."""
+        """Return the factor of the module's low-rank product."""
         alpha = self.alpha_pattern.get(_first_match(self.alpha_pattern, module), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
@@ -127,5 +127,5 @@ def _pattern(fields: Fields, name: str, *, fractions: bool) -> dict[str, float]:
 
 
 def _first_match(pattern: Mapping[str, object], module: str) -> str:
-    """The first expression that matches a whole name, or its end after a dot; else the empty string."""
+    """Return the first expression that matches the name or its ending after a dot, else the empty string."""
     return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", module)), "")

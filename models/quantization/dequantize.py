@@ -1,4 +1,8 @@
-"""`Dequantizer`: the loader's stage between a quantised checkpoint's tensors and the model's dense parameters."""
+"""`Dequantizer`: the loader's stage that combines a quantised checkpoint's tensors into weights.
+
+It collects the parts of each weight (codes, scales, zero points), and yields the weight, dense or quantised, under its
+dense name as soon as all parts were read.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,11 +20,11 @@ from models.quantization.stored import QuantizedRows
 SCALE_SUFFIX = "_scale_inv"
 
 ExpertNames = Mapping[tuple[int, str], str]
-"""The name of each expert's weight in checkpoints without stacks, by expert and part, in the order of the stack."""
+"""Maps (expert, part) to the weight's name in checkpoints without stacks, in the order of the stack."""
 
 _EXPERT_PARTS = ("_blocks", "_scales")
 _ATTENTION_PARTS = (".attn", ".mla_attn", ".k_proj", ".v_proj", ".qkv_proj", ".kv_a_proj_with_mqa", ".kv_b_proj")
-"""Modules of an attention layer under which checkpoints store the scales of its cache."""
+"""Submodules of an attention layer under which checkpoints store the scales of its KV cache."""
 _UNUSED_PARTS = frozenset(
     {
         "activation_scale",
@@ -35,36 +39,36 @@ _UNUSED_PARTS = frozenset(
         "prob_output_scale",
     }
 )
-"""Tensors for quantised activations, which are computed in the model's dtype here."""
+"""Tensors for quantised activations, which are not loaded: activations are not quantised by stored scales here."""
 
 
 class KVScales(NamedTuple):
-    """The factors of a layer's stored keys and values in an 8-bit cache."""
+    """The scales of a layer's keys and values in an 8-bit KV cache."""
 
     k: float = 1.0
     v: float = 1.0
     names: tuple[str, ...] = ()
-    """The names of the tensors that hold them."""
+    """The names of the tensors that hold the scales."""
 
 
 @dataclass(slots=True)
 class _PartialWeight:
-    """The tensors of one weight that were read so far."""
+    """The parts of one weight that were read so far."""
 
     layout: StorageLayout
     result: str
     names: dict[str, str] = field(default_factory=dict)
-    """The name in the checkpoint of each part."""
+    """The checkpoint name of each part."""
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     mapped: set[str] = field(default_factory=set)
-    """Parts that are still mapped from their file."""
+    """Parts that are still memory-mapped from their file."""
 
 
 class Dequantizer:
-    """Collects the tensors of each quantised weight from all files, and yields the dense weight when it is complete.
+    """Collects the parts of each quantised weight from all files, and yields the weight once it is complete.
 
-    Tensors that are dense already are passed on, whatever the configuration says of their module: checkpoints name
-    their exclusions loosely, and norms and embeddings are never quantised.
+    Dense tensors are passed on even if the configuration declares their module quantised: checkpoints list their
+    exclusions incompletely, and norms and embeddings are never quantised.
     """
 
     def __init__(
@@ -75,8 +79,8 @@ class Dequantizer:
         expert_names: Callable[[str], ExpertNames] = lambda _name: {},
         stays: Callable[[str], bool] = lambda _name: False,
     ) -> None:
-        """`is_wanted`: whether the model still lacks the dense tensor of that name. `stays`: whether it may stay
-        quantised. `expert_names`: the names of a stack's parts in checkpoints without stacks; empty for other tensors.
+        """`is_wanted`: whether the model still lacks the dense tensor of a name. `stays`: whether the tensor of a name
+        may stay quantised. `expert_names`: the single experts' names for the name of a stack; empty for other tensors.
         """
         self._config = config
         self._expert_names = expert_names
@@ -86,14 +90,14 @@ class Dequantizer:
         self._gathered: dict[str, _PartialWeight] = {}
         self._layouts: dict[str, StorageLayout | None] = {}
         self.made_dense: Counter[str] = Counter()
-        """How many weights do not stay quantised, by form and reason in words."""
+        """Number of weights that were made dense, by a description of their form and the reason."""
         self.kv_scales: dict[str, KVScales] = {}
-        """The scales of each attention layer, `model.layers.N.self_attn`, that the checkpoint has."""
+        """The KV cache scales in the checkpoint, by attention layer (`model.layers.N.self_attn`)."""
 
     def dense(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The dense tensors of one file, and the weights that it completes.
+        """Yield the dense tensors of one file, and the weights whose last part is in this file.
 
-        Raises `CheckpointError` where a weight's tensors do not fit one another.
+        Raises `CheckpointError` if a weight's parts do not fit one another.
         """
         if self._config is None:
             yield from tensors
@@ -104,7 +108,7 @@ class Dequantizer:
         self._end_file()
 
     def missing_names(self, missing: Iterable[str]) -> list[str]:
-        """The names in the checkpoint of the tensors that are missing for these dense ones."""
+        """Return the checkpoint names of the parts that are missing for these dense tensors."""
         incomplete = {gathered.result: (module, gathered) for module, gathered in self._gathered.items()}
         names = []
         for name in missing:
@@ -117,11 +121,11 @@ class Dequantizer:
         return names
 
     def incomplete(self) -> list[str]:
-        """The wanted dense tensors of which some parts were read."""
+        """Return the names of wanted weights of which only some parts were read."""
         return [gathered.result for gathered in self._gathered.values() if self._is_wanted(gathered.result)]
 
     def unexpected_names(self) -> list[str]:
-        """Tensors that belong to a weight which was complete without them."""
+        """Return the names of tensors that belong to weights which were not wanted, or complete without them."""
         return [
             name
             for gathered in self._gathered.values()
@@ -130,14 +134,14 @@ class Dequantizer:
         ]
 
     def _by_expert(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensor itself, or its parts if it is a stack of experts' 8-bit weights or of their scales."""
+        """Yield the tensor, or its parts if it is a stack of experts' 8-bit weights or of their scales."""
         stack = name.removesuffix(SCALE_SUFFIX)
         is_part = stack != name or tensor.dtype.itemsize == 1
         names = self._expert_names(stack) if is_part else {}
         return unstacked(name, tensor, names) if names else iter([(name, tensor)])
 
     def _feed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensor itself if it is dense, or the weight that it completes, if any."""
+        """Yield the tensor if it is dense, or the weight that it completes, or nothing."""
         if self._is_kv_scale(name, tensor):
             return
         module, part = _split(name)
@@ -162,7 +166,7 @@ class Dequantizer:
             yield result, self._weight(module, gathered)
 
     def _weight(self, module: str, gathered: _PartialWeight) -> torch.Tensor:
-        """The dense weight, or the stored one where it may stay quantised and kernels take its form."""
+        """Return the quantised weight if it may stay quantised and kernels support its form, else the dense weight."""
         layout, parts = gathered.layout, gathered.parts
         dense = partial(layout.dequantize, module, parts, self._dtype)
         stays = self._stays(gathered.result)
@@ -179,7 +183,7 @@ class Dequantizer:
         return dense()
 
     def _end_file(self) -> None:
-        """Copy the parts that wait for other files: a mapped tensor would keep its whole file in memory."""
+        """Copy the parts of incomplete weights, because a memory-mapped tensor would keep its whole file mapped."""
         for gathered in self._gathered.values():
             for part in gathered.mapped:
                 gathered.parts[part] = gathered.parts[part].clone()
@@ -193,8 +197,9 @@ class Dequantizer:
         return self._layouts[module]
 
     def _is_kv_scale(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a scale of a layer's cache, which is kept. Quark stores it as the projection's output
-        scale.
+        """Whether a tensor is a scale of a layer's KV cache; if so, its value is recorded in `kv_scales`.
+
+        Quark stores the scale as `output_scale` of the key and value projections.
         """
         module, _, leaf = name.rpartition(".")
         projection = module.rpartition(".")[2]
@@ -215,7 +220,7 @@ class Dequantizer:
 
 
 def _words(layer: LayerQuantConfig) -> str:
-    """A form of weights."""
+    """Describe a form of quantised weights in words."""
     is_grouped = layer.quant_type is Granularity.GROUP and layer.group_size is not None
     scales = f"groups of {layer.group_size}" if is_grouped else f"scales {layer.quant_type.value.replace('_', ' ')}"
     order = " in the order of activations" if layer.has_group_index else ""
@@ -228,7 +233,7 @@ def _is_stacked(name: str) -> bool:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Module and part."""
+    """Split a tensor's name into module and part."""
     if _is_stacked(name):
         module, _, part = name.rpartition("_")
     else:
@@ -237,7 +242,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _canonical(part: str, layer: LayerQuantConfig) -> str:
-    """One name for parts that formats name differently."""
+    """Map a part's name to one that is the same for all formats."""
     if part == "weight_scale_inv":
         return "weight_scale"
     if part.endswith("_activation_scale"):
@@ -248,7 +253,10 @@ def _canonical(part: str, layer: LayerQuantConfig) -> str:
 
 
 def _is_redundant(name: str, part: str, layer: LayerQuantConfig, tensor: torch.Tensor, *, is_wanted: bool) -> bool:
-    """Whether a tensor repeats the configuration: groups of adjacent inputs, zero points and biases of zero."""
+    """Whether a tensor can be skipped: a `g_idx` of adjacent groups, zero points of symmetric weights, or a zero bias.
+
+    Raises `CheckpointError` for a `g_idx` that contradicts the configuration.
+    """
     if part in ("g_idx", "weight_g_idx") and not layer.has_group_index:
         _require_adjacent_groups(name, tensor, layer.group_size)
         return True
@@ -258,7 +266,7 @@ def _is_redundant(name: str, part: str, layer: LayerQuantConfig, tensor: torch.T
 
 
 def _require_adjacent_groups(name: str, listed: torch.Tensor, group_size: int | None) -> None:
-    """Raise `CheckpointError` where the groups in `listed` are not of adjacent inputs. # [I]"""
+    """Raise `CheckpointError` unless the groups in `listed` consist of adjacent inputs. # [I]"""
     inputs = torch.arange(listed.numel())
     is_unset = bool((listed < 0).any())
     if not is_unset and not torch.equal(listed.flatten().long(), inputs // (group_size or max(1, len(inputs)))):
@@ -268,12 +276,12 @@ def _require_adjacent_groups(name: str, listed: torch.Tensor, group_size: int | 
 def unstacked(name: str, stack: torch.Tensor, names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
     """Split a stack of all experts' weights, or of their scales, into one tensor for each part of an expert.
 
-    transformers saves FP8 models so, some with separate weights (`experts.3.gate_proj.weight`) but stacked scales
-    (`experts.gate_up_proj_scale_inv`).
+    transformers saves FP8 models with such stacks, some with separate weights (`experts.3.gate_proj.weight`) but
+    stacked scales (`experts.gate_up_proj_scale_inv`).
 
     # [experts, parts * n, m] -> experts * parts of [n, m]
 
-    Raises `CheckpointError` where the stack cannot be split evenly: the parts then share a row of blocks.
+    Raises `CheckpointError` if the stack cannot be split evenly, because two parts share a row of scale blocks.
     """
     ending = SCALE_SUFFIX if name.endswith(SCALE_SUFFIX) else ""
     num_parts = len({part for _, part in names})

@@ -1,7 +1,8 @@
-"""`StorageLayout`: which tensors of a checkpoint hold one quantised weight, and what numbers they mean.
+"""`StorageLayout`: how one quantised weight is stored in a checkpoint's tensors.
 
-A layout turns a module's tensors into a dense weight, a few rows at a time in float32, so that it needs little memory
-besides its result; where the GPU kernels multiply by the stored numbers, it turns them into `Codes` instead.
+A layout dequantises a module's tensors into a dense weight. It computes a few rows at a time in float32, so that it
+needs little memory in addition to the result. For kernels that multiply by quantised weights, it converts the tensors
+to `Codes` instead.
 """
 
 import math
@@ -21,21 +22,21 @@ from models.quantization.stored import QuantizedStack
 from models.registry import Registry
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Weights dequantised at a time: intermediate values stay in the processor's cache."""
+"""Number of weights dequantised at a time, so that intermediate values stay in the processor's cache."""
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each column of a word, the nibble of eight that holds it."""
+"""For each of the eight columns of an AWQ word, the index of the nibble that holds it."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The values of a 4-bit float by code (OCP microscaling formats 1.0, section 5.3.3)."""
+"""The values of E2M1 floats by 4-bit code (OCP microscaling formats 1.0, section 5.3.3)."""
 
 Parts = Mapping[str, torch.Tensor]
-"""A module's tensors by their name in it."""
+"""A module's tensors by the last part of their name."""
 
 
 class StorageLayout(ABC):
-    """How the weight of one module is stored, quantised as `layer` says."""
+    """How the weight of one module is stored; `layer` has the quantisation parameters."""
 
     joint: ClassVar[str] = "."
-    """The separator of a module's name and a part's."""
+    """The separator between the module's name and the part's name."""
 
     def __init__(self, layer: LayerQuantConfig) -> None:
         self.layer = layer
@@ -43,32 +44,33 @@ class StorageLayout(ABC):
     @property
     @abstractmethod
     def required_parts(self) -> frozenset[str]:
-        """The module's tensors that its weight is computed from."""
+        """The names of the module's tensors from which the weight is computed."""
 
     @abstractmethod
     def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """The dense weight in `dtype`. # [out_features, in_features], of stacked experts [experts, in, out]
+        """Return the dense weight in `dtype`. # [out_features, in_features], or [experts, in, out] of stacked experts
 
-        Raises `CheckpointError` where the tensors' shapes or dtypes do not fit one another.
+        Raises `CheckpointError` if the tensors' shapes or dtypes do not fit one another.
         """
 
     @property
     def has_kernel(self) -> bool:
-        """Whether GPU kernels may multiply by the weight as it is stored."""
+        """Whether GPU kernels can multiply by quantised weights of this layout."""
         return False
 
     @property
     def has_codes(self) -> bool:
-        """Whether the CPU's operators may multiply by the weight as it is stored."""
+        """Whether the CPU operators can multiply by quantised weights of this layout."""
         return self.has_kernel
 
     def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
-        """The weight as it is stored; None where the kernels have no such form. `dense` makes the dense one."""
+        """Return the quantised weight, or None if kernels do not support its form. `dense` computes the dense
+        weight."""
         del parts, dense
         return None
 
     def stack(self, parts: Parts, dtype: torch.dtype) -> QuantizedStack | None:
-        """The weights of all experts as they are stored; None where they are not stored as one stack."""
+        """Return the quantised weights of all experts, or None if the layout does not store experts as one stack."""
         del parts, dtype
         return None
 
@@ -90,7 +92,10 @@ class StorageLayout(ABC):
             raise self._misfit(module, part, found, str([rows, columns]))
 
     def _on_grid(self, module: str, part: str, found: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        """A tensor of one number per block as float32 on the grid of blocks, dimensions of 1 optional."""
+        """Return a tensor of one number per block in the shape of the grid of blocks, as float32.
+
+        The tensor may have additional dimensions of size 1, or lack them.
+        """
         sizes = [size for size in found.shape if size != 1]
         if sizes != [size for size in grid if size != 1] or found.numel() != math.prod(grid):
             raise self._misfit(module, part, found, str(list(grid)))
@@ -107,14 +112,14 @@ STORAGE: Registry[type[StorageLayout]] = Registry(
 
 
 def layout_of(layer: LayerQuantConfig) -> StorageLayout:
-    """The layout of modules that are quantised so."""
+    """Return the layout of modules with the given quantisation."""
     return STORAGE[layer.storage](layer)
 
 
 def _by_rows(rows: int, columns: int, dtype: torch.dtype, part: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-    """The results of `part`, called for a few rows at a time, as one tensor of `dtype`. # [rows, columns]"""
+    """Fill a tensor of `dtype` by calling `part` for a few rows at a time. # [rows, columns]"""
     dense = torch.empty(rows, columns, dtype=dtype, device="cpu")
-    # Whole words of rows, for the layouts that pack them.
+    # A multiple of 8 rows, since some layouts pack 8 rows per word.
     step = max(8, _CHUNK_ELEMENTS // max(1, columns) // 8 * 8)
     for first in range(0, rows, step):
         some = slice(first, min(first + step, rows))
@@ -123,19 +128,19 @@ def _by_rows(rows: int, columns: int, dtype: torch.dtype, part: Callable[[slice]
 
 
 def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The fields of each word, the lowest first unless `order` names them. # [n, m] -> [n, m * 32 / bits] int32"""
+    """Unpack the fields of each word, the lowest first or in `order`. # [n, m] -> [n, m * 32 / bits] int32"""
     shifts = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def _widened(blocks: torch.Tensor, width: int, columns: int) -> torch.Tensor:
-    """Each value repeated for the columns of its block. # [n, blocks] -> [n, columns], or [n, 1] for one block"""
+    """Repeat each value for the columns of its block. # [n, blocks] -> [n, columns], or [n, 1] for one block"""
     return blocks if blocks.shape[1] == 1 else blocks[..., None].expand(-1, -1, width).flatten(1)[:, :columns]
 
 
 @STORAGE.register("scaled")
 class Scaled(StorageLayout):
-    """One number per weight, with scales."""
+    """One FP8 or int8 code per weight, with scales by tensor, row, block or group, and optional zero points."""
 
     @property
     def required_parts(self) -> frozenset[str]:
@@ -208,10 +213,10 @@ class Scaled(StorageLayout):
         return Codes("fp8", weight, scales, None, width, dense)
 
     def _block_shape(self, rows: int, columns: int, num_scales: int) -> tuple[int, int]:
-        """The number of rows and of columns that share one scale."""
+        """Return the numbers of rows and of columns that share one scale."""
         match self.layer.quant_type:
             case Granularity.TENSOR:
-                # Formats without an option for a scale per row name that per tensor too.
+                # Formats that cannot declare a scale per row declare it as per tensor.
                 return (1 if num_scales == rows else rows), columns
             case Granularity.CHANNEL:
                 return 1, columns
@@ -223,8 +228,9 @@ class Scaled(StorageLayout):
 
 
 def _fp8_values(weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers as float32; converted in adjacent pairs, four times as fast as one by one. # [n, columns]
-    e4m3
+    """Convert to float32 by a table of code pairs, which is four times as fast as torch's conversion.
+
+    # [n, columns] e4m3 -> [n, columns] float32
     """
     if weight.shape[1] % 2:
         return weight.float()
@@ -233,14 +239,14 @@ def _fp8_values(weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _fp8_pairs() -> torch.Tensor:
-    """Both numbers of each 16-bit code, the low one first. # [65536, 2]"""
+    """Return the two e4m3 values of each 16-bit word, the low byte's first. # [65536, 2]"""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     return torch.stack((values.repeat(256), values.repeat_interleave(256)), dim=1)
 
 
 @STORAGE.register("mxfp4")
 class MXFP4(StorageLayout):
-    """Two codes of 4 bits per byte, with a power of two for each 32 inputs."""
+    """Two 4-bit codes per byte, with a power-of-two scale for each 32 inputs."""
 
     @property
     def required_parts(self) -> frozenset[str]:
@@ -273,20 +279,20 @@ class MXFP4(StorageLayout):
 
 @STORAGE.register("nvfp4")
 class NVFP4(StorageLayout):
-    """Two codes of 4 bits per byte, an FP8 scale for each 16 inputs, and a scale of all, as compressed-tensors has it.
+    """NVFP4 in compressed-tensors' format: two 4-bit codes per byte, an FP8 scale for each 16 inputs, a global scale.
 
-    The last is what the FP8 scales were multiplied by.
+    The stored FP8 scales are the real scales times the global scale.
     """
 
     global_scale: ClassVar[str] = "weight_global_scale"
-    """The part with the scale of all."""
+    """The name of the part with the global scale."""
 
     @property
     def required_parts(self) -> frozenset[str]:
         return frozenset({"weight", "weight_scale", self.global_scale})
 
     def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """# weight [O, I / 2] uint8, weight_scale [O, I / 16] float8, and one number"""
+        """# weight [O, I / 2] uint8, weight_scale [O, I / 16] float8, global scale [1]"""
         codes, scale, whole = parts["weight"], parts["weight_scale"], parts[self.global_scale]
         self._require_dtype(module, "weight", codes, torch.uint8)
         self._require_dtype(module, "weight_scale", scale, torch.float8_e4m3fn)
@@ -307,13 +313,13 @@ class NVFP4(StorageLayout):
         return _by_rows(rows, 2 * half, dtype, part)
 
     def _factor(self, whole: torch.Tensor) -> torch.Tensor:
-        """What the FP8 scales are multiplied by. # []"""
+        """Return the factor of the stored FP8 scales. # []"""
         return 1 / whole
 
 
 @STORAGE.register("nvfp4-modelopt")
 class ModelOptNVFP4(NVFP4):
-    """The same as ModelOpt has it: the scale of all multiplies the others."""
+    """NVFP4 in ModelOpt's format: the real scales are the stored FP8 scales times the global scale."""
 
     global_scale: ClassVar[str] = "weight_scale_2"
 
@@ -323,7 +329,7 @@ class ModelOptNVFP4(NVFP4):
 
 @STORAGE.register("mxfp4-experts")
 class MXFP4Experts(StorageLayout):
-    """All experts' weights, as blocks of 32 inputs, with their powers of two."""
+    """The weights of all experts in one tensor of blocks of 32 inputs, with a power-of-two scale per block."""
 
     joint = "_"
 
@@ -332,8 +338,9 @@ class MXFP4Experts(StorageLayout):
         return frozenset({"blocks", "scales"})
 
     def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """# blocks [E, O, I / 32, 16] uint8, scales [E, O, I / 32] uint8 -> [E, I, O], as the dense checkpoint has
-        it
+        """Return the dense weights in the layout of the dense checkpoint.
+
+        # blocks [E, O, I / 32, 16] uint8, scales [E, O, I / 32] uint8 -> [E, I, O]
         """
         blocks, scales = parts["blocks"], _exponents(parts["scales"])
         self._require_dtype(module, "blocks", blocks, torch.uint8)
@@ -366,7 +373,7 @@ def _exponents(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:
-    """DeepSeek-V4 stores pairs of codes as signed bytes."""
+    """View pairs of codes as unsigned bytes; DeepSeek-V4 stores them as signed bytes."""
     return codes.view(torch.uint8) if codes.dtype == torch.int8 else codes
 
 
@@ -377,7 +384,7 @@ def _mxfp4_codes(pairs: torch.Tensor, exponents: torch.Tensor, dense: Callable[[
 
 @cache
 def _pairs_of_e2m1() -> torch.Tensor:
-    """The two numbers of each byte, the low four bits first. # [256, 2] float32"""
+    """Return the two E2M1 values of each byte, that of the low four bits first. # [256, 2] float32"""
     numbers = [(_E2M1[code % 16], _E2M1[code // 16]) for code in range(256)]
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
@@ -395,14 +402,14 @@ def _mxfp4_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
 
 
 class WordLayout(StorageLayout):
-    """Several codes per 32-bit word, with scales and zero points of groups of inputs."""
+    """Several codes per 32-bit word, with a scale and a zero point per group of inputs."""
 
     @abstractmethod
     def _unsigned_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scales and zero points. # [O, I], or [O, I / 2] of pairs, 2 x [O, groups]"""
+        """Return codes, scales and zero points. # [O, I] (if `is_paired`, [O, I / 2]), 2 x [O, groups]"""
 
     is_paired: ClassVar[bool] = False
-    """Whether 4-bit codes are pairs, as in `Codes`."""
+    """Whether `_unsigned_codes` returns 4-bit codes packed as two per byte; see `Codes`."""
 
     @property
     def has_kernel(self) -> bool:
@@ -433,14 +440,18 @@ class WordLayout(StorageLayout):
         if self.layer.bits == 4:
             zeros = zeros.to(torch.uint8)
             return Codes("int4", codes.to(torch.uint8), scales, zeros, width, dense, order, is_paired)
-        # Less 128, which in 8 bits is the highest bit's complement.
+        # `^ 128` subtracts 128 from both codes and zero points, which makes them signed.
         signed, signed_zeros = ((each.to(torch.uint8) ^ 128).view(torch.int8) for each in (codes, zeros))
         return Codes("int8", signed, scales, signed_zeros, width, dense, order)
 
     def _spread(
         self, module: str, part: str, listed: torch.Tensor | None, columns: int, groups: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Repeats each group's value for its inputs, adjacent ones or as listed. # [n, groups] -> [n, columns]"""
+        """Return a function that repeats each group's value for the inputs of the group.
+
+        `listed`: the group of each input (`g_idx`), or None if groups consist of adjacent inputs.
+        # [n, groups] -> [n, columns]
+        """
         if listed is None or bool((listed < 0).any()):
             return lambda of_groups: _widened(of_groups, self.layer.group_size or columns, columns)
         if listed.numel() != columns or int(listed.max()) >= groups:
@@ -451,7 +462,7 @@ class WordLayout(StorageLayout):
 
 @STORAGE.register("packed")
 class Packed(WordLayout):
-    """Rows of weights packed into words, as compressed-tensors does."""
+    """compressed-tensors' `pack-quantized`: codes packed along the inputs of a row."""
 
     is_paired = True
 
@@ -465,8 +476,8 @@ class Packed(WordLayout):
         return frozenset(parts)
 
     def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """# weight_packed [O, I * bits / 32] int32, weight_scale [O, groups], weight_zero_point [O * bits / 32,
-        groups]
+        """# weight_packed [O, I * bits / 32] int32, weight_scale [O, groups],
+        # weight_zero_point [O * bits / 32, groups]
         """
         words, scale = parts["weight_packed"], parts["weight_scale"].float()
         self._require_dtype(module, "weight_packed", words, torch.int32)
@@ -501,7 +512,7 @@ class Packed(WordLayout):
     def _unsigned_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, inputs = (int(size) for size in parts["weight_shape"])
         bits, scales = self.layer.bits, parts["weight_scale"]
-        # The lowest codes of a word are its first bytes.
+        # In little-endian memory, the bytes of a word hold its codes in order.
         codes = parts["weight_packed"].contiguous().view(torch.uint8)
         codes = codes[:, : inputs // 2 if bits == 4 else inputs]
         if self.layer.quant_type is Granularity.TENSOR:
@@ -513,7 +524,7 @@ class Packed(WordLayout):
 
 @STORAGE.register("awq")
 class AWQ(WordLayout):
-    """Columns of weights packed into words in AWQ's order."""
+    """AWQ's layout: transposed weights, codes packed along the outputs in AWQ's order."""
 
     @property
     def required_parts(self) -> frozenset[str]:
@@ -546,7 +557,7 @@ class AWQ(WordLayout):
 
 @STORAGE.register("gptq")
 class GPTQ(WordLayout):
-    """Rows of inputs packed into words, as GPTQ does."""
+    """GPTQ's layout: transposed weights, codes packed along the inputs."""
 
     @property
     def required_parts(self) -> frozenset[str]:
@@ -563,7 +574,7 @@ class GPTQ(WordLayout):
         groups = -(-columns // (self.layer.group_size or columns))
         self._require_shape(module, "scales", scales, groups, rows)
         self._require_shape(module, "qzeros", parts["qzeros"], groups, -(-rows // per_word))
-        # A stored zero point wraps around: 0 less one is all bits set.
+        # Stored zero points wrap around: in the `gptq` format 0 is stored as 0 - 1, which has all bits set.
         zeros = (unpacked(parts["qzeros"], self.layer.bits)[:, :rows] + self.layer.zero_offset) & (
             (1 << self.layer.bits) - 1
         )

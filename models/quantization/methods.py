@@ -1,6 +1,6 @@
-"""`parse_quantization`: from a checkpoint's configuration to a `QuantizationConfig`, and the methods that it names.
+"""`parse_quantization`: parses a checkpoint's quantisation configuration into a `QuantizationConfig`.
 
-Each method is one parser, registered by the name that checkpoints give as `quant_method`. Imports no torch.
+Each method has one parser, registered by the value of `quant_method`. Imports no torch.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 
 def parse_quantization(config: Fields, directory: Path | None = None) -> QuantizationConfig | None:
-    """The quantisation that config.json, or else ModelOpt's file in `directory`, describes; None: all is dense.
+    """Parse the quantisation in config.json, or else in ModelOpt's file in `directory`; None if neither has one.
 
-    Raises `CheckpointError` naming the field and its value for a scheme that cannot be read here.
+    Raises `CheckpointError` naming the field and its value for a scheme that is not supported.
     """
     for name in _SECTIONS:
         section = config.section(name)
@@ -64,14 +64,14 @@ def _parse(section: Fields, default: str) -> QuantizationConfig:
 
 
 def group_size(section: Fields, name: str) -> int | None:
-    """The number of inputs that share a scale; None where the field is -1: all of them."""
+    """Read the number of inputs that share a scale, or None if the field is -1, which means all inputs."""
     if section.values.get(name) == -1:
         return None
     return section.integer(name)
 
 
 def pair(section: Fields, name: str) -> tuple[int, int]:
-    """A field that is a list of two counts."""
+    """Read a field that is a list of two positive integers."""
     found = section.values.get(name)
     if not isinstance(found, list) or len(found) != 2 or not all(type(item) is int and item > 0 for item in found):
         raise section.invalid(name, "a list of 2 integers above 0")
@@ -79,7 +79,7 @@ def pair(section: Fields, name: str) -> tuple[int, int]:
 
 
 def scheme_error(section: Fields, text: str) -> CheckpointError:
-    """The error for a part of the checkpoint's configuration that is not supported; `text` is the predicate."""
+    """Make the error for an unsupported part of the configuration; `text` is the predicate."""
     return CheckpointError(f"{section.where} {text}")
 
 
@@ -88,8 +88,8 @@ def scheme_error(section: Fields, text: str) -> CheckpointError:
 def parse_fp8(section: Fields, method: str) -> QuantizationConfig:
     """DeepSeek's and transformers' FP8: a scale per block of `weight_block_size`, else per tensor or per channel.
 
-    The shape of a scale shows which of the last two it is. MiniMax calls it `mxfp8` where scales are powers of two for
-    32 inputs each. DeepSeek-V4's routed experts are in FP4 (`expert_dtype`), with a power of two for 32 inputs.
+    The shape of a scale distinguishes the last two. MiniMax's method name `mxfp8` means power-of-two scales for each
+    32 inputs. DeepSeek-V4's routed experts are FP4 (`expert_dtype`), with a power-of-two scale for each 32 inputs.
     """
     if section.string("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise section.invalid("fmt", '"e4m3"')
@@ -115,9 +115,8 @@ def parse_fbgemm(section: Fields, method: str) -> QuantizationConfig:
 
 @METHODS.register("mxfp4")
 def parse_mxfp4(section: Fields, method: str) -> QuantizationConfig:
-    """MXFP4 as gpt-oss is published: its experts alone, all of a layer in one tensor; exclusions are the only
-    option.
-    """
+    """gpt-oss's MXFP4: only experts are quantised, and all experts of a layer are one tensor. The only option is the
+    list of excluded modules."""
     layer = LayerQuantConfig("mxfp4-experts", "mxfp4", Granularity.GROUP, 4, group_size=MXFP4_GROUP)
     return QuantizationConfig(method, layer, exclude_layers=section.strings("modules_to_not_convert"))
 
@@ -130,7 +129,7 @@ _STORAGES = {
     "mxfp4-pack-quantized": ("mxfp4", "float"),
     "nvfp4-pack-quantized": ("nvfp4", "float"),
 }
-"""The layout of each format, and the number type that it must hold; None: either."""
+"""The layout of each format, and the number type that it requires; None if both are allowed."""
 _FP4_GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
 _GRANULARITIES = {
     "tensor": Granularity.TENSOR,
@@ -140,14 +139,14 @@ _GRANULARITIES = {
     "tensor_group": Granularity.GROUP,
 }
 _EVERY_LINEAR = ("Linear", "FusedMoELinear")
-"""Class names that are accepted as targets; others, which begin with a capital letter, are not."""
+"""Class names that are accepted as targets; other targets with an initial capital letter are rejected."""
 
 
 @METHODS.register("compressed-tensors")
 def parse_compressed_tensors(section: Fields, method: str) -> QuantizationConfig:
-    """llm-compressor's format: groups of targets, each with a number type and a granularity.
+    """llm-compressor's format: groups of target modules, each with a number type and a granularity.
 
-    Targets are module names and regular expressions, or `Linear` for all modules that no other group names.
+    Targets are module names, regular expressions, or `Linear` for all modules that no other group names.
     """
     sparsity, transform = section.section("sparsity_config"), section.section("transform_config")
     if sparsity is not None and sparsity.string("format", "dense") != "dense":
@@ -173,7 +172,7 @@ def parse_compressed_tensors(section: Fields, method: str) -> QuantizationConfig
                 raise group.invalid("targets", f"module names, regular expressions, or {_EVERY_LINEAR[0]}")
             else:
                 special.append((target, layer))
-    # A name takes precedence over an expression.
+    # Module names take precedence over regular expressions.
     special.sort(key=lambda entry: entry[0].startswith("re:"))
     return QuantizationConfig(method, everywhere, tuple(special), exclude_layers=section.strings("ignore"))
 
@@ -204,14 +203,14 @@ def _compressed_layer(storage_format: str, group: Fields, weights: Fields) -> La
         group_size=group_size(weights, "group_size") if granularity is Granularity.GROUP else None,
         block_shape=_block_shape(weights) if granularity is Granularity.BLOCK else None,
         symmetric=weights.boolean("symmetric", True),
-        # "weight" and "static" order the quantiser's work and keep groups of adjacent inputs.
+        # "weight" and "static" affect only the order of quantisation; groups still consist of adjacent inputs.
         has_group_index=weights.values.get("actorder") in ("group", "dynamic", True),
         rounds_inputs=group.section("input_activations") is not None,
     )
 
 
 def _block_shape(weights: Fields) -> tuple[int, int]:
-    """The field is a list, or text such as `128x128` in older checkpoints."""
+    """Read `block_structure`: a list of two integers, or text such as `128x128` in older checkpoints."""
     written = weights.values.get("block_structure")
     if isinstance(written, str):
         rows, _, columns = written.partition("x")
@@ -225,9 +224,8 @@ _FP8_GRANULARITIES = {"per_tensor": Granularity.TENSOR, "per_channel": Granulari
 
 @METHODS.register("quark")
 def parse_quark(section: Fields, method: str) -> QuantizationConfig:
-    """AMD Quark: MXFP4 and FP8 weights. Shell patterns of names in `layer_quant_config` override
-    `global_quant_config`.
-    """
+    """AMD Quark's MXFP4 and FP8. `layer_quant_config`, by shell patterns of module names, overrides
+    `global_quant_config`."""
     by_type = section.section("layer_type_quant_config")
     if by_type is not None and by_type.values:
         raise section.invalid("layer_type_quant_config", "empty: layers are distinguished by name only")
@@ -265,7 +263,7 @@ def _quark_layer(section: Fields | None) -> LayerQuantConfig | None:
 
 @METHODS.register("awq")
 def parse_awq(section: Fields, method: str) -> QuantizationConfig:
-    """AWQ: 4-bit groups with zero points, in the packing of AutoAWQ's `gemm` version.
+    """AWQ: 4-bit codes in groups with zero points, in the packing of AutoAWQ's `gemm` version.
 
     Older checkpoints call the fields `w_bit` and `q_group_size`.
     """
@@ -289,16 +287,17 @@ def parse_awq(section: Fields, method: str) -> QuantizationConfig:
 
 @METHODS.register("gptq")
 def parse_gptq(section: Fields, method: str) -> QuantizationConfig:
-    """GPTQ: 4- or 8-bit groups, of adjacent inputs or in activation order, as AutoGPTQ and GPTQModel write them.
+    """GPTQ of AutoGPTQ and GPTQModel: 4- or 8-bit codes in groups of adjacent inputs or in activation order.
 
-    GPTQModel's `dynamic` has exceptions by regular expression: `-:` makes modules dense, others change fields.
+    GPTQModel's `dynamic` has exceptions by regular expression: with prefix `-:` modules are dense; others override
+    fields.
     """
     checkpoint_format = section.string("checkpoint_format", "gptq")
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise section.invalid("checkpoint_format", '"gptq" or "gptq_v2"')
     if section.boolean("is_marlin_format", False):
         raise section.invalid("is_marlin_format", "false")
-    # The first format stores each zero point less one.
+    # The format `gptq` stores each zero point minus one.
     zero_offset = 1 if checkpoint_format == "gptq" else 0
     exclude = list(section.strings("modules_to_not_convert"))
     special: list[tuple[str, LayerQuantConfig | None]] = []
@@ -323,7 +322,7 @@ def _gptq_layer(section: Fields, zero_offset: int) -> LayerQuantConfig:
         Granularity.GROUP,
         bits,
         group_size=group_size(section, "group_size"),
-        # Zero points are stored even where all of them are the middle of the range.
+        # Zero points are stored even if the quantisation is symmetric.
         symmetric=False,
         has_group_index=section.boolean("desc_act", False),
         zero_offset=zero_offset,
@@ -332,9 +331,8 @@ def _gptq_layer(section: Fields, zero_offset: int) -> LayerQuantConfig:
 
 @METHODS.register("modelopt")
 def parse_modelopt(section: Fields, method: str) -> QuantizationConfig:
-    """NVIDIA ModelOpt's FP8 and NVFP4, or some modules of each. The algorithm is under `quantization` in its own file,
-    at the top level in config.json.
-    """
+    """NVIDIA ModelOpt's FP8, NVFP4, or a mix by module. The fields are in the section `quantization` of its own file,
+    and at the top level of `quantization_config` in config.json."""
     inner = section.section("quantization") or section
     exclude = inner.strings("exclude_modules") + inner.strings("ignore")
     if inner.string("quant_algo", "") != "MIXED_PRECISION":

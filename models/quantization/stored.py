@@ -1,7 +1,7 @@
-"""`QuantizedRows`: a quantised weight on its way from the checkpoint to the model; `QuantizedStack`: all experts'.
+"""`QuantizedRows` and `QuantizedStack`: quantised weights that weight loaders can slice like dense tensors.
 
-Weight loaders slice tensors by rows and columns, whatever these contain. So a quantised weight is a tensor of the
-dense weight's shape and dtype, whose slices are quantised too.
+Weight loaders slice checkpoint tensors by rows and columns to take this rank's shard. A quantised weight is therefore
+passed to them as a tensor subclass with the shape and dtype of the dense weight, whose slices are quantised too.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _ALL = slice(None)
 
 
 class QuantizedRows(torch.Tensor):
-    """A quantised weight as a tensor of its shape and dtype. Operators other than slices dequantise it."""
+    """A quantised weight as a tensor of the dense shape and dtype. Operators other than slicing dequantise it."""
 
     codes: Codes
 
@@ -35,7 +35,7 @@ class QuantizedRows(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Slice the codes; torch's dispatcher, on its first call, imports modules for seconds."""
+        """Slice the codes here, because the first call of torch's dispatcher imports modules for seconds."""
         found = None
         if func is torch.Tensor.__getitem__ and not kwargs:
             found = args[0]._sliced(args[1])
@@ -48,7 +48,7 @@ class QuantizedRows(torch.Tensor):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     def _sliced(self, index: Any) -> "QuantizedRows | None":
-        """The rows and columns of an index of slices; None where the codes cannot be cut so."""
+        """Return the rows and columns of an index of slices, or None if the codes cannot be sliced there."""
         codes: Codes | None = self.codes
         for dim, some in enumerate(index if isinstance(index, tuple) else (index,)):
             if codes is None or not isinstance(some, slice):
@@ -62,7 +62,7 @@ class QuantizedRows(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Slice the codes; give any other operator dense tensors."""
+        """Slice the codes; for any other operator, pass dense tensors."""
         if func in (_aten.detach.default, _aten.alias.default):
             return args[0]
         if func is _aten.slice.Tensor:
@@ -76,9 +76,10 @@ class QuantizedRows(torch.Tensor):
 
 
 class QuantizedStack(torch.Tensor):
-    """The weights of a layer's experts as one tensor, whose elements are `QuantizedRows`, made as they are read.
+    """The quantised weights of a layer's experts as one tensor, whose elements are `QuantizedRows`, made on access.
 
-    Some experts can be sliced off, its last dimensions swapped, and its experts iterated over once outputs are rows.
+    Supported operations: slicing experts, transposing the last two dimensions, and, with `has_outputs_first`, indexing
+    by expert.
     """
 
     experts: Sequence[Callable[[], Codes]]
@@ -88,8 +89,9 @@ class QuantizedStack(torch.Tensor):
     def of(
         experts: Sequence[Callable[[], Codes]], shape: torch.Size, dtype: torch.dtype, *, has_outputs_first: bool
     ) -> "QuantizedStack":
-        """`experts`: what makes the codes of each. # [experts, outputs, inputs], or without `has_outputs_first`
-        [experts, inputs, outputs]
+        """`experts`: for each, the function that makes its codes.
+
+        # [experts, outputs, inputs], or without `has_outputs_first` [experts, inputs, outputs]
         """
         made: QuantizedStack = torch.Tensor._make_wrapper_subclass(
             QuantizedStack, shape, dtype=dtype, device=torch.device("cpu")
@@ -101,7 +103,7 @@ class QuantizedStack(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See the class."""
+        """Implement the supported operations."""
         stack = args[0]
         if func is torch.Tensor.transpose and {dim % 3 for dim in args[1:]} == {1, 2}:
             first, second, third = stack.shape
@@ -119,17 +121,17 @@ class QuantizedStack(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raises `NotImplementedError`: nothing else is done with a stack."""
+        """Raise `NotImplementedError` for all other operations."""
         raise NotImplementedError(f"{func} of a stack of quantised experts")
 
 
 def codes_of(rows: torch.Tensor) -> Codes | None:
-    """The codes of rows that are quantised; None of dense ones."""
+    """Return the codes of quantised rows, or None if the rows are dense."""
     return rows.codes if isinstance(rows, QuantizedRows) else None
 
 
 def fill_stored(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_index: int | None = None) -> bool:
-    """Fill rows of a weight that stays quantised, of a stack those of one expert; False if the weight is dense."""
+    """Write rows into a weight that stays quantised, or into one expert of a stack. Return False if it is dense."""
     stored = stored_of(parameter)
     if stored is None:
         return False
