@@ -1,1 +1,1 @@
-"""Model families, one file each, the registry that names them, and the configuration they are built from."""
+"""Model families, one file each, their registry, and the configuration from which they are built."""

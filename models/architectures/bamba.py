@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 layers and, where the config names them, attention, each followed by a dense network."""
+"""Bamba: Mamba-2 layers, and attention in the layers that the config lists, each followed by a dense network."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and XLM-RoBERTa: encoder layers with a norm after each sum, and a table of positions."""
+"""BERT, RoBERTa and XLM-RoBERTa: post-norm encoder layers with learned position embeddings."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -23,11 +23,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-"""By the names of `models.architectures.encoder_config.ACTIVATIONS`."""
+"""Activation functions by the names in `models.architectures.encoder_config.ACTIVATIONS`."""
 
 
 class _Table(nn.Module):
-    """Vectors that are looked up by number, whole on every rank."""
+    """An embedding table that is replicated on every rank."""
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Table(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """The sum of a token's vector, its position's, and that of its type, which tells a pair's two texts apart."""
+    """The sum of token, position and token-type embeddings; the token type distinguishes the two texts of a pair."""
 
     def __init__(self, config: EncoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class BertSelfAttention(nn.Module):
 
 
 class BertOutput(nn.Module):
-    """A projection whose output is added to the residual and normalised."""
+    """A projection whose output is added to the residual stream, followed by the norm."""
 
     def __init__(self, in_features: int, config: EncoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class BertOutput(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Attention with its projection, sum and norm, under the checkpoint's names."""
+    """Attention with its output projection and norm, with the checkpoint's module names."""
 
     def __init__(self, config: EncoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    """The layers, under the checkpoint's name."""
+    """The list of layers, as a module with the checkpoint's name."""
 
     def __init__(self, config: EncoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class BertEncoder(nn.Module):
 @ENCODERS.register("RobertaModel")
 @ENCODERS.register("XLMRobertaModel")
 class BertModel(nn.Module):
-    """Embeddings and layers. Heads are `PoolingHead`'s."""
+    """Embeddings and layers. `PoolingHead` computes the heads."""
 
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
         "query": ("qkv", "q"),

@@ -14,7 +14,7 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
 class CohereAttention(LlamaAttention):
-    """Grouped-query attention of adjacent pairs, with optional norms of each head's own."""
+    """Grouped-query attention with rotation of adjacent pairs, and optional norms with a separate weight per head."""
 
     rotates_pairs: ClassVar[bool] = True
 
@@ -28,18 +28,18 @@ class CohereAttention(LlamaAttention):
             )
 
     def prepared(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys by their norms. # [tokens, heads, head_dim] each"""
+        """Apply the norms of queries and keys, if any. # [tokens, heads, head_dim] each"""
         return (self.q_norm(q), self.k_norm(k)) if self.has_norms else (q, k)
 
 
 class Cohere2Attention(LlamaAttention):
-    """Grouped-query attention of adjacent pairs; layers without a window have no positions."""
+    """Grouped-query attention with rotation of adjacent pairs; layers without a window have no rotary positions."""
 
     rotates_pairs: ClassVar[bool] = True
 
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
-        """Whether that layer's queries and keys are rotated."""
+        """Whether the layer has rotary positions."""
         return config.sliding_windows[layer] is not None
 
 

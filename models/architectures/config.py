@@ -1,6 +1,6 @@
-"""`CheckpointConfig` and `ModelConfig`: a checkpoint's config.json and generation_config.json, read and checked.
+"""`CheckpointConfig` and `ModelConfig`: read and check a checkpoint's config.json and generation_config.json.
 
-Importing this module imports no torch; reading a `ModelConfig` imports the architecture's model.
+Importing this module does not import torch; reading a `ModelConfig` imports the architecture's module, which does.
 """
 
 from collections.abc import Callable
@@ -27,25 +27,26 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Names of activations in config.json, by which several mean the same."""
+"""Maps names of activations in config.json to Kaon's names; several are synonyms."""
 _MAX_LAYERS = 4096
-"""Far above any checkpoint's: a damaged config.json must not make the loader build layers for hours."""
+"""Upper limit, far above any checkpoint's, so that a damaged config.json does not make the loader build layers for
+hours."""
 _FULL = "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """The fields of any checkpoint that the engine needs, whichever code runs its model. Lengths are in tokens."""
+    """The fields that the engine needs of every checkpoint, whichever code runs the model. Lengths are in tokens."""
 
     architecture: str
     vocab_size: int
     max_model_len: int
-    """Longest context. A server that allows less replaces it before it loads the model."""
+    """Longest context of the checkpoint; replaced by the server's `max_model_len`, if smaller, before loading."""
     dtype: str
-    """`float32`, `bfloat16` or `float16`: the dtype that the checkpoint names."""
+    """The checkpoint's dtype: `float32`, `bfloat16` or `float16`."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a completion, the main one first; empty where the checkpoint names none."""
+    """Tokens that end a completion, the main one first; empty if the checkpoint defines none."""
     quantization: QuantizationConfig | None
     """The quantisation of the checkpoint's weights; None if they are dense."""
 
@@ -54,18 +55,19 @@ class CheckpointConfig:
 
     @property
     def default_max_len(self) -> int:
-        """The longest context that is served by default."""
+        """The default of `max_model_len`."""
         return self.max_model_len
 
     def rope_context(self, served: int) -> RopeContext | None:
-        """How rotary frequencies depend on a sequence's length, of up to `served` tokens; None: not at all."""
+        """Return how rotary frequencies depend on the length of sequences of up to `served` tokens; None if they do
+        not."""
         del served
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(CheckpointConfig):
-    """A checkpoint whose architecture has a model here. Lengths are in tokens, sizes in elements."""
+    """The configuration of an architecture that Kaon implements. Lengths are in tokens, sizes in elements."""
 
     runs_by: ClassVar[str] = "Kaon's own code"
 
@@ -81,26 +83,26 @@ class ModelConfig(CheckpointConfig):
     mlp_bias: bool
     tie_word_embeddings: bool
     activation: str
-    """That of feed-forward layers: a value of `ACTIVATIONS`."""
+    """The activation of feed-forward layers: a value of `ACTIVATIONS`."""
     sliding_windows: tuple[int | None, ...]
-    """The attention window of each layer in tokens, the query's own included; None without a window."""
+    """The attention window of each layer in tokens, including the query's token; None without a window."""
     fields: Fields = field(repr=False, compare=False)
     """config.json, for fields that only one architecture has."""
     is_bidirectional: bool = False
-    """Whether attention is bidirectional, in a language model that is served as an encoder."""
+    """Whether attention is bidirectional, because the language model is served as an encoder."""
     is_text_part: bool = False
-    """Whether the checkpoint also has encoders of images or sounds, which are not read."""
+    """Whether the checkpoint also has encoders of images or audio, which are not loaded."""
 
     @property
     def default_max_len(self) -> int:
-        """Without the stretch of a `dynamic` rope, as transformers' `max_position_embeddings`."""
+        """transformers' `max_position_embeddings`, which does not include the extension by a `dynamic` rope."""
         return self.rope.original_max_len if self.rope.rope_type == "dynamic" else self.max_model_len
 
     def rope_context(self, served: int) -> RopeContext | None:
         return self.rope.context(served)
 
     def require_silu(self) -> None:
-        """Raise `CheckpointError` where a convolution before a recurrent state would have another activation."""
+        """Raise `CheckpointError` if `hidden_act` is not SiLU, which is the only activation of short convolutions."""
         if self.activation != "silu":
             raise self.fields.invalid("hidden_act", '"silu", which is the convolution\'s too')
 
@@ -110,7 +112,7 @@ class ModelConfig(CheckpointConfig):
     ) -> "ModelConfig":
         """Read the checkpoint directory `path`. Raises `CheckpointError` naming file, field and value.
 
-        `architecture`: whose code computes it, where that is not the one that config.json names.
+        `architecture`: the architecture that computes the model, if it is not the one in config.json.
         """
         whole = read_config(path)
         config, text_architecture = text_part(whole)
@@ -138,7 +140,7 @@ class ModelConfig(CheckpointConfig):
         if heads % kv_heads:
             raise config.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
         head_dim = _head_dim(config, facts, hidden_size, heads)
-        # One token of a prompt and one generated.
+        # The minimum of 2 is one token of a prompt and one generated token.
         max_position_embeddings = config.integer("max_position_embeddings", minimum=2)
         rope = parse_rope(
             config,
@@ -185,10 +187,10 @@ _OF_THE_WHOLE = (
     "bos_token_id",
     "eos_token_id",
 )
-"""Fields that a checkpoint of several parts may have outside `text_config`."""
+"""Fields that a multimodal checkpoint may have outside `text_config`."""
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
-    # As transformers 5 saves Kimi-K2.5 and Qianfan-OCR, whose old names of vision layers it applies to all.
+    # transformers 5 saves Kimi-K2.5 and Qianfan-OCR so, since it applies the renaming of vision layers to all modules.
     ("language_model.model.blocks.", "model.layers."),
     ("language_model.model.encoder.layers.", "model.layers."),
     ("language_model.model.", "model."),
@@ -198,13 +200,13 @@ _TEXT_PREFIXES = (
     ("model.embed_tokens.", "model.embed_tokens."),
     ("model.norm.", "model.norm."),
 )
-"""How the names of the text part's modules begin in checkpoints of several parts, and in those of text alone."""
+"""Prefixes of the text part's modules in multimodal checkpoints, and in text-only checkpoints."""
 
 
 def text_part(config: Fields) -> tuple[Fields, str | None]:
-    """The text part's configuration and architecture, of a checkpoint that has more; else `config` itself and None.
+    """Return the text part's configuration and architecture of a multimodal checkpoint, else `config` and None.
 
-    Raises `CheckpointError` for a text part that has no model here.
+    Raises `CheckpointError` if the text part's architecture is not implemented.
     """
     names = config.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_PARTS:
@@ -212,7 +214,7 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
     known = TEXT_PARTS[names[0]]
     section = config.section("text_config")
     if section is None:
-        # Qwen2-VL was published with the text part's fields next to the others.
+        # Published Qwen2-VL checkpoints have the text part's fields at the top level.
         return config, next(iter(known.values()))
     kind = section.string("model_type", next(iter(known)))
     if kind not in known:
@@ -227,7 +229,8 @@ def text_part(config: Fields) -> tuple[Fields, str | None]:
 
 
 def text_name(name: str) -> str | None:
-    """The name in a checkpoint of text alone of a tensor or module of one of several parts; None: of another part."""
+    """Map the name of a tensor or module of a multimodal checkpoint to that of a text-only one; None for other
+    parts."""
     for prefix, own in _TEXT_PREFIXES:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
@@ -235,7 +238,7 @@ def text_name(name: str) -> str | None:
 
 
 def with_names(value: Any, rename: Callable[[str], str]) -> Any:
-    """A JSON value with modules' other names."""
+    """Apply `rename` to all strings (module names) of a JSON value."""
     if isinstance(value, str):
         return rename(value)
     if isinstance(value, list):
@@ -270,7 +273,7 @@ def _head_dim(config: Fields, facts: ConfigFacts, hidden_size: int, heads: int) 
 
 
 def _sliding_windows(config: Fields, facts: ConfigFacts, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window, from `layer_types`, `use_sliding_window` or a bare `sliding_window`, whichever applies."""
+    """Return each layer's window, from `layer_types`, `use_sliding_window` or only `sliding_window`."""
     kinds = config.strings("layer_types")
     windowed_kind, size_field = facts.windows
     if kinds:
@@ -298,7 +301,7 @@ def _sliding_windows(config: Fields, facts: ConfigFacts, num_layers: int) -> tup
 
 
 def checkpoint_dtype(config: Fields) -> str:
-    """The dtype that config.json names. Raises `CheckpointError` for one that no model has."""
+    """Read the dtype of config.json. Raises `CheckpointError` for an unsupported one."""
     name = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.string(name, "float32").removeprefix("torch.")
     if dtype not in DTYPES:

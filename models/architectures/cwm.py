@@ -1,4 +1,4 @@
-"""Code World Model: Llama 3.1 whose layers, but for one in four, attend in a window."""
+"""Code World Model: Llama 3.1 in which three of four layers have sliding-window attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +18,12 @@ _ROPE: dict[str, Any] = {
 
 
 def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
-    """All but the first of each four layers."""
+    """Whether each layer has a window: all but the first of each four layers."""
     return [fields.has("sliding_window") and layer % 4 != 0 for layer in range(num_layers)]
 
 
 def _complete(fields: Fields) -> Fields:
-    """With the default rope, where no section names one."""
+    """Add the default rope if config.json has no section for it."""
     if fields.values.get("rope_parameters") or fields.values.get("rope_scaling"):
         return fields
     return Fields({**fields.values, "rope_parameters": _ROPE}, fields.where)

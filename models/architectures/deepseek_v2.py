@@ -1,6 +1,7 @@
 """DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash and GLM-5: latent attention, shared and routed experts.
 
-V3.2 and GLM-5 attend to what an indexer selects; in GLM-5 some layers take the selection of the layer before.
+In V3.2 and GLM-5 an indexer selects the tokens to attend to; some layers of GLM-5 reuse the previous layer's
+selection.
 """
 
 import math
@@ -24,7 +25,7 @@ _GREEDY, _GROUPED, _CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
 
 
 class DeepseekAttention(MLAAttention):
-    """Latent attention with the sizes of the config."""
+    """Latent attention, with an indexer in architectures that have one."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         name = f"model.layers.{layer}.self_attn"
@@ -78,12 +79,12 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         return SparseMoE(_router(config, num_experts), experts, shared)
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """The latents and, in V3.2, the indexers' keys, first to last."""
+        """The cache specs of latents and, in models with indexers, of the indexers' keys, in order of layers."""
         return [module.cache_spec for module in self.modules() if isinstance(module, MLAAttention | LightningIndexer)]
 
 
 def mla_shape(config: ModelConfig) -> MLAShape:
-    """The sizes of the config."""
+    """Read the sizes of latent attention from the config."""
     fields = config.fields
     nope, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
     if config.rope.rotary_dim != rope:
@@ -120,7 +121,7 @@ def _indexer(config: ModelConfig, name: str) -> LightningIndexer:
 
 
 def _shares_selection(config: ModelConfig, layer: int) -> bool:
-    """Whether that layer of GLM-5 attends to what the layer before attends to."""
+    """Whether the layer reuses the previous layer's selection of tokens (GLM-5)."""
     fields, num_layers = config.fields, config.num_hidden_layers
     if layer >= num_layers:
         return False
@@ -136,7 +137,7 @@ def _shares_selection(config: ModelConfig, layer: int) -> bool:
 
 
 def _yarn_scale(config: ModelConfig) -> float:
-    """A further factor of the scores in a stretched context: `mscale_all_dim` applies to queries and to keys."""
+    """Return YaRN's additional factor of the attention scores; `mscale_all_dim` applies to both queries and keys."""
     scaling = config.fields.section("rope_parameters") or config.fields.section("rope_scaling")
     if scaling is None or config.rope.rope_type == "default" or not scaling.values.get("mscale_all_dim"):
         return 1.0
@@ -146,7 +147,7 @@ def _yarn_scale(config: ModelConfig) -> float:
 
 
 def is_sparse(fields: Fields, layer: int) -> bool:
-    """Whether the layer has experts, as those past the last one have, which predict further tokens."""
+    """Whether the layer has experts; layers past the last one, which are for multi-token prediction, have them."""
     if layer >= fields.integer("num_hidden_layers"):
         return True
     kinds = fields.strings("mlp_layer_types")
@@ -170,7 +171,7 @@ def _router(config: ModelConfig, num_experts: int) -> GroupedRouter:
         raise fields.invalid("scoring_func", f"{scoring} for {config.architecture}")
     renormalize = fields.boolean("norm_topk_prob", not is_v2)
     if is_v2 and renormalize:
-        # Two implementations of V2 disagree on whether the scaling factor then applies.
+        # Implementations of V2 disagree on whether the scaling factor applies to normalised weights.
         raise fields.invalid("norm_topk_prob", f"false for {config.architecture}")
     num_groups, top_groups = 1, 1
     if method != _GREEDY:

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: compressed attention, hyper-connections, and experts that some layers choose by the token alone."""
+"""DeepSeek-V4: compressed attention, hyper-connections, and experts that some layers select by token id."""
 
 import dataclasses
 from functools import partial
@@ -31,11 +31,12 @@ from models.parallel.tensor_parallel import TensorParallel
 
 _WINDOW, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _KINDS = {0: _WINDOW, 4: _SPARSE, 128: _HEAVY}
-"""Kinds of layers by their entry in `compress_ratios` of published checkpoints."""
+"""Kinds of layers by their value in `compress_ratios` of published checkpoints."""
 _RATES = {_SPARSE: ("compress_rate_csa", 4), _HEAVY: ("compress_rate_hca", 128)}
-"""Tokens of an entry by kind of layer: the field that has precedence over `compress_rates`, and the default."""
+"""Number of tokens per compressed entry, by kind of layer: the field that overrides `compress_rates`, and the
+default."""
 _SHARE = 64 / 512
-"""The share of a head that is rotated, where no field says it, whatever `head_dim` is."""
+"""Default of the rotated share of a head's dimensions."""
 _HASHED, _ROUTED = "hash_moe", "moe"
 _DEFAULTS: dict[str, Any] = {
     "compress_rope_theta": 160000.0,
@@ -93,11 +94,11 @@ _NAMES = {
     ".shared_experts.w2": ".shared_experts.down_proj",
     ".shared_experts.w3": ".shared_experts.up_proj",
 }
-"""Parts of names in published checkpoints, whose body has no prefix -> transformers' names, in this order."""
+"""Parts of names in published checkpoints, whose body has no prefix -> transformers' names; replaced in this order."""
 
 
 def _complete(fields: Fields) -> Fields:
-    """The configuration with what follows from other fields, under transformers' names."""
+    """Add the fields that follow from others, with transformers' names."""
     values, count = dict(fields.values), fields.integer("num_hidden_layers")
     values["intermediate_size"] = fields.integer("moe_intermediate_size")
     if fields.string("hidden_act", "silu") not in ("silu", "swish"):
@@ -112,7 +113,7 @@ def _complete(fields: Fields) -> Fields:
         if not set(ratios) <= _KINDS.keys():
             raise fields.invalid("compress_ratios", f"a list of {', '.join(map(str, _KINDS))}")
         values["layer_types"] = [_KINDS[ratio] for ratio in ratios]
-        # One more for each layer that predicts further tokens.
+        # The list has an additional value for each layer of multi-token prediction.
         values["mtp_layer_type"] = _KINDS.get((*fields.integers("compress_ratios"), 0)[count], _WINDOW)
     elif not fields.strings("layer_types"):
         values["layer_types"] = [_HEAVY if layer < 2 or layer % 2 == 0 else _SPARSE for layer in range(count)]
@@ -124,7 +125,7 @@ def _complete(fields: Fields) -> Fields:
     if fields.has("qk_rope_head_dim"):
         share = fields.integer("qk_rope_head_dim") / fields.integer("head_dim")
     values["partial_rotary_factor"] = fields.number("partial_rotary_factor", share)
-    # Layers without entries have a rope of their own, which no scaling stretches.
+    # Layers without compressed entries have a separate, unscaled rope.
     given = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.where)
     main, compressed = (given.section(name) for name in ("main", "compress"))
     if main is None or compressed is None:
@@ -134,16 +135,16 @@ def _complete(fields: Fields) -> Fields:
     values.pop("rope_scaling", None)
     quantization = fields.section("quantization_config")
     if quantization is not None and fields.has("expert_dtype"):
-        # V4 has the type of its experts next to the section, V4.1 in it.
+        # V4 has `expert_dtype` at the top level, V4.1 in `quantization_config`.
         values["quantization_config"] = {"expert_dtype": fields.values["expert_dtype"], **quantization.values}
     values["rope_parameters"] = main.values
-    # The frequencies are YaRN's, without its factor of the scores.
+    # YaRN's frequencies are used without its attention factor.
     values["compress_rope"] = {"attention_factor": 1.0, **compressed.values}
     return Fields(values, fields.where)
 
 
 class HashRouter(nn.Module):
-    """Routes a token to the experts that a table has for it, or to the best by score; weighs them by their scores."""
+    """Selects a token's experts by a table of token ids, or by score; their weights are the scores in both cases."""
 
     def __init__(self, config: ModelConfig, *, is_hashed: bool) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class HashRouter(nn.Module):
 
 
 class DeepseekV4MoE(nn.Module):
-    """Routed experts and a shared one."""
+    """Routed experts and a shared expert."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class DeepseekV4DecoderLayer(nn.Module):
     """Attention and experts, each with a norm before it, between hyper-connections."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, parallel: TensorParallel) -> None:
-        """`rotary`: of entries, and of layers that have some."""
+        """`rotary`: the rope of compressed entries, and of layers that have such entries."""
         super().__init__()
         self.is_compressed = config.fields.strings("layer_types")[layer] != _WINDOW
         self.self_attn = _attention(config, layer, rotary, parallel)
@@ -287,7 +288,7 @@ def _attention(
 
 
 def further_layer(config: ModelConfig) -> ModelConfig:
-    """The configuration with one more layer, of those that predict further tokens."""
+    """Return the configuration extended by one layer of multi-token prediction."""
     fields, count = config.fields, config.num_hidden_layers
     kinds = [*fields.strings("layer_types"), fields.string("mtp_layer_type", _WINDOW)]
     routed = [*fields.strings("mlp_layer_types"), _ROUTED]
@@ -296,7 +297,7 @@ def further_layer(config: ModelConfig) -> ModelConfig:
 
 
 class DeepseekV4Model(DecoderBody):
-    """Embedding, decoder layers, the sum of the streams and the final norm."""
+    """Embedding, decoder layers, the sum of the residual streams, and the final norm."""
 
     keeps_streams: ClassVar[bool] = True
 
@@ -320,7 +321,7 @@ class DeepseekV4Model(DecoderBody):
         plain, compressed = self.rotary_emb(positions), self.compress_rotary_emb(positions)
         for layer in self.layers:
             streams = layer(streams, input_ids, compressed if layer.is_compressed else plain)
-        # Drafters read what comes out of the last layer, a stream as if it were a layer's.
+        # Drafters read the last layer's output; each stream is stored like the hidden states of one layer.
         context = get_forward_context()
         for number in range(self.count):
             if len(self.layers) + number in context.stream_layers:
@@ -329,7 +330,7 @@ class DeepseekV4Model(DecoderBody):
 
 
 def compress_rope(config: ModelConfig) -> RopeConfig:
-    """Of entries, and of layers that have some."""
+    """Return the rope of compressed entries, and of layers that have such entries."""
     parameters = config.fields.section("compress_rope")
     assert parameters is not None, "the configuration is complete"
     rope = parse_rope(
@@ -380,6 +381,6 @@ class DeepseekV4ForCausalLM(LlamaForCausalLM):
         return DeepseekV4Model(config, parallel)
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """The keys, entries and what these are made of, first to last."""
+        """The cache specs of keys, compressed entries and the inputs of entries, in order of layers."""
         layers = [module for module in self.modules() if isinstance(module, CompressedAttention)]
         return [spec for layer in layers for spec in layer.cache_specs]

@@ -1,4 +1,4 @@
-"""dots.llm1: GLM-4.5's experts below attention that normalises queries and keys."""
+"""dots.llm1: GLM-4.5's experts, and attention with norms of queries and keys."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,7 +12,7 @@ from models.config.fields import Fields
 
 
 def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
-    """Layers from `max_window_layers` on, where there is a window."""
+    """Whether each layer has a window: layers from `max_window_layers` on, if windows are enabled."""
     first = fields.integer("max_window_layers", 62, minimum=0)
     return [fields.has("sliding_window") and layer >= first for layer in range(num_layers)]
 

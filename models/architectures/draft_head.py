@@ -28,11 +28,11 @@ class DraftHead(DraftLM):
     hidden_layers: tuple[int, ...] = (-1,)
 
     def __init__(self, config: ModelConfig, embed_tokens: VocabParallelEmbedding, lm_head: ParallelLMHead) -> None:
-        """The embedding and the head belong to the target, or are parts of this model's other modules."""
+        """`embed_tokens` and `lm_head` belong to the target or to submodules of this model."""
         super().__init__()
         self.hidden_size = config.hidden_size
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
-        # In a tuple, torch does not register them as submodules, so they are not loaded again.
+        # The tuple keeps torch from registering them as submodules, so that they are not loaded again.
         self._vocabulary = embed_tokens, lm_head
 
     @property

@@ -1,8 +1,8 @@
-"""EAGLE heads: a checkpoint of their own with one decoder layer of Llama's kind that drafts for a target.
+"""EAGLE heads: small drafters of Llama decoder layers, with a checkpoint of their own, trained for one target.
 
-EAGLE (Li et al., 2024) fuses the target's final hidden state of a token with the embedding of the next one and guesses
-the next hidden state, from which the target's head makes logits. EAGLE-3 (Li et al., 2025) fuses the residual streams
-of three of the target's layers instead, and may draft from a part of the vocabulary by a head of its own.
+EAGLE (Li et al., 2024) fuses the target's final hidden state of a token with the embedding of the next token, and
+predicts the next hidden state, from which the target's head computes logits. EAGLE-3 (Li et al., 2025) fuses the
+residual streams of three layers of the target, and may have a head of its own with a smaller vocabulary.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
 class _EagleHead(DraftHead):
-    """What both have: an embedding and a head that may be the target's."""
+    """Base of both versions, with an embedding and a head, each of the checkpoint or of the target."""
 
     checkpoint_modules: ClassVar[Mapping[str, str]] = {"own_embedding": "embed_tokens", "own_head": "lm_head"}
-    """Module -> its name in the checkpoint."""
+    """Module of the model -> its name in checkpoints."""
 
     def __init__(self, config: ModelConfig, target: TargetWeights, vocab_size: int, parallel: TensorParallel) -> None:
-        """`vocab_size`: the tokens that a head of its own has."""
+        """`vocab_size`: number of tokens of the head, if the checkpoint has one."""
         embedding, head, size = target.embed_tokens, target.lm_head, config.hidden_size
         super().__init__(
             config,
@@ -42,7 +42,7 @@ class _EagleHead(DraftHead):
 
 
 class EagleLayer(LlamaDecoderLayer):
-    """A decoder layer, of which the first has no norm before its attention."""
+    """A decoder layer; the first layer has no norm before its attention."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, LlamaAttention, LlamaForCausalLM.feed_forward, parallel)
@@ -53,7 +53,7 @@ class EagleLayer(LlamaDecoderLayer):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `LlamaDecoderLayer`. # [tokens, hidden_size]"""
+        """See `LlamaDecoderLayer`."""
         if not self.is_first:
             return super().forward(hidden, residual, cos, sin)
         attended, residual = self.post_attention_layernorm.add_norm(self.self_attn(hidden, cos, sin), hidden)
@@ -61,7 +61,7 @@ class EagleLayer(LlamaDecoderLayer):
 
 
 class Eagle(_EagleHead):
-    """`LlamaForCausalLMEagle`. What it returns goes to the head, and to its own next pass, without a norm."""
+    """`LlamaForCausalLMEagle`. The head and its own next pass read its output without a norm."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Eagle(_EagleHead):
         *,
         has_bias: bool = False,
     ) -> None:
-        """`has_bias`: whether `fc` has one."""
+        """`has_bias`: whether `fc` has a bias."""
         super().__init__(config, target, config.vocab_size, parallel)
         self.fc = ColumnParallelLinear(2 * config.hidden_size, config.hidden_size, bias=has_bias)
         self.layers = nn.ModuleList(EagleLayer(config, layer, parallel) for layer in range(config.num_hidden_layers))
@@ -88,24 +88,24 @@ class Eagle(_EagleHead):
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Shape:
-    """What an EAGLE-3 checkpoint says beyond its layer."""
+    """Options of an EAGLE-3 checkpoint in addition to those of its decoder layer."""
 
     target_hidden_size: int
     target_layers: tuple[int, ...]
-    """Layers of the target whose input it reads; empty: it reads the target's final hidden state instead."""
+    """Layers of the target whose input the head reads; empty if it reads the target's final hidden states."""
     draft_vocab_size: int
     norm_before_residual: bool = False
-    """Whether the residual stream begins with the normalised hidden state."""
+    """Whether the residual stream starts from the normalised hidden state."""
 
 
 class Eagle3Attention(LlamaAttention):
-    """Attention that reads an embedding and a hidden state."""
+    """Attention whose input is an embedding concatenated with a hidden state."""
 
     num_inputs: ClassVar[int] = 2
 
 
 class Eagle3Layer(LlamaDecoderLayer):
-    """A decoder layer whose attention reads the embedding next to the hidden state, each normalised."""
+    """A decoder layer whose attention reads the normalised embedding concatenated with the normalised hidden state."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__(config, 0, Eagle3Attention, LlamaForCausalLM.feed_forward, parallel)
@@ -120,9 +120,9 @@ class Eagle3Layer(LlamaDecoderLayer):
         *,
         norm_before_residual: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `LlamaDecoderLayer.forward` of both. # 2 x [tokens, hidden_size] -> 2 x [tokens, hidden_size]"""
+        """`LlamaDecoderLayer.forward` for two inputs. # 2 x [tokens, hidden_size] -> 2 x [tokens, hidden_size]"""
         normed = self.hidden_norm(hidden)
-        # A copy, because the next norm may overwrite the residual stream.
+        # Copied, because the next norm may overwrite the residual stream.
         residual = join_columns(normed if norm_before_residual else hidden)
         attended = self.self_attn(join_columns(self.input_layernorm(embedded), normed), cos, sin)
         attended, residual = self.post_attention_layernorm.add_norm(attended, residual)
@@ -140,7 +140,8 @@ class Eagle3(_EagleHead):
         token_map: torch.Tensor | None,
         parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
-        """`token_map` [draft_vocab_size] int64: the target's token of each of its own; None: they are the same."""
+        """`token_map` [draft_vocab_size] int64: the target's token id of each draft token id; None if they are
+        equal."""
         super().__init__(config, target, shape.draft_vocab_size, parallel)
         self.vocab_size = config.vocab_size
         self.shape = shape
@@ -164,7 +165,9 @@ class Eagle3(_EagleHead):
         return _stream(self.norm, *fused)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `DraftHead`. Without `token_map`, or on rank 1 and later, by its own tokens."""
+        """See `DraftHead`. The logits are of the target's vocabulary; without `token_map`, or on ranks other than 0,
+        of the draft vocabulary.
+        """
         logits = super().compute_logits(self.norm(hidden))
         if self.token_map is None or logits.shape[1] != len(self.token_map):
             return logits
@@ -172,6 +175,6 @@ class Eagle3(_EagleHead):
 
 
 def _stream(norm: RMSNorm, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """The sum of a layer's two outputs, which the operators have together with a norm. # [tokens, hidden_size]"""
+    """Return the sum of a layer's two outputs, by the fused operator of sum and norm. # [tokens, hidden_size]"""
     assert residual is not None, "a head has at least one layer"
     return norm.add_norm(hidden, residual)[1]

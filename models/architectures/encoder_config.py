@@ -1,4 +1,4 @@
-"""`EncoderConfig`: config.json of an encoder, read and checked. Imports no torch."""
+"""`EncoderConfig`: reads and checks config.json of an encoder. Imports no torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,11 @@ _ROBERTA = ("RobertaModel", "XLMRobertaModel")
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig(CheckpointConfig):
-    """An encoder that has a model here. Lengths are in tokens, sizes in elements."""
+    """The configuration of an encoder that Kaon implements. Lengths are in tokens, sizes in elements."""
 
     runs_by: ClassVar[str] = "Kaon's own code"
     tie_word_embeddings: ClassVar[bool] = False
-    """There is no head to share them with."""
+    """Encoders have no language-model head."""
 
     hidden_size: int
     intermediate_size: int
@@ -31,15 +31,15 @@ class EncoderConfig(CheckpointConfig):
     activation: str
     norm_eps: float
     max_positions: int
-    """Rows of the table of positions after `first_position`, or the longest context of rotations."""
+    """Number of rows of the position embedding from `first_position` on, or the longest context of a rotary model."""
     first_position: int
-    """Position of a prompt's first token in the table of positions: RoBERTa's begins after its padding token."""
+    """Row of the position embedding for a prompt's first token; RoBERTa's rows begin after its padding token."""
     num_token_types: int
-    """Rows of the table of token types; 0: there is none."""
+    """Number of rows of the token-type embedding; 0 if there is none."""
     ropes: tuple[RopeConfig, ...]
-    """Of each layer, where positions are rotations; empty where they are rows of a table."""
+    """The rope of each layer; empty if positions are embedded."""
     windows: tuple[int | None, ...]
-    """For each layer the tokens on each side that a token sees; None: all."""
+    """The attention window of each layer: number of tokens on each side; None without a window."""
     has_attention_bias: bool
     has_mlp_bias: bool
     has_norm_bias: bool
@@ -48,7 +48,7 @@ class EncoderConfig(CheckpointConfig):
 
     @classmethod
     def from_checkpoint(cls, path: Path, body: str) -> "EncoderConfig":
-        """Read the checkpoint directory `path`, whose architecture `body` computes. Raises `CheckpointError`."""
+        """Read the checkpoint directory `path`. `body`: the encoder that computes it. Raises `CheckpointError`."""
         config = read_config(path)
         if config.section("quantization_config") is not None:
             raise CheckpointError(f"{config.where} has quantised weights, which no encoder here reads; use dense ones")
@@ -98,7 +98,7 @@ class EncoderConfig(CheckpointConfig):
 
 
 def _layer_kinds(config: Fields, num_layers: int) -> tuple[str, ...]:
-    """Of ModernBERT: the kind of each layer's attention."""
+    """Return the kind of attention of each layer of ModernBERT."""
     kinds = config.strings("layer_types")
     if not kinds:
         every = config.integer("global_attn_every_n_layers", 3)
@@ -109,7 +109,7 @@ def _layer_kinds(config: Fields, num_layers: int) -> tuple[str, ...]:
 
 
 def _rope(config: Fields, kind: str, head_dim: int, positions: int) -> RopeConfig:
-    """The rotation of a kind of layer, under the field names of transformers' version 4 or 5."""
+    """Read the rope of a kind of layer, with the field names of transformers 4 or 5."""
     by_kind = config.section("rope_parameters")
     own = None if by_kind is None else by_kind.section(kind)
     is_windowed = kind == _WINDOWED

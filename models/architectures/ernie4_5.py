@@ -1,4 +1,4 @@
-"""Ernie 4.5: Llama whose heads are rotated as adjacent pairs; dense, or of experts."""
+"""Ernie 4.5: Llama with rotation of adjacent pairs; dense or with experts."""
 
 from typing import ClassVar
 
@@ -32,7 +32,7 @@ class Ernie4_5ForCausalLM(LlamaForCausalLM):
 
 @architecture("Ernie4_5_MoeForCausalLM", ConfigFacts(defaults=_DEFAULTS))
 class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
-    """Ernie 4.5 of experts with its language-model head."""
+    """Ernie 4.5 with experts, with its language-model head."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         if config.fields.boolean("use_bias", False):
@@ -41,7 +41,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Routed and shared experts, or in some layers one dense network."""
+        """Routed and shared experts; some layers have a dense network instead."""
         fields = config.fields
         if not _is_sparse(fields, layer, config.num_hidden_layers):
             return LlamaMLP(config, parallel)
@@ -67,7 +67,8 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
 
 
 def _is_sparse(fields: Fields, layer: int, num_layers: int) -> bool:
-    """Every `moe_layer_interval`-th layer from the start to the end index, -1 being the last layer."""
+    """Whether the layer has experts: each `moe_layer_interval`-th one from the start to the end index (-1: the
+    last)."""
     last = fields.integer("moe_layer_end_index", -1, minimum=-1)
     first = fields.integer("moe_layer_start_index", 1, minimum=0)
     is_due = (layer + 1) % fields.integer("moe_layer_interval", 1) == 0

@@ -1,4 +1,5 @@
-"""EXAONE 4: norms after attention and feed-forward; with windows, layers that see all have no positions."""
+"""EXAONE 4: norms after attention and feed-forward; if some layers have windows, the others have no rotary
+positions."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -15,16 +16,17 @@ from models.parallel.tensor_parallel import TensorParallel
 
 
 class Exaone4Attention(Qwen3Attention):
-    """Grouped-query attention that normalises queries and keys, and rotates them or does not."""
+    """Grouped-query attention with norms of queries and keys, with rotary positions in some layers."""
 
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
-        """Whether that layer's queries and keys are rotated."""
+        """Whether the layer has rotary positions."""
         return config.sliding_windows[layer] is not None or not config.fields.has("sliding_window")
 
 
 def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
-    """One layer in `sliding_window_pattern` sees all tokens: a number, or as many letters, L for a window."""
+    """Whether each layer has a window. `sliding_window_pattern` is a period, whose last layer has none, or a string of
+    L (window) and G (none) that is repeated; in the latter case the model's last layer has none either."""
     if not fields.has("sliding_window"):
         return [False] * num_layers
     pattern = fields.values.get("sliding_window_pattern", 4)
@@ -71,7 +73,7 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
     ),
 )
 class ExaoneMoeForCausalLM(LlamaForCausalLM):
-    """K-EXAONE, of experts below norms, with its language-model head."""
+    """K-EXAONE, a pre-norm model with experts, with its language-model head."""
 
     attention: ClassVar[type[nn.Module]] = Exaone4Attention
 

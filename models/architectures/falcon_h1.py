@@ -1,4 +1,4 @@
-"""Falcon-H1: a Mamba-2 layer next to attention in each layer, then a dense network, with a factor on every branch."""
+"""Falcon-H1: each layer has a Mamba-2 mixer parallel to attention, then a dense network; each branch has a factor."""
 
 import torch
 from torch import nn
@@ -21,17 +21,17 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
 class FalconH1Attention(LlamaAttention):
-    """Grouped-query attention whose keys have a factor."""
+    """Grouped-query attention whose keys are scaled."""
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float | None:
-        """The factor of the keys is one of the scores."""
+        """The scale of the attention scores, which includes the factor of the keys."""
         scale: float = config.head_dim**-0.5 * config.fields.number("key_multiplier", 1.0)
         return scale
 
 
 class FalconH1MLP(LlamaMLP):
-    """A gated network with factors of its gates and of its output."""
+    """A gated network whose gates and output are scaled."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__(config, parallel)
@@ -54,11 +54,11 @@ class FalconH1MLP(LlamaMLP):
 
 
 class FalconH1DecoderLayer(HybridDecoderLayer):
-    """A Mamba-2 layer and attention of the same input, whose outputs are added, then a dense network."""
+    """A Mamba-2 mixer and attention, which read the same input and whose outputs are added, then a dense network."""
 
     def __init__(self, config: ModelConfig, layer: int, options: Mamba2Options, parallel: TensorParallel) -> None:
         fields = config.fields
-        # The width is null where it is `mamba_expand` times the hidden size.
+        # An explicit null means `mamba_expand` times the hidden size.
         is_given = fields.has("mamba_d_ssm") or "mamba_d_ssm" not in fields.values
         inner = fields.integer("mamba_d_ssm", 1024) if is_given else None
         super().__init__(

@@ -1,4 +1,5 @@
-"""Gemma 1 and 2: scaled embeddings and gates of a tanh GELU; in the second norms on both sides, and soft caps."""
+"""Gemma 1 and 2: scaled embeddings and tanh-GELU gates; Gemma 2 has norms before and after sublayers, and soft
+caps."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -36,7 +37,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         require_causal(config)
         if config.activation == "gelu":
-            # The first checkpoints say so, and were trained with its approximation.
+            # The first checkpoints declare `gelu`, but were trained with its tanh approximation.
             config = replace(config, activation="gelu_tanh")
         super().__init__(config, parallel)
 
@@ -91,12 +92,12 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
 
 def embedding_scale(config: ModelConfig) -> float:
-    """The root of the hidden size, rounded to the model's dtype as Gemma was trained."""
+    """Return the square root of the hidden size, rounded to the model's dtype as in training."""
     return torch.tensor(config.hidden_size**0.5, device="cpu").item()
 
 
 def require_causal(config: ModelConfig) -> None:
-    """Raise `CheckpointError` for a model whose tokens see those after them, unless it is to be one."""
+    """Raise `CheckpointError` for a model with bidirectional attention, unless it is served as an encoder."""
     fields = config.fields
     if fields.boolean("use_bidirectional_attention", False) and not config.is_bidirectional:
         raise fields.invalid("use_bidirectional_attention", "false: a generated token sees only earlier ones")

@@ -1,4 +1,4 @@
-"""Gemma 3's text model: norms on both sides of attention and feed-forward, and another rope in windowed layers."""
+"""Gemma 3's text model: norms before and after attention and feed-forward, and a separate rope in windowed layers."""
 
 from typing import ClassVar
 
@@ -77,7 +77,7 @@ def _reject_unsupported(config: ModelConfig) -> None:
 
 
 def local_rope(config: ModelConfig) -> RopeConfig:
-    """The windowed layers' rope, under the names of transformers' version 5 or 4."""
+    """Read the rope of windowed layers, with the field names of transformers 5 or 4."""
     fields = config.fields
     by_kind = fields.section("rope_parameters")
     own = by_kind.section("sliding_attention") if by_kind is not None else None

@@ -1,4 +1,4 @@
-"""Gemma 3n's text model: several streams of residuals that each layer predicts and corrects, around Gemma's layers."""
+"""Gemma 3n's text model: Gemma's layers with several residual streams, which each layer predicts and corrects."""
 
 import torch
 from torch import nn
@@ -18,11 +18,11 @@ from models.ops.types import Rotation
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _MIN_MAGNITUDE = 1e-5
-"""Least mean square of a stream that is scaled."""
+"""Lower limit of the mean square by which a stream is scaled."""
 
 
 class AltUp(nn.Module):
-    """Alternating updates (Baykal et al., 2023): a layer computes one stream, from which the others follow."""
+    """Alternating updates (Baykal et al., 2023): a layer computes only the active stream; others are extrapolated."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class AltUp(nn.Module):
         self.router_norm = RMSNorm(size, config.rms_norm_eps)
 
     def predict(self, streams: torch.Tensor) -> torch.Tensor:
-        """Each stream plus a combination of all. # [tokens, streams, hidden_size] -> the same"""
+        """Predict each stream as itself plus a linear combination of all. # [tokens, streams, hidden_size] -> same"""
         tokens, count, _ = streams.shape
         coefficients = self.prediction_coefs(self._modalities(streams[:, self.active].contiguous()))
         combined: torch.Tensor = coefficients.view(tokens, count, count).float() @ streams.float()
         return (combined + streams).to(streams.dtype)
 
     def correct(self, predicted: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-        """The predicted streams, moved by what the layer computed for the active one.
+        """Correct all predicted streams by the difference of the computed and the predicted active stream.
 
         # [tokens, streams, hidden_size], [tokens, hidden_size] -> [tokens, streams, hidden_size]
         """
@@ -52,7 +52,7 @@ class AltUp(nn.Module):
         return predicted + factors[..., None] * (computed - predicted[:, self.active])[:, None]
 
     def scaled(self, stream: torch.Tensor) -> torch.Tensor:
-        """The corrected active stream, as the layer's own input gates it. # [tokens, hidden_size] -> the same"""
+        """Scale the corrected active stream, the input of the per-layer gate. # [tokens, hidden_size] -> same"""
         return stream * self.correct_output_scale if self.scales_output else stream.contiguous()
 
     def _modalities(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class AltUp(nn.Module):
 
 
 class Laurel(nn.Module):
-    """Learned augmented residual: the input plus its normalised projection through a small rank."""
+    """Learned augmented residual layer: the input plus its normalised low-rank projection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,7 +78,8 @@ class Laurel(nn.Module):
 
 
 class Gemma3nMLP(LlamaMLP):
-    """Gated feed-forward layer, of whose gates some layers keep only the largest of a normal distribution."""
+    """Gated feed-forward layer. Some layers have sparse gates: each gate is reduced by a quantile of the normal
+    distribution with the gates' mean and deviation, and negative results become 0."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         size: int = config.fields.values["intermediate_sizes"][layer]
@@ -88,7 +89,7 @@ class Gemma3nMLP(LlamaMLP):
         self.deviations = (
             torch.special.ndtri(torch.tensor(sparsity, dtype=torch.float64, device="cpu")).item() if sparsity else None
         )
-        """How many standard deviations above the mean a gate must be; None: all are kept."""
+        """The quantile in standard deviations above the mean; None if the layer's gates are not sparse."""
         self.operator = ACTIVATIONS[config.activation]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -105,13 +106,13 @@ class Gemma3nMLP(LlamaMLP):
         return self.down_proj(activate(kept, self.operator, up))  # type: ignore[no-any-return]
 
     def _mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over the features of all ranks. # [tokens, the rank's features] float32 -> [tokens, 1]"""
+        """Return the mean over the features of all ranks. # [tokens, the rank's features] float32 -> [tokens, 1]"""
         total: torch.Tensor = self.parallel.all_reduce(values.sum(-1, keepdim=True))
         return total / self.size
 
 
 class Gemma3nDecoderLayer(nn.Module):
-    """Attention and feed-forward of the active stream, each between two norms, and an input of the layer's own."""
+    """Attention and feed-forward of the active stream, each between two norms, and a per-layer input."""
 
     def __init__(self, config: ModelConfig, layer: int, cache_of: int | None, parallel: TensorParallel) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class Gemma3nDecoderLayer(nn.Module):
         self.post_per_layer_input_norm = RMSNorm(size, eps)
 
     def forward(self, streams: torch.Tensor, own: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """`own`: the layer's own input. # [tokens, streams, hidden_size], [tokens, own_size] -> as the first"""
+        """`own`: the per-layer input. # [tokens, streams, hidden_size], [tokens, own_size] -> as the first"""
         predicted = self.altup.predict(streams)
         active = predicted[:, self.altup.active].contiguous()
         normed = self.input_layernorm(active)
@@ -146,7 +147,7 @@ class Gemma3nDecoderLayer(nn.Module):
 
 
 class Gemma3nModel(LayerInputsBody):
-    """Scaled embedding, streams made of it, decoder layers, and the mean of the streams normalised."""
+    """Scaled embedding, projection to streams, decoder layers, mean of the streams, and the final norm."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__(config, parallel)
@@ -177,7 +178,7 @@ class Gemma3nModel(LayerInputsBody):
 
 
 def _as_large(stream: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A stream scaled to the magnitude of another one. # 2 x [tokens, hidden_size] -> the same"""
+    """Scale a stream to the magnitude of `like`. # 2 x [tokens, hidden_size] -> [tokens, hidden_size]"""
     exact = stream.float()
     wanted = like.float().square().mean(-1, keepdim=True).sqrt()
     found = exact.square().mean(-1, keepdim=True).clamp(min=_MIN_MAGNITUDE).sqrt()
@@ -185,7 +186,7 @@ def _as_large(stream: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sparsity(config: ModelConfig) -> list[float]:
-    """The share of gates that each layer sets to zero."""
+    """Return the share of gates that each layer sets to zero."""
     fields, count = config.fields, config.num_hidden_layers
     found = fields.values.get("activation_sparsity_pattern")
     if found is None:
@@ -198,7 +199,7 @@ def _sparsity(config: ModelConfig) -> list[float]:
 
 
 def _complete(config: Fields) -> Fields:
-    """With `intermediate_sizes`, by layer; published as a list or as one number for all layers."""
+    """Add `intermediate_sizes`, one per layer, from a list or one number in config.json."""
     count, found = config.integer("num_hidden_layers"), config.values["intermediate_size"]
     if not isinstance(found, list):
         found = [config.integer("intermediate_size")] * count

@@ -1,4 +1,5 @@
-"""Gemma 4's text model: layers of two sizes of heads, inputs of single layers, keys and values that layers share."""
+"""Gemma 4's text model: two kinds of layers with different head sizes, per-layer inputs, and shared keys and
+values."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,7 +38,8 @@ _ROPES = {
 class Gemma4Attention(nn.Module):
     """Grouped-query attention with normalised queries, keys and values.
 
-    `config` is of this layer. Values may be the keys before their norm, and both those of an earlier layer.
+    `config`: that of this layer. Values may be the unnormalised keys. `cache_of`: an earlier layer whose keys and
+    values the layer reads; None if it has its own.
     """
 
     def __init__(self, config: ModelConfig, layer: int, cache_of: int | None, parallel: TensorParallel) -> None:
@@ -90,7 +92,7 @@ class Gemma4Attention(nn.Module):
 
 
 class Gemma4Router(nn.Module):
-    """Chooses experts by a normalised input, and scales each expert's weight."""
+    """Selects experts by the normalised input, and scales the weights by a factor per expert."""
 
     def __init__(self, config: ModelConfig, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4DecoderLayer(nn.Module):
-    """Attention and feed-forward, each between two norms; experts next to it, and an input of the layer's own."""
+    """Attention and feed-forward, each between two norms, with optional parallel experts and a per-layer input."""
 
     def __init__(self, config: ModelConfig, layer: int, cache_of: int | None, parallel: TensorParallel) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Gemma4DecoderLayer(nn.Module):
         self.post_feedforward_layernorm = RMSNorm(size, eps)
         self.layer_scalar = empty_parameter(1, weight_loader=self._load_scale)
         self.scale = 1.0
-        """The value of `layer_scalar`, on the host."""
+        """The value of `layer_scalar`, read when it is loaded."""
         self.own_size = fields.integer("hidden_size_per_layer_input", minimum=0)
         self.activation = ACTIVATIONS[config.activation]
         if self.own_size:
@@ -149,7 +151,7 @@ class Gemma4DecoderLayer(nn.Module):
             self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
 
     def forward(self, hidden: torch.Tensor, own: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
-        """`own`: the layer's own input. # [tokens, hidden_size], [tokens, own_size] -> [tokens, hidden_size]"""
+        """`own`: the per-layer input, if any. # [tokens, hidden_size], [tokens, own_size] -> [tokens, hidden_size]"""
         attended = self.self_attn(self.input_layernorm(hidden), rotation)
         hidden = self.post_attention_layernorm.norm_add(attended, hidden)
         fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
@@ -170,7 +172,7 @@ class Gemma4DecoderLayer(nn.Module):
 
 
 class LayerInputsBody(DecoderBody):
-    """A body with a scaled embedding, and with inputs of single layers, if there are any."""
+    """A body with a scaled embedding, and optional per-layer inputs."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -179,19 +181,19 @@ class LayerInputsBody(DecoderBody):
         self.num_layers = config.num_hidden_layers
         self.own_size = fields.integer("hidden_size_per_layer_input", minimum=0)
         self.num_own_tokens = config.vocab_size
-        """Tokens that have such inputs; others have those of token 0."""
+        """Number of token ids with per-layer inputs; other ids use those of token 0."""
         if self.own_size:
             self.num_own_tokens = fields.integer("vocab_size_per_layer_input")
             self.embed_tokens_per_layer = VocabParallelEmbedding(
                 self.num_own_tokens, self.num_layers * self.own_size, scale=_root(self.own_size), parallel=parallel
             )
             self.per_layer_model_projection = ColumnParallelLinear(size, self.num_layers * self.own_size)
-            # The projection is meant to be divided by the root of its inputs first, which the norm takes back.
+            # The projection's scale, 1 / sqrt(hidden_size), is cancelled by the norm except in its epsilon.
             self.per_layer_projection_norm = RMSNorm(self.own_size, config.rms_norm_eps * size)
         self.vocab_size = config.vocab_size
 
     def own_inputs(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Each layer's own input: of the token, and of its embedding. # -> [tokens, layers, own_size]"""
+        """Compute the per-layer inputs from token ids and embeddings. # -> [tokens, layers, own_size]"""
         shape = len(input_ids), self.num_layers, self.own_size
         if self.num_own_tokens < self.vocab_size:
             input_ids = input_ids.masked_fill(input_ids >= self.num_own_tokens, 0)
@@ -201,7 +203,7 @@ class LayerInputsBody(DecoderBody):
 
 
 class Gemma4Model(LayerInputsBody):
-    """Scaled embedding, inputs of single layers, decoder layers and final norm."""
+    """Scaled embedding, per-layer inputs, decoder layers and final norm."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__(config, parallel)
@@ -224,7 +226,7 @@ class Gemma4Model(LayerInputsBody):
 
 
 def unread_of_shared_layers(fields: Fields) -> tuple[str, ...]:
-    """Tensors of layers that share keys and values: checkpoints may hold what nothing reads."""
+    """Return prefixes of unused tensors: key and value projections of layers that read another layer's cache."""
     count, shared = fields.integer("num_hidden_layers"), fields.integer("num_kv_shared_layers", 0, minimum=0)
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     layers = range(max(0, count - shared), count)
@@ -278,12 +280,12 @@ def _layer_name(layer: int) -> str:
 
 
 def _root(size: int) -> float:
-    """The root of a size, rounded to the model's dtype as the model was trained."""
+    """Return the square root of a size, rounded to the model's dtype as in training."""
     return torch.tensor(size**0.5, device="cpu").item()
 
 
 def _of_layer(config: ModelConfig, layer: int) -> ModelConfig:
-    """The configuration of one layer, whose heads differ where it attends to all tokens."""
+    """Return the configuration of one layer; full-attention layers have other heads than windowed ones."""
     fields, head_dim, kv_heads = config.fields, config.head_dim, config.num_key_value_heads
     by_layer = fields.section("per_layer_config")
     if by_layer is not None:
@@ -302,7 +304,7 @@ def _of_layer(config: ModelConfig, layer: int) -> ModelConfig:
 
 
 def _rope(config: ModelConfig, kind: str) -> RopeConfig:
-    """The rope of one kind of layers."""
+    """Read the rope of one kind of layers."""
     layers = [layer for layer, window in enumerate(config.sliding_windows) if (window is None) == (kind == _FULL)]
     head_dims = {_of_layer(config, layer).head_dim for layer in layers}
     if len(head_dims) > 1:
@@ -320,7 +322,7 @@ def _rope(config: ModelConfig, kind: str) -> RopeConfig:
 
 
 def caches_of(config: ModelConfig) -> Mapping[int, int | None]:
-    """By layer, the earlier one whose keys and values it reads; None: it has its own."""
+    """Map each layer to the earlier layer whose keys and values it reads, or None if it has its own."""
     fields, count = config.fields, config.num_hidden_layers
     first = count - fields.integer("num_kv_shared_layers", 0, minimum=0, maximum=count - 1)
     windows = config.sliding_windows

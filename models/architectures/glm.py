@@ -1,4 +1,4 @@
-"""GLM-4: Llama with partly rotated heads of adjacent pairs, and in its newer form norms on both sides of each part."""
+"""GLM-4: Llama with partial rotation of adjacent pairs; GLM-4-0414 has norms before and after each sublayer."""
 
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from models.parallel.tensor_parallel import TensorParallel
 
 
 class GlmAttention(LlamaAttention):
-    """Grouped-query attention of adjacent pairs, whose output projection has no bias."""
+    """Grouped-query attention with rotation of adjacent pairs, without a bias of the output projection."""
 
     rotates_pairs: ClassVar[bool] = True
     has_output_bias: ClassVar[bool] = False

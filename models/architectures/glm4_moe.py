@@ -1,4 +1,5 @@
-"""GLM-4.5 and related models: partly rotated heads with optional norms, and grouped experts with shared ones."""
+"""GLM-4.5 and related models: partial rotation, optional norms of queries and keys, grouped routed and shared
+experts."""
 
 from typing import ClassVar
 
@@ -33,7 +34,7 @@ class Glm4MoeAttention(NoOutputBiasAttention):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def head_norms(self) -> HeadNorms | None:
-        """Norms of queries and keys, where the config has them."""
+        """The norms of queries and keys, if the config has them."""
         return HeadNorms(self.q_norm.operand, self.k_norm.operand) if self.has_norms else None
 
 
@@ -58,7 +59,8 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 def corrected_experts(
     config: ModelConfig, layer: int, parallel: TensorParallel, *, correction_name: str | None = None
 ) -> nn.Module:
-    """Routed experts chosen by corrected scores, with or without shared ones; in some layers one dense network.
+    """Routed experts selected by scores with a correction bias, optional shared experts; a dense network in some
+    layers.
 
     `correction_name`: see `GroupedRouter`.
     """
@@ -89,7 +91,7 @@ def corrected_experts(
 _SOLAR = {
     "first_k_dense_replace": 0,
     "head_dim": 128,
-    "intermediate_size": 1,  # No layer is dense, and config.json names no size of one.
+    "intermediate_size": 1,  # Unused: no layer is dense, and config.json lacks the field.
     "n_group": 1,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,

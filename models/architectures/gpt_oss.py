@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, every other layer windowed, and experts of a clamped SwiGLU with biases."""
+"""gpt-oss: attention with sinks, windows in every other layer, and experts with clamped SwiGLU and biases."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class GptOssAttention(LlamaAttention):
-    """Grouped-query attention with a sink per head, which takes part in the softmax and has no value."""
+    """Grouped-query attention with a sink per head: a logit in the softmax without a value."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
@@ -39,19 +39,19 @@ class GptOssAttention(LlamaAttention):
 
 
 class GptOssRouter(nn.Module):
-    """Scores the experts, with a bias; the weights of a token's experts sum to 1."""
+    """Router with a bias; the weights of a token's experts sum to 1."""
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        # This weight is not quantised: it is small, and rounding errors would select other experts.
+        # This weight is not quantised: it is small, and rounding would change the selection of experts.
         self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
         self.bias = empty_parameter(num_experts, weight_loader=load_whole)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
         scores = logits(hidden, self.weight, self.bias)
-        # The softmax over the chosen experts equals the renormalised softmax over all.
+        # The softmax over the selected experts equals the renormalised softmax over all.
         if runtime.runs(hidden):
             return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=True)
         if triton.runs(scores, operator="moe"):
@@ -62,7 +62,7 @@ class GptOssRouter(nn.Module):
         return values.softmax(-1, dtype=torch.float32), ids
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The choice of experts."""
+        """Yield the check case of the routing kernel."""
         from models.ops.triton.cases.experts import RouteCase
 
         del dtype, max_tokens
@@ -70,7 +70,7 @@ class GptOssRouter(nn.Module):
 
 
 class GptOssExperts(FusedMoE):
-    """Experts whose checkpoint holds them stacked, input features before output features, gate and up interleaved."""
+    """Experts stored as stacks [experts, in_features, out_features], with gate and up interleaved."""
 
     is_stacked_alike = False
 
@@ -78,7 +78,7 @@ class GptOssExperts(FusedMoE):
         whole, local = self.intermediate_size, parameter.shape[1] // 2
         require_shape(loaded, (self.num_experts, *parameter.shape[2:], 2 * whole))
         first = self.split.rank * local
-        # Views, so that only the parameter itself takes memory. A bias has no input features.
+        # These are views, so that only the parameter takes memory. A bias has no input dimension.
         rows = loaded.transpose(1, -1)[self.local_experts.start : self.local_experts.stop]  # [experts, 2 * whole, ...]
         for index in range(len(rows)):
             mine = rows[index][2 * first : 2 * (first + local)]

@@ -1,4 +1,4 @@
-"""IBM's Granite 3: Llama with factors of embeddings, scores, residuals and logits; dense, or of experts."""
+"""IBM's Granite 3: Llama with factors of embeddings, scores, residuals and logits; dense or with experts."""
 
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
 class GraniteAttention(LlamaAttention):
-    """Grouped-query attention with a scale of its own."""
+    """Grouped-query attention with the scale of the config."""
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float:
@@ -46,7 +46,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 @architecture("GraniteMoeForCausalLM", ConfigFacts(defaults={"rms_norm_eps": 1e-6}))
 class GraniteMoeForCausalLM(GraniteForCausalLM):
-    """Granite 3 of experts with its language-model head."""
+    """Granite 3 with experts, with its language-model head."""
 
     checkpoint_modules: ClassVar[dict[str, str]] = {"mlp": "block_sparse_moe", "gate": "router.layer"}
     """Module of the model -> its name in checkpoints."""

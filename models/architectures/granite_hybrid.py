@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 layers or attention, each followed by a shared network and, in most sizes, experts."""
+"""Granite 4: Mamba-2 or attention layers, each followed by a shared network and, in most sizes, experts."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -29,17 +29,17 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
 class GraniteHybridAttention(GraniteAttention):
-    """Grouped-query attention whose scores have a factor of their own, with or without rotary positions."""
+    """Grouped-query attention with the scale of the config, with or without rotary positions."""
 
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
-        """In all layers or in none."""
+        """Whether the layer has rotary positions: all layers do, or none."""
         del layer
         return config.fields.string("position_embedding_type", "nope") == "rope"
 
 
 class GraniteSharedMLP(LlamaMLP):
-    """A gated network without biases, of which checkpoints have gates and up projections in one tensor."""
+    """A gated network without biases, whose gate and up projections are one tensor in checkpoints."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, size: int, *, reduces: bool) -> None:
         super().__init__(replace(config, mlp_bias=False), parallel, intermediate_size=size, reduces=reduces)
@@ -49,7 +49,7 @@ class GraniteSharedMLP(LlamaMLP):
 
 
 class GraniteDecoderLayer(HybridDecoderLayer):
-    """A Mamba-2 layer or attention, then a shared network and experts, where there are any."""
+    """A Mamba-2 mixer or attention, then a shared network and, if the model has them, experts."""
 
     def __init__(self, config: ModelConfig, layer: int, options: Mamba2Options, parallel: TensorParallel) -> None:
         fields = config.fields
@@ -63,7 +63,7 @@ class GraniteDecoderLayer(HybridDecoderLayer):
             residual_multiplier=fields.number("residual_multiplier", 1.0),
         )
         num_experts = fields.integer("num_local_experts", 8, minimum=0)
-        # Experts add its parts up with theirs.
+        # If there are experts, their all-reduce also reduces the shared network's partial sums.
         size = fields.integer("shared_intermediate_size", 1024)
         self.shared_mlp = GraniteSharedMLP(config, parallel, size, reduces=not num_experts)
         self.block_sparse_moe = _experts(config, num_experts, parallel) if num_experts else None

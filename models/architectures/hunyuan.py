@@ -1,4 +1,4 @@
-"""Tencent's Hunyuan: norms of queries and keys after their rotation; dense, or of experts with a shared one."""
+"""Tencent's Hunyuan: norms of queries and keys after the rotation; dense, or with routed and shared experts."""
 
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from models.parallel.tensor_parallel import TensorParallel
 
 
 class HunYuanAttention(LlamaAttention):
-    """Grouped-query attention that rotates queries and keys before it normalises them."""
+    """Grouped-query attention with norms of queries and keys after the rotation."""
 
     is_rotated_first: ClassVar[bool] = True
 
@@ -35,7 +35,7 @@ class HunYuanAttention(LlamaAttention):
 
 
 class HunYuanMoE(nn.Module):
-    """Routed experts, and a shared one."""
+    """Routed experts and a shared expert."""
 
     def __init__(self, config: ModelConfig, num_experts: int, top_k: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
 
 
 def _of_layer(fields: Fields, name: str, layer: int) -> int:
-    """A field that is one number, or one for each layer."""
+    """Read a field that is one number for all layers, or a list with one per layer."""
     if not isinstance(fields.values.get(name), list):
         return fields.integer(name, 1)
     values = fields.integers(name, minimum=1)
@@ -112,7 +112,7 @@ _HY3 = ConfigFacts(
         "router_scaling_factor": "routed_scaling_factor",
     },
     has_mlp_bias=True,
-    # As published -> as transformers saves it.
+    # Published name -> name in checkpoints that transformers saves.
     names={
         "mlp.router.gate.": "mlp.gate.",
         "mlp.expert_bias": "mlp.e_score_correction_bias",

@@ -49,7 +49,8 @@ class HybridDecoderLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two tensors, of which the next norm adds the first, times the multiplier, to the second.
+        """Return two tensors; the layer's output is the second plus the first times the multiplier, which the next
+        norm adds.
 
         # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
         """
@@ -59,12 +60,12 @@ class HybridDecoderLayer(nn.Module):
         return self.feed(hidden), residual
 
     def feed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The feed-forward layer. # [tokens, hidden_size] -> the same"""
+        """Compute the feed-forward layer. # [tokens, hidden_size] -> [tokens, hidden_size]"""
         assert self.feed_forward is not None, "a layer without one computes it in a subclass"
         return self.feed_forward(hidden)  # type: ignore[no-any-return]
 
     def mix(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The recurrent layer or attention. # [tokens, hidden_size] -> [tokens, hidden_size]"""
+        """Compute the recurrent layer or attention. # [tokens, hidden_size] -> [tokens, hidden_size]"""
         if self.recurrent is not None:
             return self.recurrent(hidden)  # type: ignore[no-any-return]
         assert self.self_attn is not None, "a layer is recurrent or attends"
@@ -83,7 +84,7 @@ class OnePartDecoderLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]"""
+        """Return two tensors whose sum, computed by the next norm, is the layer's output. # [tokens, hidden_size]"""
         hidden, residual = self.norm.add_norm(hidden, residual)
         attends = isinstance(self.mixer, LlamaAttention)
         return self.mixer(hidden, cos, sin) if attends else self.mixer(hidden), residual
@@ -164,9 +165,9 @@ def mamba_mixer(
     *,
     inner: int | None = None,
 ) -> Mamba2Mixer:
-    """The Mamba-2 layer of Bamba and the families whose fields are named like its own.
+    """Build the Mamba-2 layer of Bamba and of families with the same field names.
 
-    `inner`: features of all heads; None: `mamba_expand` times the hidden size.
+    `inner`: number of features of all heads, by default `mamba_expand` times the hidden size.
     """
     fields = config.fields
     config.require_silu()
@@ -191,7 +192,7 @@ def mamba_mixer(
 
 
 def mamba_options(config: ModelConfig) -> Mamba2Options:
-    """The other options of Bamba's and Granite 4's Mamba-2 layers."""
+    """Read the options of Bamba's and Granite 4's Mamba-2 layers."""
     fields = config.fields
     has_bias = fields.boolean("mamba_proj_bias", False)
     return Mamba2Options(
@@ -204,17 +205,17 @@ def mamba_options(config: ModelConfig) -> Mamba2Options:
 
 
 def require_divisor(fields: Fields, name: str, value: int, whole_name: str, whole: int) -> None:
-    """Raise `CheckpointError` for groups that do not divide what they share."""
+    """Raise `CheckpointError` unless `value` divides `whole`."""
     if whole % value:
         raise fields.invalid(name, f"a divisor of {whole_name}, {whole}")
 
 
 def dt_limits(fields: Fields, name: str = "time_step_limit") -> tuple[float, float]:
-    """The smallest and the largest time step in config.json; the largest may be infinite."""
+    """Read the limits of time steps in config.json; the upper limit may be infinite."""
     value = fields.values.get(name)
     if value is None:
         return 0.0, float("inf")
-    # JSON has no infinity: transformers writes a name, or an object with one.
+    # JSON has no infinity: transformers writes a string, or an object with a string.
     pair = [_number(item) for item in value] if isinstance(value, list) and len(value) == 2 else [None]
     least, most = pair[0], pair[-1]
     if least is None or most is None or not 0 <= least <= most:

@@ -1,4 +1,4 @@
-"""Jamba: Mamba layers and, in turn, attention without positions, each followed by a dense network or by experts."""
+"""Jamba: Mamba layers and periodic attention layers without positions, each followed by a dense network or experts."""
 
 from typing import ClassVar
 
@@ -60,7 +60,7 @@ class JambaForCausalLM(HybridForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts in some layers, where there is more than one, and a dense network in the others."""
+        """Experts in some layers, if the model has more than one expert, and a dense network in the others."""
         fields = config.fields
         num_experts = fields.integer("num_experts")
         if num_experts == 1 or not _is_due(fields, "expert", layer):
@@ -75,7 +75,7 @@ class JambaForCausalLM(HybridForCausalLM):
 
 
 def _is_due(fields: Fields, kind: str, layer: int) -> bool:
-    """Whether the layer is of that kind: one in each period."""
+    """Whether the layer is the one of its period that is of that kind."""
     period = fields.integer(f"{kind}_layer_period")
     return layer % period == fields.integer(f"{kind}_layer_offset", minimum=0)
 

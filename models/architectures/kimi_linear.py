@@ -1,4 +1,4 @@
-"""Kimi Linear: delta attention, whose keys fade by dimension, latent attention without positions, and experts."""
+"""Kimi Linear: delta rule with a decay per key dimension, latent attention without positions, and experts."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -23,10 +23,10 @@ from models.ops.activation import gate_heads, gated_activation
 from models.parallel.tensor_parallel import TensorParallel
 
 _NAMES = MappingProxyType({".block_sparse_moe.": ".mlp.", ".forget_gate.": "."})
-"""Of layers, in published checkpoints and in transformers' adapters."""
+"""Parts of module names in published checkpoints and in transformers' adapters -> the model's."""
 
 _SECTION = (("head_dim", "head_dim"), ("num_heads", "num_heads"), ("short_conv_kernel_size", "conv_kernel_dim"))
-"""Fields of `linear_attn_config`, and what transformers calls them after `linear_`."""
+"""Fields of `linear_attn_config`, and transformers' names of them without the prefix `linear_`."""
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -56,7 +56,7 @@ class KimiDeltaAttention(DeltaMixer):
 
 
 def _complete(fields: Fields) -> Fields:
-    """The kinds of layers and the sizes of delta attention, which published configs have in a section."""
+    """Add kinds of layers and sizes of the delta rule, which published configs have in `linear_attn_config`."""
     values = dict(fields.values)
     section = fields.section("linear_attn_config")
     if section is not None:
@@ -67,10 +67,10 @@ def _complete(fields: Fields) -> Fields:
         layers = range(fields.integer("num_hidden_layers"))
         attends = [layer > 0 and layer % 4 == 0 for layer in layers]
         if section is not None and section.has("full_attn_layers"):
-            attending = section.integers("full_attn_layers", minimum=1)  # Counted from 1.
+            attending = section.integers("full_attn_layers", minimum=1)  # Layers are numbered from 1.
             attends = [layer + 1 in attending for layer in layers]
         values["layer_types"] = ["full_attention" if each else "linear_attention" for each in attends]
-    # The class in transformers never ties the head to the embedding, whatever this field says.
+    # transformers' class ignores this field and never ties the head to the embedding.
     values["tie_word_embeddings"] = False
     return Fields(values, fields.where)
 
@@ -118,7 +118,7 @@ class KimiLinearForCausalLM(HybridForCausalLM):
         """The body of the model: all modules except the head."""
         config.require_silu()
         kinds = config.fields.strings("layer_types")
-        # Keys have no positions, so no dimension is rotated.
+        # Latent attention here has no positions: 0 turning pairs give frequencies of 0, which rotate nothing.
         config = replace(config, rope=replace(config.rope, rope_type="proportional", turning_pairs=0))
 
         def decoder_layer(layer: int) -> nn.Module:

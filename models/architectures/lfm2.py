@@ -1,4 +1,4 @@
-"""LFM2 and 3: gated short convolutions and attention, each followed by a dense network or, in LFM2's larger sizes,
+"""LFM2 and LFM3: gated short convolutions and attention, each followed by a dense network or, in larger LFM2 models,
 experts.
 """
 
@@ -38,9 +38,9 @@ class Lfm2Attention(LlamaAttention):
 
 
 def _complete(fields: Fields) -> Fields:
-    """The kinds of layers, and what older names of fields say."""
+    """Add the kinds of layers, and fields under older names."""
     values = {**fields.values, "rms_norm_eps": fields.number("norm_eps", 1e-5)}
-    # Where a config has both names, transformers reads this one.
+    # If a config has both names, transformers reads the old one.
     for old, new in (("tie_embedding", "tie_word_embeddings"), ("block_ff_dim", "intermediate_size")):
         if fields.has(old):
             values[new] = values[old]
@@ -52,7 +52,7 @@ def _complete(fields: Fields) -> Fields:
 
 
 def _complete_dense(fields: Fields) -> Fields:
-    """And the size of the networks, which config.json names before it is adjusted."""
+    """Also add the adjusted size of the feed-forward layers, which differs from the size in config.json."""
     fields = _complete(fields)
     size = fields.integer("intermediate_size")
     if fields.boolean("block_auto_adjust_ff_dim", True):
@@ -141,7 +141,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
     ),
 )
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
-    """LFM2 of experts with its language-model head."""
+    """LFM2 with experts, with its language-model head."""
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
@@ -165,7 +165,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
 
 class Lfm3Attention(Lfm2Attention):
-    """LFM2's, with a gate on the output of each head."""
+    """LFM2's attention with a gate on the output of each head."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
@@ -179,7 +179,7 @@ class Lfm3Attention(Lfm2Attention):
 
 
 class Lfm3DecoderLayer(nn.Module):
-    """A short convolution or attention, then a dense network, each between two norms or after one."""
+    """A short convolution or attention, then a dense network, each with a norm before and optionally after it."""
 
     def __init__(self, config: ModelConfig, layer: int, conv: ShortConv | None, parallel: TensorParallel) -> None:
         super().__init__()
@@ -207,7 +207,8 @@ class Lfm3DecoderLayer(nn.Module):
 
 
 def _added(norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """`residual`, which may be overwritten, plus `x` or the norm of it. # [tokens, hidden_size] each"""
+    """Return `residual` plus `x`, normalised if there is a norm; may overwrite `residual`. # [tokens, hidden_size]
+    each"""
     return add_rows(residual, x) if norm is None else norm.norm_add(x, residual)
 
 
@@ -218,7 +219,7 @@ _LFM3_ROPES = {
 
 
 def _complete_lfm3(fields: Fields) -> Fields:
-    """The kinds of layers, and the name of the epsilon."""
+    """Add the kinds of layers, and the epsilon under its common name."""
     values = {"rope_parameters": _LFM3_ROPES, **fields.values, "rms_norm_eps": fields.number("norm_eps", 1e-5)}
     if not fields.has("layer_types"):
         kinds = {0: "sliding_attention", 2: "full_attention"}
@@ -253,7 +254,7 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
         "g_proj": "gate_proj",
     }
     renamed_parts: ClassVar[dict[str, str]] = {"g_proj": "gate_proj"}
-    """Module of transformers' model, by which adapters name it -> its name in checkpoints."""
+    """Module name of transformers' model, which adapters use -> its name in checkpoints."""
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
         """The body of the model: all modules except the head."""

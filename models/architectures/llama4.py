@@ -1,4 +1,4 @@
-"""Llama 4's text model: attention in chunks of positions, layers without positions, and experts of scaled inputs."""
+"""Llama 4's text model: chunked attention, layers without positions, and experts whose input is scaled."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -24,11 +24,12 @@ from models.parallel.tensor_parallel import TensorParallel
 
 
 class Llama4Attention(LlamaAttention):
-    """Grouped-query attention to chunks of positions; without positions, its queries grow with the position."""
+    """Grouped-query attention within chunks of positions; layers without rotary positions scale queries by
+    position."""
 
     rotates_pairs: ClassVar[bool] = True
     is_chunked: ClassVar[bool] = True
-    # A stretched rope also scales what it rotates, which the norm takes out again.
+    # With a scaled rope, the rotation also multiplies by a factor, which the norm after it cancels.
     is_rotated_first: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
@@ -42,7 +43,7 @@ class Llama4Attention(LlamaAttention):
 
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
-        """Whether that layer's queries and keys are rotated: a 1 in `no_rope_layers`."""
+        """Whether the layer has rotary positions: a 1 in `no_rope_layers`."""
         return rotates_layer(config.fields, layer, config.num_hidden_layers)
 
     def head_norms(self) -> HeadNorms | None:
@@ -57,7 +58,7 @@ class Llama4Attention(LlamaAttention):
 
 
 class Llama4Experts(FusedMoE):
-    """Experts whose checkpoint holds them stacked, input features before output features."""
+    """Experts stored as stacks [experts, in_features, out_features]."""
 
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         super()._load_gate_up(parameter, loaded.transpose(1, 2) if is_stacked(shard) else loaded, shard)
@@ -67,7 +68,7 @@ class Llama4Experts(FusedMoE):
 
 
 class Llama4MoE(nn.Module):
-    """One routed expert a token, whose input is scaled by its score, and a shared one."""
+    """One routed expert per token, whose input is scaled by the router's score, and a shared expert."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mamba, Falcon Mamba and Mamba-2 by themselves: layers of selective state spaces, and no attention."""
+"""Mamba, Falcon Mamba and Mamba-2: models of selective state space layers, without attention."""
 
 from typing import ClassVar
 
@@ -23,9 +23,9 @@ _PREFIX = "backbone."
 
 
 def _complete(fields: Fields) -> Fields:
-    """The epsilon, which config.json names differently, and values of what models with attention have."""
+    """Add the epsilon under its common name, and values for fields of attention models, which are required."""
     values = {**fields.values, "rms_norm_eps": fields.number("layer_norm_epsilon", 1e-5)}
-    # No layer attends or feeds forward. States have no longest context, but block tables have.
+    # No layer has attention or a feed-forward part. A state has no longest context, but block tables need a limit.
     absent = {"attention_head_dim": 2, "max_position_embeddings": 1 << 17, "num_attention_heads": 1}
     absent["intermediate_size"] = fields.integer("expand") * fields.integer("hidden_size")
     return Fields({**absent, **values}, fields.where)
@@ -57,7 +57,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
 
     @classmethod
     def mixer(cls, config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The only part of that layer."""
+        """Build the layer's only sublayer."""
         fields = config.fields
         config.require_silu()
         heads, dim, groups = fields.integer("num_heads"), fields.integer("head_dim"), fields.integer("n_groups")
@@ -78,7 +78,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
 
 
 def mamba_rank(fields: Fields, name: str) -> int:
-    """The field with the rank of time steps; "auto" or missing: a sixteenth of the hidden size, rounded up."""
+    """Read the rank of time steps; "auto" or missing means a sixteenth of the hidden size, rounded up."""
     if fields.values.get(name, "auto") in ("auto", None):
         return -(-fields.integer("hidden_size") // 16)
     return fields.integer(name)
@@ -101,7 +101,7 @@ class MambaForCausalLM(Mamba2ForCausalLM):
 
     @classmethod
     def mixer(cls, config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """The only part of that layer."""
+        """Build the layer's only sublayer."""
         fields = config.fields
         config.require_silu()
         shape = MambaShape(

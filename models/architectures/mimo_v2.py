@@ -1,4 +1,5 @@
-"""MiMo-V2: values smaller than keys; most layers have a window, sinks and twice the key heads; experts."""
+"""MiMo-V2: values have fewer dimensions than keys; most layers have a window, sinks and twice the key heads;
+experts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ _THETAS = {_FULL: 5e6, _LOCAL: 1e4}
 
 
 class MiMoV2Attention(GptOssAttention):
-    """Grouped-query attention with scaled values of a size of their own, and with sinks where there is a window."""
+    """Grouped-query attention with scaled values of fewer dimensions than keys; windowed layers have sinks."""
 
     has_output_bias: ClassVar[bool] = False
 
@@ -43,27 +44,27 @@ class MiMoV2Attention(GptOssAttention):
         return config.fields.integer("v_head_dim")
 
     def gated(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Scaled, as the values are meant to be. # [tokens, heads, value_dim], ... -> the same"""
+        """Apply the factor of values to the output, which is equivalent. # [tokens, heads, value_dim], ... -> same"""
         del hidden
         return scale(attended.view(len(attended), -1), self.value_scale)
 
 
 def _windowed(fields: Fields, num_layers: int) -> Sequence[bool]:
-    """All but the first layer and every sixth."""
+    """Whether each layer has a window: all but the first layer and every sixth."""
     del fields
     return [layer > 0 and (layer + 1) % 6 != 0 for layer in range(num_layers)]
 
 
 def _complete(fields: Fields) -> Fields:
-    """Kinds of layers, windows and ropes under the names of transformers; published files have others."""
+    """Add kinds of layers, windows and ropes with transformers' names; published configs have others."""
     values: dict[str, Any] = dict(fields.values)
     num_layers = fields.integer("num_hidden_layers")
     if not fields.has("mlp_layer_types"):
         values["mlp_layer_types"] = ["dense"] + ["sparse"] * (num_layers - 1)
     if fields.has("sliding_window_size"):
-        # It counts the tokens before the query.
+        # This field does not count the query's token.
         values["sliding_window"] = fields.integer("sliding_window_size") + 1
-    # Null means 1 here; left out, a factor has its default.
+    # An explicit null means 1; a missing field means its default.
     for name in ("attention_value_scale", "routed_scaling_factor"):
         if name in fields.values and not fields.has(name):
             values[name] = 1.0

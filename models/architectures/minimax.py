@@ -1,4 +1,4 @@
-"""MiniMax-Text-01 and M1: lightning attention, in some layers attention, experts, and residuals of normed inputs."""
+"""MiniMax-Text-01 and M1: lightning or softmax attention, experts, and residual connections from normalised inputs."""
 
 import math
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from models.ops.self_test import Case
 
 _NORM_EPS = 1e-6
-"""Epsilon of the norm of attention's output, whatever `rms_norm_eps` is."""
+"""Epsilon of the norm of lightning attention's output; it does not follow `rms_norm_eps`."""
 
 
 class LightningAttention(nn.Module):
-    """Linear attention that fades by a constant of each head (Qin et al., 2024), a norm and a gate; sharded by head.
+    """Linear attention with a constant decay per head (Qin et al., 2024), a norm and a gate; sharded by head.
 
-    A state space of Mamba-2 computes it, with a group a head, no skips, and time steps of 1.
+    It is computed as a Mamba-2 state space with one group per head, no skip connection, and time steps of 1.
     """
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
@@ -44,7 +44,7 @@ class LightningAttention(nn.Module):
         local = parallel.share(heads, "num_attention_heads")
         first, wide = parallel.rank * local, heads * dim
         self.num_heads, self.head_dim = local, dim
-        # Each head of the checkpoint has its query, its key and its value; a state space reads them in this order.
+        # The checkpoint groups q, k and v by head; the state space reads all values, then all keys, then all queries.
         spans = tuple(
             Span(((first + head) * 3 + kind) * dim, dim, (row * local + head) * dim)
             for row, kind in enumerate((2, 1, 0))
@@ -76,13 +76,13 @@ class LightningAttention(nn.Module):
         assert isinstance(cache, StateCache)
         (states,) = cache.tensors
         weights = StateSpaceWeights(self.a_log, self.zeros, self.zeros)
-        # Both limits are 1, so every time step is 1 whatever its input.
+        # Both limits are 1, so every time step is 1, and the input of time steps is irrelevant.
         steps, limits = qkv[:, : self.num_heads], (1.0, 1.0)
         metadata = context.attn_metadata
         return state_space(qkv, steps, weights, states, metadata, groups=self.num_heads, limits=limits)
 
     def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
-        """The state space."""
+        """Yield the check case of the state-space kernel."""
         from models.ops.triton.cases.state_space import Mamba2Case
 
         del max_tokens
@@ -91,17 +91,17 @@ class LightningAttention(nn.Module):
 
 
 def _log_slopes(heads: int, layer: int, num_layers: int) -> torch.Tensor:
-    """Logarithms of the decays of a layer's heads. # [heads] float32"""
+    """Return the logarithms of the decay rates of a layer's heads. # [heads] float32"""
     slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, dtype=torch.float32))
     factor: float = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
     return slopes.log() + math.log(factor)
 
 
 class MiniMaxDecoderLayer(nn.Module):
-    """Attention and experts, each with a norm before it, and with factors of its output and of the normed input.
+    """Attention and experts, each after a norm; the residual connection adds `alpha * normed input + beta * output`.
 
-    A norm does not change when its input is multiplied, except through its epsilon: the norm of `alpha * x + beta * y`
-    equals that of `x + beta / alpha * y` with an epsilon divided by the square of `alpha`.
+    An RMS norm is invariant to the scale of its input, except for its epsilon: the norm of `alpha * x + beta * y`
+    equals that of `x + beta / alpha * y` with the epsilon divided by the square of `alpha`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, *, is_linear: bool) -> None:
@@ -118,7 +118,7 @@ class MiniMaxDecoderLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two tensors, of which the next norm adds the first, times a factor, to the second.
+        """Return two tensors; the next norm adds the first, times a factor, to the second.
 
         # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
         """
@@ -129,13 +129,13 @@ class MiniMaxDecoderLayer(nn.Module):
 
 
 def _factors(fields: Fields, part: str) -> tuple[float, float]:
-    """The factor of the residual, and the factor of the branch's output divided by the first."""
+    """Return `alpha`, the factor of the residual, and `beta / alpha`."""
     alpha, beta = (fields.number(f"{part}_{name}_factor", 1.0) for name in ("alpha", "beta"))
     return alpha, beta / alpha
 
 
 def _complete(fields: Fields) -> Fields:
-    """The kinds of layers, by their names here."""
+    """Add the kinds of layers with Kaon's names."""
     if not fields.boolean("postnorm", True):
         raise fields.invalid("postnorm", "true: residuals are of the normed inputs")
     if fields.integer("shared_intermediate_size", 0, minimum=0):
@@ -153,13 +153,13 @@ def _complete(fields: Fields) -> Fields:
         raise fields.invalid("sliding_window", "null, since MiniMax with a window was not found equal to transformers")
     values = {**fields.values, "layer_types": list(kinds)}
     if not fields.has("attn_type_list"):
-        # MiniMax's own code rotates so many dimensions, transformers' class whole heads.
+        # MiniMax's own code rotates `rotary_dim` dimensions, but transformers' class whole heads.
         values.pop("rotary_dim", None)
     return Fields(values, fields.where)
 
 
 def _unread(fields: Fields) -> tuple[str, ...]:
-    """Buffers that follow from the configuration."""
+    """Return prefixes of unused tensors: buffers that follow from the configuration."""
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     layers = range(fields.integer("num_hidden_layers"))
     return tuple(f"model.layers.{layer}.self_attn.{name}" for layer in layers for name in names)

@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts in every layer, partly rotated heads, and norms over all heads of a token."""
+"""MiniMax-M2: experts in every layer, partial rotation, and norms over all query and all key heads of a token."""
 
 from typing import ClassVar
 

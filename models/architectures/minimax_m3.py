@@ -1,4 +1,4 @@
-"""MiniMax-M3: layers of block-sparse attention above dense ones, and experts of a clamped SwiGLU with a shared one."""
+"""MiniMax-M3: dense attention layers, then block-sparse ones; routed and shared experts with clamped SwiGLU."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from models.parallel.tensor_parallel import TensorParallel
 _SPARSE = "minimax_m3_sparse"
 """The name of block-sparse layers in `layer_types`."""
 _VALUELESS = "sparse_disable_index_value"
-"""The field of `sparse_attention_config` that says, for each layer, whether the index has keys alone."""
+"""The field of `sparse_attention_config` with a flag per layer whether the index has keys but no values."""
 _PUBLISHED = {
     "index_n_heads": "sparse_num_index_heads",
     "index_head_dim": "sparse_index_dim",
@@ -44,9 +44,9 @@ _WANTED: dict[str, Any] = {
     "n_shared_experts": 1,
 }
 _WANTED_SPARSE: dict[str, Any] = {"use_sparse_attention": True, "sparse_score_type": "max", "sparse_init_block": 0}
-"""The only value of each option that is implemented, which is also what a checkpoint without the field means."""
+"""The implemented value of each option, which is also the default of a missing field."""
 _GATE_UP = {"gate_proj.weight": 0, "up_proj.weight": 1}, {"gate_up_proj.weight": None}
-"""A gated network's first weight in published checkpoints, and in those that transformers saves of the text alone."""
+"""Names of a gated network's first weight: in published checkpoints, and in text-only ones saved by transformers."""
 _DEFAULTS = {
     "dense_intermediate_size": 12288,
     "head_dim": 128,
@@ -66,7 +66,7 @@ _DEFAULTS = {
 
 
 def _complete(fields: Fields) -> Fields:
-    """The configuration with transformers' names of what published checkpoints say in other fields."""
+    """Add the fields of published checkpoints under transformers' names."""
     values = dict(fields.values)
     sparse = fields.section("sparse_attention_config")
     for section, wanted in ((fields, _WANTED), (sparse, _WANTED_SPARSE)):
@@ -86,15 +86,15 @@ def _complete(fields: Fields) -> Fields:
         values["mlp_layer_types"] = _kinds(fields, "moe_layer_freq", ("dense", "sparse"))
     if fields.string("hidden_act", "swigluoai") not in ("swigluoai", "silu"):
         raise fields.invalid("hidden_act", "swigluoai")
-    # The activation follows from its own fields, whatever this one says.
+    # The activation is determined by other fields; this one is ignored.
     values["hidden_act"] = "silu"
-    # transformers goes by `partial_rotary_factor` alone, and saves this field with its default.
+    # transformers reads only `partial_rotary_factor`, and saves this field with its default.
     values.pop("rotary_dim", None)
     return Fields(values, fields.where)
 
 
 def _kinds(fields: Fields, name: str, kinds: tuple[str, str]) -> list[str]:
-    """A list of 0 and 1, one a layer, in words."""
+    """Convert a list of a 0 or 1 per layer to the names in `kinds`."""
     found = fields.integers(name)
     if not set(found) <= {0, 1}:
         raise fields.invalid(name, "a list of 0 or 1, one per layer")
@@ -102,7 +102,7 @@ def _kinds(fields: Fields, name: str, kinds: tuple[str, str]) -> list[str]:
 
 
 class MiniMaxM3Attention(Qwen3Attention):
-    """Grouped-query attention with norms of each head, to all tokens or to selected blocks of them."""
+    """Grouped-query attention with norms of queries and keys, to all tokens or to selected blocks of tokens."""
 
     norm: ClassVar[type[RMSNorm]] = OffsetRMSNorm
 
@@ -122,7 +122,7 @@ class MiniMaxM3Attention(Qwen3Attention):
         if num_local > top_k:
             raise fields.invalid("index_local_blocks", f"at most index_topk_blocks, {top_k}")
         self.indexer = BlockIndexer(f"{name}.indexer", config.hidden_size, num_heads, head_dim, config.rms_norm_eps)
-        # Where there are fewer KV heads than ranks, consecutive ranks hold the same one.
+        # If there are fewer KV heads than ranks, consecutive ranks hold the same head.
         first = parallel.rank * num_heads // parallel.size
         self.attn = BlockSparseAttention(
             name,
@@ -222,5 +222,5 @@ class MiniMaxM3ForCausalLM(LlamaForCausalLM):
         return SparseMoE(gate, experts, shared)
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """The keys and values of all layers, and the index keys of the sparse ones, first to last."""
+        """The cache specs of all layers' keys and values, and of the sparse layers' index keys, in order."""
         return [module.cache_spec for module in self.modules() if isinstance(module, Attention | BlockIndexer)]

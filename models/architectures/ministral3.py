@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral whose queries grow with the position, beyond the context before scaling."""
+"""Ministral 3: Mistral with queries scaled by position beyond the original context."""
 
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ _BETA = "llama_4_scaling_beta"
 
 
 class Ministral3Attention(LlamaAttention):
-    """Grouped-query attention with a factor of each query: `1 + beta * log(1 + floor(position / length))`."""
+    """Grouped-query attention whose queries are scaled by `1 + beta * log(1 + floor(position / length))`."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)

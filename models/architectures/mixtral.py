@@ -1,4 +1,4 @@
-"""Mixtral: Mistral whose feed-forward layers are experts."""
+"""Mixtral: Mistral with mixtures of experts as feed-forward layers."""
 
 from typing import ClassVar
 

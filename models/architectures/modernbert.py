@@ -1,4 +1,4 @@
-"""ModernBERT: pre-norm encoder layers with rotary positions, of which most attend within a window."""
+"""ModernBERT: pre-norm encoder layers with rotary positions; most layers have windowed attention."""
 
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ def _norm(config: EncoderConfig) -> LayerNorm:
 
 
 class ModernBertEmbeddings(nn.Module):
-    """A token's vector, normalised."""
+    """Token embedding with a norm."""
 
     def __init__(self, config: EncoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ModernBertEmbeddings(nn.Module):
 
 
 class ModernBertAttention(nn.Module):
-    """Attention of each token to its prompt, or to a window around it."""
+    """Attention of each token to its whole prompt, or to a window around the token."""
 
     def __init__(self, config: EncoderConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ModernBertMLP(nn.Module):
 
 
 class ModernBertLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before it; the embedding's norm serves the first layer."""
+    """Attention and feed-forward, each with a norm before it; the first layer's attention has none."""
 
     def __init__(self, config: EncoderConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ModernBertLayer(nn.Module):
 
 @ENCODERS.register("ModernBertModel")
 class ModernBertModel(nn.Module):
-    """Embedding, layers and final norm. Heads are `PoolingHead`'s."""
+    """Embedding, layers and final norm. `PoolingHead` computes the heads."""
 
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {}
 
@@ -126,5 +126,5 @@ class ModernBertModel(nn.Module):
 
 
 def _distinct(config: EncoderConfig) -> list[RopeConfig]:
-    """The rotations that the layers have, each once."""
+    """Return the distinct ropes of the layers."""
     return list(dict.fromkeys(config.ropes))

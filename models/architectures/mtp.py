@@ -1,8 +1,8 @@
-"""Multi-token prediction: decoder layers in the target's checkpoint that draft.
+"""Multi-token prediction (MTP): drafters that are decoder layers in the target's own checkpoint.
 
-Each fuses the target's final hidden state of a token with the embedding of the next one, both normalised, and runs one
-decoder layer of the target's kind on it (DeepSeek-V3, 2024, section 2.2). Published checkpoints hold one such layer,
-which drafts further tokens from its own output; of several the first is used.
+An MTP layer fuses the target's final hidden state of a token with the embedding of the next token, both normalised,
+and runs one decoder layer of the target's kind on the result (DeepSeek-V3, 2024, section 2.2). Published checkpoints
+contain one such layer, which drafts further tokens from its own output. If there are several, the first one is used.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 
 class SharedHead(nn.Module):
-    """The final norm, and the head where the checkpoint has one of its own."""
+    """The final norm, and the head if the MTP layer has its own."""
 
     def __init__(self, config: ModelConfig, *, has_head: bool, parallel: TensorParallel) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class NextTokenLayer(LlamaDecoderLayer):
 
 
 class NextTokenModel(nn.Module):
-    """The layer under its number."""
+    """Holds the layer under its index, so that its parameters have the checkpoint's names."""
 
     def __init__(self, number: int, layer: NextTokenLayer) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class LayeredMTP(DraftHead):
     """The layer `model.layers.N` of a checkpoint, N being the target's number of layers."""
 
     architecture: ClassVar[type[LlamaForCausalLM]]
-    """The target's, of whose attention and feed-forward layers it is made."""
+    """The target's architecture, whose attention and feed-forward layers are used."""
 
     def __init__(self, config: ModelConfig, target: TargetWeights, parallel: TensorParallel = SINGLE_RANK) -> None:
         layer = NextTokenLayer(config, self.architecture, target, parallel)
@@ -86,7 +86,7 @@ class LayeredMTP(DraftHead):
         self.model = NextTokenModel(config.num_hidden_layers, layer)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """See `DraftLM`. The result is normalised, as the target's is."""
+        """See `DraftLM`. The result is normalised, like the target's final hidden states."""
         layer = cast(NextTokenLayer, self.model.layers[self.number])
         cos, sin = self.rotary_emb(positions)
         fused = layer.eh_proj(join_columns(layer.enorm(self.embed_tokens(input_ids)), layer.hnorm(hidden)))
@@ -94,13 +94,13 @@ class LayeredMTP(DraftHead):
 
 
 class DeepseekMTP(LayeredMTP):
-    """Of DeepSeek-V3 and V3.2, and of GLM-5."""
+    """MTP layer of DeepSeek-V3 and V3.2, and of GLM-5."""
 
     architecture = DeepseekV2ForCausalLM
 
 
 class Glm4MoeMTP(LayeredMTP):
-    """Of GLM-4.5 and its successors."""
+    """MTP layer of GLM-4.5 and its successors."""
 
     architecture = Glm4MoeForCausalLM
 
@@ -123,7 +123,7 @@ class Qwen3NextMTP(DraftHead):
     """The tensors `mtp.*` of Qwen3-Next, which have neither embedding nor head."""
 
     architecture: ClassVar[type[Qwen3NextForCausalLM]] = Qwen3NextForCausalLM
-    """The target's, of whose decoder layers it is made."""
+    """The target's architecture, whose decoder layers are used."""
 
     def __init__(self, config: ModelConfig, target: TargetWeights, parallel: TensorParallel = SINGLE_RANK) -> None:
         embedding, head = target
@@ -133,7 +133,7 @@ class Qwen3NextMTP(DraftHead):
         self.mtp = Qwen3NextPredictor(config, self.architecture, parallel)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """See `DraftLM`. The result is normalised, as the target's is."""
+        """See `DraftLM`. The result is normalised, like the target's final hidden states."""
         mtp = self.mtp
         embedded = mtp.pre_fc_norm_embedding(self.embed_tokens(input_ids))
         cos, sin = self.rotary_emb(positions)
@@ -142,19 +142,19 @@ class Qwen3NextMTP(DraftHead):
 
 
 class Qwen3_5MTP(Qwen3NextMTP):
-    """Of Qwen3.5."""
+    """MTP layer of Qwen3.5."""
 
     architecture = Qwen3_5ForCausalLM
 
 
 class Qwen3_5MoeMTP(Qwen3NextMTP):
-    """Of Qwen3.5 with experts."""
+    """MTP layer of Qwen3.5 with experts."""
 
     architecture = Qwen3_5MoeForCausalLM
 
 
 class DeepseekV4Predictor(DeepseekV4DecoderLayer):
-    """A decoder layer with the modules that fuse its streams and that precede the head."""
+    """A decoder layer with the modules that fuse its input streams and that combine the streams before the head."""
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, parallel: TensorParallel) -> None:
         super().__init__(further_layer(config), config.num_hidden_layers, rotary, parallel)
@@ -165,9 +165,9 @@ class DeepseekV4Predictor(DeepseekV4DecoderLayer):
 
 
 class DeepseekV4MTP(DraftHead):
-    """The tensors `mtp.0.*` of DeepSeek-V4, which read and return all streams, before they are summed up.
+    """The tensors `mtp.0.*` of DeepSeek-V4. The layer reads and returns all residual streams.
 
-    Embedding and head are the target's, as in DeepSeek's own code, whatever copies the checkpoint holds.
+    Embedding and head are the target's, as in DeepSeek's own code; copies in the checkpoint are not loaded.
     """
 
     packed_modules_mapping = DeepseekV4ForCausalLM.packed_modules_mapping
@@ -184,7 +184,7 @@ class DeepseekV4MTP(DraftHead):
         self.mtp = nn.ModuleList([DeepseekV4Predictor(config, self.compress_rotary_emb, parallel)])
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """See `DraftLM`. # the streams next to each other: [tokens, hc_mult * hidden_size]"""
+        """See `DraftLM`. # hidden states are the concatenated streams, [tokens, hc_mult * hidden_size]"""
         layer, num_tokens = cast(DeepseekV4Predictor, self.mtp[0]), len(input_ids)
         rows = hidden.view(num_tokens * self.count, -1)
         streams = layer.h_proj(layer.hnorm(rows)).view(num_tokens, self.count, -1)
@@ -213,4 +213,4 @@ MTP_OF: dict[str, type[LayeredMTP | Qwen3NextMTP | DeepseekV4MTP]] = {
     "Qwen3_5ForCausalLM": Qwen3_5MTP,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeMTP,
 }
-"""By the target's architecture."""
+"""The MTP drafter of each target architecture."""

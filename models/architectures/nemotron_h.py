@@ -1,4 +1,5 @@
-"""Nemotron-H and Nemotron 3: layers of one part each, Mamba-2, attention without positions, a network or experts."""
+"""Nemotron-H and Nemotron 3: each layer is one of Mamba-2, attention without positions, a dense network, or
+experts."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -34,7 +35,7 @@ _KINDS = {
     "mamba": "linear_attention",
     "attention": "full_attention",
 }
-"""transformers' present names of layers, by the letters of `hybrid_override_pattern` and by its earlier names."""
+"""transformers' current names of kinds of layers, by the letter in `hybrid_override_pattern` or the earlier name."""
 _PREFIX = "backbone."
 _OLD_NAMES = {
     "mamba_n_groups": "n_groups",
@@ -49,18 +50,18 @@ class NemotronHAttention(LlamaAttention):
 
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
-        """In no layer."""
+        """Whether the layer has rotary positions: no layer does."""
         del config, layer
         return False
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """The square of what is above 0 (So et al., 2021). # [rows, features] -> the same"""
+    """The square of ReLU (So et al., 2021). # [rows, features] -> [rows, features]"""
     return activate(x, RELU_SQUARED)
 
 
 class NemotronHExperts(nn.Module):
-    """Routed experts, which may read and write a smaller vector than the layer, and a shared one."""
+    """Routed experts, which may read and write a smaller latent vector, and a shared expert."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class NemotronHExperts(nn.Module):
         )
         self.fc1_latent_proj: ColumnParallelLinear | None = None
         self.fc2_latent_proj: ColumnParallelLinear | None = None
-        if latent is not None:  # Every rank's part of an expert reads all of the smaller vector.
+        if latent is not None:  # Replicated, since each rank's shard of an expert reads the whole latent vector.
             self.fc1_latent_proj = ColumnParallelLinear(config.hidden_size, latent, bias=config.mlp_bias)
             self.fc2_latent_proj = ColumnParallelLinear(latent, config.hidden_size, bias=config.mlp_bias)
 
@@ -109,9 +110,9 @@ class NemotronHExperts(nn.Module):
 
 
 def _complete(fields: Fields) -> Fields:
-    """The kinds of layers by their present names, and the number of layers, which is theirs alone."""
+    """Add the kinds of layers by their current names, and the number of layers, which is the length of that list."""
     values = dict(fields.values)
-    # Where a config has both names, transformers reads this one.
+    # If a config has both names, transformers reads the old one.
     values |= {new: values[old] for old, new in _OLD_NAMES.items() if fields.has(old)}
     kinds = list(fields.strings("layers_block_type") or fields.strings("layer_types"))
     if not kinds:
@@ -121,9 +122,9 @@ def _complete(fields: Fields) -> Fields:
         kinds = list(pattern)
     values["layer_types"] = [_KINDS.get(kind, kind) for kind in kinds]
     values["num_hidden_layers"] = len(kinds)
-    # Published configs have `rms_norm_eps` as well, which transformers does not read.
+    # Published configs also have `rms_norm_eps`, which transformers does not read.
     values["rms_norm_eps"] = fields.number("layer_norm_epsilon", 1e-5)
-    # The class in transformers never ties the head to the embedding, whatever this field says.
+    # transformers' class ignores this field and never ties the head to the embedding.
     values["tie_word_embeddings"] = False
     return with_kv_heads(Fields(values, fields.where))
 
@@ -163,7 +164,7 @@ class NemotronHForCausalLM(HybridForCausalLM):
     """Nemotron-H with its language-model head."""
 
     body_prefix: ClassVar[str] = _PREFIX
-    """How names of modules begin in published checkpoints and adapters."""
+    """Prefix of module names in published checkpoints and adapters."""
     checkpoint_modules: ClassVar[dict[str, str]] = {"embed_tokens": "embeddings", "final_norm": "norm_f"}
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
         "q_proj": ("qkv_proj", "q"),
@@ -177,7 +178,7 @@ class NemotronHForCausalLM(HybridForCausalLM):
         for name, known in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
             if fields.string(name, known) != known:
                 raise fields.invalid(name, f'"{known}"')
-        config = replace(config, attention_bias=False)  # Which transformers does not read.
+        config = replace(config, attention_bias=False)  # transformers does not read this field.
         kinds = fields.strings("layer_types")
         if "sliding_attention" in kinds:
             raise fields.invalid("layer_types", "a list without sliding_attention")
@@ -213,7 +214,7 @@ def _mamba_mixer(config: ModelConfig, layer: int, parallel: TensorParallel) -> M
         out_bias=has_bias,
         conv_bias=fields.boolean("use_conv_bias", True),
         eps=config.rms_norm_eps,
-        # As transformers does, which reads no other limit of the time steps.
+        # transformers reads no other limit of time steps either.
         dt_limits=(0.0 if least == 0 else fields.number("time_step_min", 1e-3), float("inf")),
     )
     return Mamba2Mixer(f"model.layers.{layer}.mixer", shape, options, parallel)

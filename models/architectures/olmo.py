@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and feed-forward instead of before, and one over all heads of a token."""
+"""OLMo 2 and 3: norms after attention and feed-forward instead of before, and norms over all heads of a token."""
 
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ _THETA = 500000.0
 
 
 class HeadsNormAttention(LlamaAttention):
-    """Grouped-query attention that normalises all queries of a token together, and all keys."""
+    """Grouped-query attention with one norm over all query heads of a token, and one over all key heads."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
@@ -61,7 +61,7 @@ class OlmoForCausalLM(LlamaForCausalLM):
     attention: ClassVar[type[nn.Module]] = HeadsNormAttention
 
     def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
-        """The body of the model. Only layers without a window use a stretched rope."""
+        """The body of the model. Only layers without a window use the scaled rope."""
 
         def make_layer(layer: int) -> nn.Module:
             return PostNormDecoderLayer(config, layer, self.attention, self.feed_forward, parallel)
@@ -71,7 +71,7 @@ class OlmoForCausalLM(LlamaForCausalLM):
 
 
 def _local_rope(config: ModelConfig) -> RopeConfig:
-    """The windowed layers' rope: the same theta, never stretched; under the names of transformers' version 5 or 4."""
+    """Read the rope of windowed layers: the same theta without scaling, with the names of transformers 5 or 4."""
     fields = config.fields
     by_kind = fields.section("rope_parameters")
     own = by_kind.section("sliding_attention") if by_kind is not None else None

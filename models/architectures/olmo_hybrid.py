@@ -1,4 +1,4 @@
-"""OLMo Hybrid: gated delta nets with norms before their parts, and OLMo 3's attention with norms after them."""
+"""OLMo Hybrid: pre-norm layers of gated delta nets, and OLMo 3's post-norm attention layers."""
 
 from types import MappingProxyType
 from typing import ClassVar
@@ -22,25 +22,25 @@ from models.ops.norm import add_rows
 from models.parallel.tensor_parallel import TensorParallel
 
 _NORM_EPS = 1e-5
-"""Epsilon of the norm of the delta rule's output, whatever `rms_norm_eps` is."""
+"""Epsilon of the norm of the delta rule's output; it does not follow `rms_norm_eps`."""
 _NAMES = MappingProxyType(
     {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
 )
 
 
 class OlmoHybridAttention(HeadsNormAttention):
-    """OLMo 3's, with or without positions."""
+    """OLMo 3's attention, with or without rotary positions."""
 
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
-        """In all layers, or in none where the base of the rotations is null."""
+        """Whether the layer has rotary positions: all layers do, unless `rope_theta` is null."""
         del layer
         rope = config.fields.section("rope_parameters")
         return rope is None or "rope_theta" not in rope.values or rope.has("rope_theta")
 
 
 class OlmoHybridDeltaNet(DeltaMixer):
-    """A gated delta net whose states may move past a token's value."""
+    """A gated delta net whose beta may exceed 1."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         fields, size = config.fields, config.hidden_size
@@ -70,7 +70,7 @@ class OlmoHybridDeltaNet(DeltaMixer):
         return gated_norm(read, gate, self.norm_weight, self.heads, _NORM_EPS, "after the norm")
 
     def _load_norm(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
-        """All heads have the same weight."""
+        """Repeat the weight for all heads, which share it."""
         require_shape(loaded, (self.shape.value_dim,))
         parameter.data.copy_(loaded.repeat(self.heads))
 
@@ -96,7 +96,7 @@ class OlmoHybridDecoderLayer(nn.Module):
 
 
 def _complete(fields: Fields) -> Fields:
-    """The kinds of layers: one in four attends, or at least the last."""
+    """Add the default kinds of layers: one in four has attention, or at least the last one."""
     if fields.has("layer_types"):
         return fields
     count = fields.integer("num_hidden_layers")

@@ -1,4 +1,4 @@
-"""OLMoE: experts in every layer, and norms over all heads of a token."""
+"""OLMoE: experts in every layer, and norms over all query and all key heads of a token."""
 
 from typing import ClassVar
 

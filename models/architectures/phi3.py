@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama whose checkpoint holds queries, keys and values, and gate and up, as one tensor each."""
+"""Phi-3 and Phi-4: Llama whose checkpoints store q, k and v as one tensor, and gate and up as another."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: Mixtral with layer norms, biases, LongRoPE, and two experts that SparseMixer chooses."""
+"""Phi-3.5-MoE: Mixtral with layer norms, biases, LongRoPE, and two experts selected by SparseMixer."""
 
 from typing import ClassVar
 
@@ -18,7 +18,8 @@ _LONG, _SHORT = "long_mscale", "short_mscale"
 
 
 def _complete(config: Fields) -> Fields:
-    """The factor of cosines and sines has a name of its own here, and could differ beyond the original context."""
+    """Add LongRoPE's attention factor under its common name. The config has one for short and one for long contexts,
+    which must be equal."""
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     rope = config.section(name)
     kind = "default" if rope is None else rope.string("rope_type", rope.string("type", "default"))

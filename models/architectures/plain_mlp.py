@@ -25,7 +25,7 @@ class ArceeForCausalLM(LlamaForCausalLM):
 
 
 class LayerNormModel(LlamaForCausalLM):
-    """Llama with layer norms in place of its own."""
+    """Llama with layer norms instead of RMS norms."""
 
     norm: ClassVar[MakeNorm] = LayerNorm
 

@@ -1,7 +1,7 @@
-"""`PoolingConfig`: how a checkpoint makes one vector of a prompt, read from its files. Imports no torch.
+"""`PoolingConfig`: reads from a checkpoint's files how it pools a prompt into one vector. Imports no torch.
 
-An embedding model says so by sentence-transformers' modules.json, a classifier or reranker by the name of its
-architecture. Both are a body, whose hidden states are pooled, and a head: a few layers on the pooled vector.
+An embedding model is recognised by sentence-transformers' modules.json, a classifier or reranker by the name of its
+architecture. Both consist of a body, whose hidden states are pooled, and a head: a few layers on the pooled vector.
 """
 
 import json
@@ -18,10 +18,10 @@ from models.errors import CheckpointError
 Task: TypeAlias = Literal["generate", "embed", "classify"]
 Mode: TypeAlias = Literal["cls", "max", "mean", "last"]
 Function: TypeAlias = Literal["none", "normalize", "sigmoid", "softmax"]
-"""What is applied to a vector last: nothing, division by its length, or a function to probabilities."""
+"""The last function applied to the vector: none, normalisation to unit length, or a function to probabilities."""
 
 ACTIVATIONS = ("identity", "tanh", "gelu", "relu", "sigmoid")
-"""Functions between the layers of a head."""
+"""Names of activations of a head's layers."""
 
 _KINDS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForCausalLM")
 _MODE_FIELDS: tuple[tuple[str, Mode | None], ...] = (
@@ -36,19 +36,19 @@ _MODE_FIELDS: tuple[tuple[str, Mode | None], ...] = (
 _MODE_NAMES: Mapping[str, Mode] = {"cls": "cls", "max": "max", "mean": "mean", "lasttoken": "last"}
 _MAX_LABELS = 2**16
 _RERANKER_TOKENS = ("no", "yes")
-"""The answers whose logits make Qwen3-Reranker's score."""
+"""The answer tokens from whose logits Qwen3-Reranker's score is computed."""
 
 
 class HeadLayer(NamedTuple):
     """A layer on the pooled vector."""
 
     name: str
-    """Prefix of its tensors; of a norm, those of a weight and perhaps a bias."""
+    """Prefix of the names of its tensors."""
     activation: str = "identity"
     folder: str = ""
-    """Folder of the checkpoint whose model.safetensors holds it; "": it is among the checkpoint's own weights."""
+    """Folder of the checkpoint whose model.safetensors contains the layer; "" for the checkpoint's main weights."""
     norm_eps: float | None = None
-    """Of a layer norm; None: the layer is linear."""
+    """Epsilon of a layer norm; None if the layer is linear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,41 +60,41 @@ class PoolingConfig:
     body: str
     """Architecture that computes the hidden states."""
     is_encoder: bool
-    """Whether each token sees the whole prompt, so that it is computed in one step and nothing of it is cached."""
+    """Whether attention is bidirectional, so that a prompt is computed in one step and not cached."""
     modes: tuple[Mode, ...]
-    """What is taken of a prompt's hidden states; several vectors are concatenated."""
+    """How a prompt's hidden states are pooled; the vectors of several modes are concatenated."""
     head: tuple[HeadLayer, ...] = ()
     label_tokens: tuple[str | int | None, str | int] | None = None
-    """Of a language model that reranks: the tokens of the answers no and yes, or their ids. The score is made of the
-    logit of yes less that of no; without a token of no, of the logit of yes."""
+    """For a language model that reranks: the answer tokens "no" and "yes", or their ids. The raw score is the logit of
+    "yes" minus the logit of "no", or the logit of "yes" if there is no "no" token."""
     function: Function = "normalize"
     dimension: int
-    """Elements of the vector."""
+    """Number of elements of the vector."""
     matryoshka: tuple[int, ...] | None = None
-    """Shorter lengths that it may be cut to; empty: any; None: it may not be cut."""
+    """Dimensions to which the vector may be truncated; empty if any is allowed, None if it may not be truncated."""
     labels: tuple[str, ...] = ()
-    """Names of the classes, of a classifier."""
+    """Names of a classifier's classes."""
     max_length: int | None = None
-    """Longest prompt that the model was made for; None: as long as its positions allow."""
+    """Longest prompt for which the model was trained; None if only its positions limit it."""
     lower_case: bool = False
-    """Whether texts are put into small letters before they are tokenised."""
+    """Whether texts are lower-cased before they are tokenised."""
     prompts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Texts that go before others, by their name."""
+    """Prompts (prefixes of texts) by name."""
     default_prompt: str | None = None
-    """Name of the prompt of requests that name none."""
+    """Name of the prompt for requests without a prompt name."""
 
     @property
     def reads_all_positions(self) -> bool:
-        """Whether the vector depends on hidden states before the last token's."""
+        """Whether the vector depends on hidden states of other tokens than the last one."""
         return self.modes != ("last",)
 
     @property
     def scores_pairs(self) -> bool:
-        """Whether the vector is one number: the relevance of a text to another."""
+        """Whether the vector is one number: the relevance of one text to another."""
         return self.task == "classify" and self.dimension == 1
 
     def allows(self, dimensions: int) -> bool:
-        """Whether a vector may be cut to so many elements."""
+        """Whether the vector may be truncated to so many elements."""
         if dimensions == self.dimension:
             return True
         if self.matryoshka is None or not 0 < dimensions < self.dimension:
@@ -108,10 +108,10 @@ def read_pooling(
     *,
     matryoshka: str = "auto",
 ) -> PoolingConfig | None:
-    """How the checkpoint directory `path` pools prompts for `tasks`; None where it is served to generate alone.
+    """Read how the checkpoint directory `path` pools prompts for `tasks`; None if it only generates.
 
-    Without `tasks` the checkpoint decides. `matryoshka`: `on` or `off`, whether vectors may be cut; `auto`: as the
-    checkpoint says. Raises `CheckpointError` naming file, field and value.
+    Without `tasks` the checkpoint decides. `matryoshka`: whether vectors may be truncated (`on` or `off`); `auto`: by
+    the checkpoint. Raises `CheckpointError` naming file, field and value.
     """
     config = read_config(path)
     architectures = config.strings("architectures")
@@ -119,7 +119,7 @@ def read_pooling(
     modules = _read_modules(path)
     wanted = [task for task in tasks if task != "generate"]
     if len(wanted) > 1:
-        raise CheckpointError(f"task is {','.join(tasks)}, but a model either embeds or classifies; name one of both")
+        raise CheckpointError(f"task is {','.join(tasks)}, but a model either embeds or classifies; name one of them")
     if wanted:
         task: Task = "embed" if wanted[0] == "embed" else "classify"
     elif tasks:
@@ -147,13 +147,13 @@ def read_pooling(
 
 
 def _encoder(name: str) -> str | None:
-    """The encoder's body in an architecture of this name; None for another model's."""
+    """Return the encoder that computes an architecture of this name, or None if it is no encoder."""
     bodies = (f"{name.removesuffix(kind)}Model" for kind in _KINDS if name.endswith(kind))
     return next((body for body in bodies if body in ENCODERS), None)
 
 
 def _body(config: Fields, name: str) -> tuple[str, bool]:
-    """The architecture of the body, and whether it is an encoder."""
+    """Return the architecture of the body, and whether its attention is bidirectional."""
     encoder = _encoder(name)
     if encoder is not None and not name.endswith("ForCausalLM"):
         return encoder, True
@@ -164,7 +164,7 @@ def _body(config: Fields, name: str) -> tuple[str, bool]:
         if name.endswith(kind) and body is not None:
             return body, config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True)
     if name.endswith("ForCausalLM") and encoder is None:
-        # The general route runs it, if transformers has it.
+        # The general route runs the body if transformers implements it.
         if config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True):
             raise CheckpointError(
                 f"{config.where} asks for attention in both directions, which {name} does not have in this release"
@@ -227,7 +227,7 @@ def _classifier(config: Fields, name: str, body: str, is_encoder: bool) -> Pooli
 
 
 def _cross_encoder(path: Path, modules: Sequence[tuple[str, str]], config: Fields, body: str) -> PoolingConfig:
-    """A language model with sentence-transformers' LogitScore."""
+    """Read a language model that reranks, with sentence-transformers' module LogitScore."""
     folder = next(folder for kind, folder in modules if kind == "LogitScore")
     score = Fields.from_file(path / folder / "config.json")
     no = score.integer("false_token_id", minimum=0) if score.has("false_token_id") else None
@@ -257,7 +257,7 @@ def _labels(config: Fields, count: int) -> tuple[str, ...]:
 
 
 def _last_function(config: Fields, num_labels: int) -> Function:
-    """From logits to scores, as sentence-transformers' CrossEncoder has it for one class."""
+    """Return the function from logits to scores; for one class, that of sentence-transformers' CrossEncoder."""
     kind = config.string("problem_type", "")
     if kind == "regression":
         return "none"
@@ -269,7 +269,7 @@ def _last_function(config: Fields, num_labels: int) -> Function:
 
 
 def _function_named(name: str, where: str) -> Function:
-    """That of torch's class with this name; of none, a sigmoid."""
+    """Return the function of torch's class with this name; the default is a sigmoid."""
     known: dict[str, Function] = {"": "sigmoid", "Sigmoid": "sigmoid", "Identity": "none"}
     last = name.rpartition(".")[2]
     if last not in known:
@@ -332,7 +332,7 @@ def _embedder(
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module in modules.json; empty where there is none."""
+    """Read kind and folder of each module in modules.json; empty if there is no such file."""
     file = path / "modules.json"
     if not file.is_file():
         return []
@@ -390,8 +390,8 @@ def _matryoshka(
         return sizes if wanted == "on" else None
     if sizes or config.boolean("is_matryoshka", False):
         return sizes
-    # Qwen3-Embedding and EmbeddingGemma were trained so, which their files do not say: no other model of their
-    # families is pooled like them.
+    # Qwen3-Embedding and EmbeddingGemma were trained for truncation, which their files do not declare. They are
+    # recognised by their pooling mode, which no other model of their families has.
     known = {"Qwen3ForCausalLM": ("last",), "Gemma3ForCausalLM": ("mean",)}
     return () if has_modules and function == "normalize" and known.get(body) == modes else None
 
@@ -408,5 +408,5 @@ def _prompts(settings: Fields) -> tuple[Mapping[str, str], str | None]:
 
 
 def _optional(path: Path) -> Fields:
-    """The object in a file; empty where there is no such file."""
+    """Read a JSON object; empty if there is no such file."""
     return Fields.from_file(path) if path.is_file() else Fields({}, str(path))

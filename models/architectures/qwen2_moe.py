@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 of experts, and a shared one with a gate."""
+"""Qwen2-MoE: Qwen2 with routed experts and a gated shared expert."""
 
 from torch import nn
 

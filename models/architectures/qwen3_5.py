@@ -1,4 +1,4 @@
-"""Qwen3.5 and its successors: Qwen3-Next with dense feed-forward layers or experts, and projections that lie apart."""
+"""Qwen3.5 and its successors: Qwen3-Next with dense networks or experts, and separately stored projections."""
 
 from typing import ClassVar
 
@@ -50,7 +50,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     decoder_layer: ClassVar[type[Qwen3NextDecoderLayer]] = Qwen3_5DecoderLayer
 
 
-# No layer is dense, and config.json names no size of one.
+# `intermediate_size` is unused: no layer is dense, and config.json lacks the field.
 _MOE_FACTS = ConfigFacts(
     defaults={**FACTS.defaults, "intermediate_size": 1},
     rotates_parts=True,
@@ -61,6 +61,6 @@ _MOE_FACTS = ConfigFacts(
 
 @architecture("Qwen3_5MoeForCausalLM", _MOE_FACTS)
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
-    """Qwen3.5 of experts with its language-model head."""
+    """Qwen3.5 with experts, with its language-model head."""
 
     decoder_layer: ClassVar[type[Qwen3NextDecoderLayer]] = Qwen3_5MoeDecoderLayer

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose feed-forward layers, all or some, are experts."""
+"""Qwen3-MoE: Qwen3 with experts in all or some layers."""
 
 from torch import nn
 
@@ -26,7 +26,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
 
 def routed_experts(config: ModelConfig, parallel: TensorParallel) -> tuple[SoftmaxRouter, FusedMoE]:
-    """One layer's router and experts."""
+    """Build a layer's router and experts."""
     fields = config.fields
     # transformers 5 writes the second name.
     num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts")
@@ -42,6 +42,6 @@ def routed_experts(config: ModelConfig, parallel: TensorParallel) -> tuple[Softm
 
 
 def is_sparse(fields: Fields, layer: int) -> bool:
-    """Every `decoder_sparse_step`-th layer, but none of `mlp_only_layers`."""
+    """Whether the layer has experts: each `decoder_sparse_step`-th one, except those in `mlp_only_layers`."""
     is_due = (layer + 1) % fields.integer("decoder_sparse_step", 1) == 0
     return is_due and layer not in fields.integers("mlp_only_layers")

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of gated delta nets to one of gated attention, and a mixture of experts in each."""
+"""Qwen3-Next: three gated delta nets for each gated attention layer, and a mixture of experts in each layer."""
 
 from typing import ClassVar
 
@@ -73,7 +73,7 @@ class Qwen3NextAttention(nn.Module):
 
 
 class SharedExpertGate(ParallelLinear):
-    """The gate on the shared expert's output, whole on every rank."""
+    """The gate on the shared expert's output, replicated on every rank."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class SharedExpertGate(ParallelLinear):
 
 
 class Qwen3NextSparseBlock(SparseMoE):
-    """Routed experts, and a shared one with a gate."""
+    """Routed experts and a gated shared expert."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__(*routed_experts(config, parallel))
@@ -114,7 +114,7 @@ class Qwen3NextDecoderLayer(nn.Module):
     """A delta net or attention, then experts, each with a norm before it and a residual connection."""
 
     has_grouped_projections: ClassVar[bool] = True
-    """Of the delta nets; see `GatedDeltaNet`."""
+    """See `GatedDeltaNet`."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Qwen3NextDecoderLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two tensors whose sum is the layer's output: the next norm adds them.
+        """Return two tensors whose sum, computed by the next norm, is the layer's output.
 
         # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
         """
@@ -200,7 +200,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
 
 def _is_linear(config: ModelConfig, layer: int) -> bool:
-    """Whether the layer is a delta net; those past the last one, which predict further tokens, attend."""
+    """Whether the layer is a delta net; layers past the last one, for multi-token prediction, have attention."""
     if layer >= config.num_hidden_layers:
         return False
     kinds = config.fields.strings("layer_types")

@@ -1,6 +1,7 @@
-"""The architectures that have a model here, by their Hugging Face names. Imports no torch.
+"""Registries of the implemented architectures, encoders and drafters. Imports no torch.
 
-A model's file registers its class with `architecture`, next to the facts that reading its config.json needs.
+A model's file registers its class under its Hugging Face name with the decorator `architecture`, together with the
+`ConfigFacts` that are needed to read its config.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,66 +18,68 @@ if TYPE_CHECKING:
     from models.config.fields import Fields
 
 INDEXED_LAYERS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
-"""Names in `layer_types` of layers whose queries choose the tokens that they attend to. The second is transformers
-5.17's."""
+"""Names in `layer_types` of layers in which an indexer selects the tokens to attend to; the second is that of
+transformers 5.17."""
 
 Model = TypeVar("Model", bound="type[nn.Module]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFacts:
-    """What an architecture's config.json leaves unsaid."""
+    """Properties of an architecture that its config.json does not contain."""
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Values of fields that it may leave out."""
+    """Defaults of fields that are missing or null."""
     absent: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Values of fields that it may leave out, where null has a meaning of its own."""
+    """Defaults of fields that are missing; null has a meaning of its own."""
     complete: "Callable[[Fields], Fields] | None" = None
-    """Adds values of fields that follow from others."""
+    """Adds fields that follow from others."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Its own names of fields that others call by the second name."""
+    """The architecture's names of fields -> the common names."""
     head_dim_field: str = "head_dim"
-    """The field with the number of dimensions of a head that may be rotated; "": a share of `hidden_size`."""
+    """The field with the number of a head's dimensions that may be rotated; "" if it is always `hidden_size` divided
+    by the number of heads."""
     rotates_parts: bool = False
-    """Whether `partial_rotary_factor` counts for a rope of the default type."""
+    """Whether `partial_rotary_factor` applies to a rope of the default type."""
     has_rotary_dim: bool = False
-    """Whether `rotary_dim` is the number of a head's rotated dimensions; elsewhere it has no meaning."""
+    """Whether `rotary_dim` is the number of a head's rotated dimensions; otherwise the field is ignored."""
     has_ntk_alpha: bool = False
-    """Whether `alpha` of a `dynamic` rope stretches its base, whatever the length."""
+    """Whether `alpha` of a `dynamic` rope scales its base, independently of the length."""
     eps_field: str = "rms_norm_eps"
     """The field with the epsilon of the norms."""
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """The field with the activation of feed-forward layers, and what it is without one."""
+    """The field with the activation of feed-forward layers, and the default."""
     has_mlp_bias: bool = False
-    """Whether the field `mlp_bias` counts."""
+    """Whether the field `mlp_bias` is read."""
     bias_field: str = "attention_bias"
-    """The field for the biases of attention."""
+    """The flag for biases of attention."""
     biases_field: str | None = None
-    """The one field for the biases of attention and feed-forward layers; None: `bias_field` and `mlp_bias`."""
+    """A single flag for biases of attention and feed-forward layers; None if `bias_field` and `mlp_bias` are read."""
     is_windowed: bool = False
-    """Whether a bare `sliding_window` means a window in every layer."""
+    """Whether `sliding_window` without further fields means a window in every layer."""
     layer_kinds: frozenset[str] = frozenset()
     """Names in `layer_types` other than those of full and sliding-window attention."""
     full_attention_every: int | None = None
-    """Without `layer_types`: one layer in this many attends to all tokens, the others in a window."""
+    """Default without `layer_types`: one layer of this many has full attention, the others a window."""
     windows: tuple[str, str] = ("sliding_attention", "sliding_window")
-    """The name in `layer_types` of windowed layers, and the field with the number of tokens."""
+    """The name of windowed layers in `layer_types`, and the field with the window's number of tokens."""
     windowed_layers: Callable[["Fields", int], Sequence[bool]] | None = None
-    """Without `layer_types`: which of so many layers attend in a window."""
+    """Default without `layer_types`: whether each layer has a window, given config.json and the number of layers."""
     last_layer_is_full: bool = False
-    """Whether the last layer attends to all tokens whatever else is said."""
+    """Whether the last layer always has full attention."""
     unread: Callable[["Fields"], tuple[str, ...]] = lambda _fields: ()
-    """Prefixes of tensors that checkpoints of this configuration may hold and nothing reads."""
+    """Returns prefixes of tensors that checkpoints of a configuration may contain, but the model does not use."""
     mtp_prefixes: tuple[str, ...] = ()
-    """Prefixes of the tensors that predict further tokens, other than those of layers past the last one."""
+    """Prefixes of multi-token-prediction tensors, other than those of layers past the last one."""
     body_prefix: str | None = None
-    """How the names of the body's tensors begin in published checkpoints; None: with `model.`."""
+    """Prefix of the body's tensors in published checkpoints; None if it is `model.`."""
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Parts of the names of tensors, and what the model has in their place."""
+    """Parts of tensor names in checkpoints -> the model's."""
 
     @property
     def rename(self) -> Callable[[str], str] | None:
-        """The model's name of a tensor or module by its name in checkpoints; None: it is the same."""
+        """Return the function from a checkpoint's name of a tensor or module to the model's; None if they are
+        equal."""
         if self.body_prefix is None and not self.names:
             return None
 
@@ -88,7 +91,7 @@ class ConfigFacts:
 
 
 class Architecture(NamedTuple):
-    """A model class and what it needs to read a checkpoint."""
+    """A model class, and the facts needed to read its checkpoints' config.json."""
 
     model_class: "type[nn.Module]"
     """Called with `ModelConfig` and `TensorParallel`."""
@@ -199,7 +202,7 @@ _LANGUAGE_MODELS: Mapping[str, str] = MappingProxyType(
         "smollm3": "SmolLM3ForCausalLM",
     }
 )
-"""By `model_type`: language models that architectures of images or sounds are built on."""
+"""By `model_type`: language models that are text parts of multimodal architectures."""
 _BUILT_ON: Mapping[str, str] = MappingProxyType(
     {
         "AudioFlamingo3ForConditionalGeneration": "qwen2",
@@ -244,7 +247,7 @@ _BUILT_ON: Mapping[str, str] = MappingProxyType(
         "VoxtralForConditionalGeneration": "llama",
     }
 )
-"""Architectures that take any of these: the `model_type` of a `text_config` that names none."""
+"""Multimodal architectures with any of these text parts: the default `model_type` of `text_config`."""
 
 TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -275,7 +278,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         **{whole: {kind: _LANGUAGE_MODELS[kind], **_LANGUAGE_MODELS} for whole, kind in _BUILT_ON.items()},
     }
 )
-"""Of architectures that read images or sounds too: that of the text part, by `model_type` of `text_config`."""
+"""For each multimodal architecture: the text part's architecture by `model_type` of `text_config`."""
 
 ENCODERS: "Registry[type[nn.Module]]" = Registry(
     "encoder",
@@ -286,7 +289,7 @@ ENCODERS: "Registry[type[nn.Module]]" = Registry(
         "ModernBertModel": "models.architectures.modernbert",
     },
 )
-"""Models whose tokens see their whole prompt; called with `EncoderConfig` and `TensorParallel`."""
+"""Models with bidirectional attention; called with `EncoderConfig` and `TensorParallel`."""
 
 DRAFTERS: "Registry[Callable[..., nn.Module]]" = Registry(
     "drafter",
@@ -297,11 +300,12 @@ DRAFTERS: "Registry[Callable[..., nn.Module]]" = Registry(
         "draft": "models.loading.drafters",
     },
 )
-"""By method of speculative decoding: loads the model that drafts, a `DraftLM`, as `models.loading.drafters` says."""
+"""By method of speculative decoding: the function that loads the drafter, a `DraftLM`; see
+`models.loading.drafters`."""
 
 
 def architecture(name: str, facts: ConfigFacts = ConfigFacts()) -> Callable[[Model], Model]:
-    """A class decorator: the class is the model of checkpoints of this architecture. A class may have several."""
+    """Class decorator that registers a model class for an architecture; a class may be registered for several."""
 
     def register(model_class: Model) -> Model:
         ARCHITECTURES.register(name)(Architecture(model_class, facts))

@@ -1,4 +1,4 @@
-"""Seed-OSS of ByteDance: Llama with biases on queries, keys and values, and a field for that of the output."""
+"""Seed-OSS of ByteDance: Llama with biases of q, k and v, and a separate field for the bias of the output."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from models.architectures.registry import ConfigFacts, architecture
 
 
 class SeedOssAttention(LlamaAttention):
-    """Grouped-query attention whose output projection has a bias of its own."""
+    """Grouped-query attention with a separate option for the bias of the output projection."""
 
     @classmethod
     def output_bias(cls, config: ModelConfig) -> bool:

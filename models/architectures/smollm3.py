@@ -1,4 +1,4 @@
-"""SmolLM3: Llama of which some layers, one in four, have no positions (Yang et al., 2025)."""
+"""SmolLM3: Llama in which one layer of four has no rotary positions (Yang et al., 2025)."""
 
 from typing import ClassVar
 
@@ -15,12 +15,12 @@ class SmolLM3Attention(LlamaAttention):
 
     @staticmethod
     def is_rotated(config: ModelConfig, layer: int) -> bool:
-        """Whether that layer's queries and keys are rotated: a 1 in `no_rope_layers`."""
+        """Whether the layer has rotary positions: a 1 in `no_rope_layers`."""
         return rotates_layer(config.fields, layer, config.num_hidden_layers)
 
 
 def rotates_layer(fields: Fields, layer: int, num_layers: int) -> bool:
-    """What `no_rope_layers` says of a layer, or without it `no_rope_layer_interval`."""
+    """Whether the layer has rotary positions, by `no_rope_layers` or else `no_rope_layer_interval`."""
     flags = fields.integers("no_rope_layers")
     if not flags:
         return (layer + 1) % fields.integer("no_rope_layer_interval", 4) != 0

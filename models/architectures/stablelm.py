@@ -1,4 +1,4 @@
-"""StableLM 2: layer norms, partly rotated heads, and in some attention and feed-forward in parallel."""
+"""StableLM 2: layer norms, partial rotation, and in some models attention and feed-forward in parallel."""
 
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from models.parallel.tensor_parallel import TensorParallel
 
 
 class StableLmAttention(LlamaAttention):
-    """Grouped-query attention with optional norms of each head's own."""
+    """Grouped-query attention with optional norms with a separate weight per head."""
 
     has_output_bias: ClassVar[bool] = False
 
@@ -41,7 +41,7 @@ class StableLmAttention(LlamaAttention):
             )
 
     def prepared(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys by their norms. # [tokens, heads, head_dim] each"""
+        """Apply the norms of queries and keys, if any. # [tokens, heads, head_dim] each"""
         return (self.q_layernorm(q), self.k_layernorm(k)) if self.has_norms else (q, k)
 
 

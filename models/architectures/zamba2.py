@@ -1,4 +1,7 @@
-"""Zamba2: Mamba-2 layers, some of which also read a transformer block whose weights several layers share."""
+"""Zamba2: Mamba-2 layers, some of which ("hybrid" layers) also read a transformer block shared by several layers.
+
+The calling layers have caches of their own, and may add low-rank products of their own to the shared projections.
+"""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -33,10 +36,10 @@ _MAMBA_EPS = 1e-5
 
 
 class SharedAttention(nn.Module):
-    """Attention to two vectors of `hidden_size` a token; each layer that calls it changes its projections."""
+    """Attention that reads two concatenated vectors of `hidden_size` per token; callers may adapt its projections."""
 
     def __init__(self, config: ModelConfig, callers: list[int], parallel: TensorParallel) -> None:
-        """`callers`: the numbers of the hybrid layers that share it, among all hybrid layers."""
+        """`callers`: indices, counted among hybrid layers, of the hybrid layers that share the block."""
         super().__init__()
         fields, wide = config.fields, 2 * config.hidden_size
         heads, self.head_dim = config.num_attention_heads, config.head_dim
@@ -64,7 +67,7 @@ class SharedAttention(nn.Module):
             )
 
     def forward(self, hidden: torch.Tensor, caller: int, attn: Attention, rotation: Rotation | None) -> torch.Tensor:
-        """`attn`: with the cache of the layer that calls. # [tokens, 2 * hidden_size] -> [tokens, hidden_size]"""
+        """`attn`: attention with the calling layer's cache. # [tokens, 2 * hidden_size] -> [tokens, hidden_size]"""
         qkv: torch.Tensor = self.qkv_proj(hidden)
         if self.has_adapters:
             lists = self.linear_q_adapter_list, self.linear_k_adapter_list, self.linear_v_adapter_list
@@ -75,7 +78,7 @@ class SharedAttention(nn.Module):
 
 
 class SharedMLP(nn.Module):
-    """Gated feed-forward layer with a change of its first projection for each layer that calls it."""
+    """Gated feed-forward layer whose first projection each calling layer adapts."""
 
     def __init__(self, config: ModelConfig, callers: list[int], parallel: TensorParallel) -> None:
         super().__init__()
@@ -122,7 +125,7 @@ class Zamba2MambaLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, read: torch.Tensor | None = None) -> torch.Tensor:
-        """`read`: what is added to the layer's input alone. # [tokens, hidden_size] each"""
+        """`read`: added to the mixer's input, but not to the residual stream. # [tokens, hidden_size] each"""
         normed = self.input_layernorm(hidden if read is None else add_rows(read, hidden))
         return add_rows(hidden, self.recurrent(normed))
 
@@ -181,7 +184,7 @@ class Zamba2Model(DecoderBody):
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         embedded: torch.Tensor = self.embed_tokens(input_ids)
         rotation = None if self.rotary_emb is None else self.rotary_emb(positions)
-        # Sums are written to the first layer's input.
+        # Copied, because the residual sums overwrite the first layer's input.
         hidden = join_columns(embedded)
         for layer in self.layers:
             is_hybrid = isinstance(layer, Zamba2HybridLayer)
@@ -190,14 +193,14 @@ class Zamba2Model(DecoderBody):
 
 
 def _by_caller(callers: list[int], size: int, rank: int, second: Callable[[], nn.Module]) -> nn.ModuleDict:
-    """For each layer that calls a shared block, two products of its own; `second` makes the second one."""
+    """Build a low-rank product for each calling layer; `second` makes the second matrix."""
     return nn.ModuleDict(
         {str(caller): nn.ModuleList([ColumnParallelLinear(size, rank), second()]) for caller in callers}
     )
 
 
 def _changed(adapters: nn.ModuleDict, caller: int, hidden: torch.Tensor) -> torch.Tensor:
-    """What a layer's own products add. # [tokens, features] -> [tokens, the rank's output features]"""
+    """Compute the calling layer's low-rank product. # [tokens, features] -> [tokens, the rank's output features]"""
     first, second = adapters[str(caller)].children()
     return second(first(hidden))  # type: ignore[no-any-return]
 
@@ -220,14 +223,14 @@ def _mixer(config: ModelConfig, layer: int, parallel: TensorParallel) -> Mamba2M
 
 
 def _hybrid_layers(fields: Fields) -> list[int]:
-    """The numbers of the layers that read a shared block."""
+    """Return the indices of the hybrid layers."""
     return [layer for layer, kind in enumerate(fields.strings("layer_types")) if kind == _HYBRID]
 
 
 def _unread(fields: Fields) -> tuple[str, ...]:
-    """Copies of shared blocks, which checkpoints may hold under the names of every layer that calls one.
+    """Return prefixes of copies of shared blocks, which checkpoints may contain for every calling layer.
 
-    As in transformers, blocks are shared where embeddings are: otherwise each layer has a block of its own.
+    As in transformers, blocks are shared if embeddings are tied; otherwise each calling layer has its own block.
     """
     if not fields.boolean("tie_word_embeddings", True):
         return ()
@@ -236,7 +239,7 @@ def _unread(fields: Fields) -> tuple[str, ...]:
 
 
 def _complete(config: Fields) -> Fields:
-    """With the sizes and the kinds of layers that follow from other fields."""
+    """Add sizes and kinds of layers that follow from other fields."""
     size, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     mamba = "linear_attention"
     pattern = [mamba, *([*[mamba] * 5, _HYBRID] * 7), *[mamba] * 4, _HYBRID, *[mamba] * 3, _HYBRID, *[mamba] * 2]
