@@ -1,1 +1,1 @@
-"""Operators in C for the CPU: the sources, their ctypes mirrors, and the functions over tensors that call them."""
+"""CPU operators in C: the sources, the ctypes mirrors of their structures, and the tensor functions that call them."""

@@ -1,4 +1,5 @@
-"""Rotation, the paged cache and attention over it, as operators. Called by the CPU backend and by rotary layers."""
+"""CPU operators for rotation, writing the paged cache, and attention over it. Called by the CPU backend and rotary
+layers."""
 
 import torch
 
@@ -15,10 +16,10 @@ def rope_table(
     factor: float,
     further: tuple[torch.Tensor, int, float | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines, and sines of which the first half has its sign turned. # [rows] int64, [pairs] -> 2 x [rows, 2 * pairs]
+    """Compute cosines, and sines whose first half is negated. # [rows] int64, [pairs] -> 2 x [rows, 2 * pairs]
 
-    `frequencies` and both results are float32. `further`: how they follow from the lengths that positions carry:
-    `models.layers.rotary.RotaryEmbedding.further`, of `pairs`, and the fields of its `RopeChange`.
+    `frequencies` and both results are float32. `further`, if frequencies depend on the lengths that positions carry:
+    one half of `models.layers.rotary.RotaryEmbedding.further`, and the fields of its `RopeChange`.
     """
     runtime = current()
     pairs = len(frequencies)
@@ -62,7 +63,7 @@ def rope_store(
     q_scales: torch.Tensor | None = None,
     is_rotated_first: bool = False,
 ) -> None:
-    """Normalise, rotate and scale queries, in place, and keys; write keys and values to the cache, if there are any.
+    """Normalise, rotate and scale queries (in place) and keys; write keys and values, if given, to the cache.
 
     # q [T, heads, dim], k [T, kv_heads, dim], v [T, kv_heads, value_dim], caches [blocks, kv_heads, block_size, dim]
     # and [blocks, kv_heads, block_size, value_dim], q_scales [T, 1] f32
@@ -109,12 +110,12 @@ def attention(
     selected: torch.Tensor | None = None,
     block: int = 0,
 ) -> torch.Tensor:
-    """Attend to what `rope_store` wrote, this step's tokens included.
+    """Attend to the keys and values in the cache, including this step's, which `rope_store` wrote.
 
     # [T, heads, dim], sinks [heads] f32 -> [T, heads, value_dim]
 
-    `selected` [T * kv_heads, k] int32: the blocks of `block` keys that each KV head of a token sees, as
-    `selection.select_blocks` returns them; None: all.
+    `selected` [T * kv_heads, k] int32: the blocks of `block` keys to which each KV head of a token attends, as
+    `selection.select_blocks` returns them; None for all.
     """
     runtime = current()
     num_tokens, heads, dim = q.shape
@@ -148,7 +149,7 @@ def attention(
 
 
 def attends(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether `rope_store` and `attention` compute heads and caches such as these."""
+    """Whether `rope_store` and `attention` support these shapes and dtypes."""
     dims = k_cache.shape[3], v_cache.shape[3]
     are_sized = all(dim % 8 == 0 and DEPTH <= dim <= structures.MAX_HEAD_DIM for dim in dims)
     return runs(q, k_cache) and are_sized and k_cache.shape[2] % 16 == 0
@@ -165,7 +166,7 @@ def make_step(
     state_slots: torch.Tensor | None = None,
     states_after: torch.Tensor | None = None,
 ) -> Step:
-    """A step of these arrays, which it keeps.
+    """Build a `Step` that points to these arrays and keeps them alive.
 
     # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64, [B] int64, [T] int64
     """

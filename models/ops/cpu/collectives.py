@@ -25,10 +25,10 @@ class SharedMemoryCollectives:
     """A rank of the group, called by one thread."""
 
     def __init__(self, library: Library, rank: int, size: int, descriptor: int) -> None:
-        """`descriptor` is of a file that all the ranks map, which stays the caller's to close."""
+        """`descriptor`: a file that all ranks map; the caller closes it."""
         self._functions = library.group_functions
         num_bytes = self._functions.bytes(size)
-        os.ftruncate(descriptor, num_bytes)  # By whoever comes first: its length is the same for all.
+        os.ftruncate(descriptor, num_bytes)  # Every rank sets the same length.
         self._memory = mmap.mmap(descriptor, num_bytes)
         self._size = size
         self._group = Group(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), rank, size)
@@ -41,16 +41,16 @@ class SharedMemoryCollectives:
         """Does nothing: the memory is freed with the process."""
 
     def begin_step(self, number: int) -> None:
-        """The collectives from here on belong to this step."""
+        """Start a step: the following collectives belong to it."""
         self._functions.begin(self._address, number)
 
     def abort(self) -> bool:
-        """Have every rank leave the step: what waits, or will, raises `CollectiveAborted`."""
+        """Abort the step on all ranks: current and later collectives of it raise `CollectiveAborted`."""
         self._functions.leave(self._address)
         return True
 
     def check(self) -> None:
-        """Raise `CollectiveAborted` where a recorded collective could not be finished."""
+        """Raise `CollectiveAborted` if a recorded collective was aborted."""
         if self._group.has_left:
             raise CollectiveAborted("another rank has left this step")
 
@@ -63,7 +63,7 @@ class SharedMemoryCollectives:
         """See `Collectives`."""
         if x.dtype is torch.bfloat16 and runtime.active():
             rows, columns = x.shape
-            assert x.stride(0) == columns, "sums are of rows without gaps"
+            assert x.stride(0) == columns, "rows of an all-reduce are contiguous"
             arguments = AllReduce(x.data_ptr(), columns, 0, self._address)
             runtime.current().run(arguments, Step(num_tokens=rows), (x,))
             self.check()
@@ -76,7 +76,7 @@ class SharedMemoryCollectives:
         return x
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight) -> None:
-        """See `Collectives`: a norm is an operator of its own."""
+        """See `Collectives`. Not used here: CPU norms are separate operators."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
@@ -96,22 +96,23 @@ class SharedMemoryCollectives:
         return self.all_reduce(mine.float()).long()
 
     def capturing(self) -> AbstractContextManager[None]:
-        """See `Collectives`: no graph has them."""
+        """See `Collectives`. Does nothing, since there are no CPU graphs."""
         return nullcontext()
 
 
-# The exchange of expert tokens between replicas. `FusedMoE` calls it, which makes it part of the recorded step, and
-# so does the loop of replicas in lockstep.
+# The exchange of expert tokens between replicas. `FusedMoE` calls it, so that it is part of the recorded step, and the
+# loop that keeps replicas in lockstep calls `agree`.
 
 _Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`(rows [n, size], counts [local experts], tokens [pairs])`: `rows[tokens]`, by expert, through the experts."""
+"""Computes the experts of `rows[tokens]`, sorted by expert. Takes `(rows [n, size], counts [local experts], tokens
+[pairs])`, where `counts` is the number of pairs of each expert."""
 
 _LINE = 64
-"""Bytes of a cache line: one replica's data at a barrier."""
+"""Bytes of a cache line, of which each replica has one for its data at a barrier."""
 
 
 class _Shape(NamedTuple):
-    """Sizes of layers that use the same memory in turn."""
+    """Sizes of a layer; layers with equal sizes use the same memory, one after the other."""
 
     size: int
     dtype: torch.dtype
@@ -121,23 +122,23 @@ class _Shape(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """Memory for layers of one shape."""
+    """Memory for the layers of one shape. A pair is a token and one of its experts."""
 
     rows: torch.Tensor  # [replicas * most_tokens, size], shared
     ids: torch.Tensor  # [replicas * most_tokens, top_k] int64, shared
     answers: torch.Tensor  # [replicas * (most_tokens * top_k + 1), size], shared; the last row of each replica is 0
-    counts: torch.Tensor  # [2, local experts] int64: pairs, and room to count in
-    tokens: torch.Tensor  # [pairs] int64, the row that each pair takes
-    to: torch.Tensor  # [pairs] int64, the answer that it becomes
+    counts: torch.Tensor  # [2, local experts] int64: number of pairs, and scratch for counting
+    tokens: torch.Tensor  # [pairs] int64, the index in `rows` of each pair's token
+    to: torch.Tensor  # [pairs] int64, the index in `answers` of each pair's result
 
 
 class SharedMemoryExchange:
-    """A rank of the exchange, called by one thread. Raises `ReplicaLeft` where another replica has left."""
+    """A rank of the exchange, called by one thread. Methods raise `ReplicaLeft` if another replica has left."""
 
     def __init__(self, library: Library, replica: int, num_replicas: int, descriptor: int, most_tokens: int) -> None:
-        """`descriptor` is of a file that the ranks map which have the same place in their replicas; it stays open.
+        """`descriptor`: a file that the ranks with the same index of all replicas map; it is not closed here.
 
-        `most_tokens`: of a replica in a step.
+        `most_tokens`: the largest number of a replica's tokens in a step.
         """
         self._functions = library.exchange_functions
         self._replica, self._num_replicas, self._most_tokens = replica, num_replicas, most_tokens
@@ -147,7 +148,7 @@ class SharedMemoryExchange:
         self._address = ctypes.addressof(self._exchange)
         self._rooms: dict[_Shape, _Room] = {}
         self._pairs = Step()
-        """The pairs that this rank computes in the running layer, as a step's tokens."""
+        """A step whose tokens are the pairs that this rank computes in the current layer."""
         self._said = (ctypes.c_int64 * num_replicas)()
 
     @property
@@ -156,21 +157,22 @@ class SharedMemoryExchange:
         return self._end // self._num_replicas
 
     def join(self) -> None:
-        """Does nothing: the first barrier waits for all."""
+        """Does nothing: the first barrier waits for all replicas."""
 
     def agree(self, own: int) -> tuple[int, ...]:
-        """The data of each replica, in their order; called by their first ranks alone."""
+        """All-gather one number of each replica, in order of replicas. Only the first rank of each replica calls
+        it."""
         if self._functions.agree(self._address, own, ctypes.addressof(self._said)):
             self.check()
         return tuple(self._said)
 
     def leave(self) -> bool:
-        """Leave the exchange. True: whoever waits for this replica from now on gets `ReplicaLeft`."""
+        """Leave the exchange: replicas that wait for this one from now on get `ReplicaLeft`. Returns True."""
         self._functions.leave(self._address)
         return True
 
     def check(self) -> None:
-        """Raise `ReplicaLeft` where a recorded barrier was not passed."""
+        """Raise `ReplicaLeft` if a recorded barrier failed."""
         if self._exchange.left_by:
             raise ReplicaLeft(self._exchange.left_by - 1)
 
@@ -183,7 +185,7 @@ class SharedMemoryExchange:
         compute: _Compute,
         num_tokens_across_dp: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Exchange`. Where the step is recorded, it tells itself whether its tokens are a dummy's."""
+        """See `Exchange`. In a recorded program, the field `is_dummy` of the step marks dummy tokens."""
         assert len(hidden) <= self._most_tokens, f"{len(hidden)} tokens, but room for {self._most_tokens}"
         room = self._room(_Shape(hidden.shape[1], hidden.dtype, ids.shape[1], asked, local))
         is_dummy = not num_tokens_across_dp[self._replica]
@@ -214,7 +216,7 @@ class SharedMemoryExchange:
         *,
         is_dummy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `across`, by what may be recorded. # hidden: bf16"""
+        """`across` by recordable operators only. # hidden: bf16"""
         current = runtime.current()
         step = Step(num_tokens=len(hidden), is_dummy=is_dummy)
         row_bytes = room.rows.stride(0) * room.rows.itemsize
@@ -261,7 +263,7 @@ class SharedMemoryExchange:
         )
 
     def _room(self, shape: _Shape) -> _Room:
-        """The same, in the same order, on every replica: their layers are."""
+        """Return the memory for a shape. Replicas allocate in the same order, because they have the same layers."""
         if shape not in self._rooms:
             self._rooms[shape] = self._make_room(shape)
         return self._rooms[shape]
@@ -284,16 +286,16 @@ class SharedMemoryExchange:
         return torch.frombuffer(self._kept[-1], dtype=dtype, count=num_rows * columns).view(num_rows, columns)
 
     def _map(self, num_bytes: int) -> int:
-        """The address of the next so many bytes of the file. Raises `MemoryError`, a sentence, where there is no room.
+        """Map the next `num_bytes` of the file and return their address. Raises `MemoryError` if memory is exhausted.
 
-        Each replica commits its part of them, which is on its own node of memory then: written to without room, they
-        would end the process by a signal.
+        Each replica allocates its part in advance, which places it on the replica's own memory node. Writing to
+        unallocated memory when none is left would end the process with a signal.
         """
         num_bytes = -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         first, end = (num_bytes * part // self._num_replicas for part in (self._replica, self._replica + 1))
         try:
             os.posix_fallocate(self._descriptor, self._end + first, end - first)
-            # The first rank extends the file to the size that all need.
+            # The first rank extends the file for all ranks.
             os.posix_fallocate(self._descriptor, self._end + num_bytes - 1, 1)
         except OSError as error:
             raise MemoryError(

@@ -1,7 +1,8 @@
 """Dense CPU operators over bfloat16 tensors: products with packed weights, norms, activations and embeddings.
 
 Rows are a step's tokens; matrices may have any row stride. `PackedWeight` holds a bfloat16 weight in the kernels'
-panel layout, and `QuantizedWeight` one of 8 or 4 bits; the products accept either.
+panel layout, `QuantizedWeight` a weight rounded to 8 or 4 bits, and `CodedWeight` a quantised checkpoint's codes. The
+products accept all of them.
 """
 
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
@@ -16,7 +17,7 @@ from models.ops.types import NormWeight
 from models.ops.weight_formats import RUN, Codes, mxfp4_of
 
 PANEL, DEPTH = 32, 32
-"""Outputs and inputs of which a packed weight has a multiple."""
+"""The outputs and inputs of a packed weight are padded to multiples of these."""
 
 
 class WeightOperators(NamedTuple):
@@ -31,30 +32,30 @@ class WeightOperators(NamedTuple):
 
 
 class PackedWeight:
-    """A weight as the products read it: see linear.c. Rows may be filled in parts."""
+    """A bfloat16 weight in the layout of the products, see linear.c. Rows may be filled in parts."""
 
     operators: ClassVar = WeightOperators(
         structures.Linear, structures.Pack, structures.Embed, structures.GroupedLinear, structures.GatedLinear
     )
     options: tuple[int | None, ...] = ()
-    """The last arguments of those operators."""
+    """The last arguments of the weight's operators."""
 
     def __init__(self, out_features: int, in_features: int, num_bytes: int | None = None) -> None:
-        """`num_bytes`: that it takes, where it is not bfloat16."""
+        """`num_bytes`: size of the memory, by default that of a bfloat16 weight."""
         self.out_features, self.in_features = out_features, in_features
         if num_bytes is None:
             num_bytes = 2 * dense_elements(out_features, in_features)
         self.expected_bytes = num_bytes
-        """That it takes once it is filled, or about as many."""
+        """Exact or approximate size of the memory once the weight is filled."""
         self.memory = torch.frombuffer(mapped_zeros(num_bytes), dtype=torch.bfloat16)
 
     @property
     def form(self) -> list[Any] | None:
-        """What `memory` holds, for `weight_of`; None: more than a form says."""
+        """Description of the layout of `memory`, from which `weight_of` restores the weight; None if it cannot."""
         return [_DENSE]
 
     def put(self, first: int, rows: torch.Tensor) -> None:
-        """Fill rows from `first` on. # [count, in_features]"""
+        """Write dense rows starting at `first`. # [count, in_features]"""
         rows = rows.to(torch.bfloat16)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -64,22 +65,22 @@ class PackedWeight:
         current().run(arguments, Step(), (rows, self.memory))
 
     def takes(self, rows: Codes) -> bool:
-        """Whether `put_codes` may fill in rows of a quantised checkpoint; otherwise they are made dense."""
+        """Whether `put_codes` accepts these rows of a quantised checkpoint; otherwise they must be made dense."""
         del rows
         return False
 
     def put_codes(self, first: int, rows: Codes) -> None:
-        """Fill rows from `first` on, which the weight `takes`, as they are stored. # [count, in_features]"""
+        """Write quantised rows, which the weight `takes`, starting at `first`. # [count, in_features]"""
         raise NotImplementedError
 
 
 def dense_elements(out_features: int, in_features: int) -> int:
-    """Numbers of a weight as bfloat16, its sizes padded."""
+    """Return the number of elements of a padded dense weight."""
     return (-(-out_features // PANEL) * PANEL) * (-(-in_features // DEPTH) * DEPTH)
 
 
 def _require_rows(x: torch.Tensor, weight: PackedWeight) -> None:
-    """Raise `ValueError` for what a product would read past, or as other numbers than it holds."""
+    """Raise `ValueError` if `x` has another width than the weight's inputs, or another dtype than bfloat16."""
     if not runs(x) or x.shape[1:] != (weight.in_features,):
         raise ValueError(f"{x.dtype} {list(x.shape)} where a product takes rows of {weight.in_features} bfloat16")
 
@@ -93,7 +94,10 @@ def _multiply(
     dtype: torch.dtype,
     *options: float,
 ) -> torch.Tensor:
-    """By an operator whose arguments begin as `structures.Linear`. # [rows, in_features] -> [rows, out_features]"""
+    """Run a product whose structure begins with the fields of `structures.Linear`.
+
+    # [rows, in_features] -> [rows, out_features]
+    """
     _require_rows(x, weight)
     runtime = current()
     out = runtime.rows(len(x), out_features, dtype)
@@ -112,7 +116,7 @@ def _multiply(
     )
     step, kept = Step(num_tokens=len(x)), (x, weight.memory, bias, out)
     if weight.operators.expand is not None:
-        # Memory that is committed only if a step has many rows.
+        # Scratch for the expanded weight; the system commits it only when a step has many rows.
         room = runtime.fixed(dense_elements(weight.out_features, weight.in_features), torch.bfloat16)
         arguments.expanded = room.data_ptr()
         runtime.run(weight.operators.expand.from_buffer_copy(arguments), step, kept)
@@ -125,12 +129,12 @@ def _multiply(
 def linear(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, given as bfloat16 or float32. # [rows, in_features] -> [rows, out_features]"""
+    """Compute `x @ weight.T + bias` as bfloat16 or float32. # [rows, in_features] -> [rows, out_features]"""
     return _multiply(weight.operators.linear, x, weight, bias, weight.out_features, dtype)
 
 
 def gates(weight: PackedWeight) -> bool:
-    """Whether `gated_linear` takes such a weight."""
+    """Whether `gated_linear` supports the weight."""
     return weight.operators.gated_linear is not None and weight.out_features % (2 * PANEL) == 0
 
 
@@ -143,7 +147,7 @@ def gated_linear(
     alpha: float = 1.0,
     limit: float = 0.0,
 ) -> torch.Tensor:
-    """`gated(linear(x, weight, bias), activation)`, bit for bit, of a weight that `gates` is true of.
+    """Compute `gated(linear(x, weight, bias), activation)`, bit for bit, for a weight that `gates` supports.
 
     # [rows, in_features] -> [rows, out_features / 2]
     """
@@ -160,11 +164,11 @@ def grouped_linear(
     *,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The first `counts[0]` rows by the stack's first weight, the next `counts[1]` by its second ...; 0 past the last.
+    """Multiply the first `counts[0]` rows by the stack's first weight, the next `counts[1]` by the second, and so on.
 
     # [rows, in_features], [groups, out_features], [groups] int64 -> [rows, out_features]
 
-    With `tokens` [rows] int64 the rows are `x[tokens]`.
+    Rows past the sum of `counts` become 0. With `tokens` [rows] int64 the inputs are `x[tokens]`.
     """
     _require_rows(x, weights)
     runtime = current()
@@ -191,9 +195,9 @@ def grouped_linear(
 
 
 def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0, first_row: int = 0) -> torch.Tensor:
-    """Rows of a weight, scaled. # [rows] int64 -> [rows, in_features]
+    """Look up and scale rows of a weight. # [rows] int64 -> [rows, in_features]
 
-    `first_row`: that the weight begins with, of one that ranks share; rows that it does not have are 0.
+    `first_row`: index of the first row of this rank's shard; the result is 0 for rows of other ranks.
     """
     assert weight.operators.embed is not None, "embeddings are packed as bfloat16 or rounded"
     runtime = current()
@@ -224,9 +228,10 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     x_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The norm of a `NormWeight` of `x`, or of `x_scale * x + residual`, which `residual` then holds.
+    """Normalise `x`, or with `residual` the sum `x_scale * x + residual`, which overwrites `residual`. See
+    `NormWeight`.
 
-    # [rows, size], or [rows, heads, size] whose heads are next to each other; weights [size] or [heads, size]
+    # [rows, size], or [rows, heads, size] with contiguous heads; weights [size] or [heads, size]
     """
     out = current().rows(len(x), x.shape[1:].numel()).view(x.shape)
     _norm(x, NormWeight(weight, eps, offset, bias, is_centred), residual, out, x_scale=x_scale)
@@ -244,15 +249,15 @@ def add_rms_norm(
     is_centred: bool = False,
     sum_scale: float = 1.0,
 ) -> torch.Tensor:
-    """`residual`, which becomes `sum_scale * (residual + norm of x)`. # [rows, size], or [rows, heads, size]"""
+    """Set `residual` to `sum_scale * (residual + norm of x)`, and return it. # [rows, size], or [rows, heads, size]"""
     norm = NormWeight(weight, eps, offset, bias, is_centred)
     _norm(x, norm, residual, None, is_added=True, sum_scale=sum_scale)
     return residual
 
 
 def add(residual: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """`residual`, to which `scale * x` was added. # [rows, size]"""
-    # No norm is computed, so that its weight is not read.
+    """Add `scale * x` to `residual`, and return it. # [rows, size]"""
+    # Without an output no norm is computed, and its weight (here `x`) is not read.
     _norm(x, NormWeight(x, 0.0, 0.0), residual, None, x_scale=scale)
     return residual
 
@@ -291,9 +296,9 @@ def _norm(
 
 
 def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: float = 0.0) -> torch.Tensor:
-    """`activation(gate) * up` of a row's halves. # [rows, 2 * size] -> [rows, size]
+    """Compute `activation(gate) * up` from a row's two halves. # [rows, 2 * size] -> [rows, size]
 
-    `alpha` and `limit` are the clamped activation's: see `models.ops.activation`.
+    `alpha` and `limit`: parameters of the clamped activation, see `models.ops.activation`.
     """
     gate, up = gate_up.chunk(2, dim=1)
     return activated(gate, activation, up, alpha=alpha, limit=limit)
@@ -302,7 +307,7 @@ def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: 
 def activated(
     gate: torch.Tensor, activation: int, up: torch.Tensor | None, *, alpha: float = 1.0, limit: float = 0.0
 ) -> torch.Tensor:
-    """`activation(gate) * up`, or without `up` the activation alone. # [rows, size] each"""
+    """Compute `activation(gate) * up`, or without `up` only the activation. # [rows, size] each"""
     runtime = current()
     num_rows, size = gate.shape
     out = runtime.rows(num_rows, size)
@@ -326,20 +331,20 @@ def activated(
 # Packed weights of 8 or 4 bits.
 
 BLOCK, STEP = 128, 64
-"""Inputs that share a scale, at 8 bits and at 4; a weight has a multiple of the first."""
+"""Number of inputs that share a scale, with 8 bits and with 4. Inputs are padded to multiples of `BLOCK`."""
 _TILE = PANEL // 2
 _MIDDLE_NIBBLE = 8
 _MIDDLE = {4: _MIDDLE_NIBBLE, 8: 0}
-"""The code that means 0, by bits of a code."""
+"""The code of the value 0, by number of bits."""
 
 
 def group_of(bits: Literal[4, 8]) -> int:
-    """Inputs that share a scale in a weight of so many bits."""
+    """Return the number of inputs that share a scale in a weight of so many bits."""
     return BLOCK if bits == 8 else STEP
 
 
 class QuantizedWeight(PackedWeight):
-    """Rows are rounded as they are filled in, see quantized.h; activations are rounded to 8 bits too."""
+    """A weight rounded to 8 or 4 bits as it is filled, see quantized.h. Products round activations to 8 bits."""
 
     operators: ClassVar = WeightOperators(
         structures.QuantizedLinear,
@@ -360,7 +365,7 @@ class QuantizedWeight(PackedWeight):
         return [_ROUNDED, self.bits]
 
     def takes(self, rows: Codes) -> bool:
-        """See `PackedWeight`: codes and scales of the very form that rows are rounded to."""
+        """See `PackedWeight`. Only codes and scales of exactly the form that rounding produces are accepted."""
         if rows.kind != f"int{self.bits}" or rows.order is not None or rows.scales.dtype is not torch.bfloat16:
             return False
         if rows.width != group_of(self.bits) or self.in_features % rows.width or rows.lead:
@@ -370,7 +375,7 @@ class QuantizedWeight(PackedWeight):
     def put_codes(self, first: int, rows: Codes) -> None:
         """See `PackedWeight`."""
         rows = rows.unpaired()
-        # Panels that the rows fill in part keep what they have of other rows.
+        # Panels that the rows fill only in part keep their other rows.
         begin, end = first // PANEL, -(-(first + len(rows.codes)) // PANEL)
         values, scales = rows.codes.view(torch.int8) - _MIDDLE[self.bits], rows.scales
         if first % PANEL or len(values) % PANEL or self.in_features % BLOCK:
@@ -382,7 +387,7 @@ class QuantizedWeight(PackedWeight):
         self._write(begin, end, values, scales)
 
     def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rounded values and their scales. # [out_features, in_features] int8, [out_features, groups] bfloat16"""
+        """Return the rounded values and scales. # [out_features, in_features] int8, [out_features, groups] bfloat16"""
         values, scales = self._read(0, -(-self.out_features // PANEL))
         groups = -(-self.in_features // group_of(self.bits))
         return values[: self.out_features, : self.in_features], scales[: self.out_features, :groups]
@@ -390,12 +395,12 @@ class QuantizedWeight(PackedWeight):
     # The layout of quantized.h: [panel][block]([step, at 4 bits][output] scales, [step][tile][four][output][input]).
 
     def _blocks(self, begin: int, end: int) -> torch.Tensor:
-        """Panels as bytes. # [panels, blocks, bytes]"""
+        """View panels as bytes. # [panels, blocks, bytes]"""
         blocks = -(-self.in_features // BLOCK)
         return self.memory.view(torch.uint8).view(-1, blocks, quantized_bytes(PANEL, BLOCK, self.bits))[begin:end]
 
     def _read(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of whole panels, their last block padded. # [rows, inputs] int8, [rows, groups] bfloat16"""
+        """Read the rows of whole panels, including padding. # [rows, inputs] int8, [rows, groups] bfloat16"""
         memory = self._blocks(begin, end)
         panels, blocks, _ = memory.shape
         groups = BLOCK // group_of(self.bits)
@@ -403,7 +408,7 @@ class QuantizedWeight(PackedWeight):
         scales = memory[..., :num_bytes].contiguous().view(torch.bfloat16).view(panels, blocks, groups, PANEL)
         values = memory[..., num_bytes:].contiguous()
         if self.bits == 4:
-            # A byte has an input of one four, and of the next in its upper half.
+            # The low half of a byte holds an input of one group of four, the high half one of the next group.
             pairs = values.view(panels, blocks, BLOCK // STEP, 2, STEP // 8, _TILE, 4)
             values = torch.stack((pairs & 15, pairs >> 4), 5).sub_(_MIDDLE_NIBBLE)
         fours = values.view(torch.int32).view(panels, blocks, BLOCK // STEP, 2, STEP // 4, _TILE)
@@ -411,7 +416,7 @@ class QuantizedWeight(PackedWeight):
         return in_rows.view(torch.int8), scales.permute(0, 3, 1, 2).reshape(panels * PANEL, -1)
 
     def _write(self, begin: int, end: int, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """The inverse. # [rows, inputs] int8, [rows, groups] bfloat16; a multiple of a panel's and a block's"""
+        """Write the rows of whole panels and blocks; inverse of `_read`."""
         memory = self._blocks(begin, end)
         panels, blocks, _ = memory.shape
         groups = BLOCK // group_of(self.bits)
@@ -426,7 +431,7 @@ class QuantizedWeight(PackedWeight):
         memory[..., num_bytes:] = fours.reshape(panels, blocks, -1)
 
 
-# Packed weights of a quantised checkpoint, as it stores them.
+# Packed weights that keep a quantised checkpoint's codes.
 
 _CODE_KINDS = {"int4": 0, "mxfp4": 1, "int8": 2, "fp8": 3}
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
@@ -434,9 +439,9 @@ _FP8_NAN = 0x7F
 
 
 class CodedWeight(PackedWeight):
-    """Codes, scales and zero points of the form that the first rows have, see codes.h.
+    """Codes, scales and zero points of a quantised checkpoint, see codes.h. The first rows determine the form.
 
-    Products are bit for bit those of the bfloat16 weight that the codes mean.
+    Products are bit for bit those of the dequantised bfloat16 weight.
     """
 
     operators: ClassVar = WeightOperators(
@@ -448,11 +453,11 @@ class CodedWeight(PackedWeight):
     )
 
     def __init__(self, out_features: int, in_features: int, *, bits: int = 8, rounds: bool = False) -> None:
-        """`bits` of a code. `rounds`: dense rows are rounded to MXFP4."""
-        super().__init__(out_features, in_features, 2)  # The first rows say how large it is.
+        """`bits`: of a code. `rounds`: whether dense rows are rounded to MXFP4."""
+        super().__init__(out_features, in_features, 2)  # The first rows determine the real size.
         self.expected_bytes = dense_elements(out_features, in_features) * bits // 8 * 9 // 8
         self.rounds = rounds
-        """Whether dense rows can be filled in as well."""
+        """Whether dense rows can be written as well."""
         self._form: _Form | None = None
         self._order: torch.Tensor | None = None
 
@@ -465,13 +470,13 @@ class CodedWeight(PackedWeight):
         return [_CODED, kind, width, str(scales).removeprefix("torch."), groups]
 
     def put(self, first: int, rows: torch.Tensor) -> None:
-        """Dense rows, of a weight that `rounds` them. # [count, in_features]"""
+        """Write dense rows; the weight must have `rounds`. # [count, in_features]"""
         assert self.rounds
         codes, exponents = mxfp4_of(rows)
         self.put_codes(first, Codes("mxfp4", codes, exponents, None, RUN, lambda: rows))
 
     def takes(self, rows: Codes) -> bool:
-        """See `PackedWeight`: whether such rows can be filled in next to those that are there."""
+        """See `PackedWeight`. The rows must have the form of those written before."""
         if rows.scales.dtype not in _SCALES or not self._group_fits(rows):
             return False
         if rows.kind == "fp8" and bool((rows.codes.view(torch.uint8) & _FP8_NAN == _FP8_NAN).any()):
@@ -508,7 +513,7 @@ class CodedWeight(PackedWeight):
         current().run(arguments, Step(), (codes, scales, zeros, self.memory))
 
     def dense(self) -> PackedWeight:
-        """The weight as bfloat16; rows that are not filled are 0."""
+        """Dequantise to a bfloat16 weight; unfilled rows are 0."""
         dense = PackedWeight(self.out_features, self.in_features)
         if self._form is not None:
             columns = linear(torch.eye(self.in_features, dtype=torch.bfloat16), self)
@@ -522,7 +527,7 @@ class CodedWeight(PackedWeight):
         )
 
     def begin(self, form: "_Form", order: torch.Tensor | None = None) -> None:
-        """Take memory for codes of that form."""
+        """Allocate memory for codes of that form."""
         kind, width, scales, groups = self._form = form
         inputs = -(-self.in_features // DEPTH) * DEPTH
         group = min(width, inputs) if groups > 1 else inputs
@@ -536,7 +541,7 @@ class CodedWeight(PackedWeight):
 
 
 _Form: TypeAlias = tuple[str, int, torch.dtype, int]
-"""Kind, width of a group, type of the scales, groups of a row."""
+"""Kind of codes, inputs per group, dtype of the scales, groups per row."""
 
 
 def _form_of(rows: Codes) -> _Form:
@@ -547,7 +552,7 @@ _DENSE, _ROUNDED, _CODED = "bfloat16", "rounded", "coded"
 
 
 def weight_of(form: list[Any], out_features: int, in_features: int, memory: torch.Tensor) -> PackedWeight:
-    """The weight whose `form` and memory these are. Raises `ValueError` for memory of another size."""
+    """Restore a weight from its `form` and memory. Raises `ValueError` if the memory has another size."""
     kind, *options = form
     made: PackedWeight
     if kind == _DENSE:
@@ -565,6 +570,6 @@ def weight_of(form: list[Any], out_features: int, in_features: int, memory: torc
 
 
 def quantized_bytes(out_features: int, in_features: int, bits: Literal[4, 8]) -> int:
-    """Bytes of a weight's values and its bfloat16 scales."""
+    """Return the bytes of a rounded weight's values and its bfloat16 scales."""
     outputs, inputs = -(-out_features // PANEL) * PANEL, -(-in_features // BLOCK) * BLOCK
     return outputs * inputs * bits // 8 + outputs * inputs // group_of(bits) * 2

@@ -1,16 +1,16 @@
-"""`DraftChain`: several drafts of each row as one call of the operators, without Python between the passes.
+"""`DraftChain`: drafts several tokens for each row in one call of the operators, without Python between the passes.
 
-The first pass runs on the entries that a step has added, the passes after it on one entry a row. Between them are the
-operators that choose a token and make it the input of the next pass:
+An entry is one token's input to a drafter's pass. The first pass computes the entries of the step's tokens, the
+following passes one entry per row. Between them, operators choose a token and make it the next pass's input:
 
     first pass -> last entry of each row -> head -> drafts -> next pass -> head -> drafts -> ...
 
 `verify` computes the target's step before the first pass, in the same call. The tokens that the target's head chooses
-are the inputs of the first pass, at the step's own positions:
+are the inputs of the first pass, at the positions of the step:
 
     target's pass -> its head -> first pass; which drafts are accepted -> last accepted entry of each row -> ...
 
-Heads take the argmax, or sample by the parameters of sequences, with the noise of each position.
+Heads take the argmax, or sample with each sequence's parameters and the noise of the token's position.
 """
 
 import ctypes
@@ -30,16 +30,16 @@ _Ints = npt.NDArray[np.int64]
 
 
 class Verified(NamedTuple):
-    """What `DraftChain.verify` computes. All of it is valid until the next call."""
+    """The result of `DraftChain.verify`. All arrays are valid until the next call."""
 
     token_ids: _Ints  # [T]
     peaks: npt.NDArray[np.float32]  # [T], the largest logits
-    hidden: torch.Tensor  # [T, hidden_size], what the target returns
-    rows: _Ints  # [drafting rows], each one's index in the step
-    drafts: _Ints  # [most, drafting rows], as of `DraftChain.run`
-    counts: _Ints  # [drafting rows], how many drafts each has
+    hidden: torch.Tensor  # [T, hidden_size], the target's final hidden states
+    rows: _Ints  # [drafting rows], index of each row in the step
+    drafts: _Ints  # [most, drafting rows], see `DraftChain.run`
+    counts: _Ints  # [drafting rows], number of drafts of each row
     seconds: float
-    """What drafting took."""
+    """Time that drafting took."""
 
 
 HeadKind = TypeVar("HeadKind", GreedyHead, SampledHead)
@@ -50,11 +50,11 @@ class ChainHeads(NamedTuple, Generic[HeadKind]):
 
     drafter: HeadKind
     target: HeadKind | None
-    """None where `DraftChain.verify` is not called."""
+    """None if `DraftChain.verify` is not used."""
 
 
 class DraftChain:
-    """A drafter's recorded passes and its head, over memory of their own for the rows that draft."""
+    """A drafter's recorded passes and its head, with their own memory for the rows that draft."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class DraftChain:
         max_len: int,
         target: Program | None = None,
     ) -> None:
-        """`first` computes a step's entries, and `following` one entry of each row of what a pass has returned.
-
-        `sampled`: where not all rows take their argmax. `max_len`: tokens of the longest sequence. `target`: the pass
-        of the model whose final hidden states `first` reads, for `verify`.
+        """`first`: the pass over a step's entries. `following`: the pass over one entry per row, whose input is the
+        previous pass's output. `sampled`: heads for rows that sample; None if all rows take the argmax. `max_len`:
+        length limit of sequences. `target`: for `verify`, the pass of the model whose final hidden states `first`
+        reads.
         """
         self._target = target
         self._max_len = max_len
@@ -92,27 +92,27 @@ class DraftChain:
         )
         output = first.output
         if following.states is None:
-            # A language model of its own: only its head reads what a pass returns.
+            # The drafter is a language model, so that only its head reads a pass's output.
             self._states = torch.empty(max_rows, output.shape[1], dtype=output.dtype)
         else:
             self._states = following.states
         self._token_offset = int(following.states is not None)
-        """Positions from an entry to its token."""
+        """Position of an entry's drafted token minus the entry's position."""
         self._chains: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
-        """The operators, and the memory for drafts, by the number of drafts and whether they are sampled."""
+        """Operators and memory for drafts, by the number of drafts and whether they are sampled."""
         self._verifying: dict[tuple[int, bool], tuple[Operations, _Ints]] = {}
-        """The same, with the target's step before them."""
+        """Like `_chains`, with the target's step first."""
         self._order, self._wanted, self._num_blocks, self._slots_of_rows = np.zeros((4, max_rows), dtype=np.int64)
         self._slots_of_tokens = np.zeros(0 if greedy.target is None else greedy.target.max_rows, dtype=np.int64)
         self._entries = Step()
-        """The target's step with the tokens of the first pass."""
+        """The target's step with the input tokens of the first pass."""
         self._tables = np.zeros((0, 0), dtype=np.int32)
         self._accept = {is_sampled: AcceptDrafts() for is_sampled in (False, True)}
         self._num_drafting, self._began = np.zeros(1, dtype=np.int64), np.zeros(1)
 
     @property
     def samples(self) -> bool:
-        """Whether rows may sample, instead of taking their argmax."""
+        """Whether rows may sample instead of taking the argmax."""
         return self._sampled is not None
 
     def run(
@@ -129,11 +129,12 @@ class DraftChain:
         block_tables: npt.NDArray[np.int32],
         is_sampled: bool,
     ) -> _Ints:
-        """`counts` drafts of each row, valid until the next call; -1 where there was none. # [most, rows]
+        """Draft `counts` tokens for each row; the result, padded with -1, is valid until the next call. # [most, rows]
 
-        The first four as of `Program.run`. Of the rows that draft, at most `max_rows`, in descending order of
-        `counts` [rows]: `last` is the index of the last entry of the first pass, `next_positions` the position of
-        the entry after it, `slots` those of the sequences, and `block_tables` [rows, blocks] reach to the last entry.
+        The first four arguments: see `Program.run`. The others describe the rows that draft, at most `max_rows`, in
+        descending order of `counts` [rows]. `last`: index of the row's last entry in the first pass. `next_positions`:
+        position of the entry after it. `slots`: slots of the sequences. `block_tables` [rows, blocks] must contain the
+        blocks of all entries.
         """
         num_rows, most = len(counts), int(counts[0])
         self._last[:num_rows], self._positions[:num_rows], self._counts[:num_rows] = last, next_positions, counts
@@ -149,11 +150,11 @@ class DraftChain:
 
     @property
     def verifies(self) -> bool:
-        """Whether there is a target whose steps `verify` computes."""
+        """Whether the chain has a target, so that `verify` can be called."""
         return self._target is not None
 
     def holds(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether `verify` has room for a step."""
+        """Whether a step of this size fits the memory of `verify`."""
         assert self._target is not None, "`verifies` says so"
         most = min(len(self._slots_of_tokens), self._target.max_tokens, self._first.max_tokens)
         return num_rows <= self.max_rows and num_tokens <= most
@@ -171,11 +172,12 @@ class DraftChain:
         block_tables: npt.NDArray[np.int32],
         is_sampled: bool,
     ) -> Verified:
-        """Compute a step of the target, of which each token after the first of a row is a draft, and draft after it.
+        """Compute a step of the target, in which a row's tokens after the first are drafts, and draft after it.
 
-        The first three as of `Program.run`; the target chooses a token after each of the step's. Of each row,
-        `wanted` drafts are made at most, as its `num_blocks` blocks and the context allow; it has `lengths` tokens in
-        the step, and its block table is row `slots` of `block_tables` [slots, blocks]. At least one draft is wanted.
+        The first three arguments: see `Program.run`. The target chooses a token after each of the step's tokens. Up to
+        `wanted` drafts are made for each row, limited by its `num_blocks` blocks and the context length. A row has
+        `lengths` tokens in the step, and its block table is row `slots` of `block_tables` [slots, blocks]. At least
+        one row must want a draft.
         # 4 x [B]
         """
         assert self._target is not None, "`verifies` says so"
@@ -267,22 +269,22 @@ class DraftChain:
             by=_sampling_of(head),
             ahead=self._token_offset,
         )
-        # The position of the entry is that of the next pass at first, and of the last one afterwards.
+        # `next` holds the position of the coming entry for the first draft, and of the previous entry afterwards.
         return [*_choice(head, self._drafting_slots, self._token_offset + (depth > 0)), take]
 
 
 def _sampling_of(head: GreedyHead | SampledHead) -> int | None:
-    """The address of the parameters by which a head samples, where it does."""
+    """Return the address of the parameters with which a head samples, or None for a greedy head."""
     return ctypes.addressof(head.by) if isinstance(head, SampledHead) else None
 
 
 def _choice(head: GreedyHead | SampledHead, slots: _Ints, token_offset: int) -> tuple[Arguments, ...]:
-    """A head's operators; the rest as of `SampledHead.choosing`."""
+    """Return a head's operators. The other arguments: see `SampledHead.choosing`."""
     return head.choosing(slots, token_offset) if isinstance(head, SampledHead) else head.arguments
 
 
 def _copy(program: Program, to: torch.Tensor, sources: _Ints | None) -> CopyRows:
-    """Copy rows that a pass has returned to the first rows of `to`: the first ones, or those of `sources`."""
+    """Copy rows of a pass's output to the first rows of `to`: the first ones, or those at `sources`."""
     output = program.output
     stride, row_bytes = output.stride(0) * output.itemsize, output.shape[1] * output.itemsize
     rows = None if sources is None else sources.ctypes.data

@@ -1,4 +1,4 @@
-"""CPU operators of mixtures of experts: routing, sorting pairs by expert, and the weighted sum."""
+"""CPU operators of mixtures of experts: routing, sorting of (token, expert) pairs by expert, and the weighted sum."""
 
 import torch
 
@@ -8,7 +8,7 @@ from models.ops.cpu.structures import Step
 
 
 def float_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` of a float32 weight. # [rows, in_features] bf16 -> [rows, out_features] float32"""
+    """Compute `x @ weight.T` with a float32 weight. # [rows, in_features] bf16 -> [rows, out_features] float32"""
     assert weight.is_contiguous()
     assert weight.dtype is torch.float32
     assert x.shape[1:] == weight.shape[1:]
@@ -33,7 +33,7 @@ def route(
     scaling_factor: float = 1.0,
     expert_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of a token's experts, the best first; the lower id of equal ones. See `models.layers.routing`.
+    """Select a token's experts, the best first; among equal scores the lower id. See `models.layers.routing`.
 
     # [tokens, experts] float32, 2 x [experts] float32 -> [tokens, top_k] float32, [tokens, top_k] int64
     """
@@ -63,11 +63,13 @@ def route(
 
 
 def sort_pairs(ids: torch.Tensor, experts: int, *, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs of a token and one of its experts by expert: how many of each, whose they are, and where each went.
+    """Sort the pairs of a token and one of its experts by expert.
 
+    Returns the number of pairs of each expert, the token of each sorted pair, and the index of each pair after
+    sorting.
     # [tokens, top_k] int64 -> [experts], [tokens * top_k], [tokens, top_k] int64
 
-    The order of experts begins with `first`, and those before it come behind the last.
+    `first`: the expert that is sorted first; the order is cyclic.
     """
     runtime = current()
     num_tokens, top_k = ids.shape
@@ -87,11 +89,12 @@ def combine(
     shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of each token's products in the order of its experts, plus the shared output `shared`, gated.
+    """Add up each token's expert outputs, weighted, in the order of its experts, and the gated shared output.
 
     # [tokens * top_k, size], [tokens, top_k] float32, [tokens, top_k] int64, [tokens, size] -> [tokens, size]
 
-    `gate` [tokens, 1] float32 holds the logits of the shares.
+    `places`: the index of each pair in `products`, as `sort_pairs` returns it. `shared`: output of the shared experts.
+    `gate` [tokens, 1] float32: logits of the gate of `shared`; None for a gate of 1.
     """
     assert gate is None or gate.dtype is torch.float32
     runtime = current()

@@ -1,4 +1,4 @@
-"""CPU operators of Qwen3-Next's layers: gated heads and gated delta nets."""
+"""CPU operators of Qwen3-Next's layers: output gates of heads, and gated delta nets."""
 
 import torch
 
@@ -7,11 +7,11 @@ from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 
 _MAX_WINDOW = 1 << 18
-"""Elements of a key head's channels by the convolution's taps, of which a thread's scratch holds two."""
+"""Limit of a key head's channels times the convolution's taps; a thread's scratch holds two such windows."""
 
 
 def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """`x * sigmoid(gate)`, the heads of a token one after the other; `gate` may be [T, heads], those of whole heads.
+    """Compute `x * sigmoid(gate)` with contiguous heads in the output; `gate` may be [T, heads], one per head.
 
     # 2 x [T, heads, dim] -> [T, heads, dim]
     """
@@ -36,7 +36,7 @@ def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
 
 
 def remembers(x: torch.Tensor, conv: torch.Tensor, inputs: torch.Tensor, states: torch.Tensor) -> bool:
-    """Whether the operators compute a gated delta net of these. See `delta_net`."""
+    """Whether `delta_net` supports these shapes and dtypes."""
     channels, kernel = conv.shape[0], conv.shape[-1]
     return (
         runs(x, conv, inputs)
@@ -59,7 +59,7 @@ def delta_net(
     *,
     key_heads: int,
 ) -> torch.Tensor:
-    """Each row's tokens through its convolution and its state, which are brought up to date, and a gated norm.
+    """Run the convolution, the gated delta rule and the gated norm over each row's tokens; update `inputs`, `states`.
 
     # x [T, key_heads * 2 * (key_dim + group * value_dim)], ba [T, key_heads * 2 * group], conv [channels, 1, kernel],
     # a_log and dt_bias [value heads], inputs [slots, channels, kernel - 1],
@@ -94,7 +94,7 @@ def delta_net(
 
 
 def rules(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor) -> bool:
-    """Whether the operators compute a delta rule of these. See `delta_rule`."""
+    """Whether `delta_rule` supports these shapes and dtypes."""
     _, _, key_dim, value_dim = states.shape
     is_sized = value_dim % 16 == 0 and key_dim + value_dim <= _MAX_WINDOW
     return runs(x, a, b) and states.dtype is torch.float32 and is_sized
@@ -112,7 +112,7 @@ def delta_rule(
     key_heads: int,
     most: float,
 ) -> torch.Tensor:
-    """Update each row's state with the row's tokens in order; returns each token's output.
+    """Update each row's state by the row's tokens in order, and return each token's output.
 
     # x [T, key_heads * 2 * key_dim + heads * value_dim], a [T, heads * decays], b [T, heads], a_log [heads] and
     # dt_bias [heads * decays] float32, states [slots, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]

@@ -11,13 +11,13 @@ from models.ops.cpu.structures import Step
 
 
 class PackedHeads:
-    """The projections from a latent to each head's key and value, packed.
+    """Packed projections of each head's key and value from a latent.
 
-    Turned round for keys: queries go into the latents' space, instead of latents into each head's.
+    The key projection is transposed, so that it maps queries to the latent space instead of latents to keys.
     """
 
     def __init__(self, kv_b: torch.Tensor, nope_dim: int) -> None:
-        """`kv_b` [heads, nope + v, rank] is not kept."""
+        """Copies from `kv_b` [heads, nope + v, rank]."""
         self.num_heads, _, self.rank = kv_b.shape
         self.nope_dim = nope_dim
         self.v_dim = kv_b.shape[1] - nope_dim
@@ -26,7 +26,7 @@ class PackedHeads:
 
 
 def _stack(weights: torch.Tensor) -> PackedWeight:
-    """Each filled up to whole panels. # [heads, out_features, in_features]"""
+    """Pack one weight per head, each padded to whole panels. # [heads, out_features, in_features]"""
     heads, out_features, in_features = weights.shape
     rows = -(-out_features // PANEL) * PANEL
     packed = PackedWeight(heads * rows, in_features)
@@ -36,14 +36,18 @@ def _stack(weights: torch.Tensor) -> PackedWeight:
 
 
 def attends(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
-    """Whether the operators compute latents such as these. # [T, H, nope + rope], [blocks, block_size, rank + rope]"""
+    """Whether the operators support these shapes and dtypes. # [T, H, nope + rope], [blocks, block_size, rank +
+    rope]"""
     block_size, dim = cache.shape[1:]
     fits = rank <= structures.MAX_LATENT_RANK and dim <= structures.MAX_LATENT_DIM
     return runs(q, cache) and fits and rank % DEPTH == 0 and dim % DEPTH == 0 and block_size % 16 == 0
 
 
 def latent_queries(q: torch.Tensor, heads: PackedHeads, rope_dim: int) -> torch.Tensor:
-    """Queries in the latent space; their rotated part is not written. # [T, H, nope + rope] -> [T, H, rank + rope]"""
+    """Project queries to the latent space; the rotated part of the result is left unset.
+
+    # [T, H, nope + rope] -> [T, H, rank + rope]
+    """
     dim = heads.rank + rope_dim
     out = current().rows(len(q), heads.num_heads * dim)
     _headed_linear(q, q.stride(1), heads.nope_dim, heads.keys, out, dim, heads.rank)
@@ -51,7 +55,7 @@ def latent_queries(q: torch.Tensor, heads: PackedHeads, rope_dim: int) -> torch.
 
 
 def latent_values(attended: torch.Tensor, heads: PackedHeads) -> torch.Tensor:
-    """Values from the latent space's attention output. # [T, H, rank] -> [T, H, v]"""
+    """Project attention outputs from the latent space to values. # [T, H, rank] -> [T, H, v]"""
     out = current().rows(len(attended), heads.num_heads * heads.v_dim)
     _headed_linear(attended, heads.rank, heads.rank, heads.values, out, heads.v_dim, heads.v_dim)
     return out.view(len(attended), heads.num_heads, heads.v_dim)
@@ -60,7 +64,8 @@ def latent_values(attended: torch.Tensor, heads: PackedHeads) -> torch.Tensor:
 def _headed_linear(
     x: torch.Tensor, x_step: int, in_features: int, weight: PackedWeight, out: torch.Tensor, out_step: int, wide: int
 ) -> None:
-    """The first `in_features` of each head of `x` by its weight, to the first `wide` of its `out_step` of `out`."""
+    """Multiply the first `in_features` of each head of `x` by the head's weight; write the first `wide` of each head's
+    `out_step` elements of `out`."""
     arguments = structures.HeadedLinear(
         x.data_ptr(),
         x.stride(0),
@@ -91,7 +96,7 @@ def latent_store(
 
     # q [T, H, nope + rope], latent [T, rank + rope], latent_q [T, H, rank + rope], cache [blocks, block_size, same]
 
-    `norm`: weight and epsilon. `is_interleaved`: whether rotated dimensions are neighbouring pairs, not halves.
+    `norm`: weight and epsilon. `is_interleaved`: whether adjacent dimensions are rotated as a pair, else halves.
     """
     cos, sin = rotation
     rope = cos.shape[-1]
@@ -119,14 +124,14 @@ def latent_store(
 
 
 class Entries(NamedTuple):
-    """Cached vectors that stand for `rate` tokens each, which a token sees in addition to its window."""
+    """Cached vectors of `rate` tokens each, to which a token attends in addition to its window."""
 
     vectors: torch.Tensor  # [blocks, vectors of a block, dim]
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens of a block."""
     rate: int
     selected: torch.Tensor | None
-    """Those that each token sees, as `selection.select_keys` returns them; None: all that are complete."""
+    """The entries to which each token attends, as `selection.select_keys` returns them; None for all complete ones."""
 
 
 def latent_attention(
@@ -140,9 +145,10 @@ def latent_attention(
     entries: Entries | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention to cached vectors, whose first elements are the values. # [T, H, dim] -> [T, H, rank]
+    """Attend to cached vectors, whose first `rank` elements are the values. # [T, H, dim] -> [T, H, rank]
 
-    To all of `cache`, or with `window` to the last of them, and to `entries`. `sinks` [H] float32.
+    Attends to the sequence's vectors in `cache`, with `window` only to the last ones, and to `entries`. `sinks` [H]
+    float32.
     """
     runtime = current()
     num_tokens, heads, dim = q.shape

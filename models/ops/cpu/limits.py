@@ -1,4 +1,7 @@
-"""What share of this machine's limits the products reach, measured in a second: for `kaon doctor` and benchmarks."""
+"""Measures this machine's memory and matrix limits, and how near the products come to them, in about a second.
+
+Used by `kaon doctor` and the benchmarks.
+"""
 
 import time
 from collections.abc import Callable
@@ -11,26 +14,27 @@ from models.ops.cpu.runtime import current
 from models.ops.cpu.structures import Step
 
 _INPUTS, _LARGE, _SMALL = 1024, 1 << 16, 4096
-"""Inputs and outputs of the weights: 128 MiB, which no cache keeps, and 8 MiB."""
+"""Inputs of the measured weights, and outputs of the large one (128 MiB, more than caches hold) and the small one
+(8 MiB)."""
 _ROWS = 384
 _REPEATS = 9
 
 
 class Limits(NamedTuple):
-    """Speeds in units of 10^9 a second: of plain loops, and of products on the same threads."""
+    """Speeds of simple loops (the limits) and of products on the same threads, in 10^9 per second."""
 
     read: float
-    """Bytes that a loop reads from memory."""
+    """Limit: bytes read from memory by a loop of loads."""
     row: float
-    """Bytes of a weight that a product of one row reads."""
+    """Bytes of the weight read by a product of one row."""
     matrix: float
-    """Operations of a loop of products in registers."""
+    """Limit: operations of a loop of multiplications in registers."""
     product: float
     """Operations of a product of many rows."""
 
 
 def measure(threads: int) -> Limits:
-    """Measure the operators that were started, on `threads` threads. Each figure is the best of nine."""
+    """Measure the started operators on `threads` threads. Each figure is the best of nine runs."""
     large = dense.PackedWeight(_LARGE, _INPUTS)
     large.put(0, torch.randn(256, _INPUTS).bfloat16().repeat(_LARGE // 256, 1))
     small = dense.PackedWeight(_SMALL, _INPUTS)
@@ -47,7 +51,7 @@ def measure(threads: int) -> Limits:
         arguments = structures.ProductLimit(rounds, found.data_ptr())
         current().run(arguments, Step(num_tokens=1), (found,))
 
-    # In turn, so that what disturbs the machine for a while disturbs none of them alone.
+    # The measurements alternate, so that a temporary disturbance of the machine affects all of them.
     calls: tuple[Callable[[], object], ...] = (
         read,
         lambda: dense.linear(x[:1], large),

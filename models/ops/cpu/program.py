@@ -1,8 +1,8 @@
-"""`record`: a model's forward pass as one call of the operators. Used by the model runner.
+"""`record`: records a model's forward pass as a program of operators. Used by the model runner.
 
-Where a model's code only calls operators and views of their tensors, its pass is the same list of operators for any
-number of tokens. The list is recorded once, over memory for the largest step, and then runs for each step without
-Python between the operators.
+If a model's code only calls operators and views of their tensors, its pass is the same list of operators for any
+number of tokens. The list is recorded once, with memory for the largest step, and then runs for each step in one call,
+without Python between the operators.
 """
 
 import ctypes
@@ -25,11 +25,11 @@ _Memory = npt.NDArray[np.uint8]
 
 
 class NotRecordable(Exception):
-    """The model's code computes with something other than the operators."""
+    """The model's code computes with other functions than the operators."""
 
 
 class Program:
-    """The pass, for steps of up to `max_tokens` tokens."""
+    """A recorded pass, for steps of up to `max_tokens` tokens."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Program:
         states: torch.Tensor | None = None,
         others: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`states`: the memory from which the pass reads its third argument. `others`: further outputs."""
+        """`states`: the memory from which the pass reads its third argument, if any. `others`: additional outputs."""
         self._library = library
         self.states = states
-        """The memory of the third argument; None: the pass has two. # [max_tokens, columns]"""
+        """The memory of the third argument; None if the pass has two arguments. # [max_tokens, columns]"""
         self._others = others
         self._operations = operations
         self.output = output
@@ -52,12 +52,15 @@ class Program:
         self._kept = kept
         self.max_tokens = len(output)
         self.num_bytes = num_bytes
-        """Bytes that a step of `max_tokens` commits; of memory that several processes share, this one's part."""
+        """Bytes that a step of `max_tokens` commits, including this process's part of shared memory."""
 
     def run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step, states: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The pass's output, valid until the next. # 2 x [tokens] int64, [tokens, columns] -> [tokens, features]"""
+        """Run the pass; the output is valid until the next run.
+
+        # 2 x [tokens] int64, [tokens, columns] -> [tokens, features]
+        """
         self.give(input_ids, positions, step, states)
         self._library.run(self._operations, step)
         return self.output[: step.num_tokens]
@@ -65,7 +68,7 @@ class Program:
     def run_with_pauses(
         self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step, on_pause: Callable[[], object]
     ) -> torch.Tensor:
-        """As `run`; whenever the library is interrupted, `on_pause` is called, which may run other programs."""
+        """`run`, but whenever the library is interrupted, `on_pause` is called, which may run other programs."""
         self.give(input_ids, positions, step)
         done, count = 0, len(self._operations)
         while (done := done + self._library.run(self._operations, step, done, may_pause=True)) < count:
@@ -75,11 +78,11 @@ class Program:
     def give(
         self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step, states: torch.Tensor | None = None
     ) -> None:
-        """Put the arguments of `run` where the operators read them."""
+        """Store the arguments of `run` where the operators read them."""
         if states is not None:
             assert self.states is not None, "the pass was recorded with states"
             if states.is_contiguous():
-                # torch copies a prompt's states on threads of its own, which then wait actively where others compute.
+                # torch would copy a large tensor on its own threads, which then spin on cores that the operators need.
                 ctypes.memmove(self.states.data_ptr(), states.data_ptr(), states.numel() * states.itemsize)
             else:
                 self.states[: len(states)] = states
@@ -87,11 +90,11 @@ class Program:
 
     @property
     def arguments(self) -> tuple[Arguments, ...]:
-        """Those of each operator of the pass."""
+        """The arguments of each operator of the pass."""
         return self._operations.arguments
 
     def others(self, num_tokens: int) -> list[torch.Tensor]:
-        """The further outputs of the last run, which was of `num_tokens`. # each [tokens, features]"""
+        """Return the additional outputs of the last run, of `num_tokens` tokens. # each [tokens, features]"""
         return [output[:num_tokens] for output in self._others]
 
 
@@ -103,8 +106,8 @@ def record(
 ) -> Program:
     """Record `forward(input_ids, positions)` without computing it. Raises `NotRecordable`.
 
-    With `columns`, `forward` takes rows of so many features as well, which each run of the program is given. Where it
-    returns several tensors, the first is the program's output.
+    With `columns`, `forward` has a third argument of rows with so many features. If it returns several tensors, the
+    first one is the program's output, and the others are additional outputs.
     """
     recorder = _Recorder(max_tokens)
     with _sent_to(recorder), torch.inference_mode():
@@ -121,9 +124,10 @@ def record(
 def operators_of(
     compute: Callable[[torch.Tensor], torch.Tensor], num_rows: int, columns: int
 ) -> tuple[list[Arguments], list[torch.Tensor], torch.Tensor]:
-    """The operators that `compute` calls on bfloat16 rows, their weights, and the output. Raises `NotRecordable`.
+    """Record `compute` on bfloat16 rows. Raises `NotRecordable`.
 
-    The output has no values, only its shape and its memory among the operators'.
+    Returns the arguments of its operators, the memory to which they point, and the output, whose values are not
+    computed.
     """
     recorder = _Recorder(num_rows)
     with _sent_to(recorder), torch.inference_mode():
@@ -134,7 +138,8 @@ def operators_of(
 
 
 class _Recorder:
-    """Records operators. Memory that the pass no longer refers to is reused by later operators, as at run time."""
+    """The runtime that records operators. Memory of tensors that the code has released is reused by later
+    operators."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -143,22 +148,22 @@ class _Recorder:
         self.constants: list[Any] = []
         self._free: dict[int, list[_Memory]] = defaultdict(list)
         self._inner: dict[tuple[int, int], _Recorder] = {}
-        """By their rows, and by how many share these."""
+        """Recorders of operators on an inner step, by `most_rows` and `num_sharers`; see `on`."""
 
     @property
     def kept(self) -> list[Any]:
-        """What the operators point to."""
+        """All objects to which the operators point."""
         return [*self.memory, *self.constants, *(inner.kept for inner in self._inner.values())]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the memory; of memory that several processes share, this one's part."""
+        """Bytes of the memory, including this process's part of shared memory."""
         inner = sum(each.num_bytes // num_sharers for (_, num_sharers), each in self._inner.items())
         return inner + sum(map(len, self.memory))
 
     def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """See `Runtime`."""
-        self.per_token(num_rows)  # Refuses rows that are none of the step's.
+        self.per_token(num_rows)  # Raises `NotRecordable` unless the rows are a multiple of the step's tokens.
         return self.fixed(num_rows * columns, dtype).view(num_rows, columns)
 
     def fixed(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -182,14 +187,14 @@ class _Recorder:
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         """See `Runtime`."""
-        del step  # Each run has its own.
+        del step  # Each run has its own step.
         self.arguments.append(arguments)
         self.constants.extend(tensor for tensor in kept if tensor is not None and not isinstance(tensor, _Rows))
 
     @contextmanager
     def on(self, step: Step, most_rows: int, num_sharers: int) -> Iterator[int]:
         """See `Runtime`."""
-        # One of them for all layers, whose memory they use in turn.
+        # All layers share one inner recorder, so that they use the same memory, one after the other.
         inner = self._inner.setdefault((most_rows, num_sharers), _Recorder(most_rows))
         before = len(inner.arguments)
         with _sent_to(inner):
@@ -216,13 +221,13 @@ _LOOKS = frozenset(
         torch.Tensor.view,
     }
 )
-"""Functions that do not change a tensor's memory."""
+"""Functions of tensors that read no values: properties and views."""
 
 
 class _Rows(torch.Tensor):
-    """A tensor of the step, which code may view in another shape but not compute with.
+    """A tensor of the recorded pass, of which code may take views, but with which it must not compute.
 
-    By `__torch_function__`, since a dispatch mode imports half a second's worth of torch's compiler.
+    It uses `__torch_function__`, since a dispatch mode imports torch's compiler, which takes half a second.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""CPU operators of layers with a state per sequence: short convolutions, Mamba-2's state space and what follows it."""
+"""CPU operators of recurrent layers: short convolutions, Mamba's and Mamba-2's state spaces, and gated norms."""
 
 import torch
 
@@ -7,15 +7,15 @@ from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 
 _MAX_KERNEL = 1 << 12
-"""Taps of a convolution, of which a thread's scratch holds 64 channels."""
+"""Limit of a convolution's taps; a thread's scratch holds the taps of 64 channels."""
 _MAX_STATE = 1 << 20
-"""Elements of one head's state, which a thread's scratch holds where its rows are no whole vectors."""
+"""Limit of a head's state elements; a thread's scratch holds a state whose rows are not multiples of a vector."""
 _MAX_GROUP = 1 << 20
-"""Features of a norm, which a thread's scratch holds."""
+"""Limit of the features of a norm, which a thread's scratch holds."""
 
 
 def convolves(x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor) -> bool:
-    """Whether the operators compute a convolution of these. See `convolve`."""
+    """Whether `convolve` supports these shapes and dtypes."""
     return runs(x, weight, inputs) and len(weight) <= _MAX_KERNEL
 
 
@@ -29,12 +29,12 @@ def convolve(
     gates: tuple[torch.Tensor, torch.Tensor] | None,
     has_silu: bool,
 ) -> torch.Tensor:
-    """A causal depthwise convolution of each row's tokens; `inputs` are brought up to date.
+    """Convolve each row's tokens, causally and by channel, and update the cached `inputs`.
 
     # x [T, channels], weight [kernel, channels], bias [channels], inputs [slots, kernel - 1, channels]
     # -> [T, channels]
 
-    `gates`: what `x` is multiplied by before, and the output after. # 2 x [T, channels], of one stride
+    `gates`: factors of the input and of the output. # 2 x [T, channels], of equal strides
     """
     runtime = current()
     kernel, channels = weight.shape
@@ -61,7 +61,7 @@ def convolve(
 
 
 def remembers(x: torch.Tensor, dt: torch.Tensor, states: torch.Tensor) -> bool:
-    """Whether the operators compute a state space of these. See `state_space`."""
+    """Whether `state_space` supports these shapes and dtypes."""
     _, _, size, dim = states.shape
     return runs(x, dt) and states.dtype is torch.float32 and size * (dim + 15) <= _MAX_STATE
 
@@ -78,7 +78,7 @@ def state_space(
     groups: int,
     limits: tuple[float, float],
 ) -> torch.Tensor:
-    """Update each row's state with the row's tokens in order; returns each token's output.
+    """Update each row's state by the row's tokens in order, and return each token's output.
 
     # x [T, heads * dim + 2 * groups * state], dt [T, heads], a_log, d and dt_bias [heads] float32,
     # states [slots, heads, state, dim] float32 -> [T, heads * dim]
@@ -108,7 +108,7 @@ def state_space(
 
 
 def scans(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor) -> bool:
-    """Whether the operators compute a selective scan of these. See `selective_scan`."""
+    """Whether `selective_scan` supports these shapes and dtypes."""
     return runs(x, dt, b, c) and states.dtype is torch.float32 and 32 * states.shape[1] <= _MAX_STATE
 
 
@@ -123,7 +123,7 @@ def selective_scan(
     states: torch.Tensor,
     step: Step,
 ) -> torch.Tensor:
-    """Update each row's state with the row's tokens in order; returns each token's output.
+    """Update each row's state by the row's tokens in order, and return each token's output.
 
     # x and dt [T, channels], b and c [T, N], a_log [N, channels], d and dt_bias [channels] float32,
     # states [slots, N, channels] float32 -> [T, channels]
@@ -154,14 +154,14 @@ def selective_scan(
 
 
 def gates(x: torch.Tensor, gate: torch.Tensor) -> bool:
-    """Whether the operators compute a gated norm of these. See `gated_norm`."""
+    """Whether `gated_norm` supports these shapes and dtypes."""
     return runs(x, gate) and x.shape[1] <= _MAX_GROUP
 
 
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, groups: int, eps: float, *, is_gated_first: bool
 ) -> torch.Tensor:
-    """`x` times SiLU of `gate`; with a weight, a root-mean-square norm of each group after it or before it.
+    """Multiply `x` by SiLU of `gate`; with a weight, also apply an RMS norm to each group, after or before the gate.
 
     # 2 x [T, features], [features] -> [T, features]
     """
@@ -186,7 +186,7 @@ def gated_norm(
 
 
 def scale(x: torch.Tensor, by: float | torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
-    """`x` times a number, or each column times its own, plus a second matrix.
+    """Multiply `x` by a number, or each column by its own factor, and add `plus`, if given.
 
     # [rows, columns], [columns] float32, [rows, columns] -> [rows, columns]
     """

@@ -21,7 +21,7 @@ from models.ops.cpu.structures import Arguments, Step
 _log = logging.getLogger(__name__)
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
-"""The instruction sets that have a path of their own, by number, of one architecture by speed: see isa.c."""
+"""The instruction sets with code paths of their own, by index, in order of speed within an architecture; see isa.c."""
 PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX, NEON, NEON_BF16 = range(len(INSTRUCTION_SETS))
 
 
@@ -40,7 +40,7 @@ class Operations:
 
     @property
     def arguments(self) -> tuple[Arguments, ...]:
-        """Those of each operator."""
+        """The arguments of each operator."""
         return self._kept
 
     def __len__(self) -> int:
@@ -71,10 +71,8 @@ class GroupFunctions:
 
 
 class ExchangeFunctions:
-    """The functions of exchange.c. The first argument is the address of a `structures.Exchange`.
-
-    That of `tokens` is the address of a `ShareTokens`.
-    """
+    """The functions of exchange.c. The first argument is the address of a `structures.Exchange`, for `tokens` that of
+    a `ShareTokens`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         integer, pointer, failed = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
@@ -95,10 +93,10 @@ class ExchangeFunctions:
 
 
 class Library:
-    """The operators on their own threads."""
+    """The compiled operators and their threads."""
 
     def __init__(self, path: Path) -> None:
-        """Load the shared library `path`. Raises `OSError` where it is none, or was built for another release."""
+        """Load the shared library `path`. Raises `OSError` if it is invalid or was built from other sources."""
         self._library = ctypes.CDLL(str(path))
         size_of = getattr(self._library, "kaon_bytes_of_arguments", None)
         if size_of is None or any(size_of(each.kind) != ctypes.sizeof(each) for each in Arguments.__subclasses__()):
@@ -111,7 +109,7 @@ class Library:
         self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
         self._library.kaon_run.restype = ctypes.c_int64
         self.available = tuple(isa for isa in range(len(INSTRUCTION_SETS)) if self._library.kaon_runs(isa))
-        """The instruction sets that this processor runs."""
+        """The instruction sets that this processor supports."""
         self.isa = self.available[-1]
         self.group_functions = GroupFunctions(self._library)
         """The functions of group.c."""
@@ -119,10 +117,9 @@ class Library:
         """The functions of exchange.c."""
 
     def start(self, threads: int, isa: int | None = None) -> None:
-        """Run on 1 to 1024 threads, including the caller's, with this instruction set, by default the fastest.
+        """Start 1 to 1024 threads, including the caller's, with this instruction set, by default the fastest one.
 
-        Raises `ValueError` where the processor does not run that, `RuntimeError` where the system has no more threads
-        or memory.
+        Raises `ValueError` if the processor does not support it, and `RuntimeError` if threads cannot be started.
         """
         isa = self.available[-1] if isa is None else isa
         if isa not in self.available:
@@ -137,25 +134,26 @@ class Library:
 
     @property
     def threads(self) -> int:
-        """The number of threads, the caller's included."""
+        """The number of threads, including the caller's."""
         number: int = self._library.kaon_threads()
         return number
 
     def pin(self, cpus: Sequence[int]) -> bool:
-        """Pin each thread except the caller's to one of `cpus`; whether the system did."""
+        """Pin each thread except the caller's to one of `cpus`. Return whether the system accepted it."""
         return not self._library.kaon_pin((ctypes.c_int64 * len(cpus))(*cpus))
 
     def run(self, operations: Operations, step: Step, first: int = 0, *, may_pause: bool = False) -> int:
-        """Each operator from `first` on all threads, in order; how many ran. One caller at a time.
+        """Run the operators from index `first` on, in order, each on all threads; return the number that ran.
 
-        All of them do, unless it `may_pause` and `interrupt` is called, or was since the last pause.
+        Only one thread may call this at a time. With `may_pause`, the run ends early between two operators if
+        `interrupt` is called, or was called since the last pause.
         """
         start = ctypes.byref(operations.array, first * ctypes.sizeof(_Operation))
         count: int = self._library.kaon_run(start, len(operations) - first, ctypes.byref(step), may_pause)
         return count
 
     def interrupt(self) -> None:
-        """Pause the run that may, or the next one, between two operators. Called in any thread."""
+        """Pause the current or next run with `may_pause`. May be called in any thread."""
         self._library.kaon_interrupt()
 
     def withdraw_interruption(self) -> None:
@@ -164,14 +162,14 @@ class Library:
 
 
 def sources_hash(directory: Path) -> str:
-    """As setup.py makes it of the sources in a directory; "" where there are none, as in a wheel."""
+    """Return the hash of the sources in a directory, as in setup.py; "" if there are none, as in a wheel."""
     sources = sorted((*directory.glob("*.c"), *directory.glob("*.h")))
     return sha256(b"".join(source.read_bytes() for source in sources)).hexdigest() if sources else ""
 
 
 @cache
 def load_library() -> Library | None:
-    """The operators; None, and the reason in the log, where they were not built."""
+    """Load the operators. If they were not built, log the reason and return None."""
     path = Path(__file__).with_name(f"_library{EXTENSION_SUFFIXES[0]}")
     if path.exists():
         return Library(path)
@@ -179,33 +177,34 @@ def load_library() -> Library | None:
     return None
 
 
-# Runtimes: what happens with a call of an operator.
+# Runtimes execute or record calls of operators.
 
 
 class Runtime(Protocol):
     """Executes or records calls of operators."""
 
     def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Memory for an operator's output: a row or several a token."""
+        """Return memory for an operator's output with one or more rows per token."""
 
     def fixed(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for an output that is of one size whatever the step. # [size]"""
+        """Return memory for an output whose size does not depend on the step. # [size]"""
 
     def per_token(self, num_rows: int) -> int:
-        """Rows of the matrix for each row that the operator's step counts."""
+        """Return the number of rows of a matrix per token of the step."""
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
-        """Execute or record an operator. `kept` is the memory that its arguments point to."""
+        """Execute or record an operator. `kept`: the tensors to which its arguments point."""
 
     def on(self, step: Step, most_rows: int, num_sharers: int) -> AbstractContextManager[int]:
-        """Inside, operators run on another step, which those before have filled in; gives its rows, or `most_rows`.
+        """Within the context, operators run on another step, which earlier operators fill in.
 
-        Such rows are `most_rows` at most, in all of `num_sharers` processes of this host together.
+        Yields the number of rows of that step, or `most_rows` if it is not known yet. `num_sharers` processes of this
+        host have together at most `most_rows` such rows.
         """
 
 
 class _Immediate:
-    """Runs each operator when it is called."""
+    """The runtime that executes each operator when it is called."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -217,7 +216,7 @@ class _Immediate:
         return torch.empty(size, dtype=dtype)
 
     def per_token(self, num_rows: int) -> int:
-        del num_rows  # An operator on its own runs as if each row were a token.
+        del num_rows  # A single operator treats each row as a token.
         return 1
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
@@ -233,10 +232,10 @@ _runtime: Runtime | None = None
 
 
 def start(threads: int, isa: int | None = None) -> Library | None:
-    """Have the operators run on `threads` threads from here on; None where they were not built.
+    """Start the operators on `threads` threads; return None if they were not built.
 
-    `isa` is an instruction set, by default the fastest. Raises `ValueError` where the processor does not run it,
-    `RuntimeError` where the threads cannot be made.
+    `isa`: an instruction set, by default the fastest one. Raises `ValueError` if the processor does not support it,
+    and `RuntimeError` if the threads cannot be started.
     """
     global _runtime
     loaded = load_library()
@@ -247,7 +246,7 @@ def start(threads: int, isa: int | None = None) -> Library | None:
 
 
 def stop() -> None:
-    """Stop the operators: torch computes everything."""
+    """Stop using the operators, so that torch computes everything."""
     global _runtime
     _runtime = None
 
@@ -258,14 +257,14 @@ def active() -> bool:
 
 
 def runs(*tensors: torch.Tensor) -> bool:
-    """Whether the operators compute tensors such as these."""
+    """Whether the operators are active and support these tensors."""
     return _runtime is not None and all(
         tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and tensor.stride(-1) == 1 for tensor in tensors
     )
 
 
 def redirect(runtime: Runtime) -> Runtime:
-    """Use another runtime from here on; returns the previous one."""
+    """Use another runtime from now on; return the previous one."""
     global _runtime
     assert _runtime is not None, "operators are redirected after `start`"
     before, _runtime = _runtime, runtime
@@ -273,11 +272,11 @@ def redirect(runtime: Runtime) -> Runtime:
 
 
 def current() -> Runtime:
-    """The runtime in use."""
+    """Return the current runtime."""
     assert _runtime is not None, "an operator is called after `start`"
     return _runtime
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """The address of an optional argument."""
+    """Return the address of a tensor's data, or None."""
     return None if tensor is None else tensor.data_ptr()

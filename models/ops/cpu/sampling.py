@@ -20,11 +20,11 @@ from models.ops.cpu.runtime import Library, Operations
 from models.ops.cpu.structures import LOOKED_AT, MAX_LARGEST, WEIGHED, Step
 
 _SMALLEST_PIECE = 8192
-"""Values of a row for which one more thread is worth waking."""
+"""Number of values per thread from which another thread makes a row faster."""
 
 
 def chooses(values: torch.Tensor) -> bool:
-    """Whether the operators choose from such rows. # [R, V]"""
+    """Whether the operators support these rows of logits. # [R, V]"""
     return (
         runtime.active()
         and values.device.type == "cpu"
@@ -35,9 +35,10 @@ def chooses(values: torch.Tensor) -> bool:
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indexes of the `k` largest values of each row, descending, equal ones by index. # [R, V] -> [R, k] int64
+    """Return the indices of the `k` largest values of each row, descending; equal values by index.
 
-    A NaN is larger than any number, unless its sign is set. `k` is 1 to the lesser of V and `MAX_LARGEST`.
+    A NaN is larger than any number, unless its sign bit is set. `k` is from 1 to min(V, `MAX_LARGEST`).
+    # [R, V] -> [R, k] int64
     """
     num_rows, width = values.shape
     pieces = _pieces(num_rows, width)
@@ -71,10 +72,11 @@ def draw(
     filtered: npt.NDArray[np.bool_],
     probabilities: torch.Tensor | None = None,
 ) -> npt.NDArray[np.int64]:
-    """A token for each of D rows of the logits, as `engine.sampling.torch_ops` has it. # [N, V], [N], 7 x [D] -> [D]
+    """Sample a token for each of D rows of the logits, like `engine.sampling.torch_ops`. # [N, V], [N], 7 x [D] -> [D]
 
-    `peaks` are the rows' finite maxima, `top_k` is 1 to V. `row_keys` determine the noise (`models.ops.counter_rng`).
-    `probabilities` receives what each token is drawn with. # [D, V] float32, contiguous
+    `peaks`: the rows' maxima, which must be finite. `top_k`: 1 to V. `row_keys`: keys of the noise
+    (`models.ops.counter_rng`). `probabilities`: receives the distributions that were sampled.
+    # [D, V] float32, contiguous
     """
     columns = (rows, temperature, top_k, top_p, min_p, row_keys, filtered)
     tokens = np.empty(len(rows), np.int64)
@@ -102,11 +104,11 @@ def verify_drafts(
     probabilities: npt.NDArray[np.uint64],
     numbers: npt.NDArray[np.float64],
 ) -> None:
-    """As `draw`, but by rejection sampling in rows that verify a draft, into `tokens`. # [D]
+    """Like `draw`, but with rejection sampling in rows that verify a draft; writes `tokens`. # [D]
 
-    `firsts`: the index of the first row of each sequence, and D. Tokens of a sequence's rows after a rejected draft
-    remain as they are. `drafts` are -1 in rows without one, and `probabilities` the addresses of the distributions
-    from which they were sampled; `numbers` are uniform in [0, 1). # [sequences + 1], 3 x [D]
+    `firsts`: the index of the first row of each sequence, followed by D. Rows of a sequence after a rejected draft
+    leave their tokens unchanged. `drafts`: -1 in rows without a draft. `probabilities`: addresses of the distributions
+    from which drafts were sampled. `numbers`: uniform in [0, 1). # [sequences + 1], 3 x [D]
     """
     columns = (rows, temperature, top_k, top_p, min_p, row_keys, filtered)
     room = _DrawRoom(logits, len(rows), top_k, 1)
@@ -117,7 +119,7 @@ def verify_drafts(
 
 
 class _DrawRoom:
-    """Memory that the operators need to draw from rows, each cut into `pieces`."""
+    """Scratch memory of the sampling operators, which process each row in `pieces`."""
 
     def __init__(self, logits: torch.Tensor, num_rows: int, top_k: npt.NDArray[np.int64], pieces: int) -> None:
         self._pieces = pieces
@@ -133,7 +135,7 @@ class _DrawRoom:
         columns: tuple[npt.NDArray[Any], ...],
         tokens: npt.NDArray[np.int64],
     ) -> tuple[int, ...]:
-        """The fields of `structures.Draw` up to `tokens`; `columns` are those of `draw` in order."""
+        """Return the fields of `structures.Draw` up to `tokens`. `columns`: the arrays of `draw`, in order."""
         return (
             logits.data_ptr(),
             logits.stride(0),
@@ -152,7 +154,7 @@ class _DrawRoom:
 
 
 def _pieces(num_rows: int, width: int) -> int:
-    """Tasks of a row: one where there are rows for all threads."""
+    """Return the number of tasks per row: one if there are at least as many rows as threads."""
     native = library.load_library()
     assert native is not None, "operators run, so their library was loaded"
     return max(1, min(-(-native.threads // max(1, num_rows)), width // _SMALLEST_PIECE))
@@ -161,7 +163,7 @@ def _pieces(num_rows: int, width: int) -> int:
 def _room(
     num_rows: int, pieces: int, most: int
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """For the best of each piece, their number, and how many pieces are done."""
+    """Allocate scratch for the best values of each piece, their number, and the number of finished pieces."""
     best = np.empty((num_rows, pieces, most), np.uint64)
     return best, np.empty((num_rows, pieces), np.int64), np.zeros(num_rows, np.int32)
 
@@ -174,8 +176,9 @@ _Product: TypeAlias = structures.Linear | structures.QuantizedLinear
 def _product(
     compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_size: int, max_rows: int
 ) -> tuple[_Product, list[torch.Tensor], int] | None:
-    """The product that makes a model's logits, the memory of its weight, and the size of the vocabulary, which may be
-    smaller than the weight's; None where the logits are not one product with a packed bfloat16 or rounded weight."""
+    """Return the product that computes a model's logits, the memory of its weight, and the size of the vocabulary,
+    which may be smaller than the weight's rows; None if the logits are not one product with a packed bfloat16 or
+    rounded weight."""
     try:
         arguments, weights, logits = operators_of(compute_logits, max_rows, hidden_size)
     except NotRecordable:
@@ -187,10 +190,10 @@ def _product(
 
 
 class Head:
-    """A model's head and the choice of a token for each row, as operators of a program."""
+    """Operators of a program that compute a model's logits and choose a token for each row."""
 
     def __init__(self, product: _Product, kept: list[torch.Tensor], max_rows: int) -> None:
-        """`kept` is the memory of the product's weight."""
+        """`kept`: the memory of the product's weight."""
         self._kept = kept
         self._product = product
         self.max_rows = max_rows
@@ -201,7 +204,7 @@ class Head:
 
 
 class GreedyHead(Head):
-    """The choice that `compute_logits` and an argmax would make, without the logits between them."""
+    """The argmax of `compute_logits`, computed without writing the logits to memory."""
 
     def __init__(
         self,
@@ -211,7 +214,7 @@ class GreedyHead(Head):
         max_rows: int,
         kept: list[torch.Tensor],
     ) -> None:
-        """`product` makes the logits of at least `vocab_size` tokens; `kept` is the memory of its weight."""
+        """`product`: computes the logits of at least `vocab_size` tokens. `kept`: the memory of its weight."""
         super().__init__(product, kept, max_rows)
         self._library = native
         self.vocab_size = vocab_size
@@ -240,7 +243,8 @@ class GreedyHead(Head):
     def of(
         cls, native: Library, compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_size: int, max_rows: int
     ) -> "GreedyHead | None":
-        """The head of a model whose logits are one product with a packed bfloat16 or rounded weight; else None."""
+        """Build the head of a model, or return None if its logits are not one product with a packed bfloat16 or
+        rounded weight."""
         found = _product(compute_logits, hidden_size, max_rows)
         if found is None:
             return None
@@ -248,9 +252,10 @@ class GreedyHead(Head):
         return cls(native, product, vocab_size, max_rows, weights)
 
     def choose(self, hidden: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Each row's argmax token and its logit, valid until the next call. # [rows, hidden_size] -> 2 x [rows]
+        """Return each row's argmax token and its logit, valid until the next call. # [rows, hidden_size] -> 2 x [rows]
 
-        `hidden` is bfloat16, of at most `max_rows` rows. Of equal logits the first wins, and a NaN before any number.
+        `hidden`: bfloat16, at most `max_rows` rows. Among equal logits the first one is chosen; a NaN precedes
+        numbers.
         """
         num_rows = len(hidden)
         self.read_from(hidden)
@@ -259,23 +264,23 @@ class GreedyHead(Head):
         return self.token_ids[:num_rows], self.peaks[:num_rows]
 
     def read_from(self, hidden: torch.Tensor) -> None:
-        """Have the operators choose from the first rows of `hidden`. # [rows, hidden_size]"""
+        """Make the operators read the first rows of `hidden`. # [rows, hidden_size]"""
         if self._library.threads != len(self._peaks_by_thread):
             self._make_room(self._library.threads)
         self._head.x, self._head.x_stride = hidden.data_ptr(), hidden.stride(0)
 
     @property
     def arguments(self) -> tuple[structures.Arguments, ...]:
-        """Of its operators."""
+        """The arguments of the head's operators."""
         return self._operations.arguments
 
 
 class SampledHead(Head):
-    """The choice of `compute_logits` and the sampler, for rows with no other parameters than `Sampling` has."""
+    """`compute_logits` and the sampler, for rows whose sampling parameters are all among those of `Sampling`."""
 
     def __init__(self, head: GreedyHead, logits: torch.Tensor, by: structures.Sampling) -> None:
-        """The same product as `head`'s. `logits`: memory for those of a step, which heads may use in turn, of at least
-        `head.max_rows * head.vocab_size` numbers. # [numbers] float32
+        """Uses the product of `head`. `logits`: scratch memory of at least `head.max_rows * head.vocab_size` elements,
+        which several heads may share. # [elements] float32
         """
         super().__init__(type(head._product).from_buffer_copy(head._product), head._kept, head.max_rows)
         self._logits, self._vocab_size = logits, head.vocab_size
@@ -284,13 +289,13 @@ class SampledHead(Head):
         self._product.out_features = head.vocab_size
 
     def read_from(self, hidden: torch.Tensor) -> None:
-        """Have the operators choose from the first rows of `hidden`. # [rows, hidden_size]"""
+        """Make the operators read the first rows of `hidden`. # [rows, hidden_size]"""
         self._product.x, self._product.x_stride = hidden.data_ptr(), hidden.stride(0)
 
     def choosing(self, slots: npt.NDArray[np.int64], token_offset: int) -> tuple[structures.Arguments, ...]:
-        """The operators that choose a token `token_offset` positions after each of a step's.
+        """Return the operators that choose a token for the position `token_offset` after each of the step's positions.
 
-        # slots [max_rows], of those
+        `slots`: the sequences' slots. # [max_rows]
         """
         sample = structures.SampleTokens(
             self._logits.data_ptr(),

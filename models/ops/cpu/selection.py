@@ -1,4 +1,4 @@
-"""CPU operators of indexers: rotated queries and keys, and the choice of what each token attends to."""
+"""CPU operators of indexers: rotation of queries and keys, and selection of the keys that each token attends to."""
 
 import torch
 
@@ -9,18 +9,18 @@ from models.ops.cpu.structures import Step
 from models.ops.types import NormWeight, Rotation
 
 _UNIT = 16
-"""Keys that operators multiply together."""
+"""Number of keys that the operators multiply at a time."""
 
 
 def selects(q: torch.Tensor, keys: torch.Tensor, top_k: int) -> bool:
-    """Whether `select_keys` takes such queries and cached keys. # [T, H, dim], [blocks, vectors, dim]"""
+    """Whether `select_keys` supports these queries and cached keys. # [T, H, dim], [blocks, vectors, dim]"""
     heads, dim = q.shape[1:]
     fits = heads <= structures.INDEX_HEADS and DEPTH <= dim <= structures.MAX_INDEX_DIM and dim % 8 == 0
     return runs(q, keys) and fits and top_k > 0 and keys.shape[0] * keys.shape[1] <= structures.MAX_INDEXED
 
 
 def selects_blocks(q: torch.Tensor, keys: torch.Tensor, block: int, top_k: int) -> bool:
-    """Whether `select_blocks` takes such queries, cached keys and blocks of keys."""
+    """Whether `select_blocks` supports these queries, cached keys and blocks of keys."""
     return selects(q, keys, top_k) and block % _UNIT == 0 and q.shape[1] <= block
 
 
@@ -36,13 +36,13 @@ def rotate_heads(
     is_back: bool = False,
     pages: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Heads with some of their dimensions rotated, after `norm`, or one without weight where `eps` is not 0.
+    """Rotate some dimensions of heads, after applying `norm`, or a norm without weight if `eps` is not 0.
 
-    # [T, heads, dim] -> the same
+    # [T, heads, dim] -> [T, heads, dim]
 
-    `is_last`: the last dimensions and not the first; `is_interleaved`: by neighbouring pairs and not by halves;
-    `is_back`: by the negative angles. With `pages` [blocks, block_size, dim] the one head goes there, by the slots of
-    the `step`, and `x` is returned.
+    `is_last`: rotate the last dimensions instead of the first. `is_interleaved`: rotate adjacent pairs instead of
+    halves. `is_back`: rotate by the negative angles. With `pages` [blocks, block_size, dim], the only head is written
+    to the slots of the `step` there, and `x` is returned unchanged.
     """
     runtime = current()
     num_tokens, heads, dim = x.shape
@@ -83,11 +83,11 @@ def select_keys(
     block_size: int,
     rate: int = 1,
 ) -> torch.Tensor:
-    """The best keys of each token, whose scores are sums over heads of `scale * weight * relu(q . k)`.
+    """Select each token's `top_k` keys by score, the sum over heads of `scale * weight * relu(q . k)`.
 
-    # [T, H, dim], [T, H] bf16, [blocks, vectors, dim] -> [T, top_k] int32, ascending, -1 past the last
+    # [T, H, dim], [T, H] bf16, [blocks, vectors, dim] -> [T, top_k] int32, ascending, padded with -1
 
-    `keys`: one for each `rate` tokens, in blocks of `block_size` tokens. Of equal scores the first are taken.
+    `keys`: one per `rate` tokens, in blocks of `block_size` tokens. Among equal scores the first keys are selected.
     """
     return _select(q, weights, scale, keys, step, top_k, block_size, rate, 0, 0)
 
@@ -95,11 +95,11 @@ def select_keys(
 def select_blocks(
     q: torch.Tensor, keys: torch.Tensor, step: Step, *, block: int, top_k: int, num_local: int
 ) -> torch.Tensor:
-    """The best blocks of `block` keys for each head of a token, each as good as its best key.
+    """Select blocks of `block` keys for each head of a token; a block's score is that of its best key.
 
-    # [T, H, dim], [blocks, block_size, dim] -> [T * H, top_k] int32, ascending, -1 past the last
+    # [T, H, dim], [blocks, block_size, dim] -> [T * H, top_k] int32, ascending, padded with -1
 
-    The last `num_local` blocks are always among them.
+    The last `num_local` blocks are always selected.
     """
     return _select(q, None, 0.0, keys, step, top_k, keys.shape[1], 1, block, num_local)
 

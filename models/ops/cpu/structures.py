@@ -1,6 +1,7 @@
-"""ctypes mirrors of the C structures that the compiled operators take: of operators.h, exchange.c and group.c.
+"""ctypes mirrors of the C structures of operators.h, exchange.c and group.c, which are the operators' arguments.
 
-Fields have the names and the order of the C declarations. `Library` compares the size of each with the C compiler's.
+Fields have the names and the order of the C declarations, where they are documented. `Library` compares the size of
+each structure with the C compiler's.
 """
 
 import ctypes
@@ -8,7 +9,8 @@ from typing import Any, ClassVar
 
 
 def _declared(declaration: str) -> list[tuple[str, Any]]:
-    """The fields of a structure, in C's order: `*name` is a pointer, `name:double` a double, and `name` an int64_t."""
+    """Parse a structure's fields, in C's order: `*name` is a pointer, `name:double` a double, and `name` an
+    int64_t."""
     fields: list[tuple[str, Any]] = []
     for word in declaration.split():
         if word.startswith("*"):
@@ -25,32 +27,33 @@ SOFTMAX, SIGMOID = range(2)
 MAX_HEAD_DIM = 512
 MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
 INDEX_HEADS, MAX_INDEX_DIM = 128, 256
-"""The most heads of an indexer, and elements of its keys."""
+"""Limits of an indexer's heads, and of the elements of its keys."""
 MAX_INDEXED = 1 << 20
-"""The most keys of a sequence among which `SelectKeys` selects."""
+"""Limit of a sequence's keys in `SelectKeys`."""
 MAX_IN_FEATURES = 1 << 16
-"""Most inputs of a row: a thread's scratch holds sixteen rows."""
+"""Limit of the inputs of a row; a thread's scratch holds sixteen rows."""
 MAX_LARGEST = 1024
-"""Values of a row that `Largest` finds."""
+"""Limit of `k` in `Largest`."""
 MAX_DRAWN = 480 << 10
-"""Tokens of a row that `Draw` draws from."""
+"""Limit of a row's tokens in `Draw`."""
 WEIGHED, LOOKED_AT = 256, 64
-"""Tokens whose weights it adds up first, and that it orders of a row at least."""
+"""`Draw`: number of tokens whose weights are added up first, and the smallest number of tokens of a row that is
+sorted."""
 
 
 class Step(ctypes.Structure):
-    """`struct step`: what a program runs on."""
+    """`struct step`: the tokens, rows and caches of a step, on which a program runs."""
 
     _fields_: ClassVar = _declared(
         "num_tokens num_rows *input_ids *positions *slots *query_starts *seq_lens *block_tables max_blocks "
         "*state_slots *states_after is_dummy"
     )
     kept: tuple[object, ...] = ()
-    """What the pointers point to."""
+    """The objects to which the pointers point, kept alive."""
 
 
 class Arguments(ctypes.Structure):
-    """What one operator is called with."""
+    """Base of the structures with one operator's arguments."""
 
     kind: ClassVar[int]
 
@@ -437,7 +440,7 @@ class Sampling(ctypes.Structure):
         "known_stride"
     )
     kept: tuple[object, ...] = ()
-    """What the pointers point to."""
+    """The objects to which the pointers point, kept alive."""
 
 
 class SampleTokens(Arguments):
@@ -451,7 +454,7 @@ class SampleTokens(Arguments):
 
 
 class Exchange(ctypes.Structure):
-    """`struct exchange`: a replica's place among those that share memory."""
+    """`struct exchange`: a replica's index, and the memory that the replicas share."""
 
     _fields_: ClassVar = _declared("*memory replica replicas meetings left_by")
 
@@ -486,7 +489,7 @@ class OnStep(Arguments):
     kind = 31
     _fields_: ClassVar = _declared("number *arguments *step")
     kept: tuple[object, ...] = ()
-    """What the pointers point to."""
+    """The objects to which the pointers point, kept alive."""
 
 
 class ReadLimit(Arguments):
@@ -507,7 +510,7 @@ class ProductLimit(Arguments):
 
 
 class Group(ctypes.Structure):
-    """`struct group`: a rank's place among those that share memory."""
+    """`struct group`: a rank's index, and the memory that the ranks share."""
 
     _fields_: ClassVar = _declared("*memory rank size next has_left")
 
