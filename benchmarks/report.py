@@ -29,10 +29,9 @@ class Table:
         return f"## {self.title}\n\n{self.what}\n\nTarget: {self.target}\n\n{table}\n"
 
 
-def machine() -> str:
-    """The machine and the versions that figures were taken with, in a line."""
-    cores = len(os.sched_getaffinity(0))
-    model = next(
+def processor() -> str:
+    """The processor's model, as the system names it."""
+    return next(
         (
             line.partition(":")[2].strip()
             for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -40,8 +39,13 @@ def machine() -> str:
         ),
         platform.machine(),
     )
+
+
+def machine() -> str:
+    """The machine and the versions that figures were taken with, in a line."""
+    cores = len(os.sched_getaffinity(0))
     return (
-        f"{cores} cores of {model}, Python {platform.python_version()}, torch {version('torch')}, "
+        f"{cores} cores of {processor()}, Python {platform.python_version()}, torch {version('torch')}, "
         f"kaon {release()}, load average {os.getloadavg()[0]:.1f} at the start."
     )
 

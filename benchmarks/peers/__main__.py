@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: Kaon and its peers in turn, and their section of docs/benchmarks.md.
+"""`python -m benchmarks.peers`: Kaon and its peers in turn, and this machine's section of docs/benchmarks.md.
 
 `make bench-peers` calls it. A peer that cannot be installed, started or measured is reported, and the others continue.
 """
@@ -13,7 +13,7 @@ from benchmarks import chart
 from benchmarks.checkpoints import QWEN3_06B
 from benchmarks.peers import page
 from benchmarks.peers.load import WORKLOADS, LoadError
-from benchmarks.peers.measure import Measurement, Results, ServerError, measure, percentile
+from benchmarks.peers.measure import Measurement, Results, ServerError, measure, measure_machine, percentile
 from benchmarks.peers.servers import (
     PEERS,
     ROOT,
@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failures.append(f"{contestant.name}: {error}")
     runners = [each for each in chosen if not any(line.startswith(f"{each.name}:") for line in failures)]
     first = results.next_round()
+    name, limits = measure_machine(first)
+    for limit in limits if options.rounds else ():
+        _tell(results, limit)
     for number in range(first, first + options.rounds):
         # Whoever is first in one round is last in the next, so that drift of the machine favours none.
         for contestant in runners if number % 2 == 0 else reversed(runners):
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failures.append(f"{contestant.name}: round {number}: {error}")
                 _say(failures[-1])
     if not options.no_page:
-        _write(options.page, described, everyone, results)
+        _write(options.page, name, described, everyone, results)
     for line in failures:
         _say(line)
     return 1 if failures else 0
@@ -95,11 +98,14 @@ def _contestants(kaon: Sequence[str]) -> list[Contestant]:
     return [
         Kaon("bf16", kaon),
         Kaon("int8", kaon),
+        Kaon("int4", kaon),
         Vllm(),
         OpenVino("bf16"),
         OpenVino("int8"),
+        OpenVino("int4"),
         LlamaCpp("bf16"),
         LlamaCpp("q8_0"),
+        LlamaCpp("q4_k_m"),
         TransformersServe(),
     ]
 
@@ -121,13 +127,13 @@ def _tell(results: Results, found: Measurement) -> None:
     _say(f"round {found.round}  {found.contestant:16} {found.what:18} {found.value:10.2f}{spread}")
 
 
-def _write(path: Path, described: str, everyone: Sequence[Contestant], results: Results) -> None:
+def _write(path: Path, name: str, described: str, everyone: Sequence[Contestant], results: Results) -> None:
     commands = {
         each.name: each.command(QWEN3_06B, each.model(Path(QWEN3_06B.name)), _SHOWN_PORT).shown()
         for each in everyone
         if each.name in results.contestants()
     }
-    page.put(path, page.section(described, everyone, commands, results))
+    page.put(path, name, page.section(name, described, everyone, commands, results))
     chart.draw_where_possible(path)
     _say(f"the section is in {path}")
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from typing import Self
 from benchmarks.checkpoints import Checkpoint, write
 from benchmarks.peers.load import WARM_UP, LoadError, Request, Target, Workload, run
 from benchmarks.peers.servers import Contestant
+from benchmarks.report import processor
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 20
@@ -156,6 +158,27 @@ def _measure_checkpoint(
             tell(Measurement(contestant.name, round_number, workload.name, value, tuple(gaps)))
         memory = server.peak_resident_bytes() / 1e9
         tell(Measurement(contestant.name, round_number, f"memory {checkpoint.name}", memory))
+
+
+# The machine itself: what `kaon doctor` measures, kept as measurements of a contestant that no peer is called.
+
+MACHINE, READ, MATRIX = "machine", "read", "matrix"
+"""The contestant, and what it has: 10^9 bytes, and 10^9 operations a second."""
+
+
+def measure_machine(round_number: int) -> tuple[str, list[Measurement]]:
+    """The processor and the path of the operators that runs on it, and its limits. Raises `ServerError`."""
+    command = (sys.executable, "-m", "server", "doctor", "--json")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        facts = json.loads(done.stdout)["facts"]
+    except ValueError as error:
+        raise ServerError(f"`kaon doctor --json` reported no JSON: {done.stdout}{done.stderr}") from error
+    if facts["cpu_limits"] is None:
+        raise ServerError(f"`kaon doctor` measured no limits of this processor: {done.stdout}")
+    read, _, matrix, _ = facts["cpu_limits"]
+    measured = [Measurement(MACHINE, round_number, what, value) for what, value in ((READ, read), (MATRIX, matrix))]
+    return f"{processor()}, {facts['cpu_library']}", measured
 
 
 # Measurements of a run, on disk as they come, and the medians and ratios of them.

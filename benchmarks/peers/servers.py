@@ -100,7 +100,7 @@ class Contestant(ABC):
     """What `--peers` calls it."""
     title: str
     precision: str
-    """`bf16` or `int8`: contestants are compared within one."""
+    """`bf16`, `int8` or `int4`: contestants are compared within one."""
     path = "/v1/completions"
     extra: Mapping[str, Any] = {}
     """Fields that its requests need in addition to those that every server gets."""
@@ -136,7 +136,7 @@ class Contestant(ABC):
 
 
 class Kaon(Contestant):
-    """`kaon serve` as it comes, or with int8 weights."""
+    """`kaon serve` as it comes, or with weights of 8 or 4 bits."""
 
     def __init__(self, precision: str, program: Sequence[str] = ()) -> None:
         self.name = "kaon" if precision == "bf16" else f"kaon-{precision}"
@@ -230,7 +230,7 @@ _PROPERTIES = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "bf16"
 
 
 class OpenVino(Contestant):
-    """A model exported by optimum-intel: `fp16` weights, which the plugin turns into bf16, or `int8` ones."""
+    """A model exported by optimum-intel: `fp16` weights, which the plugin turns into bf16, or int8 or int4 ones."""
 
     def __init__(self, precision: str) -> None:
         self.name = "openvino" if precision == "bf16" else f"openvino-{precision}"
@@ -270,6 +270,7 @@ class OpenVino(Contestant):
 _LLAMA_CPP_VERSION = "11434.0.0"
 _LLAMA_CPP_FOLDER = PEERS / "llama-cpp"
 _LLAMA_CPP_SERVER = _LLAMA_CPP_FOLDER / "build" / "bin" / "llama-server"
+_LLAMA_CPP_QUANTIZER = _LLAMA_CPP_SERVER.with_name("llama-quantize")
 _WRITER = Path(__file__).parent / "inside" / "write_gguf.py"
 
 # What each flag of ggml's build needs of the processor, as /proc/cpuinfo names it.
@@ -290,12 +291,12 @@ class LlamaCpp(Contestant):
         self._kind = kind
         self.name = "llama-cpp" if kind == "bf16" else f"llama-cpp-{kind}"
         self.title = f"llama.cpp, {kind.upper() if kind == 'q8_0' else kind}"
-        self.precision = "bf16" if kind == "bf16" else "int8"
+        self.precision = {"q8_0": "int8", "q4_k_m": "int4"}.get(kind, kind)
 
     def install(self) -> None:
-        """Builds the server alone, with clang where there is one: with gcc 12 its AMX path crashes."""
+        """Builds the server and the quantiser, with clang where there is one: with gcc 12 its AMX path crashes."""
         made = install("llama-cpp", ["gguf==0.19.0", "cmake>=3.28,<5", "ninja"])
-        if made or not _LLAMA_CPP_SERVER.exists():
+        if made or not (_LLAMA_CPP_SERVER.exists() and _LLAMA_CPP_QUANTIZER.exists()):
             _build()
 
     def version(self) -> str:
@@ -308,9 +309,18 @@ class LlamaCpp(Contestant):
         return folder.with_name(f"{folder.name}-{self._kind}.gguf")
 
     def prepare(self, folder: Path) -> None:
+        """Q4_K_M is written by llama.cpp's own quantiser, the others by `write_gguf.py`."""
         file = self.model(folder)
-        if not file.exists():
+        if file.exists():
+            return
+        if self._kind != "q4_k_m":
             run(str(python_of("llama-cpp")), str(_WRITER), str(folder), str(file), self._kind)
+            return
+        bf16 = LlamaCpp("bf16")
+        bf16.prepare(folder)
+        unfinished = file.with_suffix(".part")
+        run(str(_LLAMA_CPP_QUANTIZER), str(bf16.model(folder)), str(unfinished), "Q4_K_M")
+        unfinished.rename(file)
 
     def command(self, checkpoint: Checkpoint, model: Path, port: int) -> Command:
         slots = 128 if checkpoint is TINY else 32
@@ -341,7 +351,7 @@ def _build() -> None:
     shutil.rmtree(build, ignore_errors=True)
     path = {"PATH": f"{_LLAMA_CPP_FOLDER / 'bin'}:{os.environ['PATH']}"}
     run(cmake, "-G", "Ninja", "-S", str(_LLAMA_CPP_FOLDER / "source"), "-B", build, *flags, environment=path)
-    run(cmake, "--build", build, "--target", "llama-server", environment=path)
+    run(cmake, "--build", build, "--target", "llama-server", "llama-quantize", environment=path)
     shown = " ".join(flag for flag in flags if flag.endswith("=ON"))
     (_LLAMA_CPP_FOLDER / "flags.txt").write_text(shown, encoding="utf-8")
 

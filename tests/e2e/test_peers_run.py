@@ -9,8 +9,9 @@ import pytest
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.peers import measure as measure_module
 from benchmarks.peers.load import WORKLOADS, Workload
-from benchmarks.peers.measure import Measurement, ServerError, measure
+from benchmarks.peers.measure import MACHINE, MATRIX, READ, Measurement, ServerError, measure, measure_machine
 from benchmarks.peers.servers import Command, Contestant
+from benchmarks.report import processor
 from tests.e2e.processes import wait_gone
 
 SERVER = """
@@ -106,3 +107,10 @@ def test_a_server_that_never_answers_is_reported_with_its_last_refusal(tmp_path:
     contestant.ready_seconds = 0.5
     with pytest.raises(ServerError, match=r"not ready within 0\.5 s; last: no connection to port"):
         measure(contestant, workloads("tiny-1"), 0, tmp_path, lambda _: None)
+
+
+def test_a_run_begins_with_the_limits_of_this_machine() -> None:
+    name, found = measure_machine(2)
+    assert name == f"{processor()}, {name.rpartition(', ')[2]}"
+    assert [(each.contestant, each.round, each.what) for each in found] == [(MACHINE, 2, READ), (MACHINE, 2, MATRIX)]
+    assert all(each.value > 1 for each in found)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import chart
 
-PAGE = """<!-- peers -->
+PAGE = """<!-- peers: A, avx2 -->
 |  | Kaon, bf16 | Other |
 | --- | ---: | ---: |
 | 1 stream 128/128, tok/s | 19.7 | 14.5 |
@@ -17,7 +17,7 @@ PAGE = """<!-- peers -->
 | memory, GB | 3.26 | 8.79 |
 
 | another | table |
-<!-- end of peers -->
+<!-- end of peers: A, avx2 -->
 """
 
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.checkpoints import QWEN3_06B, Checkpoint, words
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.load import WORKLOADS, Answer, Workload
-from benchmarks.peers.measure import Measurement, Results, percentile
-from benchmarks.peers.page import SECTION, put, section
+from benchmarks.peers.measure import MACHINE, MATRIX, READ, Measurement, Results, percentile
+from benchmarks.peers.page import SECTION, put, section, section_of
 from benchmarks.peers.servers import Command, Contestant
 from benchmarks.report import kept_section
 
@@ -37,9 +37,9 @@ def results_of(folder: Path, *measurements: Measurement) -> Results:
     return results
 
 
-def section_of(results: Results, *contestants: Contestant) -> str:
+def text_of(results: Results, *contestants: Contestant, machine: str = "A, avx2") -> str:
     commands = {each.name: each.command(QWEN3_06B, Path("m"), 1).shown() for each in contestants}
-    return section("A machine.", contestants, commands, results)
+    return section(machine, "A machine.", contestants, commands, results)
 
 
 def test_medians_are_over_rounds_and_ratios_against_the_best_peer(tmp_path: Path) -> None:
@@ -52,26 +52,45 @@ def test_medians_are_over_rounds_and_ratios_against_the_best_peer(tmp_path: Path
         Measurement("peer", 0, "long", 4.0),
         Measurement("other", 0, "long", 3.0),
     )
-    text = section_of(results, KAON, PEER, OTHER)
+    text = text_of(results, KAON, PEER, OTHER)
     assert "| 8 streams 256/64, tok/s | 100 | 50.0 | 40.0 |" in text
-    assert "| 8 streams 256/64 | Peer | 2.00 | 1.25 | - | - | - |" in text
-    assert "| TTFT of 2048 tokens | Other | 2.00 | 1.33 | - | - | - |" in text
+    assert "| 8 streams 256/64 | bf16 | Peer | 2.00 | 1.25 |" in text
+    assert "| TTFT of 2048 tokens | bf16 | Other | 2.00 | 1.25 |" in text
     assert "| Peer | peer 1 | `A=one.so:two.so peer serve m` |" in text
 
 
-def test_peers_of_eight_bits_are_compared_with_int8(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "target"), [("int8", "1.15"), ("int4", "1.40")])
+def test_peers_are_compared_with_the_kaon_of_their_precision(tmp_path: Path, precision: str, target: str) -> None:
     results = results_of(
         tmp_path,
         Measurement("kaon", 0, "one", 10.0),
-        Measurement("kaon-int8", 0, "one", 30.0),
+        Measurement(f"kaon-{precision}", 0, "one", 30.0),
         Measurement("quick", 0, "one", 20.0),
     )
-    text = section_of(results, KAON, Fake("kaon-int8", "int8"), Fake("quick", "int8"))
-    assert "| 1 stream 128/128 | - | - | - | Quick | 1.50 | 0.95 |" in text
+    text = text_of(results, KAON, Fake(f"kaon-{precision}", precision), Fake("quick", precision))
+    assert f"| 1 stream 128/128 | {precision} | Quick | 1.50 | {target} |" in text
+    assert "| 1 stream 128/128 | bf16 |" not in text
+
+
+def test_figures_are_shown_next_to_the_limits_of_the_machine(tmp_path: Path) -> None:
+    """440 million numbers in the layers' matrices, 156 million in the head's, 112 KiB of keys and values a token."""
+    results = results_of(
+        tmp_path,
+        Measurement(MACHINE, 0, READ, 25.0),
+        Measurement(MACHINE, 0, MATRIX, 469.0),
+        Measurement("kaon", 0, "one", 20.0, (0.050,)),
+        Measurement("kaon", 0, "eight", 60.0, (0.100,)),
+        Measurement("kaon", 0, "long", 7.0),
+    )
+    text = text_of(results, KAON)
+    assert "| a step of 1 | 48.6 | 50.0 | 97% |" in text
+    assert "| a step of 8 | 58.2 | 100 | 58% |" in text
+    assert "| TTFT of 2048 tokens | 4873 | 7000 | 70% |" in text
+    assert "limits" not in text_of(results_of(tmp_path, Measurement("kaon", 0, "one", 20.0, (0.050,))), KAON)
 
 
 def test_a_contestant_without_figures_is_left_out(tmp_path: Path) -> None:
-    assert "Other" not in section_of(results_of(tmp_path, Measurement("kaon", 0, "one", 1.0)), KAON, OTHER)
+    assert "Other" not in text_of(results_of(tmp_path, Measurement("kaon", 0, "one", 1.0)), KAON, OTHER)
 
 
 def test_the_gaps_of_all_rounds_make_the_percentiles(tmp_path: Path) -> None:
@@ -80,7 +99,7 @@ def test_the_gaps_of_all_rounds_make_the_percentiles(tmp_path: Path) -> None:
         Measurement("kaon", 0, "many", 1.0, (0.010,) * 98),
         Measurement("kaon", 1, "many", 1.0, (0.025, 0.030)),
     )
-    assert "| 32 streams 256/64 | Kaon | 10.0 | 25.0 | 2.5 |" in section_of(results, KAON)
+    assert "| 32 streams 256/64 | Kaon | 10.0 | 25.0 | 2.5 |" in text_of(results, KAON)
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:
@@ -97,17 +116,22 @@ def test_a_run_in_pieces_goes_on_with_the_rounds_of_its_file(tmp_path: Path) -> 
     assert Results(tmp_path / "results.jsonl", append=False).contestants() == []
 
 
-def test_the_section_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+def test_a_machine_s_section_takes_the_place_of_its_own_and_leaves_the_others(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Benchmarks\n\n## Ours\n")
-    first, second = (
-        section_of(results_of(tmp_path, Measurement("kaon", 0, "one", value)), KAON) for value in (1.0, 2.0)
+    first, second, other = (
+        text_of(results_of(tmp_path, Measurement("kaon", 0, "one", value)), KAON, machine=machine)
+        for value, machine in ((1.0, "A, avx2"), (2.0, "A, avx2"), (3.0, "B, amx"))
     )
-    put(page, first)
-    assert page.read_text() == f"# Benchmarks\n\n## Ours\n\n{first}"
-    assert kept_section(page.read_text(), SECTION) == first
-    put(page, second)
-    assert page.read_text() == f"# Benchmarks\n\n## Ours\n\n{second}"
+    put(page, "A, avx2", first)
+    put(page, "B, amx", other)
+    put(page, "A, avx2", second)
+    text = page.read_text()
+    assert text.startswith("# Benchmarks\n\n## Ours\n\n<!-- peers -->\n## Peers on the same machine\n")
+    assert text.count("make bench-peers  ") == 1
+    assert text.endswith(f"\n\n{second}\n{other}")
+    assert kept_section(text, section_of("A, avx2")) == second
+    assert kept_section(text, section_of("B, amx")) == other
 
 
 def test_a_page_without_the_section_keeps_nothing() -> None:
@@ -138,4 +162,4 @@ def test_a_rate_counts_from_the_first_request_to_the_last_token() -> None:
 def test_an_unknown_peer_is_named_beside_the_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--peers", "vllm,ollama"])
-    assert "ollama: there are kaon, kaon-int8, vllm" in capsys.readouterr().err
+    assert "ollama: there are kaon, kaon-int8, kaon-int4, vllm" in capsys.readouterr().err
