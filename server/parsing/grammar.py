@@ -3,14 +3,17 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import msgspec
 
 from server.parsing.embedded_lark import TextGrammar
 from server.parsing.json_repair import resolved
 from server.schemas.chat import Tool, ToolUse
+
+Result = TypeVar("Result")
 
 ANY_TEXT = "/(?s:.*)/"
 
@@ -93,7 +96,7 @@ class LarkWriter:
         return f"{prefix}start"
 
     def any_of(self, expressions: Iterable[str]) -> str:
-        return self.rule(" | ".join(expressions))
+        return self.rule(" | ".join(dict.fromkeys(expressions)))
 
     def terminal(self, body: str) -> str:
         """Add a terminal. Returns its name."""
@@ -247,7 +250,20 @@ def bare_value(
 
     `before` is the text between value and marker. `openings` are the texts that precede a string, and any other value.
     """
-    return lark.any_of(_bare_values(lark, schema, root, end, before, openings, _DEPTH))
+    return lark.any_of(_bare_values(lark, schema, root, end, before, openings, Written(), _DEPTH))
+
+
+class Written(dict[tuple[int, int], tuple[Any, Any]]):
+    """What was written for each schema, by its identity and depth: schemas may refer to one another many times."""
+
+    def once(self, schema: Any, depth: int, write: Callable[[], Result]) -> Result:
+        """Return what `write` returned for `schema` at `depth`, and call it the first time."""
+        key = (id(schema), depth)
+        if key not in self:
+            # The schema is kept, so that no other object gets its identity.
+            self[key] = schema, write()
+        written: Result = self[key][1]
+        return written
 
 
 def _bare_values(
@@ -257,14 +273,17 @@ def _bare_values(
     end: str,
     before: str,
     openings: tuple[str, str],
+    written: Written,
     depth: int,
 ) -> list[str]:
     of_text, of_json = (lark.spelled(opening) for opening in openings)
 
     def members(schemas: Iterable[Any]) -> list[str]:
-        return [
-            value for schema in schemas for value in _bare_values(lark, schema, root, end, before, openings, depth - 1)
-        ]
+        def of(member: Any) -> list[str]:
+            return _bare_values(lark, member, root, end, before, openings, written, depth - 1)
+
+        values = (written.once(member, depth, partial(of, member)) for member in schemas)
+        return list(dict.fromkeys(chain.from_iterable(values)))
 
     if isinstance(schema, FreeText):
         if schema.grammar.is_recursive:

@@ -13,6 +13,7 @@ from server.parsing.grammar import (
     FreeText,
     Function,
     LarkWriter,
+    Written,
     argument_sequence,
     bare_string,
     part_of,
@@ -160,6 +161,7 @@ class _Values:
         self._lark = lark
         self._root = root
         self._any = ""
+        self._written = Written()
 
     def arguments(self, schema: Mapping[str, Any], depth: int = _DEPTH) -> str:
         def argument(key: str, value: Any) -> str:
@@ -169,6 +171,9 @@ class _Values:
         return f"{self._lark.spelled('{')} {members} {self._lark.spelled('}')}"
 
     def of(self, schema: Any, depth: int) -> str:
+        return self._written.once(schema, depth, lambda: self._lark.rule(self._value(schema, depth)))
+
+    def _value(self, schema: Any, depth: int) -> str:
         lark = self._lark
         if isinstance(schema, FreeText):
             return f"{lark.spelled(QUOTE)} {lark.until(QUOTE, lark.text(schema.grammar, escaped=False))}"
