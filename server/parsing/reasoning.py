@@ -29,7 +29,8 @@ class TaggedReasoning(FedParser):
 
     Tags around the content are dropped.
 
-    Tags are recognised only at the beginning of an answer. A later tag is content.
+    Tags are recognised only at the beginning of an answer. A later tag is content. A closing tag of reasoning that is
+    not open is dropped there: models write it whose templates show turns without reasoning in that form.
     """
 
     def __init__(self, dialect: ReasoningDialect, prompt_tail: str = "") -> None:
@@ -46,6 +47,10 @@ class TaggedReasoning(FedParser):
             feed.end_record()
             yield from feed.skip("\n")
             yield from self._think()
+            feed.begin_record()
+        elif (yield from feed.take_marker(self._dialect.close_tag)):
+            feed.end_record()
+            yield from feed.skip("\n")
             feed.begin_record()
         for begin, end in self._dialect.content_tags:
             if (yield from feed.take_marker(begin)):

@@ -5,12 +5,13 @@ A tag has the name of its argument. Members of objects, and items of lists, whos
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from server.parsing.grammar import FreeText, Function, LarkWriter, argument_sequence, bare_value
+from server.parsing.grammar import FreeText, Function, LarkWriter, Written, argument_sequence, bare_value
 from server.parsing.json_repair import resolved, schema_types
-from server.parsing.parser import Markers, Waiting
+from server.parsing.parser import Markers, Part, Waiting
 from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import ToolCallParser
 from server.schemas.chat import ToolUse
@@ -20,25 +21,53 @@ BEGIN, END = f"{PREFIX}<tool_call>", f"{PREFIX}</tool_call>"
 INVOKE = f'{PREFIX}<invoke name="'
 OPENING, CLOSING = f"{PREFIX}<", f"{PREFIX}</"
 ITEM = "item"
-_BEGIN, _CLOSING = Markers(BEGIN, INVOKE), Markers(CLOSING)
-_FUNCTION, _NAME = re.compile(r'[^"<>]*'), re.compile(r"[^\s<>]*")
+_BEGIN, _PREFIX, _CLOSING = Markers(BEGIN, INVOKE), Markers(PREFIX), Markers(CLOSING)
+_FUNCTION, _NAME = re.compile(r'[^"<>]*'), re.compile(r"[^<>]*")
 _SPACE = " \t\r\n"
+_SPACED = re.compile(re.escape(PREFIX) + r"\s{1,8}(?=<)")
+_SPACED_END = re.compile(re.escape(PREFIX) + r"\s{0,8}$")
 _STRING = frozenset({"string"})
-_KEYS = r"[^\s<>/][^\s<>]*"
+_KEYS = r"[^\s<>/]([^<>]*[^\s<>])?"
 _DEPTH = 8
 """Most nested references, unions and levels that are resolved: a schema may refer to itself."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """An object or list that is being read."""
+
+    tag: str
+    bracket: str
+    """The closing bracket."""
+    schema: Any
+    num_items: int = 0
 
 
 class MiniMaxM3Parser(ToolCallParser):
     """The tool's schema decides whether nested tags are members or items. Without a schema, `item` is an item.
 
-    A closing tag closes the innermost open tag, whatever its name. The tags around all calls may be missing.
+    Text up to the closing tag of its own argument is a string, whatever tags it has. A closing tag also closes the
+    tags inside it that are open, and the end of the block closes all; a closing tag of a name that is not open closes
+    the innermost. The tags around all calls may be missing, and white space may separate the prefix from its tag.
     """
 
     def __init__(self, use: ToolUse) -> None:
         super().__init__(use)
         self._root: Mapping[str, Any] = {}
         """The schema of the call that is being read."""
+        self._held = ""
+        """The end of the text so far, if it is a prefix whose tag has not come yet."""
+
+    def push(self, text: str) -> list[Part]:
+        text = _SPACED.sub(PREFIX, self._held + text)
+        match = _SPACED_END.search(text, max(0, len(text) - len(PREFIX) - 8))
+        end = match.start() if match is not None else len(text) - _PREFIX.held(text, 0)
+        self._held = text[end:]
+        return super().push(text[:end])
+
+    def finish(self) -> list[Part]:
+        self._feed.add(self._held)
+        return super().finish()
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
@@ -72,28 +101,36 @@ class MiniMaxM3Parser(ToolCallParser):
     def _read_tags(self) -> Waiting[bool]:
         """Read the tags of a call's arguments up to the end of the call. Returns whether it was complete."""
         feed = self._feed
-        # The open objects and lists: the closing bracket of each, and the schema of its value.
-        opened: list[tuple[str, Any]] = [("}", self._root)]
+        opened = [_Open("invoke", "}", self._root)]
         before, separator = "{", ""
         while opened:
-            bracket, schema = opened[-1]
+            innermost = opened[-1]
             feed.begin_record()
             yield from feed.skip_whitespace()
+            if (yield from self._comes(END)) and all(each.tag != "tool_call" for each in opened):
+                feed.end_record()
+                self._add_arguments(before + _brackets(opened))
+                return True
             if (yield from feed.take_marker(CLOSING)):
-                if not (yield from self._end_tag(opened, before)):
+                name = yield from self._end_tag(opened, before)
+                if name is None:
                     return False
                 feed.end_record()
-                opened.pop()
-                self._add_arguments(before + bracket)
+                closed = _closed_by(name, opened)
+                self._add_arguments(before + _brackets(closed))
+                del opened[-len(closed) :]
                 before, separator = "", ", "
                 continue
             name = yield from self._begin_tag(opened, before)
             if not name:
                 return False
             before += separator
-            if bracket == "}":
+            if innermost.bracket == "}":
                 before += f"{json.dumps(name, ensure_ascii=False)}: "
-            part = _part(schema, self._root, name if bracket == "}" else None, _DEPTH)
+                part = _part(innermost.schema, self._root, name)
+            else:
+                part = _part(innermost.schema, self._root, innermost.num_items)
+                innermost.num_items += 1
             types = schema_types(part, self._root)
             space = ""
             if types != _STRING:
@@ -101,31 +138,29 @@ class MiniMaxM3Parser(ToolCallParser):
                 if (yield from self._comes(OPENING)) and not (yield from self._comes(CLOSING)):
                     is_list = yield from self._opens_list(types)
                     self._add_arguments(before + ("[" if is_list else "{"))
-                    opened.append(("]" if is_list else "}", part))
+                    opened.append(_Open(name, "]" if is_list else "}", part))
                     before, separator = "", ""
                     continue
             self._add_arguments(before)
             before, separator = "", ", "
-            empty = _empty(types)
-            if empty and (yield from self._comes(CLOSING)):
-                feed.take(len(CLOSING))
-                self._add_arguments(empty)
-            elif not (yield from self._stream_typed(types, _CLOSING, lead=space)):
+            end = Markers(f"{CLOSING}{name}>") if "string" in types else _CLOSING
+            if not (yield from self._stream_typed(types, end, lead=space)):
                 return False
-            feed.begin_record()
-            if not (yield from self._end_tag(opened, before, spelled=CLOSING)):
-                return False
-            feed.end_record()
+            if end is _CLOSING:
+                feed.begin_record()
+                if (yield from self._end_tag(opened, before, spelled=CLOSING)) is None:
+                    return False
+                feed.end_record()
         return True
 
-    def _begin_tag(self, opened: Sequence[tuple[str, Any]], before: str) -> Waiting[str]:
+    def _begin_tag(self, opened: Sequence[_Open], before: str) -> Waiting[str]:
         """Read an opening tag, which is being recorded. Returns its name; empty if the arguments end here."""
         feed = self._feed
         if not (yield from feed.take_marker(OPENING)):
             if not (yield from self._cut_off(CLOSING)):
                 self._fail_arguments(opened, before)
             return ""
-        name = yield from feed.take_word(_NAME)
+        name = (yield from feed.take_word(_NAME)).strip()
         if name and (yield from feed.take_marker(">")):
             feed.end_record()
             return name
@@ -135,18 +170,18 @@ class MiniMaxM3Parser(ToolCallParser):
             feed.end_record()
         return ""
 
-    def _end_tag(self, opened: Sequence[tuple[str, Any]], before: str, spelled: str = "") -> Waiting[bool]:
-        """Read the rest of a closing tag. Returns whether it was complete. `spelled` is its part that is not
-        recorded."""
+    def _end_tag(self, opened: Sequence[_Open], before: str, spelled: str = "") -> Waiting[str | None]:
+        """Read the rest of a closing tag. Returns its name; None if it is incomplete. `spelled` is its part that is
+        not recorded."""
         feed = self._feed
-        yield from feed.take_word(_NAME)
+        name = yield from feed.take_word(_NAME)
         if (yield from feed.take_marker(">")):
-            return True
+            return name.strip()
         if (yield from feed.next_character()):
             self._fail_arguments(opened, before, spelled)
         else:
             feed.end_record()
-        return False
+        return None
 
     def _opens_list(self, types: frozenset[str]) -> Waiting[bool]:
         """Return whether the next tag is an item of a list."""
@@ -154,41 +189,51 @@ class MiniMaxM3Parser(ToolCallParser):
             return "array" in types
         return (yield from self._comes(f"{OPENING}{ITEM}>"))
 
-    def _fail_arguments(self, opened: Sequence[tuple[str, Any]], before: str, spelled: str = "") -> None:
+    def _fail_arguments(self, opened: Sequence[_Open], before: str, spelled: str = "") -> None:
         """Close all open brackets of invalid arguments. `spelled` and the recorded text are content."""
-        self._add_arguments(before + "".join(bracket for bracket, _ in reversed(opened)))
+        self._add_arguments(before + _brackets(opened))
         self._add_content(spelled)
         self._record_is_content()
 
 
-def _part(schema: Any, root: Mapping[str, Any], key: str | None, depth: int) -> Any:
-    """Return the schema of the member `key` of an object of `schema`; for None, that of the items of a list."""
-    if not isinstance(schema, dict) or not depth:
-        return None
+def _brackets(opened: Sequence[_Open]) -> str:
+    """Return the brackets that close `opened`."""
+    return "".join(each.bracket for each in reversed(opened))
+
+
+def _closed_by(name: str, opened: Sequence[_Open]) -> Sequence[_Open]:
+    """Return the open objects and lists that a closing tag `name` closes: up to the innermost of that name."""
+    index = next((index for index in reversed(range(len(opened))) if opened[index].tag == name), len(opened) - 1)
+    return opened[index:]
+
+
+def _part(schema: Any, root: Mapping[str, Any], key: str | int, depth: int = _DEPTH) -> Any:
+    """Return the schema of the member `key` of an object of `schema`, or of item `key` of a list; None if it has
+    none."""
+    found = list(_parts(schema, root, key, set(), depth))
+    return found[0] if len(found) == 1 else {"anyOf": found} if found else None
+
+
+def _parts(schema: Any, root: Mapping[str, Any], key: str | int, seen: set[int], depth: int) -> Iterator[Any]:
+    """Yield the schemas that `schema` and the members of its unions have for `key`. `seen` has the visited ones."""
+    if not isinstance(schema, dict) or id(schema) in seen or not depth:
+        return
+    seen.add(id(schema))
     if isinstance(schema.get("$ref"), str):
-        return _part(resolved(schema["$ref"], root), root, key, depth - 1)
-    if key is None:
-        found = schema.get("items")
-    else:
+        yield from _parts(resolved(schema["$ref"], root), root, key, seen, depth - 1)
+    if isinstance(key, str):
         properties = schema.get("properties")
         found = properties.get(key) if isinstance(properties, dict) else None
         found = schema.get("additionalProperties") if found is None else found
+    else:
+        first = schema.get("prefixItems")
+        found = first[key] if isinstance(first, list) and key < len(first) else schema.get("items")
     if isinstance(found, dict):
-        return found
+        yield found
     for union in ("anyOf", "oneOf", "allOf"):
         members = schema.get(union)
         for member in members if isinstance(members, list) else ():
-            found = _part(member, root, key, depth - 1)
-            if found is not None:
-                return found
-    return None
-
-
-def _empty(types: frozenset[str]) -> str:
-    """Return the JSON value of an empty tag: an empty list or object, or an empty text for other types."""
-    if "string" in types:
-        return ""
-    return "[]" if "array" in types else "{}" if "object" in types else ""
+            yield from _parts(member, root, key, seen, depth - 1)
 
 
 # The grammar: a value of its schema, followed by the beginning of its closing tag.
@@ -200,6 +245,7 @@ class _Tags:
     def __init__(self, lark: LarkWriter, root: Mapping[str, Any]) -> None:
         self._lark = lark
         self._root = root
+        self._written = Written()
 
     def members(self, schema: Mapping[str, Any], depth: int = _DEPTH) -> str:
         return argument_sequence(self._lark, schema, lambda key, value: self._tag(key, value, depth))
@@ -209,6 +255,9 @@ class _Tags:
         return f"{begin} {key} {end} {self._value(schema, depth - 1)} {key} {end}"
 
     def _value(self, schema: Any, depth: int) -> str:
+        return self._written.once(schema, depth, lambda: self._lark.rule(self._written_value(schema, depth)))
+
+    def _written_value(self, schema: Any, depth: int) -> str:
         lark = self._lark
         if isinstance(schema, FreeText) or not isinstance(schema, dict) or not depth:
             return bare_value(lark, schema, self._root, CLOSING)

@@ -317,6 +317,22 @@ _AROUND += [
         _invoked("get_weather", _tag("places", ""), _tag("note", " x"), _tag("exact", "")),
         _answer("", ("get_weather", {"places": [], "note": " x", "exact": ""})),
     ),
+    Written("minimax_m3", f"{_M3_BEGIN}\n{_M3}\n{_M3_END}".replace(f"{_NS}<", f"{_NS} \n<"), _answer("", _CALL)),
+    Written(
+        "minimax_m3",
+        _invoked("get_weather", _tag("city", f"{_tag('places', 'x')}{_NS}<b>{_M3_END}"), _tag("exact", "TRUE")),
+        _answer("", ("get_weather", {"city": f"{_tag('places', 'x')}{_NS}<b>{_M3_END}", "exact": True})),
+    ),
+    Written(
+        "minimax_m3",
+        _invoked("find", _tag("of", f"{_NS}<b>{_tag('item', '1')}{_tag('item', '2')}"), _tag("New York", "3")),
+        _answer("", ("find", {"of": {"b": [1, 2]}, "New York": 3})),
+    ),
+    Written(
+        "minimax_m3",
+        f"{_M3_BEGIN}\n{_invoked('find', f'{_NS}<of>' + _tag('a', '1'))}".removesuffix(f"{_NS}</invoke>") + _M3_END,
+        _answer("", ("find", {"of": {"a": 1}})),
+    ),
     Written(
         "minimax_m2",
         f'{_MM_BEGIN}<invoke name="get_weather"><parameter name="places">["a", "b<c"]</parameter>'
@@ -506,9 +522,9 @@ BROKEN += [
         ("minimax_m3", f'{_M3_BEGIN}\n{_NS}<invoke name="get_weather">Paris', "Paris", "{}"),
         (
             "minimax_m3",
-            _M3.replace("</city>", "</ci ty>"),
-            _M3[_M3.index("</city>") - len(_NS) :].replace("city", "ci ty"),
-            '{"city": "Paris"}',
+            _M3.replace("</days>", "</da<ys>"),
+            f"{_NS}</da<ys>{_NS}</invoke>",
+            json.dumps(PARIS),
         ),
         ("kimi_k2", f"{_K_BEGIN}{_KIMI.replace('3}', '3 4}')}", f"4}}{_K_CALL_END}", '{"city": "Paris", "days": 3 }'),
         ("gemma4", _GEMMA.replace("3}<tool_call|>", "3 4}"), " 4}", json.dumps(PARIS)),

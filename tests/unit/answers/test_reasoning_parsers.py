@@ -35,7 +35,9 @@ def parser(dialect: str, tail: str = "", tools: str = "none", use: ToolUse = NO_
         ("think", "<|assistant|>\n<think>\nFirst", " then.</think>Yes.", " then.", "Yes."),
         ("think", "<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
         ("think", "What is <think>?<|im_end|>\n<|im_start|>assistant\n", "A tag.", "", "A tag."),
-        ("think", "", "</think>Yes.", "", "</think>Yes."),
+        ("think", "", "</think>Yes.", "", "Yes."),
+        ("think", "<think>\n\n</think>\n\n", "\n</think>\n\nYes </think>.", "", "Yes </think>."),
+        ("minimax_m3", "]~b]ai\n", "</mm:think>Yes.", "", "Yes."),
         ("deepseek_r1", "", "Hm.</think>Yes.", "Hm.", "Yes."),
         ("deepseek_r1", "", "<think>Hm.</think>Yes.", "Hm.", "Yes."),
         ("deepseek_r1", "<｜Assistant｜></think>", "Yes.", "", "Yes."),  # noqa: RUF001

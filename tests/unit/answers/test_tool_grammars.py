@@ -324,3 +324,20 @@ def test_what_is_said_in_reasoning_is_not_held_to_strict_schemas(dialect: str, t
     assert vocabulary.accepts(free, f"{thought}It is warm.")
     assert vocabulary.accepts(free, f"{thought}{call}")
     assert not vocabulary.accepts(free, f"{thought}{wrong}")
+
+
+@pytest.mark.parametrize("dialect", ["qwen3_coder", "minimax_m3", "gemma4"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"$ref": "#/$defs/it"}] * 100 + [{"type": "number"}]},
+        {"type": "object", "properties": {f"k{number}": {"$ref": "#/$defs/it"} for number in range(100)}},
+    ],
+    ids=["union", "object"],
+)
+def test_a_schema_that_refers_to_itself_many_times_has_a_short_grammar(dialect: str, schema: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/it"}}, "$defs": {"it": schema}}
+    use = ToolUse.of([tool("f", parameters)], "required")
+    written = AnswerFormat(dialect, "none").grammar(use, prompt_tail="")
+    assert written is not None
+    assert len(written) < 100_000
