@@ -183,10 +183,11 @@ class AnswerFormat:
             called = use if self.tool_parser == HARMONY else ToolUse(())
             parser = harmony.HarmonyParser(called, prompt_tail, self.reasoning_parser == HARMONY)
         else:
+            call_marker = ""
             if use.tools and self._tools is not None:
-                parser = self._tools.parser(use)
+                parser, call_marker = self._tools.parser(use), self._tools.trigger
             if self._reasoning is not None:
-                reasoning = TaggedReasoning(self._reasoning, prompt_tail)
+                reasoning = TaggedReasoning(self._reasoning, prompt_tail, call_marker)
                 parser = ChainedParsers(reasoning, parser) if parser is not None else reasoning
         return FirstCall(parser) if parser is not None and use.once else parser
 

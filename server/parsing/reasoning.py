@@ -33,8 +33,10 @@ class TaggedReasoning(FedParser):
     not open is dropped there: models write it whose templates show turns without reasoning in that form.
     """
 
-    def __init__(self, dialect: ReasoningDialect, prompt_tail: str = "") -> None:
+    def __init__(self, dialect: ReasoningDialect, prompt_tail: str = "", call_marker: str = "") -> None:
+        """`call_marker` begins a call, if calls are allowed and begin with a marker."""
         self._dialect = dialect
+        self._call_marker = call_marker
         self._opened = is_open(dialect, prompt_tail)
         super().__init__()
 
@@ -56,7 +58,11 @@ class TaggedReasoning(FedParser):
             if (yield from feed.take_marker(begin)):
                 feed.end_record()
                 yield from feed.skip("\n")
-                yield from self._pass_up_to(Markers(end), TextPart)
+                newlines, marker = yield from self._pass_up_to(Markers(end), TextPart)
+                if marker:
+                    yield from feed.skip("\n")
+                elif newlines:
+                    self._parts.append(TextPart(newlines))
                 break
         if passed := feed.end_record():
             self._parts.append(TextPart(passed))
@@ -67,10 +73,27 @@ class TaggedReasoning(FedParser):
                 return
 
     def _think(self) -> Waiting[None]:
-        yield from self._pass_up_to(Markers(self._dialect.close_tag), ReasoningPart)
+        """Read reasoning and its closing tag.
 
-    def _pass_up_to(self, end: Markers, part: type[ReasoningPart | TextPart]) -> Waiting[None]:
-        """Pass on text up to the marker `end`, and read the marker. Newlines next to it are dropped."""
+        Models may begin a call without closing the reasoning. Text from a call on waits until the closing tag shows
+        that it is reasoning; if none follows, the reasoning has ended before the call.
+        """
+        feed, close_tag = self._feed, self._dialect.close_tag
+        markers = filter(None, (close_tag, self._call_marker))
+        newlines, marker = yield from self._pass_up_to(Markers(*markers), ReasoningPart)
+        if marker != close_tag and marker:
+            pieces = [marker]
+            if (yield from feed.take_until(Markers(close_tag), pieces)):
+                self._parts.append(ReasoningPart(newlines + "".join(pieces).rstrip("\n")))
+            else:
+                self._parts.append(TextPart("".join(pieces)))
+        yield from feed.skip("\n")
+
+    def _pass_up_to(self, end: Markers, part: type[ReasoningPart | TextPart]) -> Waiting[tuple[str, str]]:
+        """Pass on text up to one of the markers `end`, and read the marker.
+
+        Returns the newlines before the marker, which were not passed on, and the marker, empty at the end of the text.
+        """
         feed = self._feed
         newlines: list[str] = []
         while True:
@@ -83,13 +106,8 @@ class TaggedReasoning(FedParser):
                 newlines.clear()
             if len(plain) < len(text):
                 newlines.append(text[len(plain) :])
-            if marker:
-                yield from feed.skip("\n")
-                return
-            if not (yield from feed.more()):
-                if part is TextPart and newlines:
-                    self._parts.append(part("".join(newlines)))
-                return
+            if marker or not (yield from feed.more()):
+                return "".join(newlines), marker
 
 
 REASONING_DIALECTS.register("seed_oss")(

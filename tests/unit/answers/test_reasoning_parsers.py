@@ -104,6 +104,25 @@ def test_calls_are_found_behind_reasoning_and_not_inside(written: object) -> Non
     assert parsed(parser("think", "", dialect, USE), *thought) == expected
 
 
+@pytest.mark.parametrize("written", texts_in_short_form(WHOLE, one_each=True))
+def test_reasoning_that_never_ends_ends_at_the_first_call(written: object) -> None:
+    dialect, text, answer = written  # type: ignore[misc]
+    if dialect in ("harmony", "pythonic", "llama3_json"):
+        return
+    cut = f"<think>\nHm.\n\n{text}"
+    expected = Answer("", "Hm.", answer.calls)
+    assert parsed(parser("think", "", dialect, USE), cut) == expected
+    assert parsed(parser("think", "", dialect, USE), *cut) == expected
+    assert parsed(parser("think", "", dialect, NO_TOOLS), *cut) == Answer("", cut.removeprefix("<think>\n"), [])
+
+
+def test_text_after_a_call_in_reasoning_stays_reasoning_if_the_reasoning_ends() -> None:
+    text = "<think>a\n\n<tool_call>\nb\n<tool_call>c\n</think>\nYes."
+    expected = Answer("Yes.", "a\n\n<tool_call>\nb\n<tool_call>c", [])
+    assert parsed(parser("think", "", "hermes", USE), text) == expected
+    assert parsed(parser("think", "", "hermes", USE), *text) == expected
+
+
 @pytest.mark.parametrize("filler", ["x", "\n", "<"])
 def test_a_megabyte_of_reasoning_in_small_pieces_takes_linear_time(filler: str) -> None:
     assert_linear(lambda: parser("think"), "<think>x" + filler * 1_000_000)
