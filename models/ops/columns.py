@@ -7,7 +7,7 @@ from models.ops.cpu.structures import Step
 
 
 def join_columns(*parts: torch.Tensor) -> torch.Tensor:
-    """The features of all parts in order, in new memory; a copy if there is one part. # n x [tokens, _] -> [tokens,
+    """Concatenate the features of all parts in new memory; a single part is copied. # n x [tokens, _] -> [tokens,
     sum]"""
     if not runtime.runs(*parts):
         return torch.cat(parts, dim=1)

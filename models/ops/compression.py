@@ -1,10 +1,10 @@
 """Compressed attention (DeepSeek-V4, 2026) over paged vectors, in plain torch.
 
-    tokens' series [T, ...] --paged--> windows of `rate` tokens --softmax by channel--> one entry a window, paged
-    queries --> the keys of the last tokens, and entries: all that are complete, or the best by an indexer
+    tokens' series [T, ...] --paged--> windows of `rate` tokens --softmax by channel--> one entry per window, paged
+    queries --> the keys of the last tokens, and entries: all complete ones, or those that an indexer selects
 
-An entry belongs to the block of the cache that has its window's last token, and is complete with that token. So a
-block holds all entries that end in it, and a prefix of blocks can be shared as it is.
+An entry is complete with its window's last token, and is stored in that token's block. A block therefore contains all
+entries whose windows end in it, so that a prefix of blocks can be shared.
 """
 
 from typing import NamedTuple
@@ -17,31 +17,31 @@ from models.ops.cpu import runtime
 from models.ops.torch_ops import top_k_lower_first
 
 MAX_SCORES = 1 << 23
-"""The most scores by head in memory at a time: 32 MiB. One query over a long context may take more."""
+"""Limit of the scores in memory at a time, per head: 32 MiB. A single query over a long context may exceed it."""
 _MAX_WINDOW_ELEMENTS = 1 << 23
-"""The most elements of windows that are gathered at a time: 32 MiB."""
+"""Limit of the elements of windows that are gathered at a time: 32 MiB."""
 
 
 class Windows(NamedTuple):
     """The windows that a step completes."""
 
-    rows: torch.Tensor  # [N] int64
-    numbers: torch.Tensor  # [N] int64, counted from the beginning of the sequence
-    tokens: torch.Tensor  # [N] int64, the last token of each, among those of the step
+    rows: torch.Tensor  # [N] int64, each window's row in the step
+    numbers: torch.Tensor  # [N] int64, index of each window in its sequence
+    tokens: torch.Tensor  # [N] int64, index in the step of each window's last token
 
 
 class StepRows(NamedTuple):
-    """The rows of a step, which are consecutive tokens of one sequence each."""
+    """The rows of a step; a row consists of consecutive tokens of one sequence."""
 
     starts: list[int]
-    """Index of each row's first token in the step, then T."""
+    """Index of each row's first token in the step, followed by T."""
     lengths: list[int]
-    """Tokens of each sequence, those of the step included."""
+    """Number of tokens of each sequence, including the step's."""
     tables: torch.Tensor  # [B, max_blocks] int32
     slots: torch.Tensor  # [T] int64
 
     def windows(self, rate: int) -> Windows:
-        """The windows of `rate` tokens that end in the step, at a token that is stored."""
+        """Return the windows of `rate` tokens that end in the step at a token with a cache slot."""
         rows, numbers, tokens = [], [], []
         for row, length in enumerate(self.lengths):
             first = length - (self.starts[row + 1] - self.starts[row])
@@ -55,19 +55,20 @@ class StepRows(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """A step of decodes by token, with lengths on the device only, for captured graphs."""
+    """A step of decodes, described by token with lengths only on the device, for captured graphs."""
 
-    tables: torch.Tensor  # [T, max_blocks] int32, that of each token's row
-    seen: torch.Tensor  # [T] int64, number of visible tokens, its own included; 0 for padding
+    tables: torch.Tensor  # [T, max_blocks] int32, the block table of each token's row
+    seen: torch.Tensor  # [T] int64, number of visible tokens, including the token itself; 0 for padding
     slots: torch.Tensor  # [T] int64
 
     def windows(self, rate: int) -> Windows:
-        """For each token the window that it completes, or an arbitrary window, whose `entry_slots` is -1."""
+        """Return for each token the window that it completes, or an arbitrary window, whose `entry_slots` is -1."""
         indexes = torch.arange(len(self.seen), device=self.seen.device)
         return Windows(indexes, (self.seen // rate - 1).clamp(min=0), indexes)
 
     def entry_slots(self, rate: int, block_size: int) -> torch.Tensor:
-        """The slots of the entries of `windows`: block * entries per block + offset; -1 for none. # [T] int64"""
+        """Return the slots of the entries of `windows` (block * entries per block + offset), -1 for none. # [T]
+        int64"""
         per_block = -(-block_size // rate)
         block, offset = _place(self.windows(rate).numbers, rate, block_size)
         slots = (
@@ -77,7 +78,7 @@ class StepTokens(NamedTuple):
 
 
 def tokens_of(tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, query_len: int) -> StepTokens:
-    """A step whose rows have `query_len` tokens each. # [B, max_blocks], [B], [T]"""
+    """Describe a step whose rows have `query_len` tokens each. # [B, max_blocks], [B], [T]"""
     later = torch.arange(query_len - 1, -1, -1, device=lengths.device)
     # A padding row has no visible tokens.
     seen = (lengths[:, None].long() - later).clamp_(min=0).flatten()
@@ -85,12 +86,12 @@ def tokens_of(tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, 
 
 
 def vectors_at(pages: torch.Tensor, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Vectors of tokens, each in its block. # [num_blocks, block, dim], 2 x [...] -> [..., dim] float32"""
+    """Gather tokens' vectors by block and position. # [num_blocks, block, dim], 2 x [...] -> [..., dim] float32"""
     return pages[blocks.long(), positions % pages.shape[1]].float()
 
 
 def entries_of_row(pages: torch.Tensor, table: torch.Tensor, count: int, rate: int, block_size: int) -> torch.Tensor:
-    """A row's first `count` entries, by its block table. # [num_blocks, entries, dim] -> [count, dim] float32"""
+    """Gather a row's first `count` entries by its block table. # [num_blocks, entries, dim] -> [count, dim] float32"""
     numbers = torch.arange(count, device=pages.device)
     block, offset = _place(numbers, rate, block_size)
     return pages[table[block].long(), offset].float()
@@ -105,7 +106,7 @@ def store_entries(
 
 
 def _place(numbers: torch.Tensor, rate: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index in the block table, and the offset there, of entries by number. # [N] int64 -> 2 x [N]"""
+    """Return the index in the block table and the offset in the block of entries. # [N] int64 -> 2 x [N]"""
     block = ((numbers + 1) * rate - 1) // block_size
     return block, numbers - block * block_size // rate
 
@@ -113,12 +114,14 @@ def _place(numbers: torch.Tensor, rate: int, block_size: int) -> tuple[torch.Ten
 def compress(
     pages: torch.Tensor, windows: Windows, tables: torch.Tensor, bias: torch.Tensor, *, overlaps: bool
 ) -> torch.Tensor:
-    """The entries of windows, without their norm and rotation. # -> [N, dim] float32
+    """Compute the entries of windows, before their norm and rotation. # -> [N, dim] float32
 
-    `pages` [num_blocks, block, 2 * series]: each token's values, then its gates. `tables`: of the windows' rows.
-    `bias` [rate, series]: of the gates by a token's offset in its window. An entry is the mean of the window's values
-    by the softmax of the gates of its tokens, channel by channel. `overlaps`: there are two series of `dim`; an entry
-    also takes the window before, which has the first series where the window itself has the second.
+    An entry is the mean of its window's values, weighted in each channel by the softmax of the tokens' gates.
+
+    `pages` [num_blocks, block, 2 * series]: each token's values, then its gates. `tables`: block tables of the
+    windows' rows. `bias` [rate, series]: added to the gates, by a token's offset in its window. `overlaps`: each token
+    has two series of `dim`; an entry combines the second series of its window with the first series of the previous
+    window.
     """
     rate, series = bias.shape
     dim = series // 2 if overlaps else series
@@ -130,9 +133,9 @@ def compress(
     for first in range(0, len(out), step):
         some = slice(first, first + step)
         positions = (windows.numbers[some, None] + 1) * rate - span + offsets
-        # Before the first window there are no tokens; their gates are set to minus infinity below.
+        # The window before the first one has no tokens; its gates are set to minus infinity below.
         seen = positions.clamp(min=0)
-        # Of a token that completes no window, any tokens: its row may be shorter than one.
+        # For a token that completes no window, arbitrary tokens are read; its row may be shorter than a window.
         blocks = (seen // block_size).clamp(max=tables.shape[1] - 1)
         tokens = vectors_at(pages, tables[windows.rows[some, None], blocks], seen)
         values, gates = tokens[..., :series], tokens[..., series:]
@@ -147,7 +150,7 @@ def compress(
 
 
 class Index(NamedTuple):
-    """The indexer's queries, weights and keys, by which the queries of one row select entries."""
+    """The indexer's queries, weights and keys with which the queries of one row select entries."""
 
     q: torch.Tensor  # [n, heads, dim]
     weights: torch.Tensor  # [n, heads] float32
@@ -172,12 +175,12 @@ def attend(
     sinks: torch.Tensor,
     index: Index | None,
 ) -> torch.Tensor:
-    """Consecutive queries of one row to the last tokens' keys and to entries, which are values too.
+    """Attend with consecutive queries of one row to the last tokens' keys and to entries; keys are also the values.
 
     # q [n, H, D] at positions `first` to `first + n - 1`, sinks [H] float32 -> [n, H, D]
 
-    `keys` [k, D] float32: of the tokens up to the last query. `entries` [e, D] float32: those complete with it.
-    `index` selects among them; None: all.
+    `keys` [k, D] float32: keys of the tokens up to the last query. `entries` [e, D] float32: entries that are complete
+    at the last query. `index` selects among them; None for all.
     """
     n, positions = len(q), torch.arange(first, first + len(q), device=q.device)
     hidden: torch.Tensor | None = None
@@ -203,7 +206,8 @@ def attend(
 
 
 def _gathered(pages: torch.Tensor, tables: torch.Tensor, numbers: torch.Tensor, rate: int, size: int) -> torch.Tensor:
-    """Entries of each token's row by number, of blocks of `size` tokens. # [T, max_blocks], [T, n] -> [T, n, dim]"""
+    """Gather entries of each token's row by index; blocks have `size` tokens. # [T, max_blocks], [T, n] -> [T, n,
+    dim]"""
     block, offset = _place(numbers, rate, size)
     return pages[tables.gather(1, block).long(), offset].float()
 
@@ -218,7 +222,7 @@ def choose_entries(
     rate: int,
     block_size: int,
 ) -> torch.Tensor | None:
-    """The entries that an indexer selects for each token; None: all that are complete. # -> [T, top_k] int64, -1: none
+    """Select entries for each token by an indexer; None for all complete ones. # -> [T, top_k] int64, padded with -1
 
     # q [T, heads, dim], weights [T, heads] float32, pages [num_blocks, entries, dim]
     """
@@ -229,7 +233,7 @@ def choose_entries(
     if block_size % rate == 0 and triton.runs(q, pages, operator="attention"):
         from models.ops.triton.latent_attention import indexer_scores
 
-        # Blocks of so many entries are paged as blocks of so many tokens.
+        # Entries are scored like tokens, with blocks that contain as many tokens as a block has entries.
         rows = torch.arange(len(q), dtype=torch.int32, device=q.device)
         scores = indexer_scores(q, weights, pages, tokens.tables, rows, counts.int(), most)
     else:
@@ -253,9 +257,9 @@ def attend_tokens(
     rate: int = 1,
     chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `attend`, for the tokens of a step of decodes. # q [T, H, D], pages [num_blocks, block, D] -> [T, H, D]
+    """`attend` for the tokens of a step of decodes. # q [T, H, D], pages [num_blocks, block, D] -> [T, H, D]
 
-    `entries` [num_blocks, entries, D]: their pages; `chosen`: as `choose_entries` returns them.
+    `entries` [num_blocks, entries, D]: the pages of entries. `chosen`: the result of `choose_entries`.
     """
     out, size = torch.empty_like(q), pages.shape[1]
     back = torch.arange(window - 1, -1, -1, device=q.device)
@@ -277,9 +281,9 @@ def attend_tokens(
 
 
 def queries_at_once(q: torch.Tensor, length: int) -> int:
-    """The number of a row's queries that are computed together over up to `length` keys. # [T, H, D]
+    """Return how many of a row's queries are computed together over up to `length` keys. # [T, H, D]
 
-    On a CPU with operators each is computed separately, since torch's rounding depends on the batch size.
+    On a CPU with operators each query is computed separately, since torch's rounding depends on the batch size.
     """
     if runtime.active() and q.device.type == "cpu":
         return 1
@@ -289,7 +293,7 @@ def queries_at_once(q: torch.Tensor, length: int) -> int:
 def rotate_last_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
     """Rotate adjacent pairs of a head's last dimensions; `back`: by the negative angles. # [..., heads, dim]
 
-    `cos` and `sin` [..., 1, rotary_dim] as of `RotaryEmbedding`, whose second half has the angles of all pairs.
+    `cos` and `sin` [..., 1, rotary_dim]: from `RotaryEmbedding`, whose second half has the angles of all pairs.
     """
     rotary_dim = cos.shape[-1]
     cos, sin = cos[..., rotary_dim // 2 :], sin[..., rotary_dim // 2 :]

@@ -1,18 +1,18 @@
-"""Gumbel noise from a counter-based generator: a function of (seed, position, token id) and nothing else.
+"""Gumbel noise from a counter-based generator, as a function of only seed, position and token id.
 
 A token is sampled as the argmax of `logit / temperature + noise` (Gumbel, 1954; Maddison, Tarlow and Minka,
-"A* Sampling", 2014), with independent Gumbel noise for each token id. So a rounding error of the logits changes the
-token only where the best two candidates are as close as the error.
+"A* Sampling", 2014), with independent Gumbel noise for each token id. A rounding error of the logits therefore changes
+the token only if the best two candidates differ by no more than the error.
 
     key, position  --SplitMix64-->  row key: two words of 32 bits
     row key, id    --two hashes-->  64 random bits: a high word, and a low word made of it
     64 bits        -------------->  v in (0, 1), and the noise -log(-log(1 - v))
 
-The row key is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014),
-entered at the position. The high word is `triple32`, the low word `lowbias32` (Wellons, "Prospecting for Hash
-Functions", 2018), bijections of 32 bits into which the row key enters. The bits are the same in NumPy, torch, C
-(`models/ops/cpu/noise.h`) and Triton (`models.ops.triton.sampling`). The transform is computed in float64, but by
-Triton in float32, within 3e-6.
+The row key is the output of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014) at the index `position`. The high word is computed by `triple32`, the low word by `lowbias32` (Wellons,
+"Prospecting for Hash Functions", 2018), which are bijections of 32 bits, combined with the row key. The bits are equal
+in NumPy, torch, C (`models/ops/cpu/noise.h`) and Triton (`models.ops.triton.sampling`). The transform is computed in
+float64; Triton computes it in float32, with errors up to 3e-6.
 """
 
 import numpy as np
@@ -24,71 +24,74 @@ _UINT64_MASK = (1 << 64) - 1
 _WORD = 0xFFFFFFFF
 
 SAMPLE, DRAFT, ACCEPT = range(3)
-"""Streams of a key: the noise of sampled tokens, of drafts that are sampled by themselves, and acceptance."""
+"""Streams of a key: noise of sampled tokens, noise of independently sampled drafts, and acceptance of drafts."""
 
 
 def request_key(seed: int) -> int:
-    """Key of a request that brought its own seed."""
+    """Return the key of a request with a seed."""
     return _mix_int(seed)
 
 
 def server_key(server_seed: int, request_id: int) -> int:
-    """Key of a request without a seed: reproducible from the server's seed and the request's id."""
+    """Return the key of a request without a seed, which is reproducible from the server's seed and the request's
+    id."""
     return _mix_int(_mix_int(~server_seed) + request_id)
 
 
 def stream_keys(keys: npt.NDArray[np.uint64], stream: int) -> npt.NDArray[np.uint64]:
-    """Keys of another stream, whose noise is independent. # [num_rows]"""
+    """Return the keys of a stream; the noise of different streams is independent. # [num_rows]"""
     for _ in range(stream):
         keys = _mix(keys ^ _GOLDEN_GAMMA)
     return keys
 
 
 def row_keys(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """What, with a token id, determines the noise of a row, for each (key, position). # all [num_rows]"""
+    """Return the row key of each (key, position); row key and token id determine the noise. # all [num_rows]"""
     return _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
 
 
 def uniform(row_key: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """A double in [0, 1), with 53 random bits, for each row key."""
+    """Return a double in [0, 1), with 53 random bits, for each row key."""
     return (row_key >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 
 def gumbel_noise(row_key: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The noise of token ids, in float64. # int64, int64, broadcast together -> float64"""
+    """Compute the noise of token ids in float64. # int64, int64, broadcast together -> float64"""
     high, low = random_words(row_key, token_ids)
     fraction = (low.double() + 0.5) * 2.0**-32
     below = (high.double() + fraction) * 2.0**-32
     above = ((_WORD - high).double() + (1.0 - fraction)) * 2.0**-32
-    # Each end of the interval keeps its precision.
+    # Using log1p near 0 and log near 1 keeps the precision at both ends of the interval.
     return -torch.where(below < 0.5, -torch.log1p(-below), -torch.log(above)).log()
 
 
 def approximate_noise(row_keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The noise of all tokens of rows, of high words alone and in float32. # [R] int64 -> [R, vocab_size]
+    """Approximate the noise of all tokens of rows, from the high words only and in float32. # [R] int64 -> [R,
+    vocab_size]
 
-    Of a high word h within 1 / h + 2^-24 / (1 - h / 2^32) of it: within 1e-4 for all but a few tokens in 10000.
+    The error for a high word h is at most 1 / h + 2^-24 / (1 - h / 2^32), which is below 1e-4 for all but a few tokens
+    in 10000.
     """
-    # Words are int32, whose products wrap.
+    # Words are int32, since torch's int32 products wrap around.
     words = row_keys.view(torch.int32).view(-1, 2)
     first, second = words[:, :1], words[:, 1:]
     x = torch.arange(vocab_size, dtype=torch.int32, device=row_keys.device) + first
     shifted = torch.empty_like(x)
     for count, factor in ((17, -0x12A52B45), (11, -0x53B3E4AF), (15, 0x31848BAB), (14, 1)):
         torch.bitwise_right_shift(x, count, out=shifted)
-        # The shift copies the sign: its bits are cleared.
+        # The arithmetic shift copies the sign bit; the mask clears these copies.
         x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1)).mul_(factor)
         if count == 17:
             x.bitwise_xor_(second)
     torch.bitwise_right_shift(x, 1, out=shifted)
-    # In memory that has been touched: fresh pages would take longer than all of the arithmetic.
+    # Memory that was used before is reused: page faults of new memory would take longer than the arithmetic.
     below = x.view(torch.float32).copy_(shifted.bitwise_and_(0x7FFFFFFF)).add_(0.5).mul_(2.0**-31)
     noise: torch.Tensor = below.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
     return noise
 
 
 def random_words(row_key: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two random words of token ids. # int64, int64, broadcast together -> 2 x int64, each in [0, 2^32)"""
+    """Return the high and low word of token ids. # int64, int64, broadcast together -> 2 x int64, each in [0, 2^32)"""
     first, second = row_key & _WORD, (row_key >> 32) & _WORD
     x = (token_ids + first) & _WORD
     x = ((x ^ (x >> 17)) * 0xED5AD4BB) & _WORD

@@ -1,10 +1,11 @@
-"""Prompts by a library's flash attention for rows of any lengths, over keys and values gathered from the paged cache.
+"""Attention of long prompts by a library's variable-length flash attention, over keys and values gathered from pages.
 
-The library is aiter where it passed its probe, and otherwise torch.
+The library is aiter if it passed its probe, else torch.
 
-A library's kernel may multiply long prompts at a higher share of the matrix rate than one that follows block tables;
-a gather reads each key once more. Used for spans of at least `LEAST_QUERIES` tokens whose keys are few in proportion,
-for layers of whose form a small problem was equal to the reference at the start. Triton's kernels compute all others.
+For long prompts, a library's kernel may reach a higher share of the matrix rate than a kernel that follows block
+tables; in return, gathering reads each key once more. It is used for spans of at least `LEAST_QUERIES` tokens with at
+most `MOST_KEYS` times as many keys, in layers for whose form a small problem agreed with the reference at the start.
+Triton's kernels compute all other attention.
 """
 
 import importlib
@@ -26,39 +27,40 @@ from models.ops.self_test import Case, Finding, PagedRows, Problems, relative_er
 from models.ops.types import AttentionOptions, KVCacheTensor
 
 LEAST_QUERIES = 128
-"""Tokens of the longest span of a step for which keys are gathered."""
+"""Smallest number of tokens of a step's longest span for which keys are gathered."""
 MOST_KEYS = 2
-"""Most keys of a step's spans, as a multiple of their tokens: more take time, and more memory than was measured at the
-start."""
+"""Limit of the keys of a step's spans as a multiple of their tokens. More keys take more time, and more memory than
+was measured at the start."""
 
 _started: frozenset[Hashable] = frozenset()
-"""Forms of layers that flash attention computes."""
+"""Forms of layers (see `form_of`) that flash attention computes."""
 
 
 class Spans(NamedTuple):
-    """Rows of a step, and where their keys are."""
+    """Rows of a step, and the positions of their keys in the cache."""
 
     query_starts: torch.Tensor  # [S + 1] int32
     key_starts: torch.Tensor  # [S + 1] int32
-    rows: torch.Tensor  # [keys] int64, row of the block table
+    rows: torch.Tensor  # [keys] int64, row in the block tables
     positions: torch.Tensor  # [keys] int64
     most_queries: int
     most_keys: int
 
 
 def start(forms: frozenset[Hashable]) -> None:
-    """Compute layers of these forms, as `FlashCase.key` has them, from now on."""
+    """Use flash attention for layers of these forms (`FlashCase.key`) from now on."""
     global _started
     _started = forms
 
 
 def form_of(q: torch.Tensor, num_kv_heads: int, options: AttentionOptions) -> Hashable:
-    """What has to be compared for a layer. # q [T, Hq, D]"""
+    """Return the properties of a layer that select a kernel; each form is compared with the reference. # q [T, Hq,
+    D]"""
     return q.shape[1], num_kv_heads, q.shape[2], q.dtype, options.sliding_window
 
 
 def takes(q: torch.Tensor, cache: KVCacheTensor, options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
-    """Whether flash attention was started for a layer. # q [T, Hq, D]"""
+    """Whether flash attention computes a layer. # q [T, Hq, D]"""
     is_even = cache.k_cache.shape[3] == cache.v_cache.shape[3]
     return (
         bool(_started)
@@ -69,20 +71,21 @@ def takes(q: torch.Tensor, cache: KVCacheTensor, options: AttentionOptions, sink
 
 
 def supports(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
-    """Whether the library has these options."""
+    """Whether the library supports these options."""
     return sinks is None and options.soft_cap is None and not options.is_chunked
 
 
 def library() -> Callable[..., torch.Tensor] | None:
-    """aiter's attention of rows of any lengths, or torch's; None where there is none."""
+    """Return aiter's or torch's variable-length attention, or None if neither is available."""
     return varlen if aiter.takes("prefill") else _of_torch()
 
 
 @cache
 def _of_torch() -> Callable[..., torch.Tensor] | None:
-    """torch's; None where this release has none.
+    """Return torch's variable-length attention, or None if this release has none.
 
-    Keys are not split where a release has an option for it: the number of splits depends on the longest row of a step.
+    Splitting of keys is disabled if the release has an option for it, because the number of splits depends on the
+    longest row of a step.
     """
     try:
         found: Callable[..., torch.Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -99,7 +102,7 @@ def spans_of(
     window: int | None,
     device: torch.device,
 ) -> Spans | None:
-    """The rows from `first_row` on, without keys that no query of a row sees; None if gathering does not pay.
+    """Return the rows from `first_row` on, without keys that no query attends to; None if gathering would be slower.
 
     # [B] each
     """
@@ -122,9 +125,9 @@ def attend(
     spans: Spans,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Causal attention of the spans to the keys and values that are stored. # q [T, Hq, D] -> [T, Hq, D]
+    """Compute causal attention of the spans to the cached keys and values. # q [T, Hq, D] -> [T, Hq, D]
 
-    `block_tables`: of the whole step. # [B, max_blocks] int32
+    `block_tables`: those of all rows of the step. # [B, max_blocks] int32
     """
     compute = library()
     assert compute is not None, "it was started"
@@ -157,7 +160,7 @@ def _gathered(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class FlashCase(Case):
-    """Spans of a layer, one of them after a cached prefix."""
+    """Spans of a layer, one of which follows a cached prefix."""
 
     operator: ClassVar[str] = "attention"
     heads: int
@@ -193,5 +196,5 @@ class FlashCase(Case):
         exact, magnitude = (
             reference.attend(q.float(), each, starts, contexts, tables, self.options) for each in (cache, absolute)
         )
-        # Attention weights are rounded too before values are multiplied by them.
+        # The softmax weights are also rounded before they multiply values.
         yield Finding(f"prompts of {self}", relative_error(found, exact, 2 * rounding_bound(self.dtype) * magnitude))

@@ -1,8 +1,10 @@
 """The gated delta rule (Yang, Kautz and Hatamizadeh, 2025), token by token and chunk by chunk.
 
-A head's state S, keys by values, first decays by `exp(decay)`, then moves what it holds under the key k towards the
-value v by the share beta; the query reads it afterwards. Each dimension of the keys may have a decay of its own (Kimi
-Linear, 2025). Both functions compute in float32 and leave S in place.
+A head has a state S [key_dim, value_dim]. For each token, with key k, value v and query q:
+
+    S = exp(decay) * S;  S = S + k (beta * (v - k S));  output = q S
+
+Each key dimension may have its own decay (Kimi Linear, 2025). Both functions compute in float32 and update S in place.
 """
 
 import torch
@@ -15,7 +17,7 @@ _CHUNK_BY_KEY = 16
 def delta_rule_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each of B sequences; `state` is brought up to date. Returns what the queries read.
+    """Process one token of each of B sequences; update `state`, and return the outputs.
 
     # q, k [B, H, K], v [B, H, V], decay and beta [B, H], state [B, H, K, V] float32 -> [B, H, V] float32
 
@@ -30,7 +32,7 @@ def delta_rule_step(
 def delta_rule_span(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """Consecutive tokens of one sequence; `state` is brought up to date. Returns what the queries read.
+    """Process consecutive tokens of one sequence; update `state`, and return the outputs.
 
     # q, k [H, T, K], v [H, T, V], decay and beta [H, T], state [H, K, V] float32 -> [H, T, V] float32
 
@@ -48,11 +50,13 @@ def delta_rule_span(
 def _chunk(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """A chunk at once: every token's correction u solves (I + L) u = beta (v - what the first state holds under k).
+    """Process the tokens of a chunk at once.
 
-    L is what the corrections before a token left under its key: beta_t (k_t . k_j) times the decay from j to t.
+    The corrections u_t, which token t adds to the state under its key, solve a triangular system (I + L) u = w:
+    w_t = beta_t (v_t - k_t S_t), where S_t is the initial state decayed to t, and L_tj = beta_t (k_t . k_j) times the
+    decay from j to t, for j < t.
     """
-    since_start = decay.cumsum(-1)  # [H, T], log of the decay from before the chunk to behind each token
+    since_start = decay.cumsum(-1)  # [H, T], log of the decay from before the chunk to each token, inclusive
     between = (since_start[:, :, None] - since_start[:, None, :]).tril().exp().tril()  # [H, T, T]
     shrunk = since_start.exp()[..., None]
     wanted = beta[..., None] * (v - shrunk * (k @ state))
@@ -68,7 +72,7 @@ def _chunk(
 def _chunk_by_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """As `_chunk`, with a decay of each dimension of the keys. # decay [H, T, K]"""
+    """`_chunk` with a decay per key dimension. # decay [H, T, K]"""
     since_start = decay.cumsum(1)
     apart = since_start[:, :, None] - since_start[:, None]  # [H, T, T, K]
     later = torch.ones(apart.shape[1:3], dtype=torch.bool, device=q.device).triu(1)

@@ -1,4 +1,4 @@
-"""Norms of one tensor (Zhang and Sennrich, 2019; Ba, 2016), by the fastest operator that takes it."""
+"""Norms (Zhang and Sennrich, 2019; Ba, 2016), each by the fastest operator that supports the tensor."""
 
 import torch
 
@@ -13,25 +13,25 @@ from models.ops.types import NormWeight
 
 
 def add_rows(residual: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """`residual + scale * x`, in the memory of `residual` where operators compute it. # [rows, size] each"""
+    """Compute `residual + scale * x`; operators overwrite `residual` with it. # [rows, size] each"""
     if runtime.runs(residual, x):
         return ops.add(residual, x, scale)
     return residual + (x if scale == 1.0 else x * scale)
 
 
 def scale_rows(x: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows times their scales, and scales of 1 in place of these. # [rows, size], [rows, 1] float32 -> the same"""
+    """Multiply rows by their scales; also return new scales of 1. # [rows, size], [rows, 1] float32 -> the same"""
     ones = torch.ones(len(x), 1, device=x.device)
     if runtime.runs(x):
-        # A sum of one expert's output, weighted, at its own position.
+        # `combine` of one expert per token, whose output is the row itself, multiplies each row by its weight.
         return expert_ops.combine(x, scales, torch.arange(len(x))[:, None]), ones
     return (x * scales).to(x.dtype), ones
 
 
 def rms_norm(x: torch.Tensor, norm: NormWeight, feed: Feed | None = None) -> torch.Tensor:
-    """See `NormWeight`; computed in float32. # [..., size] -> [..., size]; of 3, the heads lie next to each other
+    """See `NormWeight`; computed in float32. # [..., size] -> [..., size]; with 3 dimensions, heads are contiguous
 
-    `feed`: of the product that reads the result.
+    `feed`: the format in which the next product reads the result.
     """
     weight, eps, offset, bias, is_centred = norm
     is_rows = x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])

@@ -103,7 +103,7 @@ def _gathered(pages: torch.Tensor, blocks: torch.Tensor, keys: slice) -> torch.T
 def attend_row(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """One row's last tokens to its keys and values from `first_seen` on.
+    """Attend with a row's last tokens to its keys and values from `first_seen` on.
 
     # q [n, Hq, D], k [Hkv, length, D] and v [Hkv, length, V] float32 -> [n, Hq, V]
     """

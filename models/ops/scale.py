@@ -1,4 +1,4 @@
-"""`scale`: factors of features that some models have between their layers."""
+"""`scale`: multiplication by factors that some models have between their layers."""
 
 import torch
 
@@ -7,7 +7,7 @@ from models.ops.cpu import runtime
 
 
 def scale(x: torch.Tensor, by: float | torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
-    """`x` times a number, or each column times its own, plus a second matrix where one is given.
+    """Multiply `x` by a number, or each column by its own factor, and add `plus`, if given.
 
     # [tokens, features], [features] float32, [tokens, features] -> [tokens, features]
     """

@@ -1,8 +1,10 @@
 """The selective state space of Mamba (Gu and Dao, 2023), token by token.
 
-Each channel has a state of a few numbers. For each token, every number first decays by its own `exp(dt * a)` and then
-gains `dt * x` times its key B; the output is their product with the query C, plus `d * x`. Computed in float32; the
-state is left in place.
+Each channel has a state h of N numbers. For each token, with key B [N] and query C [N]:
+
+    h = exp(dt * a) * h + dt * x * B;  output = C . h + d * x
+
+Both functions compute in float32 and update the state in place.
 """
 
 import torch
@@ -17,7 +19,7 @@ def selective_scan_step(
     d: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each of B sequences; `state` is updated in place. Returns each token's output.
+    """Process one token of each of B sequences; update `state`, and return the outputs.
 
     # x and dt [B, channels], b and c [B, N], a [N, channels], d [channels], state [B, N, channels] -> [B, channels]
     """
@@ -35,7 +37,7 @@ def selective_scan_span(
     d: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Consecutive tokens of one sequence; `state` is updated in place. Returns each token's output.
+    """Process consecutive tokens of one sequence; update `state`, and return the outputs.
 
     # x and dt [T, channels], b and c [T, N], a [N, channels], d [channels], state [N, channels] -> [T, channels]
     """

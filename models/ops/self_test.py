@@ -1,9 +1,9 @@
 """The self-test of kernels: cases that compute a small problem with a kernel and compare it with torch.
 
-No kernel equals torch to the bit: sums run in another order and exponentials are approximate. How far a result may be
-off follows from how often numbers are rounded and how large the terms of a sum are, so each case derives a bound for
-each number; an error beyond the bound has no explanation in rounding. The start, `kaon doctor` and the tests compare
-the same cases, which `models.ops.triton.cases` declares next to each family's references.
+A correct kernel does not equal torch bit for bit: sums have another order, and exponentials are approximate. The
+expected error of each number follows from how often numbers are rounded, and from the magnitude of a sum's terms. Each
+case therefore computes an error bound for each number; a larger error is not caused by rounding. The start, `kaon
+doctor` and the tests compare the same cases, which `models.ops.triton.cases` defines together with the references.
 """
 
 import math
@@ -15,19 +15,19 @@ from typing import ClassVar, NamedTuple
 import torch
 
 FLOAT32 = 2.0**-16
-"""The share of a float32 sum of thousands of terms that its order and approximate functions may change."""
+"""Relative error of a float32 sum of thousands of terms, caused by its order and by approximate functions."""
 FAILURE_FACTOR = 4.0
-"""An error of more bounds than this is a failure. Sound kernels stay below 1 in Triton's interpreter, miscompiled
-ones are far above; leaving a sound kernel to torch would cost more than the test gains."""
+"""An error of more than this many bounds is a failure. Correct kernels stay below 1 in Triton's interpreter, and
+miscompiled ones are far above. The margin avoids replacing a correct kernel by torch, which would be much slower."""
 _LEAST_BOUND = 2.0**-12
 _STEPS = 8
 _FP8 = 2.0**-3
-"""The share that rounding to FP8 may change, twice over."""
+"""Twice the relative error of rounding to FP8."""
 _FP8_LEAST = 2.0**-8
-"""The same for the smallest numbers, in units of the scale."""
+"""The error of the smallest FP8 numbers, in units of the scale."""
 _TINY = 1e-30
 _FAR = 2**31
-"""Elements, and bytes, beyond which offsets need 64 bits and compilers address memory in another way."""
+"""Number of elements, or bytes, from which offsets need 64 bits, so that compilers generate other addressing."""
 
 
 class Finding(NamedTuple):
@@ -39,17 +39,17 @@ class Finding(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """What a reference computes: sums in float32, and the sums of their terms' magnitudes."""
+    """The result of a reference: sums in float32, and the sums of the terms' magnitudes."""
 
     value: torch.Tensor
     magnitude: torch.Tensor
 
 
 class Problems:
-    """Random inputs of problems, the same on each device."""
+    """Random inputs of problems, equal on each device."""
 
     def __init__(self, device: torch.device, seed: int = 0, *, are_pools_large: bool = False) -> None:
-        """`are_pools_large`: caches are as large as those that serve, and their blocks lie far apart."""
+        """`are_pools_large`: whether caches are as large as in service, with blocks that are far apart."""
         self.device = device
         self._are_pools_large = are_pools_large
         self._generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ class Problems:
     def pool(self, num_blocks: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Blocks of a cache, filled with NaN. # [num_blocks, *shape], each block contiguous
 
-        Raises `torch.OutOfMemoryError` where the device has no memory for a large one.
+        Raises `torch.OutOfMemoryError` if the device has no memory for a large pool.
         """
         nan = torch.full((1,), torch.nan, device=self.device).to(dtype)
         if not self._are_pools_large:
@@ -73,11 +73,11 @@ class Problems:
         return memory.as_strided((num_blocks, *shape), (stride, *strides)).copy_(nan)
 
     def first_slot(self, size: int) -> int:
-        """The first slot to use of states of so many elements each, which lie one after the other."""
+        """Return the first slot to use in contiguous states of `size` elements each."""
         return _FAR // size + 1 if self._are_pools_large else 0
 
     def near_one(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Numbers like the weights of norms."""
+        """Random numbers near 1, like the weights of norms."""
         return (1 + 0.2 * torch.randn(shape, generator=self._generator)).to(self.device, dtype)
 
     def permutation(self, count: int) -> torch.Tensor:
@@ -94,16 +94,16 @@ class Problems:
 
 
 class PagedRows:
-    """Rows of a paged cache whose blocks lie in random order; block 0 belongs to no row."""
+    """Rows of a paged cache whose blocks are in random order; block 0 belongs to no row."""
 
     def __init__(self, problems: Problems, lengths: Sequence[int], block_size: int) -> None:
-        """`lengths`: tokens of each row."""
+        """`lengths`: number of tokens of each row."""
         counts = [-(-length // block_size) for length in lengths]
         order = 1 + problems.permutation(sum(counts))
         self.num_blocks = len(order) + 1
         self.tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)  # [rows, max(counts)], on the host
         self.slots: list[torch.Tensor] = []
-        """By row, the slot of each token: block times `block_size` plus offset. # [length] int64, on the host"""
+        """For each row, the slot of each token: block times `block_size` plus offset. # [length] int64, on the host"""
         for row, (blocks, length) in enumerate(zip(torch.split(order, counts), lengths, strict=True)):
             self.tables[row, : len(blocks)] = blocks
             positions = torch.arange(length)
@@ -111,38 +111,39 @@ class PagedRows:
 
 
 class Case(ABC):
-    """A problem of one operator: sizes, types and flags, and a loaded model's weights, of which no copy is made."""
+    """A problem of one operator: sizes, dtypes and flags, and references to a loaded model's weights."""
 
     __slots__ = ()
     operator: ClassVar[str]
-    """One of the operators of `kernel_backend`, or `latents`, attention of latents."""
+    """One of the operators of `kernel_backend`, or `latents` for latent attention."""
     has_pool: ClassVar[bool] = False
-    """Whether kernels read or write a cache: such a case is compared over a small one and over a large one."""
+    """Whether kernels read or write a cache; the case is then compared with a small cache and with a large one."""
     gives_addresses: ClassVar[bool] = False
-    """Whether other kernels take addresses from the results: such a case is compared before all others."""
+    """Whether other kernels use the results as addresses; the case is then compared before all others."""
 
     @property
     def key(self) -> Hashable:
-        """Equal for cases that the same kernels compute, of which one is compared."""
+        """Return a key that is equal for cases that the same kernels compute; one case per key is compared."""
         return self
 
     @abstractmethod
     def compare(self, problems: Problems) -> Iterator[Finding]:
-        """Compute the problem with the kernels and with torch. Raises what the kernels raise."""
+        """Compute the problem with the kernels and with torch. Exceptions of the kernels are not caught."""
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """The share of a number that rounding it to a type a few times may change."""
-    # Half of `eps` each time; all of it in Triton's interpreter, which truncates to bfloat16.
+    """Return the relative error of rounding a number to a dtype a few times."""
+    # Each rounding has an error of eps / 2, but eps in Triton's interpreter, which truncates to bfloat16.
     return max(3 * torch.finfo(dtype).eps, _LEAST_BOUND)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
-    """The largest difference in units of its bound; infinite if a number is not finite that is expected to be.
+    """Return the largest difference in units of its bound.
 
-    Where the expected number or its bound is not finite, any number is right.
+    Infinite if a number is not finite although the expected one is. If the expected number or its bound is not finite,
+    any number is accepted.
     """
-    # The smallest numbers of a type lie a step apart.
+    # Subnormal numbers of a dtype have a constant spacing, which is the smallest possible error.
     step = torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps
     error = (found.float() - expected.float()).abs() / (bound.float() + _STEPS * step).clamp(min=_TINY)
     error = torch.where(found.float().isfinite(), error, torch.inf)[expected.isfinite() & bound.isfinite()]
@@ -152,25 +153,30 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor, bound: torch.Ten
 def fp8_bounds(
     codes: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The numbers that stored codes mean, the exact ones clamped to the type's range, and bounds with its rounding."""
+    """Return the dequantised codes, the exact numbers clamped to the dtype's range, and bounds that include the
+    rounding to the dtype."""
     limit = torch.finfo(dtype).max * scale
     exact = exact.clamp(-limit, limit)
     return codes * scale, exact, bound + _FP8 * exact.abs() + _FP8_LEAST * scale
 
 
 def exact_match(is_equal: bool) -> float:
-    """The error of a result that is either right or wrong."""
+    """Return the error of a result that is either correct or not."""
     return 0.0 if is_equal else float("inf")
 
 
 def first_failure(cases: Iterable[Case], device: torch.device, seed: int = 0) -> str | None:
-    """What is wrong with kernels, in words; None: nothing. Raises what they raise, and `torch.OutOfMemoryError`."""
+    """Compare cases, and describe the first failure; None if there is none.
+
+    Exceptions of the kernels and `torch.OutOfMemoryError` are not caught.
+    """
     with torch.inference_mode():
         return failure_among(finding for case in cases for finding in _findings(case, device, seed))
 
 
 def compute_all(cases: Iterable[Case], device: torch.device) -> None:
-    """Launch all that `first_failure` compares where nothing is wrong. Raises what the kernels raise."""
+    """Launch all kernels that `first_failure` launches if there is no failure. Exceptions of the kernels are not
+    caught."""
     with torch.inference_mode():
         for case in cases:
             for _ in _findings(case, device, 0):
@@ -180,14 +186,14 @@ def compute_all(cases: Iterable[Case], device: torch.device) -> None:
 def _findings(case: Case, device: torch.device, seed: int) -> Iterator[Finding]:
     yield from case.compare(Problems(device, seed))
     if case.has_pool:
-        # Where there is no memory for a large pool now, no large one will serve.
+        # If there is no memory for a large pool now, the service will not have a large one either.
         with suppress(torch.OutOfMemoryError):
             for problem, error in case.compare(Problems(device, seed, are_pools_large=True)):
                 yield Finding(f"{problem}, over a cache of more than 2 GiB", error)
 
 
 def failure_among(findings: Iterable[Finding]) -> str | None:
-    """What the first failure among comparisons is, in words; None: there is none."""
+    """Describe the first failure among comparisons; None if there is none."""
     for problem, error in findings:
         if error == float("inf"):
             return f"its numbers are not the right ones: {problem}"

@@ -1,8 +1,10 @@
 """The selective state space of Mamba-2 (Dao and Gu, 2024), token by token and chunk by chunk.
 
-A head's state S, state dimensions by head dimensions, first decays by `exp(dt * a)`, then adds `dt * x` under the key
-B; C reads it afterwards, and `d * x` is added. Groups of consecutive heads share B and C. Both functions compute in
-float32 and leave S in place.
+A head has a state S [state_size, head_dim]. For each token, with key B and query C:
+
+    S = exp(dt * a) * S + B (dt * x);  output = C S + d * x
+
+Groups of consecutive heads share B and C. Both functions compute in float32 and update S in place.
 """
 
 import torch
@@ -19,7 +21,7 @@ def state_space_step(
     d: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each of B sequences; `state` is brought up to date. Returns what is read.
+    """Process one token of each of B sequences; update `state`, and return the outputs.
 
     # x [B, H, P], b and c [B, G, N], dt [B, H], a and d [H], state [B, H, N, P] float32 -> [B, H, P] float32
     """
@@ -39,7 +41,7 @@ def state_space_span(
     d: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Consecutive tokens of one sequence; `state` is brought up to date. Returns what is read.
+    """Process consecutive tokens of one sequence; update `state`, and return the outputs.
 
     # x [T, H, P], b and c [T, G, N], dt [T, H], a and d [H], state [H, N, P] float32 -> [T, H, P] float32
     """
@@ -53,7 +55,8 @@ def state_space_span(
 def _chunk(
     x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """A chunk at once: what its tokens add for those after them, and what they read of the state before it."""
+    """Process the tokens of a chunk at once: contributions of earlier tokens of the chunk, and of the initial
+    state."""
     group = x.shape[1] // b.shape[1]
     since_start = (dt * a).T.cumsum(-1)  # [H, T], log of the decay from before the chunk to each token
     between = (since_start[:, :, None] - since_start[:, None, :]).tril().exp().tril()  # [H, T, T]

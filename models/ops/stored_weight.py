@@ -1,6 +1,7 @@
-"""Weights of a model that stay quantized on a GPU: a parameter's memory, filled row by row, and its product.
+"""Weights that stay quantized on a GPU: their memory, which is filled row by row, and their products.
 
-A parameter made by `keep_quantized` has the shape and type of the dense weight, and its numbers in a `StoredWeight`.
+A parameter marked by `keep_quantized` has the shape and dtype of the dense weight, but its values are in a
+`StoredWeight`.
 """
 
 import itertools
@@ -33,22 +34,22 @@ from models.ops.weight_formats import (
 
 
 class StoredForm(NamedTuple):
-    """How a part's codes lie. Parts of equal forms can be joined."""
+    """The layout of a part's codes. Parts of equal forms can be joined."""
 
     kind: str
     width: int
-    """Inputs of a group."""
+    """Number of inputs of a group."""
     groups: int
     lead: int = 0
-    """Columns of zeros before the first input, which complete a group that another rank's inputs begin."""
+    """Columns of zeros before the first input, which complete a group whose first inputs are another rank's."""
     trail: int = 0
-    """Columns of zeros after the last one."""
+    """Columns of zeros after the last input."""
 
 
 class StoredPart:
-    """The memory of those rows of a weight, or of those experts of a stack, that are of one form: quantized or dense.
+    """The memory of the rows of a weight, or of the experts of a stack, that have one form, quantized or dense.
 
-    A quantized part has the layout of its first rows.
+    The first rows that are written determine the form.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,30 +58,31 @@ class StoredPart:
         self._codes = self._scales = torch.empty(0)
         self._zeros: torch.Tensor | None = None
         self._numbers: torch.Tensor | None = None
-        """The weight, where it is dense."""
+        """The values of a dense part."""
         self._fp8_blocks: tuple[torch.Tensor, torch.Tensor] | None = None
         self._has_looked_for_blocks = False
 
     @property
     def form(self) -> Hashable:
-        """Equal for parts that can be joined; None before it has rows."""
+        """Equal for parts that can be joined; None before rows are written."""
         if self._numbers is not None:
             return "dense"
         return self._form
 
     @property
     def kind(self) -> str | None:
-        """`fp8`, `int8`, `int4` or `mxfp4`; None where it is dense."""
+        """`fp8`, `int8`, `int4` or `mxfp4`; None if the part is dense."""
         return None if self._form is None else self._form.kind
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether a product rounds rows to FP8 in groups that begin with their first number."""
+        """Whether a product rounds its input rows to FP8 in groups that start at the first input."""
         return self._form is not None and self._form.kind == "fp8" and not self._form.lead
 
     def put(self, first: int, rows: Codes, index: int | None = None) -> bool:
-        """Fill rows from `first` on, of a stack those of weight `index`; False if they differ in layout from those
-        before, or no kernel reads theirs. # [count, inputs]
+        """Write quantized rows starting at `first`; in a stack, of weight `index`. # [count, inputs]
+
+        Return False if their form differs from that of earlier rows, or no kernel supports it.
         """
         rows = rows.unpaired()
         if rows.kind == "int8" and (rows.scales.shape[1] > 1 or _has_zero_points(rows)):
@@ -101,7 +103,7 @@ class StoredPart:
         return True
 
     def put_dense(self, first: int, rows: torch.Tensor) -> None:
-        """Fill rows of one weight from `first` on, which makes all of its rows dense. # [count, inputs]"""
+        """Write dense rows of one weight starting at `first`, which makes the part dense. # [count, inputs]"""
         if self._numbers is None:
             self._numbers = self.dense()
             self._form, self._zeros = None, None
@@ -129,14 +131,14 @@ class StoredPart:
             self._zeros = empty(groups, torch.uint8) if rows.kind == "int4" else None
 
     def _as_kernels_read(self, rows: Codes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales, on the device."""
+        """Return codes and scales in the kernels' layout, on the device."""
         codes, scales = rows.codes.to(self._device), rows.scales.to(self._device)
         if rows.kind == "int8":
             return codes, scales
         return to_flavour(codes, scales, self._codes.dtype) if rows.kind == "fp8" else (pack_nibbles(codes), scales)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, rounded: RoundedRows | None = None) -> torch.Tensor:
-        """As `StoredWeight.linear`."""
+        """See `StoredWeight.linear`."""
         import models.ops.triton.quantized_products as kernels
 
         if self.kind == "fp8" and aiter.runs("linear", x) and (blocks := self.fp8_blocks()) is not None:
@@ -147,7 +149,7 @@ class StoredPart:
         return dense_linear(x, operand, bias)
 
     def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """FP8 with a scale for each block of 128 x 128, once it is filled; None where it is of another kind.
+        """Return FP8 codes and their scales by blocks of 128 x 128, or None if the weight has another form.
 
         # [..., outputs, inputs], [..., outputs / 128, inputs / 128] float32
         """
@@ -161,7 +163,7 @@ class StoredPart:
         return self._fp8_blocks
 
     def dense(self, at: Rows = ...) -> torch.Tensor:
-        """Its numbers, or those of some rows, as torch computes with them; undefined where rows were not filled."""
+        """Return the dequantized values, or those of some rows; unwritten rows are undefined."""
         if self._numbers is not None:
             return self._numbers[at]
         if self._form is None:
@@ -170,7 +172,7 @@ class StoredPart:
 
     @property
     def operand(self) -> torch.Tensor | QuantizedWeight:
-        """The weight as kernels take it."""
+        """Return the weight in the form that kernels read."""
         return self._quantized if self._numbers is None else self._numbers
 
     @property
@@ -185,21 +187,21 @@ class StoredPart:
         return FourBitWeight(self._codes, self._scales, self._zeros, form.lead, form.trail)
 
     def some(self, at: slice | list[int]) -> "StoredPart":
-        """A copy of some of its rows, or of its experts."""
+        """Return a copy of some rows or experts."""
         return self._with([self], lambda tensors: tensors[0][at].clone())
 
     @staticmethod
     def joined(parts: "Sequence[StoredPart]", join: Callable[[list[torch.Tensor]], torch.Tensor]) -> "StoredPart":
-        """Parts of one form as one: `join` is torch.cat for rows, torch.stack for experts."""
+        """Join parts of one form; `join` is torch.cat for rows, torch.stack for experts."""
         return parts[0] if len(parts) == 1 and join is torch.cat else parts[0]._with(parts, join)
 
     def _with(self, parts: "Sequence[StoredPart]", make: Callable[[list[torch.Tensor]], torch.Tensor]) -> "StoredPart":
-        """A part whose tensors are made of the same ones of others."""
+        """Return a part, each of whose tensors `make` computes from the corresponding tensors of `parts`."""
 
         def made(name: str) -> torch.Tensor:
             tensors = [getattr(part, name) for part in parts]
             dtype = tensors[0].dtype
-            # Operators that move numbers do not have every FP8.
+            # torch's copying operators do not support every FP8 dtype, so that bytes are copied.
             return make([tensor.view(torch.uint8) if dtype.itemsize == 1 else tensor for tensor in tensors]).view(
                 dtype
             )
@@ -215,34 +217,34 @@ class StoredPart:
 
 
 class StoredWeight:
-    """A weight, or a stack of experts', as the checkpoint stores it: one part, or where its rows or its experts are of
-    several forms, a part for each run of rows or for the experts of each form.
+    """A quantized weight, or a stack of experts' weights.
 
-    `finish` makes the parts once all rows are put.
+    It has one part, or several if its rows or experts have different forms: one per run of rows, or one per form of
+    experts. `finish` builds the parts once all rows are written.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
         self._main = StoredPart(shape, dtype, device)
-        """The form that is first seen quantized; of the size of the whole weight."""
+        """The part with the form of the first quantized rows; it has the size of the whole weight."""
         self._of_main: list[range] = []
-        """The rows of a weight, or experts of a stack, that were put there."""
+        """The rows of a weight, or experts of a stack, that were written to `_main`."""
         self._others: dict[int, StoredPart] = {}
-        """By first row, or by expert: those that are of other forms."""
+        """Rows or experts of other forms, by the first row or the expert."""
         self.parts: tuple[StoredPart, ...] = (self._main,)
         self.rows: tuple[slice, ...] = (slice(0, shape[-2]),)
-        """The outputs of each part; of a stack, those of an expert."""
+        """The outputs of each part; in a stack, those of an expert."""
         self._mixed: MixedStack | None = None
 
     @property
     def kind(self) -> str | None:
-        """`fp8`, `int8`, `int4`, `mxfp4`, or `mixed`; None before it has rows."""
+        """`fp8`, `int8`, `int4`, `mxfp4`, or `mixed`; None before rows are written."""
         return self.parts[0].kind if len(self.parts) == 1 else "mixed"
 
     def put(self, first: int, rows: torch.Tensor, codes: Codes | None, index: int | None = None) -> None:
-        """Fill rows from `first` on, of a stack those of expert `index`. # [count, inputs]
+        """Write rows starting at `first`; in a stack, of expert `index`. # [count, inputs]
 
-        `codes`: of the rows, where they are quantized.
+        `codes`: the codes of quantized rows; None for dense rows.
         """
         if index is None:
             if codes is not None and self._main.put(first, codes):
@@ -270,7 +272,7 @@ class StoredWeight:
         return StoredPart(torch.Size((outputs, self._shape[-1])), self._dtype, self._device)
 
     def finish(self) -> bool:
-        """Make the parts of a filled weight; False where all of it is dense."""
+        """Build the parts of a filled weight. Return False if all of it is dense."""
         if self._others and len(self._shape) == 2:
             self._finish_rows()
         elif self._others:
@@ -278,7 +280,7 @@ class StoredWeight:
         return any(part.kind is not None for part in self.parts)
 
     def _finish_rows(self) -> None:
-        """Neighbouring rows of one form are one part."""
+        """Join adjacent rows of one form to a part."""
         found = [(first, part, part.form) for first, part in self._others.items()]
         found += [
             (rows.start, self._main.some(slice(rows.start, rows.stop)), self._main.form) for rows in self._of_main
@@ -296,7 +298,7 @@ class StoredWeight:
         self._forget()
 
     def _finish_stack(self) -> None:
-        """Experts of one form are one part."""
+        """Join the experts of each form to a part."""
         by_form: dict[Hashable, list[int]] = {}
         for expert, part in sorted(self._others.items()):
             by_form.setdefault(part.form, []).append(expert)
@@ -319,9 +321,9 @@ class StoredWeight:
         self._others, self._of_main, self._main = {}, [], self.parts[0]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, rounded: RoundedRows | None = None) -> torch.Tensor:
-        """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]
+        """Compute `x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]
 
-        `rounded`: `x`, where it is rounded to FP8 already.
+        `rounded`: `x` already rounded to FP8, or None.
         """
         if x.shape[0] == 0 or triton.is_idle():
             return x.new_zeros(x.shape[0], self._shape[0])
@@ -331,22 +333,22 @@ class StoredWeight:
         return torch.cat([part.linear(x, None if bias is None else bias[rows], rounded) for part, rows in each], 1)
 
     def rounding_of(self, x: torch.Tensor) -> torch.dtype | None:
-        """The FP8 that a product rounds `x` to; None where it does not."""
+        """Return the FP8 dtype to which a product rounds `x`, or None if it does not round."""
         from models.ops.triton.configs import target_of
 
         return target_of(x.device).fp8_dtype if any(part.rounds_rows for part in self.parts) else None
 
     def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `StoredPart.fp8_blocks`, where all of the weight is of that form."""
+        """`StoredPart.fp8_blocks` of a weight with one part, else None."""
         return self.parts[0].fp8_blocks() if len(self.parts) == 1 else None
 
     def dense(self) -> torch.Tensor:
-        """The weight's numbers, as torch computes with them; undefined where rows were not filled."""
+        """Return the dequantized values; unwritten rows are undefined."""
         if len(self._shape) == 2:
             return self.parts[0].dense() if len(self.parts) == 1 else torch.cat([part.dense() for part in self.parts])
         if len(self.parts) == 1 and self.kind is None:
             return self.parts[0].dense()
-        # One expert at a time: float32 of a whole stack may be more than there is.
+        # One expert is dequantized at a time, because a whole stack in float32 may exceed the memory.
         dense = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for index in range(len(dense)):
             part, at = (0, index) if self._mixed is None else self._mixed.homes[index]
@@ -355,14 +357,14 @@ class StoredWeight:
 
     @property
     def operand(self) -> StackOperand:
-        """The weight as kernels take it; not of one whose rows are of several forms, each part of which is one."""
+        """Return the weight in the form that kernels read. A weight with several parts by rows has no such form."""
         if self._mixed is not None:
             return self._mixed
         assert len(self.parts) == 1, "rows of several forms are multiplied part by part"
         return self.parts[0].operand
 
     def rows_at(self, some: slice, expert: int | None = None) -> tuple[torch.Tensor | QuantizedWeight, Rows]:
-        """The part that has some rows, which must be those of one, or of an expert, and where they are in it."""
+        """Return the part that contains some rows, which must be in one part, and their index in that part."""
         if expert is not None:
             operand, at = expert_of(self.operand, expert)
             return operand, (at, some)
@@ -373,9 +375,9 @@ class StoredWeight:
 
 
 def _in_whole_groups(rows: Codes) -> tuple[Codes, StoredForm]:
-    """Rows with columns of zeros where the first group or the last is not whole, and their form.
+    """Pad rows with columns of zeros if the first or the last group is incomplete; return them with their form.
 
-    4-bit codes get smaller groups where that takes fewer columns; their scales are repeated.
+    4-bit codes get smaller groups, with repeated scales, if that needs fewer columns.
     """
     width, lead, inputs = rows.width, rows.lead, rows.inputs
     if not rows.cuts_groups and (rows.kind in ("fp8", "int8") or inputs % (2 * RUN) == 0):
@@ -391,7 +393,7 @@ def _in_whole_groups(rows: Codes) -> tuple[Codes, StoredForm]:
     groups = (lead + inputs + trail) // smaller
 
     def of_smaller(each: torch.Tensor) -> torch.Tensor:
-        # A group of padding has the scale of the last one: its codes are multiplied by rows' zeros.
+        # Padding groups have the scale of the last group; inputs have zeros there, so the scale is irrelevant.
         some = each.repeat_interleave(width // smaller, 1)[:, skipped : skipped + groups]
         return torch.cat((some, some[:, -1:].expand(-1, groups - some.shape[1])), 1)
 
@@ -407,7 +409,8 @@ def _in_whole_groups(rows: Codes) -> tuple[Codes, StoredForm]:
 
 
 def dense_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` by torch's library, or in an order that does not depend on the number of rows."""
+    """Compute `x @ weight.T + bias` by torch's library, or by a kernel whose order of sums does not depend on the
+    number of rows."""
     if triton.is_invariant() and triton.runs(x, weight, operator="linear"):
         import models.ops.triton.dense_products as kernels
 
@@ -433,8 +436,8 @@ def _multiply_by_aiter(
 
 
 class Feed:
-    """Between a norm or an activation and the one product that reads its rows: the former rounds rows to FP8 where the
-    product would, so that no kernel of its own has to.
+    """Connects a norm or activation with the only product that reads its rows. If the product needs FP8 rows, the norm
+    or activation rounds them, which saves a separate rounding kernel.
     """
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -442,39 +445,39 @@ class Feed:
         self._latest: tuple[torch.Tensor, RoundedRows] | None = None
 
     def memory(self, rows: int, size: int, like: torch.Tensor) -> RoundedRows | None:
-        """Memory for rounded rows, on the device of `like`; None where the product does not round them."""
+        """Allocate memory for rounded rows on the device of `like`; None if the product does not round its input."""
         stored = stored_of(self._weight)
         dtype = None if stored is None else stored.rounding_of(like)
         return None if dtype is None else RoundedRows.empty(rows, size, dtype, like.device)
 
     def give(self, x: torch.Tensor, rounded: RoundedRows | None) -> None:
-        """Keep the rows of `x` rounded until the product takes them."""
+        """Store the rounded rows of `x` until the product takes them."""
         self._latest = None if rounded is None else (x, rounded)
 
     def take(self, x: torch.Tensor) -> RoundedRows | None:
-        """The rows of `x` rounded, if they were given; they are not kept any longer."""
+        """Return and drop the stored rounded rows, if they are those of `x`."""
         latest, self._latest = self._latest, None
         return latest[1] if latest is not None and latest[0] is x else None
 
     def rounds(self, device: torch.device) -> bool:
-        """Whether the norm or the activation rounds rows on a device."""
+        """Whether the norm or activation rounds rows on a device."""
         return self.memory(0, FP8_GROUP, torch.empty(0, device=device)) is not None
 
 
 def stored_of(parameter: nn.Parameter) -> StoredWeight | None:
-    """The memory of a weight, or of a stack of them, that stays quantized."""
+    """Return the `StoredWeight` of a parameter, or None if it is dense."""
     return getattr(parameter, "stored", None)
 
 
 def keep_quantized(parameter: nn.Parameter) -> None:
-    """Have a weight that is not filled yet, or a stack of them, stay quantized, as `StoredWeight` has it."""
+    """Make an unfilled weight, or stack of weights, stay quantized in a `StoredWeight`."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     parameter.stored = StoredWeight(shape, dtype, device)  # type: ignore[attr-defined]
     parameter.data = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def make_dense(parameter: nn.Parameter) -> None:
-    """Have torch multiply by a weight, or a stack of them, that stayed quantized."""
+    """Dequantize a weight, or stack of weights, so that torch multiplies by it."""
     stored = stored_of(parameter)
     if stored is not None:
         parameter.data = stored.dense()
@@ -482,7 +485,7 @@ def make_dense(parameter: nn.Parameter) -> None:
 
 
 def finish_stored(parameters: Iterable[nn.Parameter]) -> None:
-    """To be called once a model is filled: weights of several forms get their parts, dense ones become dense."""
+    """Finish the stored weights of a filled model: build their parts, and make those dense that have no codes."""
     for parameter in parameters:
         stored = stored_of(parameter)
         if stored is not None and not stored.finish():
@@ -490,6 +493,6 @@ def finish_stored(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def operand_of(parameter: nn.Parameter) -> StackOperand:
-    """A weight, or a stack of them, as kernels take it: dense, or as it stays quantized."""
+    """Return a weight, or stack of weights, in the form that kernels read: dense or quantized."""
     stored = stored_of(parameter)
     return parameter if stored is None else stored.operand

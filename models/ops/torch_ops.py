@@ -20,9 +20,9 @@ def torch_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate each pair `(i, i + rotary_dim / 2)` of a head's leading dimensions. # [tokens, heads, head_dim]
 
-    The same is in elementwise.c of `models.ops.cpu`, and in `models.ops.triton.cache_store`, before keys are stored.
+    elementwise.c of `models.ops.cpu` and `models.ops.triton.cache_store` compute the same when they store keys.
 
-    `cos` and `sin` [tokens, 1, rotary_dim] float32; the first half of `sin` has its sign turned.
+    `cos` and `sin` [tokens, 1, rotary_dim] float32; the first half of `sin` is negated.
     """
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
@@ -38,7 +38,10 @@ def moved(
     is_rotated_first: bool = False,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Heads normalised, rotated and scaled, in the order that `HeadNorms` says. # [tokens, heads, head_dim]"""
+    """Normalise, rotate and scale heads, each if given; the norm follows the rotation with `is_rotated_first`.
+
+    # [tokens, heads, head_dim] -> [tokens, heads, head_dim]
+    """
     if norm is not None and not is_rotated_first:
         x = torch_norm(x, norm)
     if rotation is not None:
@@ -49,14 +52,14 @@ def moved(
 
 
 def top_k_lower_first(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest numbers of each row, descending, and their indices; of equal numbers the lower index first.
+    """Return the `k` largest numbers of each row, descending, and their indices; equal numbers by ascending index.
 
-    # [rows, count] -> 2 x [rows, k], the values' type and int64
+    # [rows, count] -> 2 x [rows, k], the values' dtype and int64
 
-    `torch.topk` leaves it open which of equal numbers at the boundary it takes.
+    `torch.topk` does not define which of several equal numbers it selects.
     """
-    # Integers of 64 bits, no two of which are equal: a float's order above, the index from the last one down below.
-    bits = (values.float() + 0.0).view(torch.int32)  # Both zeros become the positive one.
+    # Sort distinct 64-bit integers: the high half orders like the float, the low half orders by descending index.
+    bits = (values.float() + 0.0).view(torch.int32)  # Adding 0 turns -0 into +0.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     last = values.shape[-1] - 1
     keys = (ordered << 32) | (last - torch.arange(last + 1, device=values.device))
@@ -65,8 +68,8 @@ def top_k_lower_first(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch
 
 
 def deinterleave(x: torch.Tensor) -> torch.Tensor:
-    """Reorder neighbouring pairs `(2i, 2i + 1)` to those that `rotate` turns. # [..., rotary_dim]
+    """Reorder adjacent pairs `(2i, 2i + 1)` to the pairs that `rotate` rotates. # [..., rotary_dim]
 
-    Queries and keys must both be reordered: their products are then the same.
+    Both queries and keys must be reordered, which leaves their dot products unchanged.
     """
     return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -1,6 +1,6 @@
-"""Values that layers and operators exchange: activations, caches, and options, norms and rotations of attention.
+"""Types that layers and operators exchange: activations, caches, and attention's options, norms and rotations.
 
-Imports torch only, so that operators and what calls them can both import it.
+It imports only torch, so that both operators and their callers can import it.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from models.ops.cpu.latent_attention import PackedHeads
 
 SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED = range(6)
-"""Activations of a feed-forward layer, as the operators number them."""
+"""The operators' numbers of a feed-forward layer's activations."""
 FP8_GROUP = 128
-"""Inputs that share an FP8 weight's scale, where scales are of blocks."""
+"""Number of inputs that share a scale of an FP8 weight with block scales."""
 
 
 class Gating(NamedTuple):
@@ -26,14 +26,14 @@ class Gating(NamedTuple):
 
 
 class RoundedRows(NamedTuple):
-    """Rows rounded to a device's FP8, each group of 128 inputs by its largest value."""
+    """Rows rounded to a device's FP8, with a scale per 128 inputs by their largest magnitude."""
 
     codes: torch.Tensor  # [M, K] FP8
-    scales: torch.Tensor  # [M, groups] float32, what the codes are multiplied by
+    scales: torch.Tensor  # [M, groups] float32, factors of the codes
 
     @classmethod
     def empty(cls, rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> "RoundedRows":
-        """Memory for rows that a kernel rounds to `dtype`."""
+        """Allocate memory for rows that a kernel rounds to `dtype`."""
         groups = -(-inputs // FP8_GROUP)
         return cls(
             torch.empty(rows, inputs, dtype=dtype, device=device),
@@ -43,7 +43,7 @@ class RoundedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheTensor:
-    """One layer's paged cache, in the shape of the backend's `kv_cache_shape`."""
+    """One layer's paged keys and values, of the backend's `kv_cache_shape`."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -58,7 +58,7 @@ class VectorCache:
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """One recurrent layer's state, a row a slot of the worker."""
+    """One recurrent layer's states, one row per state slot of the worker."""
 
     tensors: tuple[torch.Tensor, ...]  # each [max_num_seqs, ...]
 
@@ -66,23 +66,23 @@ class StateCache:
 LayerCache: TypeAlias = KVCacheTensor | VectorCache | StateCache
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines of a step's positions, of `RotaryEmbedding`. # 2 x [T, 1, rotary_dim] float32"""
+"""Cosines and signed sines of a step's positions, from `RotaryEmbedding`. # 2 x [T, 1, rotary_dim] float32"""
 
 
 class NormWeight(NamedTuple):
     """A norm's parameters: `x / sqrt(mean(x^2) + eps) * (weight + offset) + bias`."""
 
-    weight: torch.Tensor  # [size], or [heads, size] where each head has its own
+    weight: torch.Tensor  # [size], or [heads, size] if each head has its own
     eps: float
     offset: float
-    """What is added to the weight: 1 where the checkpoint holds the weight less one."""
-    bias: torch.Tensor | None = None  # as the weight
+    """Added to the weight; 1 if the checkpoint stores the weight minus 1."""
+    bias: torch.Tensor | None = None  # shape of the weight
     is_centred: bool = False
-    """Whether `x` is first shifted to mean 0, as a layer norm does."""
+    """Whether the mean of `x` is subtracted first, as in a layer norm."""
 
 
 class HeadNorms(NamedTuple):
-    """Norms of each head's query and key, by root mean square."""
+    """RMS norms of each head's query and key."""
 
     q: NormWeight
     k: NormWeight
@@ -90,46 +90,46 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How one layer attends."""
+    """Options of one layer's attention."""
 
     scale: float
     """Factor of the scores."""
     sliding_window: int | None = None
-    """Tokens that a query sees, its own included; None: all before it."""
+    """Number of tokens to which a query attends, including its own; None for all earlier ones."""
     soft_cap: float | None = None
     """Scores become `soft_cap * tanh(score / soft_cap)`."""
     is_chunked: bool = False
-    """Whether a query sees those tokens of its own chunk of `sliding_window` positions that are not after it."""
+    """Whether a query attends only to the tokens of its own chunk of `sliding_window` positions, up to itself."""
     is_rotated_first: bool = False
-    """Whether queries and keys are rotated before their norm, not after it."""
+    """Whether queries and keys are rotated before their norm instead of after it."""
     k_scale: float = 1.0
-    """What keys, or latents, in an 8-bit cache are multiplied by."""
+    """Factor of keys, or of latents, that are read from an 8-bit cache."""
     v_scale: float = 1.0
-    """What values in it are multiplied by."""
+    """Factor of values that are read from an 8-bit cache."""
 
 
 class AttentionInputs(NamedTuple):
-    """How one call attends, and what is done to its queries and keys before."""
+    """Inputs of one attention call in addition to queries, keys and values."""
 
     options: AttentionOptions
     sinks: torch.Tensor | None = None
-    """[Hq], logits that take part in the softmax and have no value."""
+    """[Hq], logits in the softmax without values."""
     norms: HeadNorms | None = None
     rotation: Rotation | None = None
-    """Applied after the norms, unless the options say otherwise."""
+    """Applied after the norms, or before them with `AttentionOptions.is_rotated_first`."""
     q_scales: torch.Tensor | None = None
     """[T, 1] float32, factors of the queries, applied last."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentInputs:
-    """What is done to a step's queries and latents before they meet, and with which weights."""
+    """Norm, rotation and weights that latent attention applies to a step's queries and latents."""
 
     norm: NormWeight
     """The norm of the latents."""
     rotation: Rotation
-    """Rotates the last dimensions of queries, and the key that follows each latent."""
+    """The rotation of the last dimensions of queries, and of the key that follows each latent."""
     is_interleaved: bool
-    """Whether rotated dimensions are neighbouring pairs, not halves."""
+    """Whether adjacent dimensions are rotated as a pair; otherwise halves are."""
     heads: "PackedHeads | None"
-    """`kv_b` as the CPU's operators read it, where they run."""
+    """`kv_b` in the layout of the CPU operators, if they run."""

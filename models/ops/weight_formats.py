@@ -1,7 +1,7 @@
 """Layouts of quantized weights in a GPU's memory, in plain torch: FP8, MXFP4, and integers of 4 and of 8 bits.
 
-FP8 weights have codes and float32 scales. 4-bit weights are packed two to a byte: 32 bytes hold 64 inputs, the first
-32 in their low nibbles, the next 32 in their high nibbles. `Codes` are a checkpoint's rows before they are packed.
+FP8 weights have codes and float32 scales. 4-bit weights have two codes per byte: 32 bytes hold 64 inputs, the first 32
+in the low nibbles, the next 32 in the high nibbles. `Codes` are rows of a quantized checkpoint before they are packed.
 """
 
 from collections.abc import Callable
@@ -16,41 +16,41 @@ import torch.nn.functional as F
 from models.ops.types import FP8_GROUP
 
 RUN = 32
-"""Consecutive inputs in one nibble of consecutive bytes; a 4-bit weight has an even number of such runs."""
+"""Number of consecutive inputs in the same nibble of consecutive bytes; a 4-bit weight has an even number of runs."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_NAN = 255
 _CHUNK_ELEMENTS = 1 << 18
-"""Numbers rounded at a time: intermediate values stay in the processor's cache."""
+"""Number of values rounded at a time, so that intermediate values stay in the processor's cache."""
 
 Rows: TypeAlias = int | slice | EllipsisType | tuple[int | slice, ...]
-"""Some rows of a weight, or of a stack of them."""
+"""An index of some rows of a weight, or of a stack of weights."""
 
 
 class FP8Weight(NamedTuple):
-    """A weight in the FP8 of its device, with its scales."""
+    """A weight in the device's FP8 dtype, with its scales."""
 
     codes: torch.Tensor  # [N, K] float8, or [experts, N, K]
     scales: torch.Tensor
-    """float32: [N / 128, K / 128], rounded up, of blocks; [N, K / 128] of 128 inputs of a row; [N] of rows; [1].
+    """float32: [N / 128, K / 128], rounded up, per block; [N, K / 128] per 128 inputs of a row; [N] per row; or [1].
 
-    Of a stack: [experts, N, K / 128] or [experts, N].
+    In a stack: [experts, N, K / 128] or [experts, N].
     """
     lead: int = 0
-    """Columns before the weight's first, which complete the group that it begins in; rows have zeros there."""
+    """Columns before the weight's first input, which complete its first group; input rows are padded with zeros."""
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a scale is of 128 inputs."""
+        """Whether a scale belongs to 128 inputs."""
         return self.scales.dim() == self.codes.dim()
 
     @property
     def scale_rows(self) -> int:
-        """Output features that share a scale; 0: all. Not of a stack, where each has its own."""
+        """Number of output features that share a scale, 0 for all. In a stack, each has its own."""
         num_scales = self.scales.shape[0]
         return 0 if num_scales == 1 else 1 if num_scales == self.codes.shape[0] else FP8_GROUP
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The numbers. # [.., N, K]"""
+        """Return the dequantized values. # [.., N, K]"""
         scales, (outputs, inputs) = self.scales, self.codes.shape[-2:]
         if not self.is_blocked:
             return (self.codes.float() * scales[..., None]).to(dtype)
@@ -60,7 +60,7 @@ class FP8Weight(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """As `Codes.kind`."""
+        """See `Codes.kind`."""
         return "fp8"
 
     @property
@@ -69,17 +69,18 @@ class FP8Weight(NamedTuple):
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] - self.lead))
 
     def part(self, at: Rows) -> "FP8Weight":
-        """Some rows of a weight with a scale for each row or for 128 inputs of it."""
+        """Return some rows of a weight with a scale per row, or per 128 inputs of a row."""
         return FP8Weight(self.codes[at], self.scales[at], self.lead)
 
     def completed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows with zeros where the codes have columns that the weight has not. # [M, K]"""
+        """Pad input rows with zeros for the columns that complete groups. # [M, K]"""
         return F.pad(rows, (self.lead, 0)) if self.lead else rows
 
 
 def to_flavour(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """OCP codes as `dtype`, the same numbers: e4m3fnuz reads the same bits as half of them, and has no negative zero.
+    """Convert OCP e4m3fn codes to `dtype` without changing the values.
 
+    In e4m3fnuz the same bits mean half the value, and there is no negative zero.
     # [N, K] float8_e4m3fn
     """
     if dtype is torch.float8_e4m3fn:
@@ -89,21 +90,21 @@ def to_flavour(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
 
 
 class FourBitWeight(NamedTuple):
-    """A weight of 4-bit codes with a scale a group of neighbouring inputs of an output feature."""
+    """A weight of 4-bit codes with a scale per group of adjacent inputs of an output feature."""
 
     packed: torch.Tensor  # [.., out, in / 2] uint8, as `pack_nibbles` makes it
     scales: torch.Tensor
-    """[.., out, groups] of the model's type; with MXFP4 the exponents of powers of two, uint8, biased by 127."""
+    """[.., out, groups] in the model's dtype; with MXFP4, exponents of powers of two as uint8, biased by 127."""
     zeros: torch.Tensor | None = None
-    """[.., out, groups] uint8, the code that means 0; None with MXFP4."""
+    """[.., out, groups] uint8, the code of the value 0; None with MXFP4."""
     lead: int = 0
-    """Columns before the weight's first, as those of `FP8Weight`."""
+    """Columns before the weight's first input; see `FP8Weight`."""
     trail: int = 0
-    """Columns after its last, so that there is an even number of runs."""
+    """Columns after the weight's last input, so that the number of runs is even."""
 
     @property
     def kind(self) -> str:
-        """As `Codes.kind`."""
+        """See `Codes.kind`."""
         return "mxfp4" if self.zeros is None else "int4"
 
     @property
@@ -112,16 +113,16 @@ class FourBitWeight(NamedTuple):
         return torch.Size((*self.packed.shape[:-1], 2 * self.packed.shape[-1] - self.lead - self.trail))
 
     def part(self, at: Rows) -> "FourBitWeight":
-        """Some rows."""
+        """Return some rows."""
         zeros = None if self.zeros is None else self.zeros[at]
         return FourBitWeight(self.packed[at], self.scales[at], zeros, self.lead, self.trail)
 
     def completed(self, rows: torch.Tensor) -> torch.Tensor:
-        """As that of `FP8Weight`."""
+        """See `FP8Weight.completed`."""
         return F.pad(rows, (self.lead, self.trail)) if self.lead or self.trail else rows
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The numbers. # [.., out, in]"""
+        """Return the dequantized values. # [.., out, in]"""
         codes = unpack_nibbles(self.packed).long()
         size = codes.shape[-1] // self.scales.shape[-1]
         if self.zeros is None:
@@ -135,14 +136,14 @@ class FourBitWeight(NamedTuple):
 
 
 class Int8Weight(NamedTuple):
-    """A weight of 8-bit integers with a scale an output feature."""
+    """A weight of 8-bit integers with a scale per output feature."""
 
     codes: torch.Tensor  # [N, K] int8, or [experts, N, K]
     scales: torch.Tensor  # [N] float32, or [experts, N]
 
     @property
     def kind(self) -> str:
-        """As `Codes.kind`."""
+        """See `Codes.kind`."""
         return "int8"
 
     @property
@@ -151,33 +152,34 @@ class Int8Weight(NamedTuple):
         return self.codes.shape
 
     def part(self, at: Rows) -> "Int8Weight":
-        """Some rows."""
+        """Return some rows."""
         return Int8Weight(self.codes[at], self.scales[at])
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The numbers. # [.., N, K]"""
+        """Return the dequantized values. # [.., N, K]"""
         return (self.codes.float() * self.scales[..., None]).to(dtype)
 
 
 QuantizedWeight: TypeAlias = FP8Weight | FourBitWeight | Int8Weight
-"""A weight, or a stack of them, as the kernels read it."""
+"""A weight, or a stack of weights, in the form that kernels read."""
 
 
 class MixedStack(NamedTuple):
-    """A stack of experts whose weights are of several forms: a part for the experts of each."""
+    """A stack of experts whose weights have several forms, with a part for the experts of each form."""
 
     parts: tuple[torch.Tensor | QuantizedWeight, ...]
     homes: tuple[tuple[int, int], ...]
     """The part of each expert, and the expert's index in that part."""
     experts: tuple[torch.Tensor, ...]  # [experts of the part] int64, of each part
     slots: tuple[torch.Tensor, ...]
-    """For each part [experts + 1] int64: each expert's index in it; the part's size for other experts and for none."""
+    """For each part, [experts + 1] int64: each expert's index in the part, or the part's size for experts of other
+    parts; the last element, for no expert, is also the part's size."""
 
     @staticmethod
     def of(
         parts: tuple[torch.Tensor | QuantizedWeight, ...], homes: tuple[tuple[int, int], ...], device: torch.device
     ) -> "MixedStack":
-        """Of parts on `device`."""
+        """Build the stack from parts on `device`."""
         experts, slots = [], []
         for number, part in enumerate(parts):
             own = [expert for expert, (home, _) in enumerate(homes) if home == number]
@@ -194,11 +196,11 @@ class MixedStack(NamedTuple):
 
 
 StackOperand: TypeAlias = torch.Tensor | QuantizedWeight | MixedStack
-"""What experts are multiplied by."""
+"""The forms of a stack of experts' weights that products accept."""
 
 
 def expert_of(weight: StackOperand, expert: int) -> tuple[torch.Tensor | QuantizedWeight, int]:
-    """The stack of one form that has an expert, and its index there."""
+    """Return the part with one form that contains an expert, and the expert's index in it."""
     if isinstance(weight, MixedStack):
         part, at = weight.homes[expert]
         return weight.parts[part], at
@@ -206,31 +208,31 @@ def expert_of(weight: StackOperand, expert: int) -> tuple[torch.Tensor | Quantiz
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """# [.., in] uint8 below 16, `in` a multiple of 64 -> [.., in / 2] uint8"""
+    """Pack codes in the kernels' layout. # [.., in] uint8 below 16, `in` a multiple of 64 -> [.., in / 2] uint8"""
     pairs = codes.view(*codes.shape[:-1], -1, 2, RUN)
     return (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).flatten(-2)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_nibbles`. # [.., in / 2] uint8 -> [.., in] uint8"""
+    """Inverse of `pack_nibbles`. # [.., in / 2] uint8 -> [.., in] uint8"""
     runs = packed.view(*packed.shape[:-1], -1, 1, RUN)
     return torch.cat((runs & 15, runs >> 4), -2).flatten(-3)
 
 
 def nibbles(pairs: torch.Tensor) -> torch.Tensor:
-    """Both codes of each byte, the low one first. # [rows, n] uint8 -> [rows, 2 * n] uint8"""
+    """Return both codes of each byte, the low one first. # [rows, n] uint8 -> [rows, 2 * n] uint8"""
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
 def mxfp4_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and exponents of the MXFP4 numbers nearest to bfloat16's, the same numbers again of what was MXFP4.
+    """Round bfloat16 values to MXFP4; values that are MXFP4 already are unchanged. Returns codes and exponents.
 
     # [rows, in], `in` a multiple of 32 -> [rows, in] uint8 below 16, [rows, in / 32] uint8
 
-    A group's exponent is the one of two by which its squared error is less: by the first its largest number is 4 to 8
-    times the scale, of which 6 is the most that a code means, by the second half of that. The first is exact for what
-    was MXFP4, since E2M1's steps and range hold all numbers that had a larger exponent. What is not finite makes its
-    group NaN, and groups of numbers below 2^-118 lose bits.
+    For each group, the exponent with the smaller squared error is selected from two candidates. With the first, the
+    group's largest magnitude is 4 to 8 times the scale (the largest E2M1 value is 6); the second scale is twice as
+    large. The first represents all values exactly that were MXFP4 with this or a larger exponent. A value that is not
+    finite makes its group NaN, and groups of values below 2^-118 lose bits.
     """
     num_rows, inputs = dense.shape
     codes = torch.empty(num_rows, inputs, dtype=torch.uint8)
@@ -244,7 +246,8 @@ def mxfp4_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nearest_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `mxfp4_of`, by tables over a number's distance in bits from its group's largest. # [rows, in] bfloat16"""
+    """`mxfp4_of` by tables, indexed by a value's distance in bits from its group's largest one. # [rows, in]
+    bfloat16"""
     nearest, difference = _nearest_codes()
     bits = rows.view(torch.int16).view(-1, RUN).int()
     sizes = bits & 0x7FFF
@@ -260,15 +263,15 @@ def _nearest_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _MANTISSA = 7
-"""Bits of bfloat16's mantissa, which its exponent follows."""
+"""Number of bits of bfloat16's mantissa, below its exponent."""
 _DISTANCES = 6
-"""Powers of two from a group's largest number on in which a number may have a code that is not 0."""
+"""Number of powers of two, from a group's largest magnitude down, in which a value may have a code other than 0."""
 
 
 @cache
 def _nearest_codes() -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of bfloat16's numbers up to 8, by the first scale, then by the second; the second's squared error less
-    the first's.
+    """Return the codes of bfloat16 values up to 8 with the first scale, followed by those with the second scale, and
+    the second's squared error minus the first's.
 
     # [2 * n] uint8, [n] float32
     """
@@ -277,7 +280,7 @@ def _nearest_codes() -> tuple[torch.Tensor, torch.Tensor]:
     codes, errors = [], []
     for scale in (1, 2):
         scaled = numbers / scale
-        # Codes are linear up to 2, from 2 to 4 and from 4 on. Ties go to the even one.
+        # Codes are linear in the value up to 2, from 2 to 4, and from 4 on. Ties are rounded to the even code.
         code = torch.where(scaled <= 2, scaled * 2, torch.where(scaled <= 4, scaled + 2, scaled / 2 + 4))
         codes.append(code.round().clamp(max=7).to(torch.uint8))
         errors.append((torch.tensor(_E2M1, dtype=torch.float64)[codes[-1].long()] * scale - numbers).square())
@@ -286,46 +289,48 @@ def _nearest_codes() -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Rows of one quantized weight."""
+    """Rows of a quantized weight of a checkpoint."""
 
     kind: str
     """`fp8`, `int4`, `int8` or `mxfp4`."""
     codes: torch.Tensor
     """[rows, inputs] float8_e4m3fn, int8, or uint8 below 16; with `is_paired` [rows, inputs / 2] uint8."""
     scales: torch.Tensor
-    """[rows, groups] of neighbouring inputs: floats, or with MXFP4 uint8 exponents of two, biased by 127."""
+    """[rows, groups], one per group of adjacent inputs: floats, or with MXFP4 exponents of two as uint8, biased by
+    127."""
     zeros: torch.Tensor | None
-    """[rows, groups], of the dtype of the codes: the code that means 0, with int4 and int8."""
+    """[rows, groups], in the dtype of the codes: the code of the value 0, with int4 and int8."""
     width: int
-    """Inputs of a group; the last may have fewer."""
+    """Number of inputs of a group; the last group may have fewer."""
     dense: Callable[[], torch.Tensor]
-    """Computes the same rows and columns dequantized, as the model uses them without kernels."""
+    """Computes the same rows and columns as dense values."""
     order: torch.Tensor | None = None
-    """[inputs] int32, the layer's input that each column multiplies, on a CPU; None: the columns are in its order."""
+    """[inputs] int32, for each column the index of its input (CPU only); None if columns are in the order of
+    inputs."""
     is_paired: bool = False
-    """Whether two codes of 4 bits share a byte, the first in its low half."""
+    """Whether a byte contains two 4-bit codes, the first in its low half."""
     lead: int = 0
-    """Inputs of the first group that another rank has, before these."""
+    """Number of inputs of the first group that precede these columns and belong to another rank."""
 
     @property
     def inputs(self) -> int:
-        """Columns of the weight."""
+        """Number of columns of the weight."""
         return self.codes.shape[1] * (2 if self.is_paired else 1)
 
     def unpaired(self) -> "Codes":
-        """The same with a code a byte."""
+        """Return the rows with one code per byte."""
         if not self.is_paired:
             return self
         return replace(self, codes=nibbles(self.codes), is_paired=False)
 
     @property
     def cuts_groups(self) -> bool:
-        """Whether the first group or the last lacks inputs that another rank has."""
+        """Whether inputs of the first or last group belong to another rank."""
         has_part = self.kind != "fp8" and (self.lead + self.inputs) % self.width != 0
         return self.scales.shape[1] > 1 and (self.lead > 0 or has_part)
 
     def part(self, dim: int, first: int, last: int, step: int = 1) -> "Codes | None":
-        """Some rows or columns; None of columns that are not neighbours, or not in the order of the layer's inputs."""
+        """Return some rows or columns; None for columns that are not adjacent or not in the order of inputs."""
         dense = self.dense
 
         def slice_of_dense() -> torch.Tensor:
