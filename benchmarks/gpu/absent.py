@@ -17,8 +17,7 @@ from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.parts import Case, Values
+from benchmarks.gpu.bench import Bench, Case, Values
 from benchmarks.gpu.steps import BLOCK_SIZE, Loop, SizedRunner, load_shape
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler

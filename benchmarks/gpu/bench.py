@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from benchmarks.gpu.parts import Case, Values, Wrong
 from engine.runner.device import Device, GPUDevice, HostDevice
 from models.ops import triton as kernels
 
@@ -23,6 +22,21 @@ _FLUSH_BYTES = 1 << 29
 """Written between two repetitions: more than any chip's caches hold."""
 _SECONDS_A_CASE = 0.25
 _T = TypeVar("_T")
+
+
+Values: TypeAlias = dict[str, float | str]
+"""Figures and remarks of a case, by column. A column "of the ..." holds a ratio, which is shown in percent."""
+
+
+class Case(NamedTuple):
+    """One row of a table. `run` raises an error if the case cannot be measured; its message becomes the row."""
+
+    name: str
+    run: Callable[[], Values]
+
+
+class Wrong(ValueError):
+    """The measured operation returns wrong results."""
 
 
 class Ceilings(NamedTuple):

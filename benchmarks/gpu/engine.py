@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.checkpoints import QWEN3_06B, Checkpoint, write
-from benchmarks.gpu.bench import Bench, first_line
-from benchmarks.gpu.parts import Case, Values
+from benchmarks.gpu.bench import Bench, Case, Values, first_line
 from benchmarks.gpu.steps import random_ids
 from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams

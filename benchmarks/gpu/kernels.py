@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.parts import Case, Values, Wrong
+from benchmarks.gpu.bench import Bench, Case, Values, Wrong
 from engine.sampling.parameters import RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
 from engine.text.structured.matcher import MaskedRow, packed
@@ -38,8 +37,8 @@ from models.ops.triton.expert_routing import block_of, moe_combine, moe_route, m
 from models.ops.triton.latent_attention import latent_attention
 from models.ops.triton.logits import argmax
 from models.ops.triton.quantized_products import four_bit_linear, fp8_linear
-from models.ops.types import FP8_GROUP, SILU, AttentionOptions, Gating, HeadNorms, KVCacheTensor
-from models.ops.weight_formats import FourBitWeight, FP8Weight
+from models.ops.types import SILU, AttentionOptions, Gating, HeadNorms, KVCacheTensor
+from models.ops.weight_formats import FP8_GROUP, FourBitWeight, FP8Weight
 
 _BLOCK_SIZE = 16
 _HEADS, _DRY_HEADS = (32, 8, 128), (4, 2, 16)

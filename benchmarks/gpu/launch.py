@@ -13,9 +13,8 @@ from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import Bench, Case, Values
 from benchmarks.gpu.kernels import DeltaProblem, Problem, random_mxfp4
-from benchmarks.gpu.parts import Case, Values
 from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
 from models.ops.activation import swiglu
@@ -30,8 +29,8 @@ from models.ops.triton.latent_attention import indexer_scores, latent_attention
 from models.ops.triton.logits import logprobs
 from models.ops.triton.probe_kernel import probe_kernel
 from models.ops.triton.quantized_products import four_bit_linear, fp8_linear
-from models.ops.types import FP8_GROUP, SILU, AttentionInputs, Gating, HeadNorms
-from models.ops.weight_formats import FourBitWeight, FP8Weight
+from models.ops.types import SILU, AttentionInputs, Gating, HeadNorms
+from models.ops.weight_formats import FP8_GROUP, FourBitWeight, FP8Weight
 
 
 @triton.jit

@@ -1,31 +1,14 @@
-"""What is measured on a GPU: `Case`, `Part`, the list of parts, and their findings as tables and JSON."""
+"""The parts of a benchmark run on a GPU, and their findings as tables and JSON."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
+from benchmarks.gpu.bench import Bench, Case, Values
 from benchmarks.report import marked, put_section
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.bench import Bench
-
-
-Values: TypeAlias = dict[str, float | str]
-"""Figures and remarks of a case, by column. A column "of the ..." holds a share, which is shown in percent."""
-
-
-class Case(NamedTuple):
-    """One row of a table. `run` raises where it cannot be measured; its words become the row."""
-
-    name: str
-    run: Callable[[], Values]
-
-
-class Wrong(ValueError):
-    """What was to be measured gives wrong numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +54,7 @@ class Part(NamedTuple):
     quick_seconds: float
     """The same of a quick run."""
 
-    def cases(self, bench: "Bench") -> Iterator[Case]:
+    def cases(self, bench: Bench) -> Iterator[Case]:
         """In order; what several share is made when the first of them runs."""
         module = import_module(f"benchmarks.gpu.{_MODULES[self.name]}")
         return cast("Iterator[Case]", getattr(module, f"{self.name}_cases")(bench))

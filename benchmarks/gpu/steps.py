@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from benchmarks.gpu.bench import Bench, Mark
-from benchmarks.gpu.parts import Case, Values
+from benchmarks.gpu.bench import Bench, Case, Mark, Values
 from engine.batch import ScheduledBatch
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler

@@ -37,7 +37,7 @@ from models.ops.cpu import runtime as library
 from models.ops.cpu.collectives import SharedMemoryCollectives, SharedMemoryExchange
 from models.ops.cpu.runtime import Library
 from models.ops.triton import probe as ptxas
-from models.ops.types import FP8_GROUP
+from models.ops.weight_formats import FP8_GROUP
 from models.parallel.process_group import ProcessGroupCollectives, Rendezvous, ReplicaWorld
 from models.parallel.tensor_parallel import Collectives, ExpertParallel, TensorParallel
 from models.quantization.config import ROUNDINGS

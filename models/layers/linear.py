@@ -31,7 +31,7 @@ from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime
 from models.ops.stored_weight import Feed, dense_linear, stored_of
-from models.ops.types import RoundedRows
+from models.ops.weight_formats import RoundedRows
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from models.ops.aiter import operators as aiter_experts
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.stored_weight import Feed, operand_of, stored_of
-from models.ops.types import RoundedRows
-from models.ops.weight_formats import MixedStack
+from models.ops.weight_formats import MixedStack, RoundedRows
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel, TokenExchange
 
 if TYPE_CHECKING:

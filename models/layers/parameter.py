@@ -14,7 +14,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
-from models.ops.cpu.dense import PANEL, CodedWeight, PackedWeight, QuantizedWeight, weight_of
+from models.ops.cpu.dense import dequantized
+from models.ops.cpu.packed_weight import PANEL, CodedWeight, PackedWeight, QuantizedWeight, weight_of
 from models.ops.cpu.structures import MAX_IN_FEATURES
 from models.ops.stored_weight import stored_of
 from models.ops.weight_formats import RUN
@@ -228,7 +229,7 @@ def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_in
             packed.put_codes(first, codes)
             return
         if isinstance(packed, CodedWeight) and not packed.rounds:
-            packed = _own_weight(parameter).packed = packed.dense()
+            packed = _own_weight(parameter).packed = dequantized(packed)
         packed.put(first, rows if codes is None else codes.dense())
     elif not fill_stored(parameter, first, rows, expert_index):
         whole = parameter.data if expert_index is None else parameter.data[expert_index]

@@ -11,6 +11,7 @@ from models.layers.moe import ExpertRow, FusedMoE
 from models.layers.parameter import onednn_of, packed_of
 from models.ops import triton
 from models.ops.cpu import dense as ops
+from models.ops.cpu.packed_weight import PackedWeight
 from models.ops.paged_attention import attend_row
 from models.ops.self_test import FLOAT32, rounding_bound
 from models.ops.stored_weight import stored_of
@@ -116,7 +117,7 @@ def _rows(weight: nn.Parameter, some: slice, expert: int | None, dtype: torch.dt
     """
     packed = packed_of(weight)
     if packed is not None:
-        if type(packed) is not ops.PackedWeight:
+        if type(packed) is not PackedWeight:
             return None
         first = 0 if expert is None else expert * weight.shape[1]
         return ops.embed(torch.arange(first + some.start, first + some.stop), packed).float()

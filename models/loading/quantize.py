@@ -36,7 +36,7 @@ from models.loading.loader import (
     make_model,
     wanted_tensors,
 )
-from models.ops.cpu.dense import PANEL, QuantizedWeight, group_of
+from models.ops.cpu.packed_weight import PANEL, QuantizedWeight, group_of
 from models.ops.weight_formats import mxfp4_of
 from models.quantization.config import MXFP4_GROUP, ROUNDING_FIELD, ROUNDINGS, Rounding
 from models.quantization.dequantize import unstacked

@@ -12,7 +12,8 @@ from models.ops.cpu import dense as ops
 from models.ops.cpu import gated_delta as gate_ops
 from models.ops.cpu import runtime
 from models.ops.stored_weight import Feed
-from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating, RoundedRows
+from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
+from models.ops.weight_formats import RoundedRows
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 """The activated first half of each row times the second half. # [tokens, 2 * features] -> [tokens, features]"""

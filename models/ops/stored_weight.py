@@ -16,8 +16,8 @@ from torch import nn
 
 from models.ops import aiter, triton
 from models.ops.aiter import operators as aiter_operators
-from models.ops.types import FP8_GROUP, RoundedRows
 from models.ops.weight_formats import (
+    FP8_GROUP,
     RUN,
     Codes,
     FourBitWeight,
@@ -25,6 +25,7 @@ from models.ops.weight_formats import (
     Int8Weight,
     MixedStack,
     QuantizedWeight,
+    RoundedRows,
     Rows,
     StackOperand,
     expert_of,

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED = range(6)
 """The operators' numbers of a feed-forward layer's activations."""
-FP8_GROUP = 128
-"""Number of inputs that share a scale of an FP8 weight with block scales."""
 
 
 class Gating(NamedTuple):
@@ -23,22 +21,6 @@ class Gating(NamedTuple):
     activation: int
     alpha: float = 0.0
     limit: float = 0.0
-
-
-class RoundedRows(NamedTuple):
-    """Rows rounded to a device's FP8, with a scale per 128 inputs by their largest magnitude."""
-
-    codes: torch.Tensor  # [M, K] FP8
-    scales: torch.Tensor  # [M, groups] float32, factors of the codes
-
-    @classmethod
-    def empty(cls, rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> "RoundedRows":
-        """Allocate memory for rows that a kernel rounds to `dtype`."""
-        groups = -(-inputs // FP8_GROUP)
-        return cls(
-            torch.empty(rows, inputs, dtype=dtype, device=device),
-            torch.empty(rows, groups, dtype=torch.float32, device=device),
-        )
 
 
 @dataclass(frozen=True, slots=True)

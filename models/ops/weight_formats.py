@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from models.ops.types import FP8_GROUP
-
+FP8_GROUP = 128
+"""Number of inputs that share a scale of an FP8 weight with block scales."""
 RUN = 32
 """Number of consecutive inputs in the same nibble of consecutive bytes; a 4-bit weight has an even number of runs."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -24,6 +24,22 @@ _CHUNK_ELEMENTS = 1 << 18
 
 Rows: TypeAlias = int | slice | EllipsisType | tuple[int | slice, ...]
 """An index of some rows of a weight, or of a stack of weights."""
+
+
+class RoundedRows(NamedTuple):
+    """Rows rounded to a device's FP8, with a scale per 128 inputs by their largest magnitude."""
+
+    codes: torch.Tensor  # [M, K] FP8
+    scales: torch.Tensor  # [M, groups] float32, factors of the codes
+
+    @classmethod
+    def empty(cls, rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> "RoundedRows":
+        """Allocate memory for rows that a kernel rounds to `dtype`."""
+        groups = -(-inputs // FP8_GROUP)
+        return cls(
+            torch.empty(rows, inputs, dtype=dtype, device=device),
+            torch.empty(rows, groups, dtype=torch.float32, device=device),
+        )
 
 
 class FP8Weight(NamedTuple):

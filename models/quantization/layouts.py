@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from models.errors import CheckpointError
-from models.ops.types import FP8_GROUP
-from models.ops.weight_formats import RUN, Codes, nibbles
+from models.ops.weight_formats import FP8_GROUP, RUN, Codes, nibbles
 from models.quantization.config import MXFP4_GROUP, NVFP4_GROUP, Granularity, LayerQuantConfig
 from models.quantization.stored import QuantizedStack
 from models.registry import Registry

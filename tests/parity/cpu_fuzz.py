@@ -18,7 +18,7 @@ from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
-from models.ops.cpu.dense import CodedWeight, QuantizedWeight
+from models.ops.cpu.packed_weight import CodedWeight, PackedWeight, QuantizedWeight
 from models.ops.types import CLAMPED_SILU, SILU, AttentionOptions
 from models.ops.weight_formats import Codes, nibbles
 from tests.parity.test_cpu_codes import KINDS, assert_same_products, random_codes
@@ -68,7 +68,7 @@ def _products(draw: random.Random, seed: int) -> None:
     assert torch.equal(ops.embed(ids, packed(weight), 3.7), weight[ids] * 3.7)
     counts = [*(draw.choice((0, 1, 3, 40)) for _ in range(draw.randint(0, 4))), draw.choice((1, 3))]
     stack = bf16(len(counts), 32, inputs, seed=seed)
-    pairs, weights = bf16(sum(counts), inputs, seed=seed), ops.PackedWeight(len(counts) * 32, inputs)
+    pairs, weights = bf16(sum(counts), inputs, seed=seed), PackedWeight(len(counts) * 32, inputs)
     weights.put(0, stack.view(-1, inputs))
     found = ops.grouped_linear(pairs, weights, None, torch.tensor(counts))
     parts = [rows.float() @ one.float().T for rows, one in zip(pairs.split(counts), stack, strict=True)]

@@ -19,6 +19,7 @@ from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime
 from models.ops.cpu import runtime as library
 from models.ops.cpu.collectives import SharedMemoryExchange
+from models.ops.cpu.packed_weight import PackedWeight
 from tests.parity.test_cpu_operators import bf16
 
 REPLICAS, MOST_TOKENS, EXPERTS, SIZE = 3, 40, 12, 64
@@ -39,14 +40,14 @@ class Step:
         ]
 
 
-def stack(experts: range, weight: torch.Tensor) -> ops.PackedWeight:
+def stack(experts: range, weight: torch.Tensor) -> PackedWeight:
     """Those experts of `weight` [EXPERTS, SIZE, SIZE]."""
-    packed = ops.PackedWeight(len(experts) * SIZE, SIZE)
+    packed = PackedWeight(len(experts) * SIZE, SIZE)
     packed.put(0, weight[experts.start : experts.stop].reshape(-1, SIZE))
     return packed
 
 
-def expected(step: Step, replica: int, whole: ops.PackedWeight) -> torch.Tensor:
+def expected(step: Step, replica: int, whole: PackedWeight) -> torch.Tensor:
     """The answers to a replica's pairs; 0 where nobody is asked. # [tokens, top_k, SIZE]"""
     ids = step.ids[replica]
     counts, tokens, places = expert_ops.sort_pairs(ids.clamp(max=EXPERTS - 1), EXPERTS)

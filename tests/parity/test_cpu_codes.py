@@ -11,6 +11,7 @@ import torch
 from models.layers.parameter import packed_of
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime
+from models.ops.cpu.packed_weight import CodedWeight, PackedWeight
 from models.ops.weight_formats import Codes
 from tests.parity import quantized_checkpoints as q
 from tests.parity.paged_model import PagedModel, Row, prompt
@@ -94,7 +95,7 @@ def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, d
     """Of few rows, of several groups, and of as many as make the whole weight bfloat16 first."""
     outputs, inputs = 72, 4096 + 64
     codes, meant = random_codes(kind, width, dtype, outputs, inputs)
-    coded, packed = ops.CodedWeight(outputs, inputs), ops.PackedWeight(outputs, inputs)
+    coded, packed = CodedWeight(outputs, inputs), PackedWeight(outputs, inputs)
     packed.put(0, meant)
     for first, last in ((40, 72), (0, 40)):
         part = codes.part(0, first, last)
@@ -107,13 +108,13 @@ def test_products_are_those_of_the_weight_that_is_meant(kind: str, width: int, d
     assert_same_products(found, ops.linear(most, packed, bias), most, meant)
     for rows in (1, 2, 17, 100):
         assert torch.equal(ops.linear(most[:rows], coded, bias), found[:rows]), "a row does not depend on others"
-    assert torch.equal(coded.dense().memory, packed.memory)
+    assert torch.equal(ops.dequantized(coded).memory, packed.memory)
 
 
 @pytest.mark.usefixtures("each_path")
 def test_experts_are_multiplied_by_their_own_codes() -> None:
     experts, outputs, inputs = 3, 64, 96
-    coded, packed = ops.CodedWeight(experts * outputs, inputs), ops.PackedWeight(experts * outputs, inputs)
+    coded, packed = CodedWeight(experts * outputs, inputs), PackedWeight(experts * outputs, inputs)
     codes, meant = random_codes("int4", 32, torch.float16, experts * outputs, inputs)
     coded.put_codes(0, codes)
     packed.put(0, meant)
@@ -126,7 +127,7 @@ def test_experts_are_multiplied_by_their_own_codes() -> None:
 def is_coded(model: PagedModel) -> list[bool]:
     """Whether each weight of projections is kept as it is stored."""
     weights = [packed_of(each) for name, each in model.model.named_parameters() if "embed" not in name]
-    return [isinstance(each, ops.CodedWeight) for each in weights if each is not None]
+    return [isinstance(each, CodedWeight) for each in weights if each is not None]
 
 
 def assert_same_logits(pair: q.Pair, *, is_reordered: bool = False) -> list[bool]:

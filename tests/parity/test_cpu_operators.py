@@ -21,7 +21,7 @@ from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
-from models.ops.cpu.dense import QuantizedWeight
+from models.ops.cpu.packed_weight import PackedWeight, QuantizedWeight
 from models.ops.cpu.program import record
 from models.ops.cpu.sampling import GreedyHead
 from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms
@@ -45,8 +45,8 @@ def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
 
 
-def packed(weight: torch.Tensor) -> ops.PackedWeight:
-    made = ops.PackedWeight(*weight.shape)
+def packed(weight: torch.Tensor) -> PackedWeight:
+    made = PackedWeight(*weight.shape)
     made.put(0, weight)
     return made
 
@@ -80,7 +80,7 @@ class TestLinear:
 
     def test_a_weight_may_be_packed_in_pieces(self) -> None:
         weight = bf16(150, 70)
-        made = ops.PackedWeight(150, 70)
+        made = PackedWeight(150, 70)
         for first, last in itertools.pairwise((0, 7, 64, 65, 150)):
             made.put(first, weight[first:last])
         assert torch.equal(made.memory, packed(weight).memory)
@@ -189,7 +189,7 @@ class TestGatedLinear:
             assert torch.equal(found, torch.cat([product(part, weight, bias) for part in x.split(30)]))
 
     def test_takes_no_weight_whose_halves_share_a_panel(self) -> None:
-        for made in (ops.PackedWeight, lambda *sizes: QuantizedWeight(*sizes, 8)):
+        for made in (PackedWeight, lambda *sizes: QuantizedWeight(*sizes, 8)):
             assert ops.gates(made(64, 128))
             assert not ops.gates(made(96, 128))
 
@@ -677,7 +677,7 @@ def test_rows_that_share_their_first_blocks_attend_as_each_does_alone(shared: in
     assert torch.equal(attend(rows), torch.cat([attend([row]) for row in rows]))
 
 
-def greedy_head(weight: ops.PackedWeight, bias: torch.Tensor | None, max_rows: int) -> GreedyHead:
+def greedy_head(weight: PackedWeight, bias: torch.Tensor | None, max_rows: int) -> GreedyHead:
     def compute_logits(x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, weight, bias, dtype=torch.float32)
 
@@ -694,7 +694,7 @@ def greedy_head(weight: ops.PackedWeight, bias: torch.Tensor | None, max_rows: i
 def test_grouped_rows_each_meet_their_own_weight(counts: list[int], has_bias: bool) -> None:
     x, weights = bf16(sum(counts) + 2, 100), bf16(6, 96, 100, seed=1)
     bias = bf16(6, 96, seed=2) if has_bias else None
-    stack = ops.PackedWeight(6 * 96, 100)
+    stack = PackedWeight(6 * 96, 100)
     for place, weight in enumerate(weights):
         stack.put(place * 96, weight)
     found = ops.grouped_linear(x, stack, bias, torch.tensor(counts))

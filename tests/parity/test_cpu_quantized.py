@@ -9,7 +9,7 @@ import torch
 
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime, structures
-from models.ops.cpu.dense import BLOCK, STEP, QuantizedWeight, quantized_bytes
+from models.ops.cpu.packed_weight import BLOCK, STEP, QuantizedWeight, quantized_bytes
 from tests.parity.test_cpu_operators import LIBRARY, PATHS, SILU, bf16, greedy_head
 
 pytestmark = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from models.loading.loader import load_model
 from models.lora.adapters import load_adapters
 from models.ops.cpu import runtime
 from models.ops.cpu import runtime as library
-from models.ops.cpu.dense import QuantizedWeight
+from models.ops.cpu.packed_weight import QuantizedWeight
 from models.quantization.config import Rounding
 from tests.parity import quantized_checkpoints as q
 from tests.parity.adapters import make_adapter, read_weights

@@ -18,7 +18,7 @@ from models.errors import CheckpointError
 from models.layers.parameter import packed_of
 from models.loading.quantize import write_quantized
 from models.ops.cpu import runtime
-from models.ops.cpu.dense import QuantizedWeight, group_of
+from models.ops.cpu.packed_weight import QuantizedWeight, group_of
 from models.ops.weight_formats import Codes, mxfp4_of
 from models.quantization.config import Rounding
 from models.quantization.layouts import layout_of

@@ -5,7 +5,8 @@ from typing import Any
 from models.ops.triton.configs import TARGETS, Target, config_of
 from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, gated_kernel, rms_norm_kernel
 from models.ops.triton.grids import next_power_of_2
-from models.ops.types import CLAMPED_SILU, FP8_GROUP, GELU, GELU_TANH, RELU_SQUARED, SILU
+from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU_SQUARED, SILU
+from models.ops.weight_formats import FP8_GROUP
 from tools.kernels.compilation import Compilation
 
 

@@ -11,7 +11,8 @@ from models.ops.triton.expert_products import (
     moe_gemm_kernel,
     moe_int8_gemm_kernel,
 )
-from models.ops.types import CLAMPED_SILU, FP8_GROUP, SILU, Gating
+from models.ops.types import CLAMPED_SILU, SILU, Gating
+from models.ops.weight_formats import FP8_GROUP
 from tools.kernels.compilation import Compilation
 
 

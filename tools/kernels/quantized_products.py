@@ -9,7 +9,7 @@ from models.ops.triton.quantized_products import (
     split_rows,
     splits_of,
 )
-from models.ops.types import FP8_GROUP
+from models.ops.weight_formats import FP8_GROUP
 from tools.kernels.compilation import Compilation
 
 _WIDTH = 4096

@@ -17,7 +17,8 @@ from models.ops.aiter import attention
 from models.ops.aiter import operators as dense
 from models.ops.aiter import operators as experts
 from models.ops.self_test import FAILURE_FACTOR, Finding, relative_error
-from models.ops.types import FP8_GROUP, AttentionOptions, KVCacheTensor
+from models.ops.types import AttentionOptions, KVCacheTensor
+from models.ops.weight_formats import FP8_GROUP
 
 
 class Sizes(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from models.ops.aiter.library import function, member
-from models.ops.types import FP8_GROUP
+from models.ops.weight_formats import FP8_GROUP
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

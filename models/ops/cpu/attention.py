@@ -4,7 +4,7 @@ layers."""
 import torch
 
 from models.ops.cpu import structures
-from models.ops.cpu.dense import DEPTH
+from models.ops.cpu.packed_weight import DEPTH
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 from models.ops.types import AttentionOptions, HeadNorms, Rotation

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from models.ops.cpu import structures
-from models.ops.cpu.dense import DEPTH, PANEL, PackedWeight
+from models.ops.cpu.packed_weight import DEPTH, PANEL, PackedWeight
 from models.ops.cpu.runtime import current, pointer, runs
 from models.ops.cpu.structures import Step
 

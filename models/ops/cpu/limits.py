@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from models.ops.cpu import dense, structures
+from models.ops.cpu.packed_weight import PackedWeight
 from models.ops.cpu.runtime import current
 from models.ops.cpu.structures import Step
 
@@ -35,9 +36,9 @@ class Limits(NamedTuple):
 
 def measure(threads: int) -> Limits:
     """Measure the started operators on `threads` threads. Each figure is the best of nine runs."""
-    large = dense.PackedWeight(_LARGE, _INPUTS)
+    large = PackedWeight(_LARGE, _INPUTS)
     large.put(0, torch.randn(256, _INPUTS).bfloat16().repeat(_LARGE // 256, 1))
-    small = dense.PackedWeight(_SMALL, _INPUTS)
+    small = PackedWeight(_SMALL, _INPUTS)
     small.put(0, torch.randn(_SMALL, _INPUTS).bfloat16())
     x = torch.randn(_ROWS, _INPUTS).bfloat16()
     found = torch.zeros(threads, dtype=torch.int64)

@@ -10,7 +10,8 @@ import triton.language as tl
 from models.ops.triton.configs import launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.launcher import jit
-from models.ops.types import CLAMPED_SILU, FP8_GROUP, GELU, GELU_TANH, RELU, SILU, RoundedRows
+from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, SILU
+from models.ops.weight_formats import FP8_GROUP, RoundedRows
 
 PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
 """What becomes of the residual: there is none; it is added to first, and kept; the norm is added to it."""

@@ -20,8 +20,16 @@ from models.ops.triton.grids import cdiv
 from models.ops.triton.int8_products import load_integers, quantize_rows
 from models.ops.triton.launcher import jit
 from models.ops.triton.quantized_products import add_group, add_runs, load_runs, load_some, operands
-from models.ops.types import FP8_GROUP, Gating, RoundedRows
-from models.ops.weight_formats import FourBitWeight, FP8Weight, Int8Weight, MixedStack, StackOperand
+from models.ops.types import Gating
+from models.ops.weight_formats import (
+    FP8_GROUP,
+    FourBitWeight,
+    FP8Weight,
+    Int8Weight,
+    MixedStack,
+    RoundedRows,
+    StackOperand,
+)
 
 NO_ACTIVATION = -1
 

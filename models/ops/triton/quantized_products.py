@@ -19,8 +19,7 @@ from models.ops.triton.configs import FEW_ROWS, Target, launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.triton.int8_products import int8_linear
 from models.ops.triton.launcher import jit
-from models.ops.types import FP8_GROUP, RoundedRows
-from models.ops.weight_formats import FourBitWeight, FP8Weight, Int8Weight, QuantizedWeight
+from models.ops.weight_formats import FP8_GROUP, FourBitWeight, FP8Weight, Int8Weight, QuantizedWeight, RoundedRows
 
 
 @jit

@@ -10,17 +10,8 @@ import torch.nn.functional as F
 from models.ops.self_test import FLOAT32, Case, Finding, Problems, relative_error, rounding_bound
 from models.ops.triton.configs import target_of
 from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, activated, rms_norm
-from models.ops.types import (
-    CLAMPED_SILU,
-    FP8_GROUP,
-    GELU,
-    GELU_TANH,
-    RELU,
-    RELU_SQUARED,
-    SILU,
-    Gating,
-    RoundedRows,
-)
+from models.ops.types import CLAMPED_SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, Gating
+from models.ops.weight_formats import FP8_GROUP, RoundedRows
 
 
 def reference_rms_norm(

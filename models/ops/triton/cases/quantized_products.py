@@ -12,8 +12,8 @@ from models.ops.triton.configs import target_of
 from models.ops.triton.dense_products import dense_linear
 from models.ops.triton.int8_products import LARGEST
 from models.ops.triton.quantized_products import quantized_linear
-from models.ops.types import FP8_GROUP
 from models.ops.weight_formats import (
+    FP8_GROUP,
     RUN,
     FourBitWeight,
     FP8Weight,
