@@ -6,7 +6,8 @@ packs them. Files are mapped privately: processes share the memory, and none can
 
     magic, length and digest of the header | header, JSON | segments, each at a multiple of 4096 bytes
 
-A file is written under a temporary name and renamed. A damaged file is removed. Whenever no file can be used (it is
+A file is written under a temporary name and renamed, while the engine is idle or else at a slow pace, since writing
+takes memory bandwidth from the steps. A damaged file is removed. Whenever no file can be used (it is
 damaged, the directory is not writable, the disk is full), the model is read from the checkpoint. The least recently
 used files are evicted once the cache exceeds `most_bytes`.
 """
@@ -46,6 +47,10 @@ _ALIGNED = 4096
 _LEAST_BYTES = 64 << 20
 """A model of fewer bytes is not cached, since it is read from its checkpoint as fast as it is mapped."""
 _WRITE_BYTES = 16 << 20
+_QUIET_SECONDS = 0.005
+"""Operators that have not run for this long are idle: between the decode steps of a stream they rest less."""
+_PAUSE_FACTOR = 50
+"""While steps run, the writer works for one part of the time in this many, so one step in some fifty takes longer."""
 _DIGITS = 24
 _RELEASES = 2
 """Files kept per model: of the current code version and of the one used before it."""
@@ -135,7 +140,7 @@ class PackCache:
             self._unwritten = model, key
 
     def write_in_background(self) -> None:
-        """Write the scheduled model in a background thread of the lowest priority."""
+        """Write the scheduled model in a background thread of the lowest priority, which gives way to steps."""
         if self._unwritten is not None:
             threading.Thread(target=self.write, name="kaon-packs", daemon=True).start()
 
@@ -275,11 +280,16 @@ def _write_file(file: int, model: nn.Module, room: int) -> None:
     """Write a filled model to a file descriptor. `room`: upper limit of the file's size. Raises `OSError`."""
     # Allocating first makes a full disk fail before anything is written.
     os.posix_fallocate(file, 0, room)
+    pace = _Pace()
     segments, offset = [], 0
     for name, parameter, form, memory in _memories(model):
-        digest = _digest(_bytes(memory))
+        digest = xxhash.xxh3_128()
+        data = _bytes(memory)
+        for start in range(0, len(data), _WRITE_BYTES):
+            digest.update(data[start : start + _WRITE_BYTES])
+            pace.give_way()
         dtype = str(memory.dtype).removeprefix("torch.")
-        segments.append(_Segment(name, list(parameter.shape), dtype, form, offset, memory.nbytes, digest))
+        segments.append(_Segment(name, list(parameter.shape), dtype, form, offset, memory.nbytes, digest.hexdigest()))
         offset += -(-memory.nbytes // _ALIGNED) * _ALIGNED
     # Offsets are relative to the aligned end of the header, because the header's length depends on their digits.
     header = json.dumps(segments).encode()
@@ -287,10 +297,10 @@ def _write_file(file: int, model: nn.Module, room: int) -> None:
     os.truncate(file, first + offset)
     preamble = _PREAMBLE.pack(_MAGIC, len(header), xxhash.xxh3_64_digest(header)) + header
     pieces = itertools.chain([memoryview(preamble)], (_bytes(memory) for *_, memory in _memories(model)))
-    _write_aligned(file, pieces)
+    _write_aligned(file, pieces, pace)
 
 
-def _write_aligned(file: int, pieces: Iterable[memoryview]) -> None:
+def _write_aligned(file: int, pieces: Iterable[memoryview], pace: "_Pace") -> None:
     """Write the pieces in order, each padded to a multiple of 4096 bytes.
 
     Writes are 16 MiB at multiples of 16 MiB, so that the page cache can hold them in huge pages, which are then mapped
@@ -307,6 +317,7 @@ def _write_aligned(file: int, pieces: Iterable[memoryview]) -> None:
                 if filled == _WRITE_BYTES:
                     _write_all(file, buffer, offset)
                     filled, offset = 0, offset + _WRITE_BYTES
+                    pace.give_way()
     _write_all(file, buffer[:filled], offset)
 
 
@@ -314,6 +325,28 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count
+
+
+class _Pace:
+    """Lets the CPU operators have the memory bandwidth: the writer works while they are idle, and else seldom."""
+
+    def __init__(self) -> None:
+        self._library = runtime.load_library()
+        self._resumed = time.monotonic()
+
+    def give_way(self) -> None:
+        """Wait until the operators have been idle for a moment, or `_PAUSE_FACTOR` times as long as since the last
+        wait."""
+        library = self._library
+        if library is None:
+            return
+        until = time.monotonic() + _PAUSE_FACTOR * (time.monotonic() - self._resumed)
+        before = library.activity()
+        while time.monotonic() < until:
+            time.sleep(_QUIET_SECONDS)
+            if before == (before := library.activity()) and before % 2 == 0:
+                break
+        self._resumed = time.monotonic()
 
 
 def _check_directory(directory: Path) -> None:

@@ -1,10 +1,12 @@
 """Packed weights on disk: a start from them has the very model, and whatever is wrong with a file costs only time."""
 
 import errno
+import itertools
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from models.loading import loader, packs
 from models.loading.loader import load_model
 from models.loading.packs import PackCache
 from models.loading.quantize import write_quantized
-from models.ops.cpu import runtime
+from models.ops.cpu import dense, runtime
 from models.quantization.config import Rounding
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import edit_json, make_checkpoint
@@ -110,6 +112,41 @@ def test_a_file_is_of_one_content_and_one_way_of_loading(checkpoint: Path, cache
     assert same(first, load(checkpoint, None)[0])
     edit_json(checkpoint / "config.json", rms_norm_eps=1e-3)
     assert load(checkpoint, cache)[1]
+
+
+def test_weights_are_written_while_no_operator_runs(
+    checkpoint: Path, cache: PackCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library: Any = runtime.load_library()
+    counts = itertools.count()
+    has_ended = threading.Event()
+    has_looked = threading.Semaphore(0)
+
+    def activity() -> int:
+        has_looked.release()
+        return 0 if has_ended.is_set() else next(counts)
+
+    monkeypatch.setattr(packs, "_PAUSE_FACTOR", 1e9)
+    monkeypatch.setattr(library, "activity", activity)
+    config = ModelConfig.from_checkpoint(checkpoint)
+    load_model(checkpoint, config, dtype=torch.bfloat16, device=CPU, progress=False, packs=cache)
+    writer = threading.Thread(target=cache.write)
+    writer.start()
+    for _ in range(10):
+        has_looked.acquire()
+    assert not list(cache.directory.glob("*.pack"))
+    has_ended.set()
+    writer.join()
+    assert not load(checkpoint, cache)[1]
+
+
+def test_a_run_of_operators_counts_as_activity_when_it_begins_and_when_it_ends() -> None:
+    library = runtime.load_library()
+    assert library is not None
+    before = library.activity()
+    assert before % 2 == 0
+    dense.rms_norm(torch.ones(1, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
+    assert library.activity() == before + 2
 
 
 @pytest.mark.parametrize("injury", ["cut", "header", "weight", "short", "empty", "writable"])

@@ -46,6 +46,7 @@ static struct {
     ALIGNED atomic_int sleeping; /* threads that may have to be woken */
     ALIGNED atomic_long next;    /* task of the current operator */
     ALIGNED atomic_int is_interrupted;
+    ALIGNED atomic_int activity; /* begins and ends of programs so far: odd while one runs */
 } pool;
 
 static void wait_for_change(atomic_uint *word, unsigned seen, int spins) {
@@ -196,9 +197,15 @@ EXPORTED int kaon_pin(const int64_t *cpus) {
 EXPORTED int64_t kaon_run(const struct operation *operations, int64_t count, const struct step *step, int may_pause) {
     if (count == 0) return 0;
     pool.program = (struct program){operations, count, step, may_pause};
+    atomic_fetch_add_explicit(&pool.activity, 1, memory_order_relaxed);
     if (pool.threads > 1) change(&pool.started, 1);
-    return run_part(0);
+    int64_t done = run_part(0);
+    atomic_fetch_add_explicit(&pool.activity, 1, memory_order_relaxed);
+    return done;
 }
+
+/* Called in any thread: how often programs have begun and ended. */
+EXPORTED int kaon_activity(void) { return atomic_load_explicit(&pool.activity, memory_order_relaxed); }
 
 /* Called in any thread: interrupt the program that runs, or the next one, that may pause. */
 EXPORTED void kaon_interrupt(void) { atomic_store(&pool.is_interrupted, 1); }

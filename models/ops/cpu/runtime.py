@@ -152,6 +152,14 @@ class Library:
         count: int = self._library.kaon_run(start, len(operations) - first, ctypes.byref(step), may_pause)
         return count
 
+    def activity(self) -> int:
+        """Return a count that each run of operators raises by one when it begins and when it ends.
+
+        It is odd while operators run. May be called in any thread.
+        """
+        count: int = self._library.kaon_activity()
+        return count
+
     def interrupt(self) -> None:
         """Pause the current or next run with `may_pause`. May be called in any thread."""
         self._library.kaon_interrupt()
