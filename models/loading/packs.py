@@ -335,12 +335,12 @@ class _Pace:
         self._resumed = time.monotonic()
 
     def give_way(self) -> None:
-        """Wait until the operators have been idle for a moment, or `_PAUSE_FACTOR` times as long as since the last
-        wait."""
-        library = self._library
-        if library is None:
+        """Return at once after little work; else wait until the operators are idle, or `_PAUSE_FACTOR` times as long
+        as the work took."""
+        library, worked = self._library, time.monotonic() - self._resumed
+        if library is None or worked < _QUIET_SECONDS:
             return
-        until = time.monotonic() + _PAUSE_FACTOR * (time.monotonic() - self._resumed)
+        until = time.monotonic() + _PAUSE_FACTOR * worked
         before = library.activity()
         while time.monotonic() < until:
             time.sleep(_QUIET_SECONDS)

@@ -127,6 +127,7 @@ def test_weights_are_written_while_no_operator_runs(
         return 0 if has_ended.is_set() else next(counts)
 
     monkeypatch.setattr(packs, "_PAUSE_FACTOR", 1e9)
+    monkeypatch.setattr(packs, "_QUIET_SECONDS", 1e-9)
     monkeypatch.setattr(library, "activity", activity)
     config = ModelConfig.from_checkpoint(checkpoint)
     load_model(checkpoint, config, dtype=torch.bfloat16, device=CPU, progress=False, packs=cache)
