@@ -58,7 +58,7 @@ def _serve(arguments: list[str], command: str) -> int:
 
 
 def _chat(arguments: list[str], command: str) -> int:
-    from server.chat_client import ChatError, run
+    from server.commands.chat import ChatError, run
 
     try:
         return run(arguments)
@@ -67,19 +67,19 @@ def _chat(arguments: list[str], command: str) -> int:
 
 
 def _checkpoints(arguments: list[str], command: str) -> int:
-    from server.checkpoints import run
+    from server.commands.checkpoints import run
 
     return run(arguments, command)
 
 
 def _quantize(arguments: list[str], command: str) -> int:
-    from server.quantize_command import run
+    from server.commands.quantize import run
 
     return run(arguments)
 
 
 def _run_batch(arguments: list[str], command: str) -> int:
-    from server.run_batch import run
+    from server.commands.run_batch import run
 
     return run(arguments)
 
@@ -91,8 +91,8 @@ def _completion(arguments: list[str], command: str) -> int:
     import shtab
 
     from engine.config.settings import serve_parser
-    from server.chat_client import chat_parser
-    from server.quantize_command import quantize_parser
+    from server.commands.chat import chat_parser
+    from server.commands.quantize import quantize_parser
 
     shells = shtab.SUPPORTED_SHELLS
     if len(arguments) != 1 or arguments[0] not in shells:
@@ -108,25 +108,25 @@ def _completion(arguments: list[str], command: str) -> int:
 
 
 def _doctor(arguments: list[str], command: str) -> int:
-    from server.doctor import run
+    from server.commands.doctor import run
 
     return run(arguments)
 
 
 def _verify(arguments: list[str], command: str) -> int:
-    from server.verify_command import run
+    from server.commands.verify import run
 
     return run(arguments)
 
 
 def _kernels(arguments: list[str], command: str) -> int:
-    from server.kernels_command import run
+    from server.commands.kernels import run
 
     return run(arguments)
 
 
 def _key(arguments: list[str], command: str) -> int:
-    from server.key_command import KeyCommandError, run
+    from server.commands.key import KeyCommandError, run
 
     try:
         return run(arguments)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.runner.kernel_build import Idle
-from server import kernels_command
+from server.commands import kernels as kernels_command
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.quantized_checkpoints import write_pair
 from tests.parity.test_quantization import FORMATS

@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from server.batches.runner import BatchRunner, _body
 from server.batches.store import Batch, BatchStore, LineAt, new_batch
+from server.commands.run_batch import run as run_batch
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
 from server.limits.owners import Owner
-from server.run_batch import run as run_batch
 from server.schemas.batches import BATCH_ENDED
 
 CHAT = "/v1/chat/completions"

@@ -11,8 +11,8 @@ import pytest
 
 import server.process
 from engine.config.config import Config, ServerConfig
-from server import chat_client as chat
 from server.cli import main
+from server.commands import chat
 
 HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "zmq", "httpx", "numpy"}
 

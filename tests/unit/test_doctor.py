@@ -14,7 +14,7 @@ import pytest
 from engine.doctor_report import Facts, Gpu, problems
 from engine.runner import doctor as engine_doctor
 from engine.runner.doctor import free_by_nvml, free_memory, pci_address
-from server import doctor
+from server.commands import doctor
 
 GPU = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=191.0)
 RADEON = Gpu(name="RX 7900 XTX", arch="gfx1100", memory_gib=24.0, free_gib=23.0)
