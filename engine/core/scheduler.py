@@ -5,7 +5,7 @@ once or after it launched the next step. `postprocess()` combines `begin_step()`
 read each step at once. The contract is docs/specification.md#scheduler. The block manager allocates the blocks.
 
 The order of this file: submitted steps that are not read, and the scheduler with its queue, the two phases of a step,
-the shares of owners, the reading of steps, and the removal of sequences.
+the reading of steps, the shares of owners, interposed steps, the removal of sequences, statistics and checks.
 """
 
 import logging
@@ -62,6 +62,14 @@ class _SubmittedStep(NamedTuple):
         """The step's sequences that have neither ended nor been preempted since."""
         batch = self.batch
         return [seq for seq, slot in zip(batch.sequences, batch.slot_list, strict=True) if seq.slot == slot]
+
+
+def _begin_answer(seq: Sequence, output: RequestOutput) -> None:
+    """Record the time of a sequence's first output, and add the values that only the first output reports."""
+    seq.first_token_time = time.monotonic()
+    output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
+    output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
+    output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
 
 
 def _may_be_interposed(seq: Sequence) -> bool:
@@ -169,7 +177,7 @@ class Scheduler:
         """Ids of preempted sequences; the caller that reports them clears the list."""
         self._prefill_tokens = 0
 
-    # -- the queue ----------------------------------------------------------------------------------------------
+    # -- the queue ----------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises `ValueError` for one that does not fit an empty cache, and so could never start."""
@@ -204,12 +212,6 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.forget(seq)
                 self.preempt(seq)
-
-    def retract_interposed(self, seqs: Iterable[Sequence]) -> None:
-        """As `retract`, for an interposed step. Regular steps compute its sequences again and isolate failures."""
-        self.retract(seqs)
-        if self.step_budget is not None:
-            self.step_budget.note_failed_interposed()
 
     def shrink_steps(self, num_tokens: int, num_rows: int) -> bool:
         """Make steps smaller than one that ran out of memory. Returns False if that step cannot be smaller."""
@@ -257,7 +259,7 @@ class Scheduler:
             return True, prompt.num_tokens - max(prompt.num_computed_tokens, prompt.num_cached_tokens)
         return False, len(self.running)
 
-    # -- one step -----------------------------------------------------------------------------------------------
+    # -- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """Choose the tokens of the next step and reserve its blocks; None if there is nothing to compute.
@@ -315,66 +317,7 @@ class Scheduler:
                 return self.schedule_only(seqs)
         return scheduled
 
-    def may_pause(self, batch: ScheduledBatch) -> bool:
-        """Whether a scheduled step may be paused, for `interpose`."""
-        return self.step_budget is not None and self.step_budget.may_pause(batch)
-
-    def would_interpose(self, seq: Sequence) -> bool:
-        """Whether a new sequence would be interposed if its prompt is short. Thread-safe."""
-        return self._has_slot() and _may_be_interposed(seq) and self._is_light(seq.owner)
-
-    def _is_light(self, owner: str) -> bool:
-        """Whether short prompts of an owner would be interposed now. Thread-safe."""
-        return self.step_budget is not None and self.step_budget.may_interpose(owner, self._shares.recent(owner))
-
-    def interpose(self, paused: ScheduledBatch | None = None) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """Schedule a step to compute while the last scheduled step is paused, or before the next step; None if none is
-        due.
-
-        It computes whole short prompts of an owner with little recent service, so that they do not wait for a long
-        step of other owners. They take no slot or blocks that a sequence of another owner with as little service waits
-        for. Call `read_interposed` before `paused` continues.
-        """
-        if not self.waiting or self.step_budget is None or not self.step_budget.has_allowance:
-            return None
-        if not self.running and len(self.waiting.owners) == 1:
-            # The next step is short enough.
-            return None
-        owner = self._shares.lightest(each for each in self.waiting.latest_owners if each not in self._held_back)
-        if owner is None or not self._is_light(owner) or self._is_waited_for(owner):
-            return None
-        step = self.step_budget.interposed_step(self.limits.num_tokens)
-        while owner in self.waiting.owners and self._interposes(step, self.waiting.first_of(owner), paused):
-            seq = self.waiting.take(owner)
-            start = self.block_manager.count_cached_tokens(seq)
-            count = max(1, seq.num_tokens - start)
-            self._admit(step, seq, seq.num_tokens - count, count)
-        if not step.seqs:
-            return None
-        step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
-        return step.batch()
-
-    def _is_waited_for(self, owner: str) -> bool:
-        """Whether another owner with no more service than this one waits for a slot or blocks."""
-        blocked = self._blocked
-        if blocked is None or blocked.status is not SequenceStatus.WAITING or blocked.owner == owner:
-            return False
-        return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
-
-    def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
-        """Whether a waiting sequence can be added to a step that is interposed in `paused`."""
-        if not _may_be_interposed(seq):
-            return False
-        prefix = self.block_manager.count_cached_tokens(seq)
-        count = max(1, seq.num_tokens - prefix)
-        if count > step.budget or self._chunk(step, seq.num_tokens - count, count) < count:
-            return False
-        if not (self._has_slot() and self.block_manager.can_allocate(seq)):
-            return False
-        # The paused step may have published blocks that it is still writing, so cached blocks are checked against it.
-        return not prefix or paused is None or paused.written_blocks.isdisjoint(self.block_manager.find_prefix(seq))
-
-    # -- the two phases -----------------------------------------------------------------------------------------
+    # -- the two phases -----------------------------------------------------------------------------------------------
 
     def _passed_delay(self, now: float) -> bool:
         """Whether waiting prompts may start: see docs/specification.md#delay-factor."""
@@ -501,21 +444,7 @@ class Scheduler:
         An unread step that verifies drafts must be, because its rows continue after the accepted drafts. A sequence
         costs Python work only in steps in which it needs or fills a block, one in `block_size`.
         """
-        rows = self._decode_rows
-        if rows is None or len(rows.seqs) + len(self._prefilling) != len(self.running):
-            rows = self._decode_rows = DecodeRows(seq for seq in self.running if seq not in self._prefilling)
-            if self.window is not None:
-                # Free blocks outside the window now: a prompt just computed would hold them until it needs another
-                # block.
-                for seq in rows.seqs:
-                    self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
-        lengths = list(map(len, rows.token_ids))
-        if self._has_rope_limits and any(map(operator.ge, lengths, rows.limits)):
-            for seq, length in zip(rows.seqs, lengths, strict=True):
-                if length >= seq.rope_limit and not seq.num_placeholder:
-                    self.preempt(seq)
-            if self._decode_rows is None:
-                return self._schedule_decodes(step)
+        rows, lengths = self._current_decode_rows()
         if self._submitted:
             if not self._has_device_drafts() and any(
                 each.batch.scheduled_spec_decode_tokens for each in self._submitted
@@ -530,8 +459,53 @@ class Scheduler:
         if self.step_budget is not None:
             rows, lengths = self.step_budget.take_turns(rows, lengths, self.drafts.tokens_per_row(rows.seqs))
         self.drafts.propose(rows.seqs, step.budget)
-        # A sequence grows by at most 1 + k tokens per step, so only these may have filled a block or need another one.
-        size, k, lookahead = self.block_manager.block_size, self.mtp_k, self.drafts.num_lookahead_tokens
+        growths = self._growths(rows, lengths)
+        if self._submitted and not self.block_manager.can_append_all(growths):
+            return False
+        for seq, count in growths:
+            if seq.status is SequenceStatus.RUNNING:
+                self._grow(step, seq, count)
+        if self._decode_rows is None:
+            # A sequence was preempted, so the rows have changed.
+            return self._schedule_decodes(step)
+        step.add_decodes(rows, lengths)
+        for owner, cost in rows.costs.items():
+            self._shares.charge(owner, cost)
+        for seq_id, tokens in step.drafts.items():
+            seq = step.seqs[seq_id]
+            self._shares.charge(seq.owner, len(tokens) / seq.weight)
+        return True
+
+    def _current_decode_rows(self) -> tuple[DecodeRows, list[int]]:
+        """The running sequences whose prompts are computed, with their numbers of tokens.
+
+        Sequences whose rotary frequencies change at their length are preempted, since their cached keys are invalid.
+        """
+        rows = self._decode_rows
+        if rows is None or len(rows.seqs) + len(self._prefilling) != len(self.running):
+            rows = self._decode_rows = DecodeRows(seq for seq in self.running if seq not in self._prefilling)
+            if self.window is not None:
+                # Free blocks outside the window now: a prompt just computed would hold them until it needs another
+                # block.
+                for seq in rows.seqs:
+                    self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
+        lengths = list(map(len, rows.token_ids))
+        if self._has_rope_limits and any(map(operator.ge, lengths, rows.limits)):
+            for seq, length in zip(rows.seqs, lengths, strict=True):
+                if length >= seq.rope_limit and not seq.num_placeholder:
+                    self.preempt(seq)
+            if self._decode_rows is None:
+                return self._current_decode_rows()
+        return rows, lengths
+
+    def _growths(self, rows: DecodeRows, lengths: list[int]) -> list[tuple[Sequence, int]]:
+        """The sequences that may have filled a block or need another one, each with the number of its new tokens.
+
+        If there are no blocks for the proposed drafts, they are dropped; if there are none for the drafter's
+        lookahead, it drafts less.
+        """
+        # A sequence grows by at most 1 + k tokens per step, so its length shows whether it reaches the end of a block.
+        size, lookahead = self.block_manager.block_size, self.drafts.num_lookahead_tokens
         if self.drafts.is_idle(rows.seqs):
             lookahead = 0
             eventful = [i for i, length in enumerate(lengths) if length % size <= 1]
@@ -546,27 +520,13 @@ class Scheduler:
             ]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
         if lookahead and growths:
-            # If blocks for the drafter's lookahead are missing, it drafts less.
             further = [(seq, count + min(lookahead, seq.num_useful_drafts)) for seq, count in growths]
             if self.block_manager.can_append_all(further, spare=len(rows.seqs)):
-                growths = further
-        if k and growths and not self.block_manager.can_append_all(growths, spare=len(rows.seqs)):
+                return further
+        if self.mtp_k and growths and not self.block_manager.can_append_all(growths, spare=len(rows.seqs)):
             self.drafts.drop(rows.seqs)
             growths = [(seq, 1) for seq, _ in growths]
-        if self._submitted and not self.block_manager.can_append_all(growths):
-            return False
-        for seq, count in growths:
-            if seq.status is SequenceStatus.RUNNING:
-                self._grow(step, seq, count)
-        if self._decode_rows is None:
-            return self._schedule_decodes(step)
-        step.add_decodes(rows, lengths)
-        for owner, cost in rows.costs.items():
-            self._shares.charge(owner, cost)
-        for seq_id, tokens in step.drafts.items():
-            seq = step.seqs[seq_id]
-            self._shares.charge(seq.owner, len(tokens) / seq.weight)
-        return True
+        return growths
 
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
         """Reserve blocks for a decode, preempting sequences if needed; of its owner's sequences, `seq` last."""
@@ -581,74 +541,7 @@ class Scheduler:
         if added:
             step.appended_blocks.append(AppendedBlocks(seq.slot, len(seq.block_table) - len(added), added))
 
-    # -- shares of owners -----------------------------------------------------------------------------------------
-
-    def _owners(self) -> set[str]:
-        """The owners that have sequences."""
-        rows = self._decode_rows
-        decoding = (seq.owner for seq in self.running) if rows is None else rows.costs
-        return {*self.waiting.owners, *(seq.owner for seq in self._prefilling), *decoding}
-
-    def _forget_owners(self) -> None:
-        """Remove the state of owners without sequences."""
-        if not self.running and not self.waiting:
-            self._shares.reset()
-            self._held_back.clear()
-            return
-        if not self.waiting and not self._prefilling:
-            self._shares.catch_up()
-        if self._shares.is_crowded:
-            self._shares.forget_all_but({seq.owner for seq in self.running} | self.waiting.owners)
-
-    def _holdings(self) -> Holdings:
-        return Holdings(self.running, self.waiting, self.limits.num_rows, len(self.block_manager.blocks))
-
-    def _wait_with(self, owner: str) -> set[str]:
-        """The owners that must wait when this owner's sequence found no slot or blocks; empty for all owners."""
-        if len(self.waiting.owners) == 1:
-            return set()
-        holdings = self._holdings()
-        if holdings[owner].in_shares >= 1.0:
-            self._blocked = None
-            self._shares.forgo(owner)
-        return holdings.wait_with(owner)
-
-    def _make_room(self, now: float) -> bool:
-        """Preempt for the sequence that could not start in the last step. False if a step must be read first.
-
-        Only an owner below its fair share is helped, and only owners far beyond theirs are preempted; for an owner
-        without a running sequence, owners anywhere beyond theirs.
-        """
-        seq, self._blocked = self._blocked, None
-        if seq is None or seq.status is not SequenceStatus.WAITING or now < self._next_room_check:
-            return True
-        if self.waiting.owners | {each.owner for each in self.running} == {seq.owner}:
-            return True
-        while not (self._has_slot() and self.block_manager.can_allocate(seq)):
-            holdings = self._holdings()
-            own = holdings[seq.owner]
-            needed = max(1 / self.limits.num_rows, seq.num_blocks / len(self.block_manager.blocks))
-            victim = holdings.newest_of_largest(_OVER_SHARE if own.part else 1.0)
-            if victim is None or victim.owner == seq.owner or (own.part and own.part + needed > own.share):
-                break
-            if self._submitted:
-                self._blocked = seq
-                return False
-            self.preempt(victim)
-            self._held_back[victim.owner] = now + _HOLD_BACK_SECONDS, holdings[victim.owner].share
-            self._has_room = seq.owner
-        self._next_room_check = now + _ROOM_CHECK_SECONDS
-        return True
-
-    def _owners_to_pass_over(self) -> set[str]:
-        """Owners that were preempted recently and hold at least the share that was left to them."""
-        self._held_back = {owner: held for owner, held in self._held_back.items() if held[0] > self.prev_time}
-        if not self._held_back:
-            return set()
-        holdings = self._holdings()
-        return {owner for owner, (_, share) in self._held_back.items() if holdings[owner].part >= share}
-
-    # -- reading steps ------------------------------------------------------------------------------------------
+    # -- reading steps ------------------------------------------------------------------------------------------------
 
     def begin_step(self, batch: ScheduledBatch, *, drafts_on_device: bool = False) -> None:
         """Record a submitted step. Its sequences get placeholders for the most tokens that it may sample.
@@ -715,20 +608,6 @@ class Scheduler:
             self.retract([seq for seq in started if not invalid.isdisjoint(seq.block_table)])
         return outputs
 
-    def note_idle_pause(self) -> None:
-        """Record that a step was paused but no step was interposed."""
-        if self.step_budget is not None:
-            self.step_budget.note_idle_pause()
-
-    def read_interposed(
-        self, batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, seconds: float
-    ) -> list[RequestOutput]:
-        """As `begin_step` and `read_step` together, for an interposed step that took `seconds`."""
-        assert self.step_budget is not None, "steps are interposed where they are bounded by time"
-        self.step_budget.note_interposed(batch, seconds)
-        self.begin_step(batch)
-        return self.read_step(fwd_output)
-
     def note_duration(self, batch: ScheduledBatch, seconds: float, *, drafts_on_device: bool = False) -> None:
         """Record the duration of a step that was read; it includes drafting if `drafts_on_device`."""
         self.drafts.note_duration(batch, seconds, drafts_on_device=drafts_on_device)
@@ -789,7 +668,7 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         refusals = dict(fwd_output.refusals or ())
         if prompt_logprobs:
-            # Prompt log-probabilities are collected until the prompt is complete, and sent with its first output.
+            # They are collected until the prompt is complete, and sent with its first output.
             for seq in seqs:
                 if seq.prompt_logprobs is not None:
                     seq.prompt_logprobs += prompt_logprobs.get(seq.id, ())
@@ -821,10 +700,7 @@ class Scheduler:
             if not accepted:
                 continue
             if seq.first_token_time == 0.0:
-                seq.first_token_time = time.monotonic()
-                output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
-                output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
-                output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
+                _begin_answer(seq, output)
                 if not seq.max_tokens:
                     # The request asked for no generated tokens.
                     token_ids.pop()
@@ -841,12 +717,8 @@ class Scheduler:
             for output in outputs:
                 rows = fwd_output.logprobs.get(output.request_id)
                 output.logprobs = rows and rows[: len(output.output_tokens)]
-        for seq in finished:
-            # A block with placeholders is not published, so publish it now that its tokens are known.
-            self.block_manager.publish(seq, len(seq.token_ids) - 1)
-            self._release(seq, SequenceStatus.FINISHED)
         if finished:
-            self.running = deque(seq for seq in self.running if seq.status is running)
+            self._finish(finished)
         if fwd_output.errors:
             outputs += self._fail_rows(seqs, fwd_output.errors)
         if refusals:
@@ -865,11 +737,9 @@ class Scheduler:
             vector = vectors.get(seq.id)
             if vector is None or seq.status is not SequenceStatus.RUNNING or seq in self._prefilling:
                 continue
-            seq.first_token_time = time.monotonic()
             seq.leave_reason = "pooled"
             output = RequestOutput(seq.id, [], finished=True, finish_reason="pooled", time=now - seq.sent_time)
-            output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
-            output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
+            _begin_answer(seq, output)
             output.vector = vector
             finished.append(seq)
             outputs.append(output)
@@ -907,7 +777,155 @@ class Scheduler:
             return "grammar"
         return "max_tokens" if len(seq.token_ids) >= seq.token_limit else None
 
-    # -- removal ------------------------------------------------------------------------------------------------
+    # -- shares of owners ---------------------------------------------------------------------------------------------
+
+    def _owners(self) -> set[str]:
+        """The owners that have sequences."""
+        rows = self._decode_rows
+        decoding = (seq.owner for seq in self.running) if rows is None else rows.costs
+        return {*self.waiting.owners, *(seq.owner for seq in self._prefilling), *decoding}
+
+    def _forget_owners(self) -> None:
+        """Remove the state of owners without sequences."""
+        if not self.running and not self.waiting:
+            self._shares.reset()
+            self._held_back.clear()
+            return
+        if not self.waiting and not self._prefilling:
+            self._shares.catch_up()
+        if self._shares.is_crowded:
+            self._shares.forget_all_but({seq.owner for seq in self.running} | self.waiting.owners)
+
+    def _holdings(self) -> Holdings:
+        return Holdings(self.running, self.waiting, self.limits.num_rows, len(self.block_manager.blocks))
+
+    def _wait_with(self, owner: str) -> set[str]:
+        """The owners that must wait when this owner's sequence found no slot or blocks; empty for all owners."""
+        if len(self.waiting.owners) == 1:
+            return set()
+        holdings = self._holdings()
+        if holdings[owner].in_shares >= 1.0:
+            self._blocked = None
+            self._shares.forgo(owner)
+        return holdings.wait_with(owner)
+
+    def _make_room(self, now: float) -> bool:
+        """Preempt for the sequence that could not start in the last step. False if a step must be read first.
+
+        Only an owner below its fair share is helped, and only owners far beyond theirs are preempted; for an owner
+        without a running sequence, owners anywhere beyond theirs.
+        """
+        seq, self._blocked = self._blocked, None
+        if seq is None or seq.status is not SequenceStatus.WAITING or now < self._next_room_check:
+            return True
+        if self.waiting.owners | {each.owner for each in self.running} == {seq.owner}:
+            return True
+        while not (self._has_slot() and self.block_manager.can_allocate(seq)):
+            holdings = self._holdings()
+            own = holdings[seq.owner]
+            needed = max(1 / self.limits.num_rows, seq.num_blocks / len(self.block_manager.blocks))
+            victim = holdings.newest_of_largest(_OVER_SHARE if own.part else 1.0)
+            if victim is None or victim.owner == seq.owner or (own.part and own.part + needed > own.share):
+                break
+            if self._submitted:
+                self._blocked = seq
+                return False
+            self.preempt(victim)
+            self._held_back[victim.owner] = now + _HOLD_BACK_SECONDS, holdings[victim.owner].share
+            self._has_room = seq.owner
+        self._next_room_check = now + _ROOM_CHECK_SECONDS
+        return True
+
+    def _owners_to_pass_over(self) -> set[str]:
+        """Owners that were preempted recently and hold at least the share that was left to them."""
+        self._held_back = {owner: held for owner, held in self._held_back.items() if held[0] > self.prev_time}
+        if not self._held_back:
+            return set()
+        holdings = self._holdings()
+        return {owner for owner, (_, share) in self._held_back.items() if holdings[owner].part >= share}
+
+    # -- interposed steps ---------------------------------------------------------------------------------------------
+
+    def would_interpose(self, seq: Sequence) -> bool:
+        """Whether a new sequence would be interposed if its prompt is short. Thread-safe."""
+        return self._has_slot() and _may_be_interposed(seq) and self._is_light(seq.owner)
+
+    def may_pause(self, batch: ScheduledBatch) -> bool:
+        """Whether a scheduled step may be paused, for `interpose`."""
+        return self.step_budget is not None and self.step_budget.may_pause(batch)
+
+    def interpose(self, paused: ScheduledBatch | None = None) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        """Schedule a step to compute while the last scheduled step is paused, or before the next step; None if none is
+        due.
+
+        It computes whole short prompts of an owner with little recent service, so that they do not wait for a long
+        step of other owners. They take no slot or blocks that a sequence of another owner with as little service waits
+        for. Call `read_interposed` before `paused` continues.
+        """
+        if not self.waiting or self.step_budget is None or not self.step_budget.has_allowance:
+            return None
+        if not self.running and len(self.waiting.owners) == 1:
+            # The next step is short enough.
+            return None
+        owner = self._shares.lightest(each for each in self.waiting.latest_owners if each not in self._held_back)
+        if owner is None or not self._is_light(owner) or self._is_waited_for(owner):
+            return None
+        step = self.step_budget.interposed_step(self.limits.num_tokens)
+        while owner in self.waiting.owners and self._interposes(step, self.waiting.first_of(owner), paused):
+            seq = self.waiting.take(owner)
+            start = self.block_manager.count_cached_tokens(seq)
+            count = max(1, seq.num_tokens - start)
+            self._admit(step, seq, seq.num_tokens - count, count)
+        if not step.seqs:
+            return None
+        step.num_next_drafts = self.drafts.num_next_interposed(len(step.seqs))
+        return step.batch()
+
+    def read_interposed(
+        self, batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, seconds: float
+    ) -> list[RequestOutput]:
+        """As `begin_step` and `read_step` together, for an interposed step that took `seconds`."""
+        assert self.step_budget is not None, "steps are interposed where they are bounded by time"
+        self.step_budget.note_interposed(batch, seconds)
+        self.begin_step(batch)
+        return self.read_step(fwd_output)
+
+    def retract_interposed(self, seqs: Iterable[Sequence]) -> None:
+        """As `retract`, for an interposed step. Regular steps compute its sequences again and isolate failures."""
+        self.retract(seqs)
+        if self.step_budget is not None:
+            self.step_budget.note_failed_interposed()
+
+    def note_idle_pause(self) -> None:
+        """Record that a step was paused but no step was interposed."""
+        if self.step_budget is not None:
+            self.step_budget.note_idle_pause()
+
+    def _is_light(self, owner: str) -> bool:
+        """Whether short prompts of an owner would be interposed now. Thread-safe."""
+        return self.step_budget is not None and self.step_budget.may_interpose(owner, self._shares.recent(owner))
+
+    def _is_waited_for(self, owner: str) -> bool:
+        """Whether another owner with no more service than this one waits for a slot or blocks."""
+        blocked = self._blocked
+        if blocked is None or blocked.status is not SequenceStatus.WAITING or blocked.owner == owner:
+            return False
+        return self._shares.recent(blocked.owner) <= self._shares.recent(owner)
+
+    def _interposes(self, step: StepBuilder, seq: Sequence, paused: ScheduledBatch | None) -> bool:
+        """Whether a waiting sequence can be added to a step that is interposed in `paused`."""
+        if not _may_be_interposed(seq):
+            return False
+        prefix = self.block_manager.count_cached_tokens(seq)
+        count = max(1, seq.num_tokens - prefix)
+        if count > step.budget or self._chunk(step, seq.num_tokens - count, count) < count:
+            return False
+        if not (self._has_slot() and self.block_manager.can_allocate(seq)):
+            return False
+        # The paused step may have published blocks that it is still writing, so cached blocks are checked against it.
+        return not prefix or paused is None or paused.written_blocks.isdisjoint(self.block_manager.find_prefix(seq))
+
+    # -- removal ------------------------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence) -> None:
         """Free a running sequence's blocks. It waits at the head of its owner's queue and prefills again."""
@@ -921,6 +939,14 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self._preemptions += 1
         self.preempted.append(seq.id)
+
+    def _finish(self, seqs: list[Sequence]) -> None:
+        """Free what sequences hold whose last tokens are appended."""
+        for seq in seqs:
+            # A block with placeholders is not published, so publish it now that its tokens are known.
+            self.block_manager.publish(seq, len(seq.token_ids) - 1)
+            self._release(seq, SequenceStatus.FINISHED)
+        self.running = deque(seq for seq in self.running if seq.status is SequenceStatus.RUNNING)
 
     def _fail_rows(
         self, seqs: Iterable[Sequence], errors: dict[int, str], bad_request: bool = False
@@ -954,7 +980,7 @@ class Scheduler:
             seq.slot = -1
         self._prefilling.pop(seq, None)
 
-    # -- statistics and checks ----------------------------------------------------------------------------------
+    # -- statistics and checks ----------------------------------------------------------------------------------------
 
     def stats(self, step_kind: str, step_seconds: float) -> SchedulerStats:
         """The current gauges and the counters so far, to be sent with the outputs of the step that was just run."""
