@@ -5,6 +5,9 @@ A runner is complete once constructed; `engine.runner.start` has the phases befo
 ranks, rank 0 schedules and samples, and sends each step to the others, which call `follow`. They reduce their shards'
 argmax tokens where all rows are greedy, so that no logits are sent. The steps of the start, which measure memory and
 warm up, are run by each rank without messages, in the same order.
+
+The order of this file: construction, the start, steps, their three phases, the model's pass, drafts, several ranks,
+preparation between steps, adapters, and operators that are replaced.
 """
 
 import dataclasses
@@ -52,6 +55,7 @@ from models.attention.context import (
     set_kv_cache_data,
 )
 from models.config.rope import RopeContext
+from models.layers.base import DraftLM
 from models.layers.linear import ParallelLMHead
 from models.lora.adapters import Adapter, attach, capture_obstacle, detach, group_by_adapter
 from models.ops import aiter, triton
@@ -153,27 +157,7 @@ class ModelRunner:
         self.drafter: ModelDrafter | None = None
         """The drafter, where a model drafts."""
         if loaded.drafter is not None:
-            operators = loaded.operators if is_serving else None
-            target = None
-            if self.program is not None and self.greedy_head is not None:
-                target = self.program, self.greedy_head
-            self._draft_passes = DraftPasses(
-                loaded,
-                loaded.drafter,
-                drafter_caches(kv_cache_data),
-                operators,
-                target,
-                self.input_batch.sampling_operands(),
-            )
-            self.drafter = ModelDrafter(
-                loaded,
-                loaded.drafter,
-                self._draft_passes,
-                self.input_batch,
-                self.sampler,
-                config.max_num_seqs,
-                by_rejection=config.drafts_by_rejection,
-            )
+            self._draft_passes, self.drafter = self._make_drafter(loaded.drafter, kv_cache_data, is_serving=is_serving)
         self.graphs: DecodeGraphs | None = None
         """Graphs that replay decode steps."""
         if has_graphs:
@@ -194,6 +178,26 @@ class ModelRunner:
                 self.device,
                 have_states=self.caches.have_states,
             )
+
+    def _make_drafter(
+        self, model: DraftLM, kv_cache_data: dict[str, LayerCache], *, is_serving: bool
+    ) -> tuple[DraftPasses, ModelDrafter]:
+        operators = self.loaded.operators if is_serving else None
+        target = None
+        if self.program is not None and self.greedy_head is not None:
+            target = self.program, self.greedy_head
+        operands, caches = self.input_batch.sampling_operands(), drafter_caches(kv_cache_data)
+        passes = DraftPasses(self.loaded, model, caches, operators, target, operands)
+        drafter = ModelDrafter(
+            self.loaded,
+            model,
+            passes,
+            self.input_batch,
+            self.sampler,
+            self.config.max_num_seqs,
+            by_rejection=self.config.drafts_by_rejection,
+        )
+        return passes, drafter
 
     def _make_graphs(self) -> DecodeGraphs:
         observed = {} if self.sentinel is None else {"observing": self.sentinel.of_graph}
@@ -253,7 +257,7 @@ class ModelRunner:
         config = self.config
         return StepSizes(config.max_num_batched_tokens, self.num_slots, self.loaded.max_model_len, config.num_drafts)
 
-    # Steps of the start, and dummy steps
+    # -- the start, and dummy steps -----------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
         """Run a prefill of one token, so that torch's lazy initialisation happens before the first request; on a GPU,
@@ -299,7 +303,7 @@ class ModelRunner:
         with torch.inference_mode(), oom_in_step(), forward_context(token.metadata, context, metadata):
             self._hidden_states(token, 1, has_adapters=False)
 
-    # Steps
+    # -- steps --------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""
@@ -314,7 +318,7 @@ class ModelRunner:
         start = time.perf_counter()
         self._on_pause = on_pause
         try:
-            with oom_in_step(), self._leaving_what_is_unchecked():
+            with oom_in_step(), self._replacing_refused_operators():
                 output = self._compute(batch)
         finally:
             self._on_pause = None
@@ -350,7 +354,7 @@ class ModelRunner:
         """
         self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
-        with oom_in_step(), self._all_leave_a_failure(), self._leaving_what_is_unchecked():
+        with oom_in_step(), self._aborting_on_all_ranks(), self._replacing_refused_operators():
             with torch.inference_mode():
                 inputs, on_device = self.prepare_model(batch, is_launched=True)
                 result = self.run_model(inputs, on_device, batch.prompt_spans)
@@ -364,268 +368,16 @@ class ModelRunner:
         self._count_step()
         return step
 
-    def _launched(
-        self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs, result: StepResult
-    ) -> LaunchedStep:
-        """The `LaunchedStep` of a step whose pass was launched."""
-        drafted_from, drafts_on_device = result.drafted_from, self._drafts_on_device
-
-        def sample(
-            logits: torch.Tensor | LaunchedTokens, inputs: StepInputs, rows: SamplingRows
-        ) -> tuple[LaunchedTokens, DeviceDrafts | None]:
-            tokens = self.launch_sampler(logits, inputs, rows)
-            if drafts_on_device:
-                return tokens, self._draft_on_device(batch, inputs, on_device, tokens, drafted_from)
-            self._keep_tokens(batch, inputs, on_device.sampled_slots, tokens.token_ids, drafted_from)
-            return tokens, None
-
-        def finish(inputs: StepInputs, sampled: SampledTokens, drafts: DeviceDrafts | None) -> ScheduledBatchOutput:
-            return self.finish(batch, inputs, sampled, drafted_from, device_drafts=drafts, is_launched=True)
-
-        def add_vectors(output: ScheduledBatchOutput, pooled: PooledVectors, values: torch.Tensor) -> None:
-            self.add_vectors(output, batch, pooled, values)
-
-        work = StepWork(self.input_batch.resolve, sample, finish, add_vectors)
-        return LaunchedStep(inputs, result, self.device_batch, self.ranks, work, drafts_on_device=drafts_on_device)
-
     def can_replay(self, batch: ScheduledBatch) -> bool:
         """Whether a graph may replay a step, provided that all replicas in lockstep replay one."""
         is_plain = not (batch.total_seqs_num_prefill or batch.prompt_spans or batch.draft_tokens)
         is_captured = self._graphs_take_adapters or not any(seq.adapter for seq in batch.sequences)
         return self.graphs is not None and is_plain and is_captured
 
-    def release_cache(self) -> None:
-        """See `PageCommitter.release`. Has no effect on a GPU, whose cache is not in host memory."""
-        self.page_committer.release()
-
-    # Operators whose results are found to be wrong while they serve
-
-    def leave_to_torch(self, operator: str) -> None:
-        """Have plain torch compute an operator from the next step on. Every rank calls this at the same step."""
-        if operator == "all_reduce":
-            # A CPU's collectives have no second implementation.
-            leave_fast_sum = getattr(self.parallel.collectives, "leave_fast_sum", None)
-            if leave_fast_sum is not None:
-                leave_fast_sum()
-                _log.error("The sums over ranks are computed by the library of torch from now on")
-        elif not triton.active() or triton.leaves(operator):
-            _log.error("Nothing else computes %s here; restart the server, and check this machine", operator)
-            return
-        else:
-            try:
-                backend = leave_to_torch(operator, self.model, self.device)
-            except ValueError as error:
-                _log.error("Operator %s stays as it is: %s", operator, error)
-                return
-            aiter.leave(operator)
-            if backend is not None:
-                self.backend = backend
-                self.loaded = dataclasses.replace(self.loaded, backend=backend)
-                if self._draft_passes is not None:
-                    self._draft_passes.backend = backend
-                if self.sentinel is not None:
-                    self.sentinel.backend = backend
-            _log.error("Plain torch computes %s from now on, slowly", operator)
-        if self.graphs is not None:
-            # The graphs were captured with the wrong operator.
-            self.graphs = self._make_graphs()
-
-    @contextmanager
-    def _leaving_what_is_unchecked(self) -> Iterator[None]:
-        """Leave an operator to torch if its kernel is refused inside. The step fails, and is computed again."""
-        try:
-            yield
-        except RuntimeError as error:
-            operator = getattr(error, "refused_operator", None)
-            if operator is not None:
-                self.leave_to_torch(operator)
-            raise
-
-    # Loading and unloading of LoRA adapters
-
-    def read_adapter(self, path: str) -> Adapter:
-        """Read an adapter's files, in any thread. Raises `ValueError` with one sentence for an invalid adapter."""
-        if self.loaded.is_encoder:
-            raise ValueError(f"{self.model_config.architecture} is an encoder, which takes no LoRA adapter")
-        if self.loaded.compilation_level:
-            raise ValueError(
-                f"compilation_level is {self.loaded.compilation_level}, whose layers take the adapters of the start "
-                "only; name it with --lora at the start, or set compilation_level to 0"
-            )
-        return Adapter.read(self.model, Path(path))
-
-    def load_adapter(self, number: int, path: str, adapter: Adapter) -> None:
-        """Attach the adapter that was read from `path` on all ranks, between two steps.
-
-        Raises `ValueError` with one sentence if any rank cannot; then no rank has changed.
-        """
-        try:
-            with oom_in_step():
-                attach(self.model, number, adapter, dtype=self.dtype, device=self.device)
-            obstacle = None if self.graphs is None else capture_obstacle(self.model)
-            if obstacle is not None:
-                raise ValueError(f"{obstacle}, and graphs are being captured; start the server with --enforce-eager")
-            if self.ranks is not None:
-                self.ranks.change_adapter(number, path)
-        except BaseException as error:
-            self.unload_adapter(number)
-            if isinstance(error, RankStepError | StepOutOfMemory):
-                raise ValueError(str(error)) from error
-            raise
-        self._graphs_take_adapters = False
-
-    def unload_adapter(self, number: int) -> None:
-        """Remove an adapter that no row uses any more, on all ranks, between two steps."""
-        detach(self.model, number)
-        self._graphs_take_adapters = False
-        if self.ranks is not None:
-            self.ranks.change_adapter(number, None)
-
-    def lead(self, ranks: RankSteps) -> None:
-        """Send each step from now on to the other ranks, which have started."""
-        self.ranks = ranks
-
-    def follow(self, message: StepMessage) -> None:
-        """Compute this rank's part of a step that rank 0 sent."""
-        self.page_committer.commit_after_step(self._last_step_seconds)
-        for number, tokens in message.sampled:
-            # Rank 0 never sends the tokens of earlier steps that failed.
-            self._followed = {each: inputs for each, inputs in self._followed.items() if each >= number}
-            followed = self._followed.pop(number, None)
-            if followed is not None:
-                self._store_followed(*followed, np.array(tokens, dtype=np.int64))
-        batch = rank_batch(message, self.config.kv_cache_block_size)
-        self._chooses_by_shard = message.is_greedy
-        self.tokens_across_dp, self.may_replay = message.tokens_across_dp, message.may_replay
-        self._drafts_on_device = message.drafts_on_device
-        with torch.inference_mode(), self._leaving_what_is_unchecked():
-            inputs, on_device = self.prepare_model(batch)
-            result = self.run_model(inputs, on_device, batch.prompt_spans)
-            if self.drafter is not None and not message.is_deferred:
-                self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
-                return
-            self._followed[message.number] = inputs, message.num_next_drafts if message.drafts_on_device else None
-            if not message.is_deferred:
-                return
-            self.input_batch.reserve_tokens(inputs)
-            if message.drafts_on_device:
-                self._draft_on_device(batch, inputs, on_device, None, result.drafted_from)
-            else:
-                self._keep_tokens(batch, inputs, on_device.sampled_slots, None, result.drafted_from)
-
-    def _store_followed(self, inputs: StepInputs, drafted: list[int] | None, token_ids: npt.NDArray[np.int64]) -> None:
-        """Store the tokens that rank 0 sampled in an earlier step, with `NO_TOKEN` at positions that were not
-        accepted.
-
-        `drafted`: number of drafts of each row made on the device; None where none were.
-        """
-        if inputs.bounds is not None:
-            inputs = self.input_batch.resolve(inputs)
-        self.input_batch.store_tokens(inputs, token_ids, np.flatnonzero(token_ids != NO_TOKEN))
-        if self.drafter is not None and drafted is not None:
-            self.drafter.settle(inputs, drafted)
-
-    def _draft_on_device(
-        self,
-        batch: StepRows,
-        inputs: StepInputs,
-        on_device: DeviceInputs,
-        sampled: LaunchedTokens | None,
-        drafted_from: torch.Tensor | None,
-    ) -> DeviceDrafts:
-        """Accept a step's sampled tokens and draft after them, on all ranks. `sampled`: None except on rank 0."""
-        assert self.drafter is not None
-        if sampled is None:
-            token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64, device=self.device)
-        else:
-            found = sampled.candidates
-            token_ids = found.tokens.masked_fill(~found.peaks.isfinite(), NO_TOKEN)
-            if sampled.refused:
-                [refused] = self.device_batch.uploads.send([np.array(list(sampled.refused), dtype=np.int64)])
-                token_ids.index_fill_(0, refused, NO_TOKEN)
-        if self.parallel.size > 1:
-            token_ids = self.parallel.broadcast(token_ids)
-        return self.drafter.draft_on_device(
-            inputs,
-            on_device,
-            self.device_batch,
-            token_ids,
-            drafted_from,
-            batch.num_next_drafts,
-            is_greedy=self._is_greedy(inputs),
-        )
-
-    def _drafts_when_read(self, batch: StepRows) -> bool:
-        """Whether the drafter may draft after a launched step once its tokens are read."""
-        if self.drafter is None or self._drafts_on_device:
-            return False
-        return bool(batch.draft_tokens) or any(batch.num_next_drafts)
-
-    def _is_greedy(self, inputs: StepInputs) -> bool:
-        return self.input_batch.are_greedy(inputs.slots) if self.parallel.size == 1 else self._chooses_by_shard
-
-    def _keep_tokens(
-        self,
-        batch: StepRows,
-        inputs: StepInputs,
-        slots: torch.Tensor,
-        token_ids: torch.Tensor | None,
-        drafted_from: torch.Tensor | None,
-    ) -> None:
-        """Store rank 0's sampled tokens by slot on every rank's device, where the next step reads them.
-
-        # [S], [S] int64; `token_ids`: on rank 0
-
-        Stores nothing where drafts are made once the step is read, since the next step then has its tokens on the
-        host.
-        """
-        if self._drafts_when_read(batch):
-            return
-        if self.drafter is not None:
-            _keep_states(self.drafter, batch, inputs, drafted_from)
-        if inputs.has_drafts or not len(slots):
-            return
-        last_tokens = self.device_batch.last_tokens
-        token_ids = torch.empty_like(slots) if token_ids is None else token_ids.to(last_tokens.device)
-        last_tokens.index_copy_(0, slots, self.parallel.broadcast(token_ids))
-
-    def prepare_while_idle(self) -> bool:
-        """Do one unit of preparation for later steps while the engine is idle. Returns whether more remains."""
-        if self.sentinel is not None and self.sentinel.catch_up():
-            return True
-        # Other ranks receive no message between steps.
-        if self.graphs is not None and self.parallel.is_alone and self.graphs.capture_next():
-            return True
-        return self._record_interposed() or self.page_committer.commit_idle()
-
-    def _record_interposed(self) -> bool:
-        """Record the pass of interposed steps, if steps may be interposed; False if it was recorded before."""
-        if self._interposed_program is not None or not self.max_interposed_tokens:
-            return False
-        assert self.loaded.operators is not None, "steps that pause are run by the operators"
-        most = self.max_interposed_tokens
-        self._interposed_program = record_pass(self.loaded, self.loaded.operators, num_tokens=most)
-        return True
-
-    def device_memory(self) -> tuple[int, int]:
-        """Bytes of a GPU's memory that this process holds, and the GPU's total."""
-        memory = DeviceMemory(self.device)
-        return memory.held(), memory.total()
-
-    def sentinel_counts(self) -> tuple[int, int]:
-        """Numbers of comparisons of served results with torch, and of mismatches, since the start."""
-        sentinel = self.sentinel
-        return (0, 0) if sentinel is None else (sentinel.num_checks, len(sentinel.mismatches))
-
-    def _count_step(self) -> None:
-        """Count a step for capturing graphs; with several ranks, `prepare_model` counts it."""
-        if self.graphs is not None and self.parallel.is_alone:
-            self.graphs.count_step()
-
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        with torch.inference_mode(), self._all_leave_a_failure():
+        with torch.inference_mode(), self._aborting_on_all_ranks():
             inputs, on_device = self.prepare_model(batch)
-            result = self._verified(batch, inputs, on_device)
+            result = self._verify_and_draft(batch, inputs, on_device)
             if result is None:
                 result = self.run_model(inputs, on_device, batch.prompt_spans)
             if self.parallel.rank:
@@ -638,8 +390,37 @@ class ModelRunner:
                 self.add_vectors(output, batch, result.pooled, result.pooled.values.cpu())
             return output
 
+    def _launched(
+        self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs, result: StepResult
+    ) -> LaunchedStep:
+        """The `LaunchedStep` of a step whose pass was launched."""
+        drafted_from, drafts_on_device = result.drafted_from, self._drafts_on_device
+
+        def sample(
+            logits: torch.Tensor | LaunchedTokens, inputs: StepInputs, rows: SamplingRows
+        ) -> tuple[LaunchedTokens, DeviceDrafts | None]:
+            tokens = self.launch_sampler(logits, inputs, rows)
+            if drafts_on_device:
+                return tokens, self._draft_on_device(batch, inputs, on_device, tokens, drafted_from)
+            self._store_tokens_on_device(batch, inputs, on_device.sampled_slots, tokens.token_ids, drafted_from)
+            return tokens, None
+
+        def finish(inputs: StepInputs, sampled: SampledTokens, drafts: DeviceDrafts | None) -> ScheduledBatchOutput:
+            return self.finish(batch, inputs, sampled, drafted_from, device_drafts=drafts, is_launched=True)
+
+        def add_vectors(output: ScheduledBatchOutput, pooled: PooledVectors, values: torch.Tensor) -> None:
+            self.add_vectors(output, batch, pooled, values)
+
+        work = StepWork(self.input_batch.resolve, sample, finish, add_vectors)
+        return LaunchedStep(inputs, result, self.device_batch, self.ranks, work, drafts_on_device=drafts_on_device)
+
+    def _count_step(self) -> None:
+        """Count a step for capturing graphs; with several ranks, `prepare_model` counts it."""
+        if self.graphs is not None and self.parallel.is_alone:
+            self.graphs.count_step()
+
     @contextmanager
-    def _all_leave_a_failure(self) -> Iterator[None]:
+    def _aborting_on_all_ranks(self) -> Iterator[None]:
         """Abort the step on the other ranks if it raises inside. Raises `RankStepError` if one of them raised."""
         if self.ranks is None:
             yield
@@ -652,7 +433,7 @@ class ModelRunner:
                 self.ranks.abandon(self.ranks.number, error)
             raise
 
-    # The three phases of a step
+    # -- the three phases of a step -----------------------------------------------------------------------------------
 
     def prepare_model(self, batch: StepRows, *, is_launched: bool = False) -> tuple[StepInputs, DeviceInputs]:
         """Apply the batch to the stored rows, and build the step's arrays on the host and on the device.
@@ -669,17 +450,8 @@ class ModelRunner:
             self._drafts_on_device = (
                 is_launched and self.drafter is not None and self.drafter.can_draft_on_device(batch)
             )
-        if self.ranks is not None and isinstance(batch, ScheduledBatch):
-            self._chooses_by_shard = self.input_batch.are_greedy(batch.slots)
-            is_deferred = is_launched and not self._drafts_when_read(batch)
-            self.ranks.begin(
-                batch,
-                is_greedy=self._chooses_by_shard,
-                tokens_across_dp=self.tokens_across_dp,
-                may_replay=self.may_replay,
-                is_deferred=is_deferred,
-                drafts_on_device=self._drafts_on_device,
-            )
+            if self.ranks is not None:
+                self._send_to_ranks(self.ranks, batch, is_launched=is_launched)
         if self.graphs is not None and not self.parallel.is_alone and not is_dummy:
             # All ranks count every step that rank 0 sends, failed ones too, and so capture graphs at the same step.
             self.graphs.count_step()
@@ -687,12 +459,7 @@ class ModelRunner:
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
         if highest_block != self.padding_block:
             self.page_committer.use(highest_block)
-        size = 0
-        is_captured = inputs.adapters is None or self._graphs_take_adapters
-        if self.graphs is not None and self.parallel.token_exchange is not None:
-            size = self.graphs.size_of(max(1, *self.tokens_across_dp)) if self.may_replay else 0
-        elif self.graphs is not None and not batch.prompt_spans and is_captured:
-            size = self.graphs.size_for(inputs)
+        size = self._graph_size(batch, inputs)
         padded = inputs if self.graphs is None else self.graphs.pad(inputs, size)
         target = AttentionTarget(
             self.backend,
@@ -702,6 +469,26 @@ class ModelRunner:
             self.input_batch.states_per_slot,
         )
         return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, target, size)
+
+    def _send_to_ranks(self, ranks: RankSteps, batch: ScheduledBatch, *, is_launched: bool) -> None:
+        self._chooses_by_shard = self.input_batch.are_greedy(batch.slots)
+        ranks.begin(
+            batch,
+            is_greedy=self._chooses_by_shard,
+            tokens_across_dp=self.tokens_across_dp,
+            may_replay=self.may_replay,
+            is_deferred=is_launched and not self._drafts_when_read(batch),
+            drafts_on_device=self._drafts_on_device,
+        )
+
+    def _graph_size(self, batch: StepRows, inputs: StepInputs) -> int:
+        """Number of rows of the graph that replays a step; 0 if none does."""
+        if self.graphs is None:
+            return 0
+        if self.parallel.token_exchange is not None:
+            return self.graphs.size_of(max(1, *self.tokens_across_dp)) if self.may_replay else 0
+        is_captured = inputs.adapters is None or self._graphs_take_adapters
+        return self.graphs.size_for(inputs) if is_captured and not batch.prompt_spans else 0
 
     def run_model(self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]) -> StepResult:
         """Run the model's pass, and compute the logits, argmax tokens or pooled vectors from its hidden states."""
@@ -813,51 +600,6 @@ class ModelRunner:
             output.draft_work = DraftWork(seconds, sum(map(bool, drafts)), depth)
         return output
 
-    def _verified(self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs) -> StepResult | None:
-        """Compute a step of decodes and the drafts that follow it in one call; None if that takes several calls."""
-        if (
-            self.drafter is None
-            or batch.is_dummy_run
-            or not any(batch.num_next_drafts)
-            or batch.total_seqs_num_decode < len(inputs.slots)
-            or inputs.adapters is not None
-        ):
-            return None
-        wanted = np.array(batch.num_next_drafts, dtype=np.int64)
-        step = on_device.metadata.step
-        verified = self.drafter.verify(inputs, on_device.input_ids, on_device.positions, step, wanted)
-        if verified is None:
-            return None
-        return StepResult(LaunchedTokens.of_host(verified.token_ids, verified.peaks), None, None, None, verified)
-
-    def _draft(
-        self,
-        drafter: ModelDrafter,
-        batch: StepRows,
-        inputs: StepInputs,
-        token_ids: npt.NDArray[np.int64],
-        drafted_from: torch.Tensor | None,
-    ) -> tuple[npt.NDArray[np.int64] | None, list[list[int]]]:
-        """Store a step's sampled tokens on all ranks, and draft for each of its rows. # token_ids [S] on rank 0
-
-        Returns the result of `store_tokens` and the drafts.
-        """
-        if self.parallel.rank:
-            token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
-        token_ids = drafter.share(token_ids)
-        accepted = self.input_batch.store_tokens(inputs, token_ids)
-        if _keep_states(drafter, batch, inputs, drafted_from):
-            return accepted, []
-        drafts = drafter.draft(
-            inputs,
-            drafted_from,
-            np.array(batch.num_next_drafts, dtype=np.int64),
-            batch.total_seqs_num_decode,
-            _starting(batch),
-            is_greedy=self._is_greedy(inputs),
-        )
-        return accepted, drafts
-
     def add_vectors(
         self, output: ScheduledBatchOutput, batch: ScheduledBatch, pooled: PooledVectors, values: torch.Tensor
     ) -> None:
@@ -877,16 +619,7 @@ class ModelRunner:
                 "and need another dtype"
             )
 
-    def _encoder_prompts(self, inputs: StepInputs) -> EncoderPrompts:
-        """The inputs of an encoder for the step's prompts, each of which is computed whole."""
-        lengths = inputs.query_lens.tolist()
-        if all(span.params.first_text_tokens is None for span in inputs.pooled):
-            return EncoderPrompts(lengths)
-        is_second = np.zeros(len(inputs.input_ids), dtype=np.int64)
-        for span in inputs.pooled:
-            if span.params.first_text_tokens is not None:
-                is_second[span.first + span.params.first_text_tokens : span.end] = 1
-        return EncoderPrompts(lengths, torch.from_numpy(is_second).to(self.device))
+    # -- the model's pass and its logits ------------------------------------------------------------------------------
 
     def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
         """Final hidden states of the step's tokens, without padding. # [num_tokens, H]"""
@@ -921,6 +654,17 @@ class ModelRunner:
         if exchange is not None:
             exchange.check()
         return hidden
+
+    def _encoder_prompts(self, inputs: StepInputs) -> EncoderPrompts:
+        """The inputs of an encoder for the step's prompts, each of which is computed whole."""
+        lengths = inputs.query_lens.tolist()
+        if all(span.params.first_text_tokens is None for span in inputs.pooled):
+            return EncoderPrompts(lengths)
+        is_second = np.zeros(len(inputs.input_ids), dtype=np.int64)
+        for span in inputs.pooled:
+            if span.params.first_text_tokens is not None:
+                is_second[span.first + span.params.first_text_tokens : span.end] = 1
+        return EncoderPrompts(lengths, torch.from_numpy(is_second).to(self.device))
 
     def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
         """The log-probabilities of prompt tokens by sequence, on rank 0. # hidden [T, H]"""
@@ -968,13 +712,289 @@ class ModelRunner:
     def _lm_head(self) -> ParallelLMHead:
         return cast(LlamaForCausalLM, self.model).lm_head
 
+    # -- drafts -------------------------------------------------------------------------------------------------------
+
+    def _verify_and_draft(
+        self, batch: ScheduledBatch, inputs: StepInputs, on_device: DeviceInputs
+    ) -> StepResult | None:
+        """Compute a step of decodes and the drafts that follow it in one call; None if that takes several calls."""
+        if (
+            self.drafter is None
+            or batch.is_dummy_run
+            or not any(batch.num_next_drafts)
+            or batch.total_seqs_num_decode < len(inputs.slots)
+            or inputs.adapters is not None
+        ):
+            return None
+        wanted = np.array(batch.num_next_drafts, dtype=np.int64)
+        step = on_device.metadata.step
+        verified = self.drafter.verify(inputs, on_device.input_ids, on_device.positions, step, wanted)
+        if verified is None:
+            return None
+        return StepResult(LaunchedTokens.of_host(verified.token_ids, verified.peaks), None, None, None, verified)
+
+    def _draft(
+        self,
+        drafter: ModelDrafter,
+        batch: StepRows,
+        inputs: StepInputs,
+        token_ids: npt.NDArray[np.int64],
+        drafted_from: torch.Tensor | None,
+    ) -> tuple[npt.NDArray[np.int64] | None, list[list[int]]]:
+        """Store a step's sampled tokens on all ranks, and draft for each of its rows. # token_ids [S] on rank 0
+
+        Returns the result of `store_tokens` and the drafts.
+        """
+        if self.parallel.rank:
+            token_ids = np.zeros(len(inputs.sampled_rows), dtype=np.int64)
+        token_ids = drafter.share(token_ids)
+        accepted = self.input_batch.store_tokens(inputs, token_ids)
+        if _store_draft_state(drafter, batch, inputs, drafted_from):
+            return accepted, []
+        drafts = drafter.draft(
+            inputs,
+            drafted_from,
+            np.array(batch.num_next_drafts, dtype=np.int64),
+            batch.total_seqs_num_decode,
+            _starting(batch),
+            is_greedy=self._is_greedy(inputs),
+        )
+        return accepted, drafts
+
+    def _draft_on_device(
+        self,
+        batch: StepRows,
+        inputs: StepInputs,
+        on_device: DeviceInputs,
+        sampled: LaunchedTokens | None,
+        drafted_from: torch.Tensor | None,
+    ) -> DeviceDrafts:
+        """Accept a step's sampled tokens and draft after them, on all ranks. `sampled`: None except on rank 0."""
+        assert self.drafter is not None
+        if sampled is None:
+            token_ids = torch.empty(len(inputs.sampled_rows), dtype=torch.int64, device=self.device)
+        else:
+            found = sampled.candidates
+            token_ids = found.tokens.masked_fill(~found.peaks.isfinite(), NO_TOKEN)
+            if sampled.refused:
+                [refused] = self.device_batch.uploads.send([np.array(list(sampled.refused), dtype=np.int64)])
+                token_ids.index_fill_(0, refused, NO_TOKEN)
+        if self.parallel.size > 1:
+            token_ids = self.parallel.broadcast(token_ids)
+        return self.drafter.draft_on_device(
+            inputs,
+            on_device,
+            self.device_batch,
+            token_ids,
+            drafted_from,
+            batch.num_next_drafts,
+            is_greedy=self._is_greedy(inputs),
+        )
+
+    def _drafts_when_read(self, batch: StepRows) -> bool:
+        """Whether the drafter may draft after a launched step once its tokens are read."""
+        if self.drafter is None or self._drafts_on_device:
+            return False
+        return bool(batch.draft_tokens) or any(batch.num_next_drafts)
+
+    def _is_greedy(self, inputs: StepInputs) -> bool:
+        return self.input_batch.are_greedy(inputs.slots) if self.parallel.size == 1 else self._chooses_by_shard
+
+    def _store_tokens_on_device(
+        self,
+        batch: StepRows,
+        inputs: StepInputs,
+        slots: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        drafted_from: torch.Tensor | None,
+    ) -> None:
+        """Store rank 0's sampled tokens by slot on every rank's device, where the next step reads them.
+
+        # [S], [S] int64; `token_ids`: on rank 0
+
+        Stores nothing where drafts are made once the step is read, since the next step then has its tokens on the
+        host.
+        """
+        if self._drafts_when_read(batch):
+            return
+        if self.drafter is not None:
+            _store_draft_state(self.drafter, batch, inputs, drafted_from)
+        if inputs.has_drafts or not len(slots):
+            return
+        last_tokens = self.device_batch.last_tokens
+        token_ids = torch.empty_like(slots) if token_ids is None else token_ids.to(last_tokens.device)
+        last_tokens.index_copy_(0, slots, self.parallel.broadcast(token_ids))
+
+    # -- several ranks ------------------------------------------------------------------------------------------------
+
+    def lead(self, ranks: RankSteps) -> None:
+        """Send each step from now on to the other ranks, which have started."""
+        self.ranks = ranks
+
+    def follow(self, message: StepMessage) -> None:
+        """Compute this rank's part of a step that rank 0 sent."""
+        self.page_committer.commit_after_step(self._last_step_seconds)
+        for number, tokens in message.sampled:
+            # Rank 0 never sends the tokens of earlier steps that failed.
+            self._followed = {each: inputs for each, inputs in self._followed.items() if each >= number}
+            followed = self._followed.pop(number, None)
+            if followed is not None:
+                self._store_followed(*followed, np.array(tokens, dtype=np.int64))
+        batch = rank_batch(message, self.config.kv_cache_block_size)
+        self._chooses_by_shard = message.is_greedy
+        self.tokens_across_dp, self.may_replay = message.tokens_across_dp, message.may_replay
+        self._drafts_on_device = message.drafts_on_device
+        with torch.inference_mode(), self._replacing_refused_operators():
+            inputs, on_device = self.prepare_model(batch)
+            result = self.run_model(inputs, on_device, batch.prompt_spans)
+            if self.drafter is not None and not message.is_deferred:
+                self._draft(self.drafter, batch, inputs, _NO_TOKENS, result.drafted_from)
+                return
+            self._followed[message.number] = inputs, message.num_next_drafts if message.drafts_on_device else None
+            if not message.is_deferred:
+                return
+            self.input_batch.reserve_tokens(inputs)
+            if message.drafts_on_device:
+                self._draft_on_device(batch, inputs, on_device, None, result.drafted_from)
+            else:
+                self._store_tokens_on_device(batch, inputs, on_device.sampled_slots, None, result.drafted_from)
+
+    def _store_followed(self, inputs: StepInputs, drafted: list[int] | None, token_ids: npt.NDArray[np.int64]) -> None:
+        """Store the tokens that rank 0 sampled in an earlier step, with `NO_TOKEN` at positions that were not
+        accepted.
+
+        `drafted`: number of drafts of each row made on the device; None where none were.
+        """
+        if inputs.bounds is not None:
+            inputs = self.input_batch.resolve(inputs)
+        self.input_batch.store_tokens(inputs, token_ids, np.flatnonzero(token_ids != NO_TOKEN))
+        if self.drafter is not None and drafted is not None:
+            self.drafter.settle(inputs, drafted)
+
+    # -- between steps ------------------------------------------------------------------------------------------------
+
+    def prepare_while_idle(self) -> bool:
+        """Do one unit of preparation for later steps while the engine is idle. Returns whether more remains."""
+        if self.sentinel is not None and self.sentinel.catch_up():
+            return True
+        # Other ranks receive no message between steps.
+        if self.graphs is not None and self.parallel.is_alone and self.graphs.capture_next():
+            return True
+        return self._record_interposed() or self.page_committer.commit_idle()
+
+    def _record_interposed(self) -> bool:
+        """Record the pass of interposed steps, if steps may be interposed; False if it was recorded before."""
+        if self._interposed_program is not None or not self.max_interposed_tokens:
+            return False
+        assert self.loaded.operators is not None, "steps that pause are run by the operators"
+        most = self.max_interposed_tokens
+        self._interposed_program = record_pass(self.loaded, self.loaded.operators, num_tokens=most)
+        return True
+
+    def release_cache(self) -> None:
+        """See `PageCommitter.release`. Has no effect on a GPU, whose cache is not in host memory."""
+        self.page_committer.release()
+
+    def device_memory(self) -> tuple[int, int]:
+        """Bytes of a GPU's memory that this process holds, and the GPU's total."""
+        memory = DeviceMemory(self.device)
+        return memory.held(), memory.total()
+
+    def sentinel_counts(self) -> tuple[int, int]:
+        """Numbers of comparisons of served results with torch, and of mismatches, since the start."""
+        sentinel = self.sentinel
+        return (0, 0) if sentinel is None else (sentinel.num_checks, len(sentinel.mismatches))
+
+    # -- LoRA adapters ------------------------------------------------------------------------------------------------
+
+    def read_adapter(self, path: str) -> Adapter:
+        """Read an adapter's files, in any thread. Raises `ValueError` with one sentence for an invalid adapter."""
+        if self.loaded.is_encoder:
+            raise ValueError(f"{self.model_config.architecture} is an encoder, which takes no LoRA adapter")
+        if self.loaded.compilation_level:
+            raise ValueError(
+                f"compilation_level is {self.loaded.compilation_level}, whose layers take the adapters of the start "
+                "only; name it with --lora at the start, or set compilation_level to 0"
+            )
+        return Adapter.read(self.model, Path(path))
+
+    def load_adapter(self, number: int, path: str, adapter: Adapter) -> None:
+        """Attach the adapter that was read from `path` on all ranks, between two steps.
+
+        Raises `ValueError` with one sentence if any rank cannot; then no rank has changed.
+        """
+        try:
+            with oom_in_step():
+                attach(self.model, number, adapter, dtype=self.dtype, device=self.device)
+            obstacle = None if self.graphs is None else capture_obstacle(self.model)
+            if obstacle is not None:
+                raise ValueError(f"{obstacle}, and graphs are being captured; start the server with --enforce-eager")
+            if self.ranks is not None:
+                self.ranks.change_adapter(number, path)
+        except BaseException as error:
+            self.unload_adapter(number)
+            if isinstance(error, RankStepError | StepOutOfMemory):
+                raise ValueError(str(error)) from error
+            raise
+        self._graphs_take_adapters = False
+
+    def unload_adapter(self, number: int) -> None:
+        """Remove an adapter that no row uses any more, on all ranks, between two steps."""
+        detach(self.model, number)
+        self._graphs_take_adapters = False
+        if self.ranks is not None:
+            self.ranks.change_adapter(number, None)
+
+    # -- operators whose results are found to be wrong while they serve -----------------------------------------------
+
+    def leave_to_torch(self, operator: str) -> None:
+        """Have plain torch compute an operator from the next step on. Every rank calls this at the same step."""
+        if operator == "all_reduce":
+            # A CPU's collectives have no second implementation.
+            leave_fast_sum = getattr(self.parallel.collectives, "leave_fast_sum", None)
+            if leave_fast_sum is not None:
+                leave_fast_sum()
+                _log.error("The sums over ranks are computed by the library of torch from now on")
+        elif not triton.active() or triton.leaves(operator):
+            _log.error("Nothing else computes %s here; restart the server, and check this machine", operator)
+            return
+        else:
+            try:
+                backend = leave_to_torch(operator, self.model, self.device)
+            except ValueError as error:
+                _log.error("Operator %s stays as it is: %s", operator, error)
+                return
+            aiter.leave(operator)
+            if backend is not None:
+                self.backend = backend
+                self.loaded = dataclasses.replace(self.loaded, backend=backend)
+                if self._draft_passes is not None:
+                    self._draft_passes.backend = backend
+                if self.sentinel is not None:
+                    self.sentinel.backend = backend
+            _log.error("Plain torch computes %s from now on, slowly", operator)
+        if self.graphs is not None:
+            # The graphs were captured with the wrong operator.
+            self.graphs = self._make_graphs()
+
+    @contextmanager
+    def _replacing_refused_operators(self) -> Iterator[None]:
+        """Leave an operator to torch if its kernel is refused inside. The step fails, and is computed again."""
+        try:
+            yield
+        except RuntimeError as error:
+            operator = getattr(error, "refused_operator", None)
+            if operator is not None:
+                self.leave_to_torch(operator)
+            raise
+
 
 def _starting(batch: StepRows) -> npt.NDArray[np.int64]:
     """The slots of the sequences that start in a step."""
     return np.array([seq.slot for seq in batch.new_seqs], dtype=np.int64) if batch.new_seqs else _NO_TOKENS
 
 
-def _keep_states(
+def _store_draft_state(
     drafter: ModelDrafter, batch: StepRows, inputs: StepInputs, drafted_from: torch.Tensor | None
 ) -> bool:
     """Store the drafter's state for a step without drafts before or after it; False for other steps."""
