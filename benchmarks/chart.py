@@ -20,10 +20,10 @@ _PANELS = (
     ("16 prompts sharing 1024, s", ("16 sharing",), "less is better"),
     ("Memory, GB", ("memory, GB",), "less is better"),
 )
-"""Title, the beginnings of the table's rows, and which way is better."""
+"""Title of a row, the beginnings of the rows of the table that it shows, and whether larger is better."""
 
 _COLOURS = ("#d9480f", "#868e96", "#adb5bd", "#ced4da")
-"""Kaon's, and its peers'."""
+"""Colour of Kaon's bars, and of its peers'."""
 
 
 def main() -> None:

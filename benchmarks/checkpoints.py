@@ -1,8 +1,8 @@
-"""Random seeded checkpoints that every peer can load, whose greedy answers never end by themselves.
+"""Random seeded checkpoints that every peer can load, and whose greedy answers do not end before `max_tokens`.
 
-The embeddings are tied, so a token whose row is zero has the logit zero, which the largest of many others always
-beats: the end token and whatever is no whole word are never generated. Every token that is, and every word of a
-prompt, is plain text, so any server can stream it at once.
+The embeddings are tied, so a token whose row is zero has the logit zero, which is always less than the largest of many
+others: the end token, and tokens that are not a whole word, are never generated. All other tokens, and all words of a
+prompt, are plain text, so any server can stream each token at once.
 """
 
 import itertools
@@ -24,7 +24,7 @@ _STAMP = "written"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A shape of Qwen3's architecture."""
+    """Sizes of a model of Qwen3's architecture."""
 
     name: str
     sizes: dict[str, int]
@@ -60,13 +60,13 @@ TINY = Checkpoint(
 
 
 def words() -> list[str]:
-    """The words that prompts are made of. Behind a space each is one token."""
+    """The words of which prompts consist. After a space each word is one token."""
     syllables = ["".join(pair) for pair in itertools.product(_CONSONANTS, _VOWELS)]
     return random.Random(SEED).sample(["".join(pair) for pair in itertools.product(syllables, syllables)], _WORDS)
 
 
 def write(checkpoint: Checkpoint, root: Path) -> Path:
-    """The checkpoint's folder under `root`, written unless it is there whole."""
+    """Return the checkpoint's folder under `root`; write the checkpoint if it is not complete."""
     folder = checkpoint.folder(root)
     if (folder / _STAMP).exists():
         return folder
@@ -78,7 +78,8 @@ def write(checkpoint: Checkpoint, root: Path) -> Path:
 
 
 def write_random(directory: Path, config: Any, largest_file: str = "4GB") -> None:
-    """A model of random bfloat16 weights, of a configuration of transformers, with the embedded model's tokenizer."""
+    """Write a model of random bfloat16 weights, with a configuration of transformers and the embedded model's
+    tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -90,7 +91,8 @@ def write_random(directory: Path, config: Any, largest_file: str = "4GB") -> Non
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> list[int]:
-    """A byte-level BPE trained on the words, filled up to `vocabulary` tokens; the ids of those that are whole words.
+    """Train a byte-level BPE on the words, filled up to `vocabulary` tokens. Returns also the ids of tokens that are
+    words.
 
     Raises `AssertionError` if a word is not one token.
     """
@@ -110,7 +112,7 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> list[int]:
     ids: dict[str, int] = trained["model"]["vocab"]
     space = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(" ")[0][0]
     for number in range(len(ids), vocabulary):
-        # No merge leads to it, so no prompt holds it; a model may generate it.
+        # No merge leads to this token, so no prompt contains it; a model may generate it.
         ids[f"{space}x{number}"] = number
     (folder / "tokenizer.json").write_text(json.dumps(trained, ensure_ascii=False), encoding="utf-8")
     settings = {

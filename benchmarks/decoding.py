@@ -35,14 +35,15 @@ _CONTEXT, _NEW_TOKENS = 128, 32
 
 
 class Perplexity(NamedTuple):
-    """Of held-out text, and of the assistant's part of it alone, which is what the model was taught."""
+    """Accuracy and perplexity of a model on held-out text, and on the assistant's turns alone, for which it was
+    trained."""
 
     text: float
     answers: float
 
 
 def perplexities(roundings: Sequence[str] = ROUNDINGS, each: int = TEXTS_A_CATEGORY) -> dict[str, Perplexity]:
-    """The embedded model's, by how its weights are stored, over `each` texts a category."""
+    """Measure the embedded model for each storage of its weights, on `each` texts per category."""
     from tools.demo.examples import render_prompt
     from tools.demo.generate import as_text, held_out_texts
 
@@ -55,7 +56,7 @@ def perplexities(roundings: Sequence[str] = ROUNDINGS, each: int = TEXTS_A_CATEG
             prompts = [tokenize(as_text(text).removesuffix("\n")) for text in texts]
             starts = [len(tokenize(render_prompt(text))) for text in texts]
             results = engine.generate(prompts, asked, use_tqdm=False)
-        # Of every token but the first.
+        # The first token has no prediction.
         losses = [[-entry.logprob for entry in result["prompt_logprobs"] or ()] for result in results]
         answers = [loss[max(0, start - 1) :] for loss, start in zip(losses, starts, strict=True)]
         found[rounding] = Perplexity(*(math.exp(statistics.fmean(chain(*each))) for each in (losses, answers)))
@@ -63,7 +64,7 @@ def perplexities(roundings: Sequence[str] = ROUNDINGS, each: int = TEXTS_A_CATEG
 
 
 def quantization_table(repeats: int = QUANTIZATION_ROUNDS) -> Table:
-    """Medians over `repeats` rounds, in which the three take turns."""
+    """Medians over `repeats` rounds, in each of which the three storages are measured in turn."""
     perplexity, speed = perplexities(), speeds(repeats)
     rows = []
     for rounding in ROUNDINGS:
@@ -91,7 +92,8 @@ def quantization_table(repeats: int = QUANTIZATION_ROUNDS) -> Table:
 
 
 class Speed(NamedTuple):
-    """Tokens a second, by `STREAMS`, and of prompts; and the memory of the process that has just loaded."""
+    """Decoded tokens per second by number of `STREAMS`, prompt tokens per second, and the memory of a process that has
+    just loaded the weights."""
 
     decode: tuple[float, ...]
     prefill: float
@@ -99,7 +101,7 @@ class Speed(NamedTuple):
 
 
 def speeds(repeats: int) -> dict[str, Speed]:
-    """By how the weights are stored."""
+    """Measure a model with each storage of its weights."""
     taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
     num_bytes = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -126,7 +128,7 @@ def speeds(repeats: int) -> dict[str, Speed]:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """Random weights in the shape of Qwen3-0.6B."""
+    """Write a checkpoint of random weights with the sizes of Qwen3-0.6B."""
     from transformers import Qwen3Config
 
     config = Qwen3Config(**QWEN3_06B.sizes, max_position_embeddings=4096, tie_word_embeddings=True)
@@ -146,7 +148,7 @@ def _engine(model: str | None, rounding: str) -> LLMEngine:
 
 
 def _times(engine: LLMEngine, streams: int) -> tuple[float, float]:
-    """Seconds to the first token of so many prompts at once, which one step takes, and for each further token."""
+    """Seconds to the first token of `streams` prompts that one step computes, and seconds for each further token."""
     prompts = [[3 + (7 * stream + 11 * place) % 1500 for place in range(_CONTEXT)] for stream in range(streams)]
     asked = SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True)
     results = engine.generate(prompts, asked, use_tqdm=False)
@@ -154,13 +156,13 @@ def _times(engine: LLMEngine, streams: int) -> tuple[float, float]:
 
 
 def _children_bytes() -> int:
-    """Return the private memory of this process' children; files that they map are shared."""
+    """Return the private memory of this process's children, without the files that they map."""
     return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
 
 
-# Steps that verify drafts, against plain ones.  Random weights in the shape of a 0.6B model through `LLMEngine`.
-# Their greedy answers come to repeat themselves, and are drafted well from then on; answers drawn at temperature 1
-# never do.
+# Steps that verify drafts, compared with plain steps: random weights with the sizes of a 0.6B model, through
+# `LLMEngine`. Their greedy answers begin to repeat themselves, and are then drafted well; answers sampled at
+# temperature 1 never are.
 
 SPECULATION_ROUNDS = 3
 SPECULATION_STREAMS = (1, 4)
@@ -171,7 +173,7 @@ _ROWS, _LENGTH = 64, 4096
 
 
 def speculation_table(repeats: int = SPECULATION_ROUNDS, new_tokens: int = _SPECULATIVE_NEW_TOKENS) -> Table:
-    """Medians over `repeats` rounds, in which both take turns."""
+    """Medians over `repeats` rounds, in each of which both are measured in turn."""
     taken: dict[tuple[str, int, bool], list[float]] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         write_checkpoint(Path(name))
@@ -216,7 +218,7 @@ def _speculative_engine(model: str, has_drafts: bool) -> LLMEngine:
 
 
 def _rate(engine: LLMEngine, streams: int, temperature: float, new_tokens: int) -> float:
-    """Tokens a second, of so many at once, their first ones left out."""
+    """Tokens per second of `streams` simultaneous requests, without their first tokens."""
     prompts = [
         [3 + (7 * stream + 11 * place) % 1500 for place in range(_SPECULATIVE_CONTEXT)] for stream in range(streams)
     ]
@@ -226,9 +228,9 @@ def _rate(engine: LLMEngine, streams: int, temperature: float, new_tokens: int) 
 
 
 def _lookup_seconds() -> float:
-    """Of one step of many long sequences, that have grown by a token each."""
+    """Measure lookup for one step of many long sequences that have each grown by a token."""
     config = SimpleNamespace(speculative_config=SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS))
-    # As many rows as may draft all that they are asked for.
+    # The largest number of rows in which every row may draft as many tokens as it asks for.
     drafts, draw = Drafts(config, _ROWS * (1 + NUM_DRAFTS)), random.Random(0)
     seqs = [EngineSequence([draw.randrange(50) for _ in range(_LENGTH)], 16, id=row) for row in range(_ROWS)]
     for seq in seqs:
@@ -243,8 +245,8 @@ def _lookup_seconds() -> float:
     return statistics.median(found)
 
 
-# A decode step of a mixture of experts, against reading its weights.  Weights that a step does not use are not read,
-# so the bound is the experts that this step's tokens chose, once each.
+# A decode step of a mixture of experts, compared with reading its weights. Weights that a step does not use are not
+# read, so the bound counts each expert once that this step's tokens were routed to.
 
 EXPERT_STEPS = 15
 BATCH = 8
@@ -322,7 +324,7 @@ def experts_table(repeats: int = EXPERT_STEPS) -> Table:
 
 
 def _model() -> Any:
-    """Random weights; the routers choose as for real."""
+    """Create random weights whose routers distribute tokens like those of a trained model."""
     import torch
 
     from models.architectures.config import ModelConfig
@@ -346,7 +348,7 @@ def _model() -> Any:
 
 
 def _step(model: Any, operators: "Library | None") -> Callable[[], object]:
-    """A decode of `BATCH` sequences with some context each, as one call of the operators where there are any."""
+    """A decode of `BATCH` sequences with some context each, as one call of the compiled operators where they run."""
     import numpy as np
     import torch
 

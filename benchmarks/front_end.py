@@ -33,7 +33,7 @@ class Load(NamedTuple):
 
 
 FLOOR = Load("(bare uvloop write)", 1, 4000, 0.001)
-"""A server that does nothing but write 250 bytes a step: what the machine itself charges for one chunk."""
+"""A server that only writes 250 bytes per step: the cost of a chunk that the machine itself causes."""
 
 LOADS = (
     FLOOR,
@@ -53,7 +53,7 @@ class Result(NamedTuple):
 
 
 async def measure(load: Load, port: int, server: psutil.Process) -> Result:
-    """Run `load` once; chunks that arrived, and what they cost the server."""
+    """Run `load` once. Returns the number of chunks that arrived, and the server's processor time for them."""
     loop = asyncio.get_running_loop()
     before, start = server.cpu_times(), loop.time()
     counts = await asyncio.gather(*(_stream(load, port) for _ in range(load.streams)))
@@ -108,7 +108,7 @@ def _free_port() -> int:
 
 
 def run_load(load: Load, repeats: int) -> list[Result]:
-    """A fresh server under `load`, `repeats` times after a warm-up."""
+    """Measure a new server under `load`, `repeats` times after a warm-up."""
     port = _free_port()
     what = "--serve-floor" if load is FLOOR else "--serve"
     command = [sys.executable, "-m", "benchmarks.front_end", what, str(port)]
@@ -145,7 +145,7 @@ def front_end_table(repeats: int = REPEATS) -> Table:
 
 
 def main() -> None:
-    """Print the table, or be one of the servers that it measures."""
+    """Print the table, or run as one of the servers that it measures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--serve-floor", type=int, metavar="PORT", help=argparse.SUPPRESS)

@@ -1,7 +1,8 @@
-"""What the host does for a GPU, measured where there is none: launches of kernels, and turns of the engine's loop.
+"""The host's work for a GPU, measured without one: launches of kernels, and turns of the engine's loop.
 
-Run as `python -m benchmarks.host`, which writes its section of docs/benchmarks.md; `--dry` once through everything,
-without writing. Each GPU's kernels are launched in a process of their own (`--target`): see `benchmarks.gpu.absent`.
+Run as `python -m benchmarks.host`, which writes its section of docs/benchmarks.md; with `--dry` it runs everything
+once and writes nothing. Each GPU's kernels are launched in a process of their own (`--target`): see
+`benchmarks.gpu.absent`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ TARGETS = ("sm_90", "gfx942")
 _PARTS = ("operators", "turns")
 _LAUNCH = "a launch, us"
 _MOST = 1.25
-"""Times an empty kernel that a launch may take."""
+"""Limit of a launch, as a multiple of that of an empty kernel."""
 _WHAT = """## The host of a GPU
 
 Written by `make bench-host`. {machine} Triton {triton}.
@@ -55,14 +56,14 @@ Target: none; where a step takes the device longer than a turn takes the host, t
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """See the file."""
+    """Run the benchmark: see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     parser.add_argument("--target", choices=TARGETS, help="measure for one GPU, and print what was found as JSON")
     parser.add_argument("--part", choices=_PARTS, help="of what is measured for one GPU; by default all")
     parser.add_argument("--dry", action="store_true", help="do everything once, on small problems; write nothing")
     options = parser.parse_args(arguments)
     if options.target is not None:
-        # What libraries print is no finding.
+        # Output of libraries is not part of the findings.
         with redirect_stdout(sys.stderr):
             found = measured(options.target, options.part, is_dry=options.dry)
         sys.stdout.write(json.dumps(found) + "\n")
@@ -74,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 Found = dict[str, list[tuple[str, dict[str, float | str]]]]
-"""By part, what each case gave."""
+"""The values of each case, by part."""
 
 
 def measured(target: str, part: str | None, *, is_dry: bool) -> Found:
-    """For one GPU, in a process whose kernels are not interpreted."""
+    """Measure for one GPU, in a process whose kernels are not interpreted."""
     import torch
 
     from benchmarks.gpu import absent as turn
@@ -86,7 +87,7 @@ def measured(target: str, part: str | None, *, is_dry: bool) -> Found:
     from benchmarks.gpu.absent import AbsentBench, on
     from models.ops.triton.configs import TARGETS as GPUS
 
-    # What a GPU would copy is copied here: threads that wait for each other would be measured.
+    # Copies to a GPU are copies here; several threads would measure how they wait for each other.
     torch.set_num_threads(1)
     bench = AbsentBench(is_dry=is_dry)
     with on(GPUS[target], turn.first_tokens):

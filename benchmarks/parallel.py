@@ -1,6 +1,6 @@
-"""What several processes cost: tensor-parallel ranks, replicas that share experts, and the placement of requests.
+"""Costs of several processes: tensor-parallel ranks, replicas that share experts, and the placement of requests.
 
-Each table starts the second process itself, by this module.
+This module also runs as the second process of each table.
 """
 
 import json
@@ -45,9 +45,9 @@ from models.parallel.tensor_parallel import Exchange, TokenExchange
 
 @contextmanager
 def second_process(module: str, *arguments: object, descriptors: tuple[int, ...] = ()) -> Iterator[None]:
-    """Run a module next to this process, which inherits `descriptors`; each on CPUs of its own, as ranks are.
+    """Run a module in a process that inherits `descriptors`; both processes have CPUs of their own, as ranks do.
 
-    Raises `RuntimeError` where it fails.
+    Raises `RuntimeError` if it fails.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     allowed = os.sched_getaffinity(0)
@@ -63,7 +63,7 @@ def second_process(module: str, *arguments: object, descriptors: tuple[int, ...]
         os.sched_setaffinity(0, allowed)
 
 
-# What tensor-parallel ranks cost in addition to the model: telling them of a step, and adding up their results.
+# Costs of tensor-parallel ranks in addition to the model: sending them a step, and adding up their results.
 
 _MODULE = "benchmarks.parallel"
 BLOCK_SIZE = 16
@@ -73,7 +73,7 @@ MODEL_SECONDS = 0.001
 REDUCED = (32, 1024)
 """Rows and columns of the all-reduce, in bfloat16."""
 PORT = 29600
-"""And the four behind it: of the step's socket, and of the hosts."""
+"""Further descriptors: of the step's socket, and of the hosts."""
 RANK_TOKENS = 200
 
 
@@ -94,7 +94,7 @@ def _rows(num_rows: int) -> dict[int, Sequence]:
 
 
 def _follow(steps: StepSource, num_rows: int) -> None:
-    """The other rank: does with each step what a shard's runner does, but for the model."""
+    """The other rank: it does for each step what a shard's runner does, without a model."""
     input_batch = _input_batch(num_rows)
     inputs: StepInputs | None = None
     for _ in range(RANK_STEPS + 1):
@@ -126,7 +126,7 @@ def _by_ring(num_rows: int) -> Iterator[StepTransport]:
 
 @contextmanager
 def _by_socket(num_rows: int) -> Iterator[StepTransport]:
-    """The second rank, which receives steps as one on another host does, over the loopback interface."""
+    """The second rank, which receives steps over the loopback interface, as a rank on another host does."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     authenticator = CurveAuthenticator(context)
     steps = TcpSteps(context, "127.0.0.1", PORT, 2)
@@ -143,9 +143,9 @@ def _by_socket(num_rows: int) -> Iterator[StepTransport]:
 
 
 def control_seconds(way: Callable[[int], AbstractContextManager[StepTransport]], num_rows: int, pause: float) -> float:
-    """Median of what the other rank adds to a decode step, `pause` seconds after the one before.
+    """The median time that another rank adds to a decode step, `pause` seconds after the previous step.
 
-    From telling it to hearing that it has ended, less what the first takes for the step itself.
+    It is measured from sending the step to learning that it has ended, less the first rank's own time for the step.
     """
     input_batch, seqs = _input_batch(num_rows), _rows(num_rows)
     added = []
@@ -201,7 +201,7 @@ def _by_memory(rank: int, descriptor: int) -> list[float]:
 
 
 def reduce_rows() -> list[tuple[str, str, str]]:
-    """Median and 99th percentile of an all-reduce, in microseconds, by Gloo and through shared memory."""
+    """Median and 99th percentile of an all-reduce in microseconds, by Gloo and through shared memory."""
     memory = os.memfd_create("benchmark")
     with tempfile.TemporaryDirectory() as directory:
         store = f"{directory}/store"
@@ -236,7 +236,7 @@ def _engine(**parallel: Any) -> LLMEngine:
 
 
 def _step_seconds(engine: LLMEngine, num_rows: int) -> float:
-    """Of a decode step of the embedded model, at the mean of one run."""
+    """Mean time of a decode step of the embedded model in one run."""
     params = SamplingParams(temperature=0.0, max_tokens=RANK_TOKENS, ignore_eos=True)
     start = time.perf_counter()
     engine.generate([[token] for token in range(100, 100 + num_rows)], params, use_tqdm=False)
@@ -244,7 +244,7 @@ def _step_seconds(engine: LLMEngine, num_rows: int) -> float:
 
 
 def decode_rows() -> list[tuple[str, str, str]]:
-    """Microseconds of a decode step of the embedded model on two ranks, by where they are and what adds up."""
+    """Microseconds of a decode step of the embedded model on two ranks, by their location and their collectives."""
     hosts = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": PORT + 1}
     flags = ["--tensor-parallel-size", "2", "--cpu-threads", "1", "--log-level", "warning"]
     for name, value in hosts.items():
@@ -269,7 +269,7 @@ def decode_rows() -> list[tuple[str, str, str]]:
 
 
 def ranks_table() -> Table:
-    """Microseconds a step that a second rank adds on the host, and of a collective."""
+    """Microseconds that a second rank adds to a step on the host, and those of a collective."""
     rows = []
     for num_rows, pause in [(1, 0.0003), (32, 0.0003), (256, 0.0003), (32, 0.02)]:
         ways = {"": _by_ring, ", over TCP": _by_socket}
@@ -309,17 +309,18 @@ def _be_other_process(arguments: list[str]) -> None:
             _by(kind, where, 1)
 
 
-# What replicas of one host that share experts out cost compared with one engine that has all: an exchange, and a step.
+# Costs of replicas on one host that divide the experts among themselves, compared with one engine that has all of
+# them: of an exchange, and of a step.
 
 EXCHANGE_ROUNDS, EXCHANGE_STEPS = 7, 100
 EXCHANGES, WARM_UP = 1000, 100
 EXCHANGE_TOKENS, HIDDEN, EXPERTS, TOP_K = 8, 2048, 64, 8
 PROMPT = [5, 9, 17, 4, 8]
-"""Of the steps' requests, which decode one sequence on each busy replica."""
+"""Steps of each request, which decodes one sequence on each busy replica."""
 
 
 def _exchanges(exchange: Exchange | TokenExchange, replica: int) -> list[float]:
-    """Seconds of each: tokens to their experts, which do nothing, and back."""
+    """Seconds of an exchange each: tokens to their experts, which compute nothing, and back."""
     local = range(replica * EXPERTS // 2, (replica + 1) * EXPERTS // 2)
     hidden = torch.ones(EXCHANGE_TOKENS, HIDDEN, dtype=torch.bfloat16)
     ids = torch.randn(EXCHANGE_TOKENS, EXPERTS, generator=torch.Generator().manual_seed(replica)).topk(TOP_K).indices
@@ -362,7 +363,7 @@ def _by(kind: str, where: str, replica: int) -> list[float]:
 
 
 def exchange_rows() -> Iterator[tuple[str, ...]]:
-    """Median and 99th percentile by Gloo and through shared memory."""
+    """Median and 99th percentile, by Gloo and through shared memory."""
     memory = os.memfd_create("benchmark")
     with tempfile.TemporaryDirectory() as directory:
         for name, kind, where in (("Gloo", "gloo", f"{directory}/store"), ("shared memory", "memory", str(memory))):
@@ -420,7 +421,7 @@ def _lockstep_step_seconds(engine: LLMEngine, busy: int) -> float:
 
 
 def step_rows() -> Iterator[tuple[str, ...]]:
-    """Each kind of step in turn."""
+    """Time each kind of step in turn."""
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
@@ -443,7 +444,8 @@ def step_rows() -> Iterator[tuple[str, ...]]:
 
 
 def expert_parallel_table() -> Table:
-    """Exchanges alone, then steps of a model that computes next to nothing, so that the rest shows."""
+    """Measure exchanges alone, then steps of a model that computes almost nothing, so that the other costs are
+    visible."""
     return Table(
         "Experts over two replicas of one host",
         f"A layer's exchange by itself, {EXCHANGES} times, median and 99th percentile; and decode steps of one "
@@ -455,35 +457,36 @@ def expert_parallel_table() -> Table:
     )
 
 
-# What placing requests by their prefixes gains over taking replicas in turn, and what it costs.
+# Gain and cost of placing requests by their prefixes, compared with replicas in turn.
 
 REPLICAS = 2
 CONCURRENCY = 8
 PREFIX, QUESTION, ANSWER = 1024, 48, 16
-"""Tokens."""
+"""Number of tokens."""
 DOCUMENTS, QUESTIONS = 40, 8
 CHATS, TURNS = 88, 6
 CACHE = 28 * (PREFIX + QUESTION + ANSWER)
-"""Tokens that the cache of a replica holds."""
+"""Number of tokens in the cache of a replica."""
 PLACEMENT_BLOCK_SIZE = 16
 _VOCAB = range(300, 1300)
 
 _Load = Iterator[tuple[int, list[int]]]
-"""Conversations by number, and what is sent of each; a later prompt of one waits for the answer before it."""
+"""Conversations by number, with the messages that each sends; a later prompt waits for the answer to the previous
+one."""
 
 
 class Outcome(NamedTuple):
-    """Of one load."""
+    """Results of one load."""
 
     hit_rate: float
-    """Prompt tokens that came from the caches, of all."""
+    """Ratio of prompt tokens that were found in the caches."""
     busiest: float
-    """Share of the requests that the busiest replica computed."""
+    """Ratio of the requests that the busiest replica computed."""
     seconds: float
 
 
 def documents(rng: random.Random) -> _Load:
-    """Questions about documents, in any order, each behind its whole document."""
+    """Questions about documents, in random order, each after its whole document."""
     texts = [rng.choices(_VOCAB, k=PREFIX) for _ in range(DOCUMENTS)]
     order = [number for number in range(DOCUMENTS) for _ in range(QUESTIONS)]
     rng.shuffle(order)
@@ -492,14 +495,14 @@ def documents(rng: random.Random) -> _Load:
 
 
 def system_prompt(rng: random.Random) -> _Load:
-    """One long system prompt before everything."""
+    """Prompts that begin with one long system prompt."""
     prompt = rng.choices(_VOCAB, k=PREFIX)
     for request in range(DOCUMENTS * QUESTIONS):
         yield request, prompt + rng.choices(_VOCAB, k=QUESTION)
 
 
 def chats(rng: random.Random) -> _Load:
-    """Conversations that take turns; each says what is new, behind its history."""
+    """Conversations in turn; each prompt is the history and a new message."""
     for chat in range(CHATS):
         yield chat, rng.choices(_VOCAB, k=PREFIX // 4)
     for _ in range(TURNS - 1):
@@ -508,7 +511,7 @@ def chats(rng: random.Random) -> _Load:
 
 
 def outcome(load: Callable[[random.Random], _Load], placement: str, *, has_history: bool) -> Outcome:
-    """Serve a load, `CONCURRENCY` requests at a time, by fresh replicas of the embedded model."""
+    """Serve a load, `CONCURRENCY` requests at a time, by new replicas of the embedded model."""
     config = Config.model_validate(
         {
             "parallel_config": {"data_parallel_size": REPLICAS, "data_parallel_placement": placement},
@@ -552,7 +555,7 @@ def outcome(load: Callable[[random.Random], _Load], placement: str, *, has_histo
 
 
 def placement_seconds(num_tokens: int) -> float:
-    """Median of placing a prompt among `REPLICAS`, which begins as another did."""
+    """Median time to place a prompt among `REPLICAS`, which begins like an earlier one."""
     rng = random.Random(0)
     placement = Placement([1 << 22] * REPLICAS, PLACEMENT_BLOCK_SIZE, 1 << 20, by_prefix=True)
     prompts = [rng.choices(_VOCAB, k=num_tokens) for _ in range(20)]
@@ -566,7 +569,7 @@ def placement_seconds(num_tokens: int) -> float:
 
 
 def placement_table() -> Table:
-    """Both placements under three loads."""
+    """Compare both placements under three loads."""
     rows: list[tuple[str, ...]] = []
     for name, load in (
         (f"{DOCUMENTS} documents of {PREFIX} tokens, {QUESTIONS} questions about each", documents),

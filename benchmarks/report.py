@@ -1,4 +1,4 @@
-"""`Table`: what a benchmark found, for the terminal and for docs/benchmarks.md."""
+"""`Table`: the results of a benchmark, for the terminal and for docs/benchmarks.md."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One benchmark's result. `target` is the figure that the project holds itself to, in words."""
+    """One benchmark's result. `target`: the project's own target for it, in words."""
 
     title: str
     what: str
@@ -42,7 +42,7 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """The machine and the versions that figures were taken with, in a line."""
+    """The machine and the versions of the measurement, in a line."""
     cores = len(os.sched_getaffinity(0))
     return (
         f"{cores} cores of {processor()}, Python {platform.python_version()}, torch {version('torch')}, "
@@ -51,19 +51,19 @@ def machine() -> str:
 
 
 def marked(name: str, text: str) -> str:
-    """A section that is measured apart, between marks by which it is found again."""
+    """A section that is measured separately, between marks by which it is found again."""
     return f"<!-- {name} -->\n{text}<!-- end of {name} -->\n"
 
 
 def put_section(page: Path, name: str, text: str) -> None:
-    """Put a marked section in the place of the page's own, or at its end."""
+    """Replace a marked section in the page, or append it."""
     old = page.read_text(encoding="utf-8")
     kept = kept_section(old, name)
     page.write_text(old.replace(kept, text) if kept else f"{old.rstrip()}\n\n{text}", encoding="utf-8")
 
 
 def kept_section(page: str, name: str) -> str:
-    """A section as the page has it, marks and all; empty where it has none."""
+    """A section of the page, with its marks; empty if there is none."""
     end_mark = f"<!-- end of {name} -->"
     start, end = page.find(f"<!-- {name} -->"), page.find(end_mark)
     return page[start : end + len(end_mark) + 1] if 0 <= start < end else ""

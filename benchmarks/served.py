@@ -42,7 +42,7 @@ class Served:
 
 
 async def chunks(port: int, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    """The chunks of a streamed answer, as they come. Raises `RuntimeError` where the stream is cut."""
+    """The chunks of a streamed answer, as they arrive. Raises `RuntimeError` if the stream is cut."""
     request = json.dumps({**body, "stream": True})
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(request)}\r\n\r\n"

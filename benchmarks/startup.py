@@ -1,4 +1,4 @@
-"""How long a server takes to start, to load a checkpoint, and to go on after its engine died: three tables."""
+"""Time to start a server, to load a checkpoint, and to continue after the engine has died: three tables."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ class Start(NamedTuple):
 
 
 def start_once() -> Start:
-    """Start `kaon serve`, wait for its start line, ask one question, and end it."""
+    """Start `kaon serve`, wait for its start line, send one request, and end it."""
     began = time.monotonic()
     with Served() as server:
         ready = time.monotonic() - began
@@ -69,15 +69,15 @@ def startup_table(repeats: int = STARTS) -> Table:
     )
 
 
-# Loading a checkpoint that is in the page cache: bandwidth against that of reading its files, and peak memory.  Each
-# measurement is a process of its own: memory that a process touches for the first time costs more than memory that
-# it reuses, and a loader can only use the first kind.
+# Loading a checkpoint that is in the page cache: bandwidth compared with that of reading its files, and peak memory.
+# Each measurement is a process of its own: memory that a process touches for the first time costs more than memory
+# that it reuses, and a loader can only use the first kind.
 
 LOADS = 5
 
 
 def loading_table(repeats: int = LOADS) -> Table:
-    """Medians over `repeats` processes a measurement, in turn."""
+    """Medians over `repeats` processes for each measurement, in turn."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         _write_checkpoint(directory)
@@ -164,7 +164,7 @@ _MEASUREMENTS: dict[str, Callable[[Path], float]] = {
 
 
 def _measure(what: str, directory: Path) -> None:
-    """Print the seconds of one measurement in this process, and its peak above what it had before."""
+    """Print the seconds of one measurement in this process, and its peak memory beyond that before it."""
     import torch  # noqa: F401, its memory is not the loader's
 
     before = psutil.Process().memory_info().rss
@@ -173,9 +173,9 @@ def _measure(what: str, directory: Path) -> None:
     print(json.dumps({"seconds": seconds, "peak_bytes": int(peak.split()[1]) * 1024 - before}))
 
 
-# What surviving the engine's death costs: from a kill to the first resumed token, and the journal while nothing
-# dies.  The server that is killed is a real one; what the journal costs is seen on one engine in this process, with
-# the journal and without in turn.
+# Costs of surviving the engine's death: the time from a kill to the first resumed token, and the journal while nothing
+# dies. The server that is killed is a real one; the journal's cost is measured on one engine in this process, with and
+# without the journal in turn.
 
 KILLS = 7
 ROUNDS = 15
@@ -185,14 +185,14 @@ STEPS = 2000
 
 
 async def _stream(server: Served, arrivals: list[float]) -> None:
-    """One stream to its end. The times at which its chunks came go to `arrivals`."""
+    """Read one stream to its end; the times of its chunks are appended to `arrivals`."""
     body = {"model": "kaon-demo", "prompt": "A story", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
     async for _ in chunks(server.port, "/v1/completions", body):
         arrivals.append(time.monotonic())
 
 
 async def recovery(server: Served, streams: int) -> tuple[float, float]:
-    """Seconds from the core's kill to the first token of the first and of the last stream that goes on."""
+    """Seconds from the core's kill to the first token of the first and of the last stream that continues."""
     arrivals: list[list[float]] = [[] for _ in range(streams)]
     tasks = [asyncio.create_task(_stream(server, times)) for times in arrivals]
     while min(map(len, arrivals)) < 50:
@@ -200,13 +200,14 @@ async def recovery(server: Served, streams: int) -> tuple[float, float]:
     server.core.kill()
     killed = time.monotonic()
     await asyncio.gather(*tasks)
-    # What was on its way when the core died still arrives; the silence after it is the longest there is.
+    # Chunks that were sent before the core died still arrive; the longest gap after the kill is the interruption.
     resumed = [max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])[1] for times in arrivals]
     return min(resumed) - killed, max(resumed) - killed
 
 
 def ratios() -> list[float]:
-    """Throughput with the journal over that without, of rounds of two turns each; one core serves both."""
+    """Ratio of the throughput with the journal to that without, over rounds of two turns each; one core serves
+    both."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
     found = []
     with LLMEngine(cpu_kvcache_gib=0.25) as engine:
@@ -220,14 +221,14 @@ def ratios() -> list[float]:
         recorded = Journal.record
         rate(recorded)
         for _ in range(ROUNDS):
-            # Drift of the machine falls on both alike.
+            # Drift of the machine affects both alike.
             first, second, third, fourth = (rate(each) for each in (recorded, _record_ends, _record_ends, recorded))
             found.append((first + fourth) / (second + third))
     return found
 
 
 def _record_ends(journal: Journal, step: StepOutputs) -> list[JournalEntry]:
-    """What is left of `Journal.record` without tokens: requests still end."""
+    """A replacement of `Journal.record` without tokens: requests still end."""
     for output in step.outputs:
         if output.finished:
             del journal._entries[output.request_id]
@@ -235,7 +236,7 @@ def _record_ends(journal: Journal, step: StepOutputs) -> list[JournalEntry]:
 
 
 def journal_cost() -> tuple[float, float]:
-    """Microseconds and bytes a token that `Journal.record` costs, a token a request a step."""
+    """Microseconds and bytes per token of `Journal.record`, with a token for each request in each step."""
 
     def filled() -> Journal:
         journal = Journal()
@@ -263,7 +264,7 @@ def journal_cost() -> tuple[float, float]:
 
 
 def recovery_table(kills: int = KILLS) -> Table:
-    """Medians."""
+    """Medians over the rounds."""
     with Served("--cpu-kvcache-gib", "0.25") as server:
         alone = [asyncio.run(recovery(server, 1))[0] for _ in range(kills)]
         many = [asyncio.run(recovery(server, STREAMS)) for _ in range(kills)]

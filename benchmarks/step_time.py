@@ -1,4 +1,4 @@
-"""Host time of an engine step: the scheduler's loop with a stub for the model, and what a grammar adds."""
+"""Host time of an engine step: the scheduler's loop with a stub in place of the model, and the cost of a grammar."""
 
 import itertools
 import statistics
@@ -46,7 +46,7 @@ def decode_step_seconds(num_seqs: int, context: int, steps: int) -> tuple[float,
     scheduler = Scheduler(config)
     params = SamplingParams(max_tokens=steps + 32)
     for row in range(num_seqs):
-        # Contexts differ by row, so block boundaries are spread over the steps as they are in life.
+        # Contexts differ by row, so that block boundaries are distributed over the steps as in real loads.
         scheduler.add(Sequence([10 + row] * (context + row % BLOCK_SIZE - 15), BLOCK_SIZE, params))
     queue = SimpleQueue[list[RequestOutput]]()
     schedule_times, postprocess_times = [], []
@@ -85,7 +85,7 @@ def engine_loop_table(steps: int = LOOP_STEPS) -> Table:
     )
 
 
-# What structured output costs: a schema's first use end to end, and a decode step at batch 32 under a cached one.
+# Costs of structured output: the first use of a schema end to end, and a decode step at batch 32 with a cached one.
 
 BATCH = 32
 GRAMMAR_STEPS = 100
@@ -95,7 +95,7 @@ HIDDEN_SIZE = 1024
 
 
 def schema(title: str = "") -> dict[str, Any]:
-    """Fifty required fields of three types."""
+    """A schema of fifty required fields of three types."""
     names = [f"field_{i}" for i in range(FIELDS)]
     types = ("string", "integer", "boolean")
     fields = {name: {"type": types[i % 3]} for i, name in enumerate(names)}
@@ -109,7 +109,7 @@ def schema(title: str = "") -> dict[str, Any]:
 
 
 class WideTokenizer:
-    """As many tokens as a large model has, of random text."""
+    """A vocabulary as large as a large model's, of random text."""
 
     special_ids = frozenset({WIDE_VOCABULARY - 1})
 
@@ -131,7 +131,7 @@ class WideTokenizer:
 
 
 def first_use_milliseconds() -> tuple[float, float, float]:
-    """From request to one-token answer over HTTP: a server's first schema ever, new ones after it, a known one."""
+    """Time from request to one-token answer over HTTP: the server's first schema, new ones after it, a known one."""
     with Served() as server, httpx.Client(base_url=server.url, timeout=30) as client:
         ask(client, None)
         first = ask(client, schema())
@@ -141,7 +141,7 @@ def first_use_milliseconds() -> tuple[float, float, float]:
 
 
 def ask(client: httpx.Client, form: dict[str, Any] | None) -> float:
-    """Milliseconds that an answer of one token takes."""
+    """Milliseconds of an answer of one token."""
     body: dict[str, Any] = {"model": "kaon-demo", "prompt": "Hello", "max_tokens": 1}
     if form is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}}
@@ -183,7 +183,7 @@ def embedded_steps() -> Callable[[str | None], list[float]]:
 
 
 def wide_steps() -> Callable[[str | None], list[float]]:
-    """Output layer and sampling of a model with a wide vocabulary: the least that a step of one could be."""
+    """Output layer and sampling of a model with a large vocabulary: the shortest possible step of such a model."""
     matchers = Matchers(WideTokenizer, WIDE_VOCABULARY, [WIDE_VOCABULARY - 1])  # type: ignore[arg-type]
     matchers.load()
     weights = torch.randn(WIDE_VOCABULARY, HIDDEN_SIZE)
@@ -217,7 +217,7 @@ def wide_steps() -> Callable[[str | None], list[float]]:
 
 
 def added_by_a_grammar(run: Callable[[str | None], list[float]]) -> tuple[float, float]:
-    """Median milliseconds of a step with no grammar, and with one that is compiled already."""
+    """Median milliseconds of a step without a grammar, and with a compiled one."""
     grammar = lark_of(GrammarSpec("json", schema()))
     run(grammar)
     free, held = [], []
@@ -228,7 +228,8 @@ def added_by_a_grammar(run: Callable[[str | None], list[float]]) -> tuple[float,
 
 
 def structured_output_table() -> Table:
-    """First uses by the clock; steps in CPU time of one thread, which other processes do not lengthen."""
+    """Measure first uses by wall-clock time, and steps by the CPU time of one thread, which other processes do not
+    lengthen."""
     first, new, known = first_use_milliseconds()
     rows = [
         ("a server's first schema, to its one-token answer", f"{first:.0f}", "", ""),

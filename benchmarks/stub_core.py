@@ -1,4 +1,5 @@
-"""An engine core without a model: answers every request with a token a step, at a fixed pace, over the real sockets.
+"""An engine core without a model: it answers every request with a token per step, at a fixed pace, over the real
+sockets.
 
 `benchmarks.front_end` runs it in place of `engine.core.main`.
 """
@@ -33,11 +34,11 @@ STEP_SECONDS = "KAON_STUB_STEP_SECONDS"
 
 _MODEL = ModelInfo("StubForCausalLM", "float32", "cpu", "none", 0, 1536, 1 << 20, [2], 16, 1 << 20)
 _TOKENS = range(300, 1300)
-"""Ordinary words and pieces of words of the embedded model's vocabulary."""
+"""Ordinary words and parts of words of the embedded model's vocabulary."""
 
 
 class _StubCore:
-    """Live requests with the number of tokens that each still gets."""
+    """Live requests with the number of tokens that each is still to receive."""
 
     def __init__(self, launch: Launch) -> None:
         context = zmq.Context()
@@ -90,7 +91,7 @@ class _StubCore:
 
 
 def main() -> None:
-    """Run one stub for the server that holds the other end of standard input."""
+    """Run one stub core for the server at the other end of standard input."""
     lifeline = take_lifeline()
     launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
     name_process(launch.name)

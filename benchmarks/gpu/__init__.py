@@ -1,1 +1,1 @@
-"""What a GPU gives, next to what it could: kernels, steps and throughput; `python -m benchmarks.gpu`."""
+"""A GPU's kernels, steps and throughput, compared with the device's limits; `python -m benchmarks.gpu`."""

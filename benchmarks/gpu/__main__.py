@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu`: measures the GPU's kernels, steps and throughput; `make bench-gpu` calls it.
 
-Each part runs in a process of its own, for a bounded time. What was found is written as it comes: to the terminal, to
-a JSON file, and to its section of docs/benchmarks.md.
+Each part runs in a process of its own, for a bounded time. Findings are written as they arrive: to the terminal, to a
+JSON file, and to their section of docs/benchmarks.md.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _MINUTES, _QUICK_MINUTES = 9.0, 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 if something could not be measured, 2 where there is nothing to measure on."""
+    """Return the exit code: 1 if a measurement failed, 2 if there is no device to measure."""
     options = _parser().parse_args(arguments)
     described = describe(options.device)
     if described is None:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     minutes = options.minutes or (_QUICK_MINUTES if options.quick else _MINUTES)
     deadline = time.monotonic() + 60 * minutes
     findings: list[Finding] = []
-    # A dry run's figures say nothing.
+    # The figures of a dry run mean nothing.
     written = None if options.no_page or options.device == "cpu" else options.page
     for part in PARTS:
         if options.parts and part.name not in options.parts:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             findings.append(Finding(part.name, "all", error=f"not begun: the run's {minutes:g} minutes were over"))
         else:
             seconds = min(part.quick_seconds if options.quick else part.seconds, left)
-            # Who asks for some parts alone has time for them, and an interpreter takes its own.
+            # A user who selects parts has time for them, and the interpreter is slow.
             if options.parts or options.device == "cpu":
                 seconds = left
             command = partial(_command, part.name, options.device, options.quick)
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(text: str) -> list[str]:
-    """argparse's type of a comma-separated list of parts."""
+    """The type of a comma-separated list of parts, for argparse."""
     names = text.split(",")
     if unknown := [name for name in names if name not in BY_NAME]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there are {', '.join(BY_NAME)}")

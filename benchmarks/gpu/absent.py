@@ -1,4 +1,4 @@
-"""A GPU that is not there: kernels are launched as for it and compute nothing; and the engine's loop on top of it."""
+"""An emulated GPU: kernels are launched as for the real one and compute nothing; and the engine's loop over it."""
 
 import statistics
 import time
@@ -38,19 +38,19 @@ from models.ops.triton.configs import Target, launch_of
 from models.parallel.tensor_parallel import TensorParallel
 
 Compile: TypeAlias = Callable[[Any, GPUTarget, dict[str, Any]], Any]
-"""Stands where `triton.compiler.compile` does, of a source, a target and options."""
+"""A replacement of `triton.compiler.compile`: it receives a source, a target and options."""
 
 
 def nothing(*_: object) -> None:
-    """What an idle kernel does, whatever it is given."""
+    """The result of an idle kernel for any arguments."""
 
 
 IDLE_KERNEL = SimpleNamespace(run=nothing, launch_metadata=nothing, function=None, packed_metadata=None)
-"""What Triton takes for a compiled kernel."""
+"""An object that Triton accepts as a compiled kernel."""
 
 
 class AbsentBench(Bench):
-    """What is measured of the host where kernels are launched for a GPU that is not there."""
+    """Costs on the host of launching kernels for an emulated GPU."""
 
     def __init__(self, *, is_dry: bool = False) -> None:
         self.is_quick, self.is_dry = False, is_dry
@@ -63,7 +63,8 @@ class AbsentBench(Bench):
 
 @contextmanager
 def on(target: Target, compile: Compile = lambda src, target, options: IDLE_KERNEL) -> Iterator[None]:
-    """Inside, a CPU's tensors are taken for those of such a GPU. `compile` hears of each form of a kernel once."""
+    """Within it, tensors of the CPU count as tensors of the emulated GPU. `compile` is called once for each form of a
+    kernel."""
     driver.set_active(AbsentDriver(target))
     with ExitStack() as stack:
         for place, name, stands_in in (
@@ -78,10 +79,10 @@ def on(target: Target, compile: Compile = lambda src, target, options: IDLE_KERN
         yield
 
 
-# What a turn of the engine's loop takes of the host: to schedule, launch and read a decode step, without a device.
-# Of a model of Qwen3-0.6B's layers and heads, whose weights and heads are small: what the host does is the same.
-# Kernels are launched as for a GPU that is not there (`absent`); torch's products allocate what they return and
-# compute nothing; a graph's replay does nothing. Copies and events are a CPU's.
+# Host time of a turn of the engine's loop: to schedule, launch and read a decode step, without a device. The model has
+# the layers and heads of Qwen3-0.6B, with small weights and head dimensions: the host's work is the same. Kernels are
+# launched as for an emulated GPU (`absent`); torch's products allocate their results and compute nothing; a graph's
+# replay does nothing. Copies and events are those of a CPU.
 
 _FIELDS = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -106,11 +107,11 @@ _PARTS: tuple[tuple[str, type, str], ...] = (
     ("read", LaunchedStep, "result"),
     ("postprocess", Scheduler, "read_step"),
 )
-"""Of a turn, in order: a column, and the method that it is."""
+"""The phases of a turn, in order: the column, and the method that is timed."""
 
 
 class IdleDevice(AbsentDevice):
-    """Its graphs are empty, and its memory is the host's."""
+    """A device whose graphs are empty and whose memory is the host's."""
 
     def __init__(self) -> None:
         self.memory = None
@@ -124,7 +125,7 @@ class IdleDevice(AbsentDevice):
 def weights_of_ones(
     path: Path, config: CheckpointConfig, *, dtype: torch.dtype, parallel: TensorParallel, **_: object
 ) -> CausalLM:
-    """In place of `loader.load_model`: weights that take no memory."""
+    """A replacement of `loader.load_model`: weights that occupy no memory."""
     assert isinstance(config, ModelConfig)
     model = ARCHITECTURES[config.architecture].model_class(config, parallel)
     for parameter in model.parameters():
@@ -135,7 +136,7 @@ def weights_of_ones(
 def first_tokens(src: Any, target: object, options: object) -> Any:
     """A compiled kernel that does nothing, except that the argmax is always token 0, because tokens are read.
 
-    Stands where Triton's compiler does.
+    It replaces Triton's compiler.
     """
     del target, options
     if src.name != "argmax_kernel":
@@ -150,7 +151,7 @@ def first_tokens(src: Any, target: object, options: object) -> Any:
 
 
 def turn_cases(bench: Bench) -> Iterator[Case]:
-    """By batch, replaying graphs and without."""
+    """Time turns for each batch size, with and without graphs."""
     for batch in bench.size((64, 256), (2,)):
         for has_graphs in (True, False):
             name = f"{batch} sequences, {'replayed' if has_graphs else 'eager'}"
@@ -161,7 +162,7 @@ def turn_cases(bench: Bench) -> Iterator[Case]:
 
 
 def measure_prompt(bench: Bench, captured_tokens: int) -> Values:
-    """The median of a prompt's step, with graphs for so many tokens."""
+    """The median time of a prompt's step, with graphs for `tokens` tokens."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(F, "linear", _idle_product))
         runner = _runner(bench, 1, 64, has_graphs=True, piecewise_capture_tokens=captured_tokens)
@@ -175,7 +176,7 @@ def measure_prompt(bench: Bench, captured_tokens: int) -> Values:
 
 
 def measure_turn(bench: Bench, batch: int, *, has_graphs: bool) -> Values:
-    """Medians of a turn and of its parts, of which the reading waits for nothing."""
+    """Medians of a turn and of its phases; reading waits for nothing."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(F, "linear", _idle_product))
         loop = _loop(bench, batch, has_graphs=has_graphs)
@@ -198,7 +199,7 @@ def _loop(bench: Bench, batch: int, *, has_graphs: bool) -> Loop:
 
 
 def _runner(bench: Bench, batch: int, blocks: int, *, has_graphs: bool, **fields: Any) -> SizedRunner:
-    """For so many sequences of so many blocks."""
+    """Write the block tables of `batch` sequences of `blocks` blocks each."""
     config = Config.from_fields(
         num_kvcache_blocks=batch * (blocks + 1),
         kv_cache_block_size=BLOCK_SIZE,
@@ -222,13 +223,13 @@ def _runner(bench: Bench, batch: int, blocks: int, *, has_graphs: bool, **fields
 
 
 def _idle_product(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What `F.linear` returns, with nothing in it."""
+    """A tensor like the result of `F.linear`, not initialised."""
     del bias
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def _timed(stack: ExitStack) -> dict[str, list[float]]:
-    """Seconds of each part, as they come, until the stack is left."""
+    """Collect the seconds of each phase until the stack is closed."""
     took: dict[str, list[float]] = defaultdict(list)
 
     def clocked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

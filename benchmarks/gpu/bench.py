@@ -1,4 +1,4 @@
-"""`Bench`: the device that is measured, how long its work takes, and the most that it can do."""
+"""`Bench`: the measured device, the time that its work takes, and its limits."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ from engine.runner.device import Device, GPUDevice, HostDevice
 from models.ops import triton as kernels
 
 _FLUSH_BYTES = 1 << 29
-"""Written between two repetitions: more than any chip's caches hold."""
+"""Bytes written between two repetitions: more than any chip's caches can store."""
 _SECONDS_A_CASE = 0.25
 _T = TypeVar("_T")
 
@@ -40,30 +40,30 @@ class Wrong(ValueError):
 
 
 class Ceilings(NamedTuple):
-    """The most that the device was seen to do."""
+    """The highest rates measured on the device."""
 
     bandwidth: float
-    """Bytes a second, read and written together."""
+    """Bytes per second, reads and writes together."""
     matrix_rate: float
-    """Floating-point operations a second of a bfloat16 product."""
+    """Floating-point operations per second of a bfloat16 product."""
 
 
 class DryDevice(HostDevice):
-    """A CPU that captures: a graph is the call itself, as in the dry run's model runners."""
+    """A CPU that captures: a graph is the call itself, as in the model runners of a dry run."""
 
     has_graphs = True
 
 
 class Bench:
-    """A GPU; or the CPU for a dry run, which shows that everything runs, on small problems in Triton's interpreter."""
+    """A GPU; or, for a dry run, the CPU, which runs everything on small problems in Triton's interpreter."""
 
     def __init__(self, device: torch.device, *, is_quick: bool = False) -> None:
-        """Raises `RuntimeError` where the kernels do not compute on the device."""
+        """Raises `RuntimeError` if the kernels do not run on the device."""
         self.is_quick, self.is_dry = is_quick, device.type == "cpu"
         self.device = device if self.is_dry else torch.device(device.type, device.index or 0)
         self.dtype = torch.float32 if self.is_dry else torch.bfloat16
         if self.is_dry:
-            # The interpreter's products and conversions are mended there.
+            # This module corrects products and conversions of the interpreter.
             importlib.import_module("tests.parity.triton_interpreter")
         else:
             torch.cuda.set_device(self.device)
@@ -73,11 +73,11 @@ class Bench:
         torch.manual_seed(0)
 
     def size(self, real: _T, dry: _T) -> _T:
-        """Of a problem, which is small in a dry run."""
+        """Select the size of a problem, which is small in a dry run."""
         return dry if self.is_dry else real
 
     def random(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> torch.Tensor:
-        """Normal numbers: zeros would be computed faster than real data."""
+        """Return normally distributed numbers: zeros would be computed faster than real data."""
         return (torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)).mul_(scale)
 
     def synchronize(self) -> None:
@@ -86,7 +86,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def is_broken(self) -> bool:
-        """Whether the device, or torch's memory on it, is of no use in this process, as after an illegal access."""
+        """Whether this process can no longer use the device, or torch's memory on it, as after an illegal access."""
         try:
             self.synchronize()
             if not self.is_dry:
@@ -97,20 +97,20 @@ class Bench:
         return False
 
     def free_bytes(self) -> int:
-        """Of the device's memory, with what torch keeps for reuse."""
+        """Free bytes of the device's memory, including what torch caches."""
         if self.is_dry:
             return 1 << 32
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def mark(self) -> "Mark":
-        """A place in what is enqueued, to measure from or to."""
+        """Record a point in the enqueued work, from or to which time is measured."""
         return Mark(self.is_dry)
 
     def seconds(self, run: Callable[[], object], *, in_graph: bool = True) -> float:
-        """Of the device's work in `run`, caches flushed before each repetition; the median.
+        """The median time of the device's work in `run`; caches are flushed before each repetition.
 
-        By default from a captured graph, which excludes the time of the host's launches.
+        By default the work runs from a captured graph, which excludes the time of the host's launches.
         """
         run()
         if self.is_dry:
@@ -127,7 +127,8 @@ class Bench:
             run()
 
         self.synchronize()
-        # A pool of its own: in that of a graph that is gone, libraries may still have what they took within it.
+        # Each graph has its own memory pool: libraries may still use memory that they took from the pool of a deleted
+        # graph.
         device = self.seam if self.is_dry else GPUDevice(self.device)
         with torch.inference_mode():
             return device.capture(enqueue).replay
@@ -148,24 +149,25 @@ class Bench:
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
-        """Measured once in each process: clocks differ from one to the next."""
+        """The limits, measured once in each process, because clocks differ between processes."""
         return Ceilings(self.copied_bytes_per_second(4), self.product_rate(8192))
 
     def copied_bytes_per_second(self, gib: int) -> float:
-        """Bytes read and written by a copy of so much."""
+        """Bytes per second read and written by a copy of `gib` GiB."""
         num_bytes = self.size(gib << 30, 1 << 20)
         source = torch.empty(num_bytes // 4, device=self.device).normal_()
         target = torch.empty_like(source)
         return 2 * num_bytes / self.seconds(lambda: target.copy_(source), in_graph=False)
 
     def product_rate(self, size: int) -> float:
-        """Operations a second of a product of two square matrices."""
+        """Operations per second of a product of two square matrices."""
         size = self.size(size, 64)
         left, right = (self.random(size, size) for _ in range(2))
         return 2 * size**3 / self.seconds(lambda: left @ right, in_graph=False)
 
     def bound(self, *, num_bytes: float = 0.0, operations: float = 0.0, rate: float = 1.0) -> float:
-        """Seconds that no version can be under: of moving bytes, or of products at `rate` times bfloat16's."""
+        """The least time that any implementation takes to move the bytes, or to multiply at `rate` times bfloat16's
+        rate."""
         ceilings = self.ceilings
         return max(num_bytes / ceilings.bandwidth, operations / (rate * ceilings.matrix_rate))
 
@@ -182,8 +184,8 @@ class Bench:
     ) -> Values:
         """Check a kernel against its reference, then time it against its bound and its `baselines`.
 
-        `tolerance`: of the norm of the error against that of what is expected. Raises `Wrong` past it. None expected:
-        the caller checks.
+        `expected`: the reference; None if the caller checks the result. `tolerance`: limit of the error's norm
+        relative to that of the expected values. Raises `Wrong` if it is exceeded.
         """
         with torch.inference_mode():
             checked = {} if expected is None else self.checked(run(), expected(), tolerance)
@@ -197,7 +199,7 @@ class Bench:
             return {**values, **checked}
 
     def checked(self, found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-2) -> Values:
-        """The error of a result, as a column. Raises `Wrong` where it is too large."""
+        """Return a result's error as a column. Raises `Wrong` if it is too large."""
         error = relative_error(found, expected)
         if not error <= tolerance:
             raise Wrong(f"it is off by {error:.2g} of what is right, more than {tolerance:.2g}")
@@ -205,7 +207,7 @@ class Bench:
 
 
 class Mark:
-    """An event of the device; a moment of the host in a dry run."""
+    """An event of the device; in a dry run, a time on the host."""
 
     def __init__(self, is_dry: bool) -> None:
         self._event: torch.cuda.Event | None = None
@@ -215,30 +217,30 @@ class Mark:
             self._event.record()
 
     def seconds_to(self, end: "Mark") -> float:
-        """Both have been reached."""
+        """Seconds from this event to `end`; both must have completed."""
         if self._event is None or end._event is None:
             return end._moment - self._moment
         return float(self._event.elapsed_time(end._event)) / 1e3
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the error against that of what is expected; infinite where there is a NaN."""
+    """The error's norm relative to that of the expected values; infinite if there is a NaN."""
     wanted = expected.double()
     error = float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
     return math.inf if math.isnan(error) else error
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in a table's cell."""
+    """The first line of an error, for a table's cell."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0].replace("|", "/")
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-# The device, its driver and the libraries that figures were taken with.
+# The device, its driver, and the libraries' versions.
 
 
 def describe(device: str) -> dict[str, str] | None:
-    """Results by name, in the order of the report; None if there is no such device."""
+    """Properties by name, in the order of the report; None if there is no such device."""
     import torch
 
     found = {}
@@ -264,7 +266,7 @@ def describe(device: str) -> dict[str, str] | None:
 
 
 def _own_version(name: str) -> str:
-    """ROCm's Triton is installed under other names than its own."""
+    """The version of a module; ROCm's Triton is installed under another name than its own."""
     from importlib import import_module
 
     try:
@@ -274,7 +276,7 @@ def _own_version(name: str) -> str:
 
 
 def _driver(root: Path = Path("/")) -> str | None:
-    """Of the kernel: NVIDIA's or AMD's."""
+    """Version of the kernel driver of NVIDIA or AMD."""
     for path, pattern in (
         ("proc/driver/nvidia/version", r"Kernel Module(?: for \S+)?\s+([\d.]+)"),
         ("sys/module/amdgpu/version", r"(\S+)"),
@@ -289,7 +291,7 @@ def _driver(root: Path = Path("/")) -> str | None:
 
 
 def ceilings_cases(bench: Bench) -> Iterator[Case]:
-    """The figures of the other parts are held against 4 GiB and 8192."""
+    """Measure the limits by size. The other parts' figures are relative to those of 4 GiB and 8192."""
     for gib in bench.size((1, 4, 8), (1,)):
         yield Case(f"copy of {gib} GiB", partial(_copy, bench, gib))
     for size in bench.size((4096, 8192), (64,)):

@@ -1,4 +1,4 @@
-"""Tokens a second through `LLMEngine`, and through transformers' continuous batching next to it."""
+"""Tokens per second through `LLMEngine`, compared with transformers' continuous batching."""
 
 import gc
 import importlib
@@ -17,7 +17,7 @@ from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 
 _SHARE = 0.4
-"""Of the device for each of the two: they take turns on it."""
+"""Share of the device's memory for each of the two, which run in turn."""
 _DRY = Checkpoint(
     "dry",
     {
@@ -34,19 +34,19 @@ _PEER = "transformers"
 
 
 class Load(NamedTuple):
-    """Requests that are sent at once."""
+    """Requests that are sent at the same time."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
 
     @property
     def num_tokens(self) -> int:
-        """That are generated."""
+        """Number of tokens to generate."""
         return sum(self.max_tokens)
 
 
 class Kaon:
-    """`LLMEngine` in its own process."""
+    """`LLMEngine` in a process of its own."""
 
     def __init__(self, bench: Bench, path: Path) -> None:
         fields: dict[str, Any] = {"num_kvcache_blocks": 400} if bench.is_dry else {"gpu_memory_utilization": _SHARE}
@@ -60,7 +60,7 @@ class Kaon:
         )
 
     def generate(self, load: Load) -> int:
-        """Tokens that were generated."""
+        """Run a load. Returns the number of generated tokens."""
         params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in load.max_tokens]
         results = self._engine.generate(load.prompts, params, use_tqdm=False)
         return sum(len(result["token_ids"]) for result in results)
@@ -71,7 +71,7 @@ class Kaon:
 
 
 class Transformers:
-    """`generate_batch`'s manager, given each request its own length."""
+    """The manager of `generate_batch`, with a length for each request."""
 
     def __init__(self, bench: Bench, path: Path) -> None:
         transformers = importlib.import_module("transformers")
@@ -87,7 +87,7 @@ class Transformers:
         self._batching = transformers.ContinuousBatchingConfig(**batching)
 
     def generate(self, load: Load) -> int:
-        """Tokens that were generated. Raises `RuntimeError` where it gives up."""
+        """Run a load. Returns the number of generated tokens. Raises `RuntimeError` if the manager stops."""
         count = 0
         with self._model.continuous_batching_context_manager(
             generation_config=self._config,
@@ -110,13 +110,13 @@ class Transformers:
         return count
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Release its memory."""
         del self._model
         gc.collect()
 
 
 def engine_cases(bench: Bench) -> Iterator[Case]:
-    """Both are started before the first case, and take turns in each."""
+    """Compare both engines by case; both start before the first case, and run in turn in each."""
     contestants = _Contestants(bench)
     mixed = "256 x 100 to 1024 / 100 to 1024"
     yield Case(mixed, lambda: contestants.measure(*[_mixed(bench)] * 2))
@@ -126,7 +126,7 @@ def engine_cases(bench: Bench) -> Iterator[Case]:
 
 
 class _Contestants:
-    """What runs, or why it does not."""
+    """A running engine, or the reason why it does not run."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -135,7 +135,7 @@ class _Contestants:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def measure(self, load: Load, of_both: Load) -> Values:
-        """Kaon's rate with a load, and both ones' with another. Raises what Kaon's failure raises.
+        """Kaon's rate with one load, and the rates of both with another. Raises what Kaon's failure raises.
 
         The peer's failure is reported in its column.
         """
@@ -150,7 +150,7 @@ class _Contestants:
             try:
                 values[column] = self._rate(_PEER, of_both)
                 values["Kaon is"] = f"{ours / values[column]:.2f} x"  # type: ignore[operator]
-            # A peer may fail by anything.
+            # A peer may fail with any error.
             except Exception as error:  # noqa: BLE001
                 self._failed[_PEER] = first_line(error)
         if _PEER in self._failed:
@@ -166,7 +166,7 @@ class _Contestants:
         return count / took
 
     def close(self) -> None:
-        """End what runs."""
+        """End the engines."""
         for one in self._running.values():
             one.close()
         if self._folder is not None:
@@ -181,18 +181,18 @@ class _Contestants:
             try:
                 self._running[name] = kind(self._bench, path)
                 self._running[name].generate(warm)
-            # As above.
+            # A peer may fail with any error.
             except Exception as error:
                 if name != _PEER:
                     raise
                 self._failed[name] = first_line(error)
-        # All sizes of graphs are captured behind traffic: a short run of everything comes first.
+        # Graphs of all sizes are captured between steps: a short run of all loads comes first.
         if not self._bench.is_dry:
             self._running["Kaon"].generate(_even(self._bench, 256)._replace(max_tokens=[64] * 256))
 
 
 def _mixed(bench: Bench) -> Load:
-    """nano-vllm's published workload."""
+    """The load of nano-vllm's published benchmark."""
     count, (least, most) = bench.size(256, 3), bench.size((100, 1024), (3, 9))
     rng = np.random.default_rng(0)
     lengths, tokens = rng.integers(least, most + 1, count), rng.integers(least, most + 1, count)
@@ -200,7 +200,7 @@ def _mixed(bench: Bench) -> Load:
 
 
 def _loads(bench: Bench, streams: int) -> tuple[Load, Load]:
-    """The second is what a slow peer has the time for."""
+    """Yield the loads; the second is small enough for a slow peer."""
     load = _even(bench, streams)
     return load, load._replace(max_tokens=[bench.size(128, 4)] * streams)
 

@@ -42,9 +42,9 @@ from models.ops.weight_formats import FP8_GROUP, FourBitWeight, FP8Weight
 
 _BLOCK_SIZE = 16
 _HEADS, _DRY_HEADS = (32, 8, 128), (4, 2, 16)
-"""Of queries, of keys and values, and how large."""
+"""Numbers of heads of queries, and of keys and values, and their dimension."""
 _MOST_TOKENS = 1 << 20
-"""Of all rows of a decode: 4 GiB of keys and values."""
+"""Context tokens of all rows of a decode together: 4 GiB of keys and values."""
 
 
 class Problem:
@@ -64,10 +64,10 @@ class Problem:
             tables[row, :count] = order[first : first + count]
             first += count
         shape = len(order), 2, self.kv_heads, _BLOCK_SIZE, self.head_dim
-        # As the runner has it: a block's pages of all layers lie together.
+        # As in the runner: a block's pages of all layers are adjacent.
         pool = bench.random(*shape)
         if cache_dtype is not None:
-            # As stores do, without the negative zero, which AMD's own FP8 reads as no number.
+            # As stores write it, without negative zero, which AMD's own FP8 format reads as NaN.
             pool = torch.where(pool.abs() < 2**-6, 2**-6, pool).to(cache_dtype)
         self.q = bench.random(int(self.queries.sum()), self.heads, self.head_dim)
         self.cache, self.options = as_hardware_reads(
@@ -87,12 +87,12 @@ class Problem:
         self.out = torch.full(self.q.shape, torch.nan, dtype=bench.dtype, device=bench.device)
 
     def decode(self) -> torch.Tensor:
-        """The two kernels of a decode."""
+        """Attend by the two kernels of decodes."""
         attend_decodes(self.q, self.out, self.cache, self.metadata.plan(_BLOCK_SIZE, None), self.options)
         return self.out
 
     def prefill(self) -> torch.Tensor:
-        """The kernel of spans."""
+        """Attend by the kernel of spans."""
         step = self.metadata
         tiles = step.tiles(tokens_of_tile(self.q, self.kv_heads))
         attention_prefill(
@@ -101,7 +101,7 @@ class Problem:
         return self.out
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, their starts, lengths and tables of the first rows."""
+        """Queries of the first rows, their starts, lengths and block tables."""
         starts = self.metadata.cu_seqlens_q[: count + 1]
         return (
             self.q[: int(starts[-1])],
@@ -111,12 +111,12 @@ class Problem:
         )
 
     def expected(self, count: int) -> torch.Tensor:
-        """Of the first rows, by torch in float32. # [T, Hq, D]"""
+        """Attention of the first rows, by torch in float32. # [T, Hq, D]"""
         q, starts, lengths, tables = self.rows(count)
         return reference.attend(q, self.cache, starts, lengths, tables, self.options)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What SDPA takes, of rows of one length each: queries, keys and values. # [B, H, n, D]"""
+        """Inputs of SDPA for rows of equal lengths: queries, keys and values. # [B, H, n, D]"""
         rows, length = len(self.lengths), int(self.lengths[0])
         q = self.q.view(rows, -1, self.heads, self.head_dim).transpose(1, 2)
         k, v = (self.bench.random(rows, self.kv_heads, length, self.head_dim) for _ in range(2))
@@ -124,20 +124,20 @@ class Problem:
 
     @property
     def num_bytes(self) -> int:
-        """Of keys and values read once, and queries and results."""
+        """Bytes of keys and values, read once, and of queries and results."""
         token = 2 * self.kv_heads * self.head_dim * self.cache.k_cache.element_size()
         return int(self.lengths.sum()) * token + 2 * self.q.nbytes
 
     @property
     def operations(self) -> float:
-        """Of the pairs of queries and keys that see each other."""
+        """Operations for all pairs of a query and a key that it attends to."""
         queries = self.queries.astype(np.float64)
         pairs = queries * (self.lengths - queries) + queries * (queries + 1) / 2
         return 4.0 * self.heads * self.head_dim * float(pairs.sum())
 
 
 def attention_cases(bench: Bench) -> Iterator[Case]:
-    """Decodes by context and batch, spans, and stores."""
+    """Measure decodes by context and batch, spans, and stores."""
     contexts = bench.size((4096, 32768) if bench.is_quick else (1024, 2048, 4096, 8192, 16384, 32768), (40,))
     for context in contexts:
         for batch in bench.size((1, 64) if bench.is_quick else (1, 16, 64, 256), (2,)):
@@ -183,7 +183,7 @@ def _prefill(bench: Bench, rows: int, tokens: int, cached: int) -> Values:
         # Its causal mask begins at the first key: no chunks.
         baselines=None if cached else causal,
     )
-    # The scores of all in float32 would not fit: a short problem with the same tiles is looked at.
+    # The float32 scores of all rows would not fit in memory, so a short problem with the same tiles is checked.
     few = Problem(bench, [bench.size(517, 9)] * 2, [bench.size(1300, 30)] * 2)
     return {**values, **bench.checked(few.prefill(), few.expected(2))}
 
@@ -226,7 +226,7 @@ _KEY = 128
 
 
 def latents_cases(bench: Bench) -> Iterator[Case]:
-    """By batch and context."""
+    """Measure latent attention and recurrent layers by batch and context."""
     for batch, context in bench.size(((1, 4096), (64, 4096), (16, 32768)), ((2, 40),)):
         yield Case(f"latent decode, {batch} x {context}", lambda b=batch, c=context: _latents(bench, b, c))  # type: ignore[misc]
     for batch in bench.size((1, 64, 256), (2,)):
@@ -266,7 +266,7 @@ def _latents(bench: Bench, batch: int, context: int) -> Values:
 
 def _delta(bench: Bench, counts: list[int], decodes: int) -> Values:
     problem = DeltaProblem(bench, counts, decodes)
-    # The reference goes token by token.
+    # The reference computes token by token.
     few = problem if decodes else DeltaProblem(bench, [min(counts[0], 300)], 0)
     expected = few.run(delta_reference.reference_delta_net)
     checked = bench.checked(few.run(gated_delta_net.delta_net), expected, 2e-2)
@@ -301,10 +301,10 @@ class DeltaProblem:
         self._plan = gated_delta_net.make_plan(counts, lengths, slots, decodes)
         self.num_bytes = 2 * self._states.nbytes + 1.5 * self._projected.nbytes
         self.operations = 6.0 * tokens * value_heads * width * width
-        """A token's products with its state: what it reads of it, what it adds, and what it takes."""
+        """Operations of a token with its state: the read, the removal and the addition."""
 
     def run(self, by: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """States go on from where the last run left them, except in a copy for the reference."""
+        """Run the layer; states continue from the last run, except in a copy for the reference."""
         is_reference = by is delta_reference.reference_delta_net
         mine = (self._inputs.clone(), self._states.clone()) if is_reference else (self._inputs, self._states)
         return by(self._projected, self._ba, *self._weights, self._norm, *mine, self._plan, key_heads=self._key_heads)
@@ -314,7 +314,7 @@ class DeltaProblem:
 
 
 def quantized_cases(bench: Bench) -> Iterator[Case]:
-    """By rows and how the weight is stored."""
+    """Measure products by number of rows and by the weight's format."""
     makes = {"FP8 by blocks": _fp8, "MXFP4": _mxfp4, "int4, groups of 128": _int4}
     for rows in bench.size((16, 4096) if bench.is_quick else (1, 16, 64, 256, 4096), (3,)):
         for name, measure in makes.items():
@@ -322,7 +322,7 @@ def quantized_cases(bench: Bench) -> Iterator[Case]:
 
 
 def random_mxfp4(bench: Bench, *shape: int) -> FourBitWeight:
-    """Codes of any kind, and scales about 1 / 32. # shape: [.., out, in]"""
+    """Random codes, and scales of about 1 / 32. # shape: [.., out, in]"""
     *rows, inputs = shape
     packed = torch.randint(0, 256, (*rows, inputs // 2), dtype=torch.uint8, device=bench.device)
     scales = torch.randint(120, 125, (*rows, inputs // 32), dtype=torch.uint8, device=bench.device)
@@ -330,7 +330,7 @@ def random_mxfp4(bench: Bench, *shape: int) -> FourBitWeight:
 
 
 def _sizes(bench: Bench) -> tuple[int, int]:
-    """Outputs and inputs."""
+    """Numbers of outputs and inputs."""
     return bench.size((12288, 4096), (48, 256))
 
 
@@ -339,7 +339,7 @@ def _fp8(bench: Bench, rows: int) -> Values:
     outputs, inputs = _sizes(bench)
     codes = bench.random(outputs, inputs).to(getattr(torch, f"float8_{flavour}"))
     scales = torch.rand(-(-outputs // FP8_GROUP), inputs // FP8_GROUP, device=bench.device) / 64
-    # As the loader keeps them: a scale an output and group.
+    # As the loader stores them: a scale for each output and group.
     weight = FP8Weight(codes, scales.repeat_interleave(FP8_GROUP, 0)[:outputs].contiguous())
     return _measure(
         bench,
@@ -385,7 +385,7 @@ def _measure(
     stored: torch.Tensor,
     rate: float = 1.0,
 ) -> Values:
-    """`stored`: the weight's codes, next to which its scales are little."""
+    """Measure a product. `stored`: bytes of the weight's codes; its scales are small in comparison."""
     outputs, inputs = _sizes(bench)
     x, dense = bench.random(rows, inputs), bench.random(outputs, inputs)
     return bench.kernel(
@@ -394,7 +394,7 @@ def _measure(
         num_bytes=stored.nbytes + x.nbytes + rows * outputs * x.element_size(),
         operations=2.0 * rows * inputs * outputs,
         rate=rate,
-        # Sums in another order may round an activation to the next code.
+        # Sums in another order may round an activation to an adjacent code.
         tolerance=2e-2,
         baselines={"bfloat16 F.linear": lambda: F.linear(x, dense)},
     )
@@ -404,11 +404,11 @@ def _measure(
 
 _GATING = Gating(SILU)
 _FEW = 32
-"""Pairs that are checked: the reference takes an expert's whole weight for each."""
+"""Number of pairs that are checked: for each, the reference reads an expert's whole weight."""
 
 
 class Mixture(NamedTuple):
-    """A layer's sizes."""
+    """Sizes of a mixture of experts."""
 
     experts: int
     top_k: int
@@ -421,7 +421,7 @@ _DRY = Mixture(4, 2, 64, 64)
 
 
 def experts_cases(bench: Bench) -> Iterator[Case]:
-    """By tokens: a decode of few, of many, and a prompt."""
+    """Measure by number of tokens: decodes of few and of many sequences, and a prompt."""
     for tokens in bench.size((16, 4096) if bench.is_quick else (1, 16, 64, 256, 4096), (5,)):
         yield Case(f"route, {tokens} tokens", lambda t=tokens: _route(bench, t))  # type: ignore[misc]
         yield Case(f"sort, {tokens} tokens", lambda t=tokens: _sort(bench, t))  # type: ignore[misc]
@@ -432,7 +432,7 @@ def experts_cases(bench: Bench) -> Iterator[Case]:
 
 
 def _chosen(bench: Bench, tokens: int, mixture: Mixture) -> torch.Tensor:
-    """Experts of each token, all different. # [tokens, top_k] int64"""
+    """Random experts of each token, all different. # [tokens, top_k] int64"""
     scores = torch.rand(tokens, mixture.experts, device=bench.device)
     return scores.topk(mixture.top_k).indices
 
@@ -535,7 +535,7 @@ _EPS = 1e-6
 
 
 def dense_cases(bench: Bench) -> Iterator[Case]:
-    """Of a decode's batch and of a prompt's tokens."""
+    """Measure with the rows of a decode's batch and with a prompt's tokens."""
     for rows in bench.size((64, 8192) if bench.is_quick else (1, 64, 256, 8192), (3,)):
         yield Case(f"norm with residual, {rows} rows", lambda rows=rows: _norm(bench, rows))  # type: ignore[misc]
         yield Case(f"SwiGLU, {rows} rows", lambda rows=rows: _gated(bench, rows))  # type: ignore[misc]
@@ -592,15 +592,15 @@ def _linear(bench: Bench, rows: int, inputs: int, outputs: int) -> Values:
     )
 
 
-# From logits to tokens, as the sampler has the kernels do it.
+# From logits to tokens, by the kernels that the sampler calls.
 
 _VOCABULARY = 151936
 _CHECKED = 16
-"""Rows that the CPU draws as well."""
+"""Number of rows that the CPU samples as well."""
 
 
 def sampling_cases(bench: Bench) -> Iterator[Case]:
-    """Kinds of rows by batch."""
+    """Measure kinds of rows by batch size."""
     for rows in bench.size((64,) if bench.is_quick else (1, 64, 256), (4,)):
         yield Case(f"greedy, {rows} rows", lambda n=rows: _greedy(bench, n))  # type: ignore[misc]
         kinds = {"drawn": (1.0, False), "drawn by top-p": (0.9, False), "masked": (1.0, True)}
@@ -622,7 +622,7 @@ def _greedy(bench: Bench, rows: int) -> Values:
 
 
 def _drawn(bench: Bench, rows: int, top_p: float, *, is_masked: bool) -> Values:
-    """All rows are drawn; every second one by a mask of every third token. Copies to the device are left out."""
+    """Sample all rows, every second one with a mask of every third token. Copies to the device are not timed."""
     logits = _logits(bench, rows)
     width = logits.shape[1]
     random = RandomRows(
@@ -658,13 +658,13 @@ def _drawn(bench: Bench, rows: int, top_p: float, *, is_masked: bool) -> Values:
         expected = Sampler().sample(logits[:_CHECKED].cpu(), few).token_ids.tolist()
     finally:
         kernels.start(bench.device)
-    # The device's exponentials differ in their last bits, which may move a draw that is at an edge.
+    # The device's exponentials differ in their last bits, which may change a sample at the edge of an interval.
     if sum(one != other for one, other in zip(found, expected, strict=True)) > 1:
         raise Wrong(f"its tokens are not those of the sampler in torch: {found}, {expected}")
     weights = torch.empty_like(logits)
 
     def by_torch() -> torch.Tensor:
-        # What torch.multinomial does, but for its look at the weights, for which the host waits.
+        # The computation of torch.multinomial, without its check of the weights, for which the host waits.
         torch.softmax(logits / 0.8, -1, out=weights)
         return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
 

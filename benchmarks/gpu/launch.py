@@ -1,4 +1,4 @@
-"""The host's time to launch operators: what records launches, the operators of decode steps, and the measurement."""
+"""Host time of launching operators: a recorder of launches, the operators of decode steps, and the measurement."""
 
 import functools
 import statistics
@@ -35,30 +35,30 @@ from models.ops.weight_formats import FP8_GROUP, FourBitWeight, FP8Weight
 
 @triton.jit
 def empty_kernel():  # type: ignore[no-untyped-def]
-    """Grid: any."""
+    """A grid of any form."""
     return
 
 
-# Hears of every launch of a kernel while it is entered, by the compiler or by the interpreter.  For the benchmark,
-# which makes launches again, and for the test that serving needs no kernel that warm-up did not compile.
+# Records every launch of a kernel while it is entered, with the compiler and with the interpreter. For the benchmark,
+# which repeats launches, and for the test that serving needs no kernel that the warm-up did not compile.
 
 Signature: TypeAlias = tuple[str, ...]
-"""What Triton compiles anew for: a kernel's name, and each argument's type or constant with what is known of it."""
+"""The key by which Triton compiles: a kernel's name, and each argument's type or constant with its specialisation."""
 
 _KIND: Any = type(probe_kernel)
 """`DirectKernel`, or `InterpretedFunction` where kernels are interpreted."""
 
 
 class Launches:
-    """What was launched, in order. Not for two threads at a time."""
+    """Records launches in order. Not thread-safe."""
 
     def __init__(self) -> None:
         self.made: list[Callable[[], object]] = []
-        """Each launch, to be made again."""
+        """A function for each launch that repeats it."""
         self.made_by_triton: list[Callable[[], object]] = []
-        """The same by Triton's own path."""
+        """The same, by Triton's own path."""
         self.signatures: dict[Signature, int] = {}
-        """How often each was launched."""
+        """Number of launches by specialisation."""
 
     def __enter__(self) -> Self:
         self._launch_on = launch_on = _KIND.__getitem__
@@ -84,33 +84,33 @@ class Launches:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """As one writes it."""
+    """The specialisation as text."""
     kernel[grid](*arguments, **options)
 
 
 def signature_of(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Signature:
-    """By Triton's own rules for AMD's GPUs, which know more of pointers than NVIDIA's."""
+    """Specialise by Triton's own rules for AMD's GPUs, which depend on more properties of pointers than NVIDIA's."""
     _, specialization, rest = _binder(kernel.fn, *_hints(kernel))(*arguments, **options)
     return (kernel.fn.__name__, *map(str, specialization), str(sorted(rest.items())))
 
 
 @functools.cache
 def _binder(function: Any, plain: tuple[Any, ...], unaligned: tuple[Any, ...]) -> Any:
-    """Triton's own, of a kernel that may be interpreted here."""
+    """The JIT function of a kernel, which may be interpreted here."""
     compiled = JITFunction(function, do_not_specialize=list(plain), do_not_specialize_on_alignment=list(unaligned))
     backend = HIPBackend(GPUTarget("hip", "gfx942", 64))
     return create_function_from_signature(compiled.signature, compiled.params, backend)
 
 
 def _hints(kernel: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of `@triton.jit` that are not specialised on; the interpreter has them in another attribute."""
+    """Arguments of `@triton.jit` that are not specialised; the interpreter stores them in another attribute."""
     kept = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
     plain, unaligned = (kept.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
     return tuple(plain), tuple(unaligned)
 
 
-# The operators of decode steps as their layers call them, each on a small problem of its own.  Of a Qwen3, a mixture
-# of experts, a DeepSeek, a gated delta net, of quantised weights, and of choosing tokens.
+# The operators of decode steps as their layers call them, each on a small problem: of a Qwen3, a mixture of experts, a
+# DeepSeek, a gated delta net, of quantised weights, and of sampling.
 
 Call: TypeAlias = Callable[[], object]
 
@@ -118,7 +118,7 @@ _ROWS = 4
 _EXPERTS, _TOP_K = 8, 2
 _PAIRS = _ROWS * _TOP_K
 _WIDTH = 256
-"""Of rows that meet a quantised weight."""
+"""Number of rows that are multiplied by a quantised weight."""
 _VOCABULARY = 1024
 
 
@@ -144,7 +144,7 @@ def _gated(bench: Bench) -> Call:
 
 
 def _attention(bench: Bench) -> Call:
-    """As the backend has it, of the projections' output: queries, keys and values of a row lie side by side."""
+    """Inputs in the layout of the projections' output: queries, keys and values of a row are adjacent."""
     rows = Problem(bench, [1] * _ROWS, [40] * _ROWS)
     heads, kv_heads, head_dim = rows.heads, rows.kv_heads, rows.head_dim
     qkv = bench.random(_ROWS, heads + 2 * kv_heads, head_dim)
@@ -305,8 +305,8 @@ def _draw(bench: Bench, *, is_filtered: bool) -> Call:
     columns[draw.TEMPERATURE] = torch.ones(_ROWS).view(torch.int32).long()
     columns[draw.TOP_P] = torch.full((_ROWS,), 0.9, dtype=torch.float64).view(torch.int64)
     columns[draw.TOP_K], columns[draw.IS_FILTERED] = _VOCABULARY, is_filtered
-    # Rows without a peak are left alone: launched again by themselves, kernels would write behind what the operator
-    # gives them anew each time.
+    # Rows without a peak are left unchanged. Without it, repeated kernels would append to the arrays that the operator
+    # allocates for each call.
     sent, peaks = columns.to(bench.device), torch.full((_ROWS,), torch.inf, device=bench.device)
     return lambda: draw.draw(logits, peaks, tokens, sent, has_filtered=is_filtered)
 
@@ -358,15 +358,15 @@ OPERATORS: Mapping[str, Callable[[Bench], Call]] = {
 }
 
 
-# What the host takes to call operators outside graphs, beyond the launches of Triton's that are in them.
+# Host time of calling operators outside graphs, beyond Triton's launches in them.
 
 _CALLS = 50
-"""Fewer than the device queues, or the host would wait for it."""
+"""Fewer calls than the device queues; otherwise the host would wait for it."""
 _ROUNDS = 31
 
 
 def launch_cases(bench: Bench) -> Iterator[Case]:
-    """Each operator of a decode step, and what is in all of them."""
+    """Measure each operator of a decode step, and all of them together."""
     x = bench.random(4, 1024)
     yield Case("an empty kernel", lambda: _median_of(bench, lambda: empty_kernel[(1,)]()))
     yield Case("a tensor's allocation", lambda: _median_of(bench, lambda: x.new_empty(4, 1024)))
@@ -375,7 +375,7 @@ def launch_cases(bench: Bench) -> Iterator[Case]:
 
 
 def measure_launch(bench: Bench, call: Callable[[], object]) -> Values:
-    """An operator; its launches alone, with the same arguments; and these by Triton's own path."""
+    """Time an operator; its launches alone, with the same arguments; and these by Triton's own path."""
     with torch.inference_mode():
         call()
         with Launches() as launches:
@@ -408,7 +408,8 @@ def _median_of(bench: Bench, call: Callable[[], object]) -> Values:
 
 
 def _host_us(bench: Bench, *calls: Callable[[], object]) -> Sequence[list[float]]:
-    """Of one call each, which nothing waits for, by round; they take turns, so that a round's are of one moment."""
+    """Seconds of one call of each, by round; nothing waits for them. Within a round they alternate, so that they are
+    comparable."""
     count, rounds = (1, 1) if bench.is_dry else (_CALLS, _ROUNDS)
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):

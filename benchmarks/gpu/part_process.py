@@ -25,14 +25,15 @@ BROKEN = 3
 def run_part(
     part: Part, bench: Bench, begin: Callable[[str], None], tell: Callable[[Finding], None], *, skip: int = 0
 ) -> bool:
-    """Run a part's cases but the first `skip`; whether the device still answers. `begin` hears of each case first."""
+    """Run a part's cases after the first `skip`. Returns whether the device still answers. `begin` is called before
+    each case."""
     for number, case in enumerate(part.cases(bench)):
         if number < skip:
             continue
         begin(case.name)
         try:
             finding = Finding(part.name, case.name, case.run())
-        # A case may fail by anything: the compiler, the device, a library's refusal. Its words are its row.
+        # A case may fail with any error of the compiler, the device or a library. Its message becomes the row.
         except Exception as error:  # noqa: BLE001
             finding = Finding(part.name, case.name, error=first_line(error))
         tell(finding)
@@ -42,7 +43,7 @@ def run_part(
 
 
 def main() -> int:
-    """See the file's docstring."""
+    """Run as the child process: see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.part_process")
     parser.add_argument("part", choices=list(BY_NAME))
     parser.add_argument("--device", required=True)
@@ -55,7 +56,7 @@ def main() -> int:
         lines.write(f"{MARK}{json.dumps(reported)}\n")
         lines.flush()
 
-    # What libraries print is no finding.
+    # Output of libraries is not part of the findings.
     with redirect_stdout(sys.stderr):
         bench = Bench(torch.device(options.device), is_quick=options.quick)
         answers = run_part(
@@ -72,14 +73,14 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# A part's findings, measured by a process that may crash, hang or run out of its time.
+# The parent: the findings of a part that a process measures which may crash, hang or exceed its time.
 
 _START = "start"
-"""Names the process's own start, before its first case."""
+"""Name of the process's start, before its first case."""
 
 
 def command_of(part: Part, device: str, *, is_quick: bool, skip: int) -> list[str]:
-    """That measures a part but its first `skip` cases."""
+    """Return the command that measures a part without its first `skip` cases."""
     quick = ["--quick"] if is_quick else []
     return [
         sys.executable,
@@ -97,7 +98,7 @@ def command_of(part: Part, device: str, *, is_quick: bool, skip: int) -> list[st
 def findings_of(
     part: Part, command: Callable[[int], Sequence[str]], seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Finding]:
-    """As they come, for `seconds` at most. `command` is given how many cases are done.
+    """Yield findings as they arrive, for at most `seconds`. `command` receives the number of cases that are done.
 
     If the process ends within a case, that case is reported as failed, and another process continues with the next
     one.
@@ -116,7 +117,7 @@ def findings_of(
                     yield Finding(part.name, case, error=f"not done within the part's {seconds:.0f} s")
                     return
                 if line is None:
-                    # The end of its output comes just before its exit code.
+                    # The output ends just before the exit code is known.
                     patience = 10.0
                     break
                 reported = json.loads(line)
@@ -137,7 +138,7 @@ def findings_of(
 
 
 def _lines(stream: IO[str]) -> "queue.SimpleQueue[str | None]":
-    """The findings' lines of a stream, and None at its end."""
+    """Put the findings' lines of a stream on a queue, and None at its end."""
     found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -151,7 +152,7 @@ def _lines(stream: IO[str]) -> "queue.SimpleQueue[str | None]":
 
 
 def _end(process: "subprocess.Popen[str]", patience: float) -> None:
-    """With all that it started, where it has not ended by itself by then."""
+    """Kill the process with all its children, unless it has ended."""
     try:
         process.wait(timeout=patience)
     except subprocess.TimeoutExpired:

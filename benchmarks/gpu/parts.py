@@ -13,7 +13,7 @@ from benchmarks.report import marked, put_section
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A row: figures, or why there are none."""
+    """A row: figures, or the reason why there are none."""
 
     part: str
     case: str
@@ -21,7 +21,7 @@ class Finding:
     error: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Without what is empty."""
+        """Its fields that are not empty."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
@@ -39,7 +39,7 @@ _MODULES = {
     "launch": "launch",
     "engine": "engine",
 }
-"""Where each part's cases are; imported only when they are measured, since some need Triton."""
+"""The module of each part's cases; imported only when they are measured, since some need Triton."""
 
 
 class Part(NamedTuple):
@@ -50,12 +50,12 @@ class Part(NamedTuple):
     what: str
     target: str
     seconds: float
-    """The most that it may take."""
+    """Time limit."""
     quick_seconds: float
-    """The same of a quick run."""
+    """Time limit of a quick run."""
 
     def cases(self, bench: Bench) -> Iterator[Case]:
-        """In order; what several share is made when the first of them runs."""
+        """The cases in order; inputs that several share are made when the first of them runs."""
         module = import_module(f"benchmarks.gpu.{_MODULES[self.name]}")
         return cast("Iterator[Case]", getattr(module, f"{self.name}_cases")(bench))
 
@@ -179,13 +179,13 @@ SECTION = "gpu"
 
 
 def write_json(path: Path, described: Mapping[str, str], findings: Sequence[Finding]) -> None:
-    """All that was found so far."""
+    """Write all findings so far."""
     reported = {"device": dict(described), "findings": [finding.as_json() for finding in findings]}
     path.write_text(json.dumps(reported, indent=1) + "\n", encoding="utf-8")
 
 
 def put(page: Path, described: Mapping[str, str], findings: Sequence[Finding]) -> None:
-    """Put the section in the place of the page's, or at its end."""
+    """Replace the section in the page, or append it."""
     put_section(page, SECTION, marked(SECTION, section(described, findings)))
 
 
@@ -221,7 +221,7 @@ def table(findings: Sequence[Finding]) -> list[str]:
 
 
 def _cells(findings: Sequence[Finding]) -> list[list[str]]:
-    """Heads and rows: every column that a finding has, and in the last one what failed."""
+    """Heads and rows: every column of any finding, and a last column of errors."""
     columns = list(dict.fromkeys(column for finding in findings for column in finding.values))
     has_errors = any(finding.error is not None for finding in findings)
     lines = [["", *columns, *(["not measured"] if has_errors else [])]]

@@ -72,7 +72,7 @@ _TINY = {
 
 
 def fields_of(bench: Bench, shape: str) -> dict[str, Any]:
-    """config.json of a shape; of a tiny one in a dry run."""
+    """The config.json of a model; of a tiny one in a dry run."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         **(_TINY if bench.is_dry else SHAPES[shape]),
@@ -91,7 +91,7 @@ def random_weights(
     parallel: TensorParallel,
     **_: object,
 ) -> CausalLM:
-    """In place of `loader.load_model`: a model whose weights are drawn, not read."""
+    """A replacement of `loader.load_model`: a model of random weights."""
     assert isinstance(config, ModelConfig)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -109,11 +109,12 @@ def random_weights(
 
 
 class SizedRunner(ModelRunner):
-    """A model runner that knows what its steps read."""
+    """A model runner that knows how many bytes its steps read."""
 
     @property
     def weight_bytes(self) -> int:
-        """What a decode step reads: all weights, of embeddings that are no head's too only its rows."""
+        """Bytes that a decode step reads: all weights; of embeddings that are not also the head, only the rows of its
+        tokens."""
         assert isinstance(self.model_config, ModelConfig)
         total = sum(parameter.nbytes for parameter in self.model.parameters())
         config = self.model_config
@@ -121,20 +122,20 @@ class SizedRunner(ModelRunner):
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the table of embeddings."""
+        """Bytes of the table of embeddings."""
         assert isinstance(self.model_config, ModelConfig)
         return self.model_config.vocab_size * self.model_config.hidden_size
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's keys and values in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return self.caches.block_bytes // BLOCK_SIZE
 
 
 def load_shape(
     bench: Bench, config: Config, fields: Mapping[str, Any], seam: Device, read_weights: Callable[..., CausalLM]
 ) -> LoadedModel:
-    """A model of these fields of config.json, which attends by Triton."""
+    """A model with these fields of config.json, which attends by Triton."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(fields))
         return load_model(
@@ -153,10 +154,10 @@ def load_shape(
 def runner_of(
     bench: Bench, shape: str, *, max_num_seqs: int, max_model_len: int, num_blocks: int, sizes: tuple[int, ...] = ()
 ) -> SizedRunner:
-    """A runner with a cache of random numbers, and graphs of these sizes to capture; none: it runs eagerly.
+    """A runner with a cache of random numbers, and graphs of these sizes to capture; with no sizes, it runs eagerly.
 
-    What a runner before it held is given back first, once its caller has let go of it. Raises `MemoryError`, a
-    sentence, where the device has no room for it.
+    Memory of the previous runner is freed first, if its caller holds no reference. Raises `MemoryError` with one
+    sentence if the device has too little memory.
     """
     set_kv_cache_data({})
     # Steps and their runner refer to each other until the collector runs.
@@ -177,7 +178,7 @@ def runner_of(
         raise MemoryError(f"a KV cache of {needed / 2**30:.1f} GiB does not fit, {free / 2**30:.1f} GiB are free")
     runner = SizedRunner(loaded, num_blocks)
     for pool in runner.caches.pools:
-        # Layer by layer: random numbers of all at once would take as much again.
+        # Layer by layer: random numbers for all layers at once would need as much memory again.
         for page in range(pool.shape[1]):
             pool[:, page].normal_()
     while runner.prepare_while_idle():
@@ -185,7 +186,7 @@ def runner_of(
     return runner
 
 
-# A batch that decodes step after step, each launched before the one ahead of it is read.
+# A batch that decodes step after step, each launched before the previous one is read.
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 
@@ -197,10 +198,10 @@ def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 class Decodes:
-    """Sequences of one context each, whose caches are as the pool was filled."""
+    """Sequences with equal contexts, whose cached values are the pool's random numbers."""
 
     def __init__(self, bench: Bench, runner: SizedRunner, batch: int, context: int, *, steps: int) -> None:
-        """For `steps` steps at most, in blocks of shuffled order."""
+        """For at most `steps` steps, in blocks in shuffled order."""
         self._bench, self._runner = bench, runner
         blocks = -(-(context + steps + 1) // BLOCK_SIZE)
         order = np.random.default_rng(0).permutation(batch * blocks).tolist()
@@ -214,7 +215,7 @@ class Decodes:
         self._running: LaunchedStep | None = None
 
     def step(self) -> None:
-        """Launch a step, read the one before it, and have this one choose its tokens, as the engine does."""
+        """Launch a step, read the previous one, and sample this one's tokens, as the engine does."""
         assert self._steps_left, "more steps than there are blocks for"
         self._steps_left -= 1
         count = len(self._seqs)
@@ -237,7 +238,7 @@ class Decodes:
         self._running = launched
 
     def timed(self, count: int) -> list[float]:
-        """Seconds of `count` steps, from the end of one on the device to the end of the next."""
+        """Seconds of `count` steps, from the end of each on the device to the end of the next."""
         marks: list[Mark] = []
         for _ in range(count + 1):
             self.step()
@@ -246,7 +247,7 @@ class Decodes:
         return [begin.seconds_to(end) for begin, end in itertools.pairwise(marks)]
 
     def finish(self) -> None:
-        """Read what runs."""
+        """Read the step that runs."""
         if self._running is not None:
             self._running.result()
         self._running = None
@@ -262,7 +263,7 @@ _EAGER_BATCHES = (1, 64)
 
 @dataclass
 class _Runners:
-    """One at a time: the next takes the memory of the last."""
+    """A runner at a time: each uses the memory of the previous one."""
 
     bench: Bench
     batches: tuple[int, ...]
@@ -289,7 +290,7 @@ class _Runners:
 
 
 def decode_cases(bench: Bench) -> Iterator[Case]:
-    """The largest shape first: it is the nearest to what is served."""
+    """Measure the largest model first, which is the most similar to those served."""
     shapes = ("8B", "0.6B") if bench.is_quick else tuple(reversed(tuple(SHAPES)))
     batches = bench.size(_QUICK_BATCHES if bench.is_quick else _BATCHES, (1, 3))
     runners = _Runners(bench, batches, bench.size(1024, 3))
@@ -331,13 +332,13 @@ def _measure(runners: _Runners, shape: str, batch: int, has_graphs: bool) -> Val
     }
 
 
-# A prompt's pass at the 8B shape, against its operations at the matrix rate.
+# A prompt's pass with the sizes of an 8B model, compared with its operations at the matrix rate.
 
 _REPEATS = 5
 
 
 def prefill_cases(bench: Bench) -> Iterator[Case]:
-    """Whole prompts, and one in chunks behind what is computed already."""
+    """Measure whole prompts, and a chunk after computed tokens."""
     longest = bench.size(8192, 16)
     runners: list[SizedRunner] = []
     for length, cached in ((longest, 0), (longest // 4, 0), (longest // 4, longest * 3 // 4)):
@@ -390,7 +391,8 @@ def _prefill_measure(bench: Bench, runners: list[SizedRunner], length: int, cach
 
 
 def operations_of(runner: SizedRunner, length: int, cached: int) -> float:
-    """Two a weight and token, of the head for the last token alone; four a query's and key's dimension and head."""
+    """Operations: two per weight and token, for the head of the last token only; four per dimension and head of each
+    pair of a query and a key."""
     config = runner.model_config
     assert isinstance(config, ModelConfig)
     table = runner.embedding_parameters
@@ -405,23 +407,23 @@ def operations_of(runner: SizedRunner, length: int, cached: int) -> float:
 
 _GAP_STEPS, _GAP_WARM = 60, 10
 _FEWEST_KERNELS = 20
-"""Of a replayed pass: what else is launched at once has fewer."""
+"""The least number of activities of a replayed pass; other launches have fewer."""
 
 
 class Interval(NamedTuple):
-    """Of one activity on the device, nanoseconds."""
+    """An activity on the device; times in nanoseconds."""
 
     begin: int
     end: int
     launch: int
-    """Which launch of the host's it belongs to: all kernels of a replayed graph have one."""
+    """The launch of the host to which it belongs: all kernels of a replayed graph have the same."""
 
 
 class Loop:
-    """The scheduler and the runner, as the engine core drives them; outputs go nowhere."""
+    """The scheduler and the runner, driven as by the engine core; outputs are discarded."""
 
     def __init__(self, bench: Bench, runner: SizedRunner, batch: int, context: int, *, steps: int) -> None:
-        """`batch` sequences, whose prompts are computed by the time `steps` decode steps begin."""
+        """Compute the prompts of `batch` sequences, which then decode for `steps` steps."""
         self.scheduler = Scheduler(runner.config, rope=runner.rope)
         record = FlightRecord.of_its_own(runner.config.max_num_seqs)
         self.pipeline = StepPipeline(self.scheduler, runner, record, depth=2)
@@ -441,13 +443,13 @@ class Loop:
         self.num_outputs += len(outputs)
 
     def turn(self) -> None:
-        """One turn of the engine's loop."""
+        """Run one turn of the engine's loop."""
         if (failed := self.pipeline.advance(self.on_read)) is not None:
             raise RuntimeError(f"a step failed: {failed}")
 
 
 def gap_cases(bench: Bench) -> Iterator[Case]:
-    """At the smallest shape, whose steps are the shortest and leave the host least time."""
+    """Measure with the smallest model, whose steps are the shortest and leave the host the least time."""
     for batch in bench.size((64, 256), (2,)):
         yield Case(f"0.6B, {batch}", lambda batch=batch: _gap_measure(bench, batch))  # type: ignore[misc]
 
@@ -490,7 +492,7 @@ def _gap_measure(bench: Bench, batch: int) -> Values:
 
 
 def _intervals(profile: torch.profiler.profile) -> list[Interval]:
-    """What the device did, by the profiler."""
+    """The device's activities, recorded by the profiler."""
     assert profile.profiler is not None
     results = profile.profiler.kineto_results
     assert results is not None
@@ -502,9 +504,9 @@ def _intervals(profile: torch.profiler.profile) -> list[Interval]:
 
 
 def idle_between_passes(intervals: SequenceABC[Interval], fewest: int = _FEWEST_KERNELS) -> list[int]:
-    """Nanoseconds in which nothing ran, from the end of each replayed pass to the begin of the next.
+    """Nanoseconds without activity, from the end of each replayed pass to the start of the next.
 
-    A pass is what one launch started, `fewest` kernels or more.
+    A pass is a launch with `fewest` activities or more.
     """
     by_launch: dict[int, list[Interval]] = defaultdict(list)
     for each in intervals:

@@ -32,7 +32,7 @@ _SHOWN_PORT = 8000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 if some contestant failed."""
+    """Return the exit code: 1 if a contestant failed."""
     options = _parser().parse_args(arguments)
     PEERS.mkdir(exist_ok=True)
     everyone = _contestants(shlex.split(options.kaon))
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for limit in limits if options.rounds else ():
         _tell(results, limit)
     for number in range(first, first + options.rounds):
-        # Whoever is first in one round is last in the next, so that drift of the machine favours none.
+        # The first contestant of a round is the last of the next, so that drift of the machine affects all alike.
         for contestant in runners if number % 2 == 0 else reversed(runners):
             try:
                 measure(contestant, workloads, number, PEERS, lambda found: _tell(results, found))
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Names:
-    """argparse's type of a comma-separated list of known names."""
+    """The type of a comma-separated list of known names, for argparse."""
 
     def __init__(self, known: Sequence[str]) -> None:
         self._known = known
@@ -111,7 +111,7 @@ def _contestants(kaon: Sequence[str]) -> list[Contestant]:
 
 
 def _choose(everyone: Sequence[Contestant], names: Sequence[str] | None) -> list[Contestant]:
-    """Those named, or all; with peers of a precision goes the Kaon of that precision."""
+    """The contestants that are named, or all. With peers of a precision goes the Kaon of that precision."""
     if names is None:
         return list(everyone)
     precisions = {each.precision for each in everyone if each.name in names}

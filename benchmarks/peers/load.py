@@ -16,18 +16,18 @@ from benchmarks.checkpoints import QWEN3_06B, TINY, Checkpoint, words
 
 
 class ResponseError(Exception):
-    """A response is no stream of events, or not a whole one."""
+    """A response is not a stream of events, or is not complete."""
 
 
 class Piece(NamedTuple):
-    """Bytes as they came from a socket, and when."""
+    """Bytes received from a socket, with their time."""
 
     time: float
     data: bytes
 
 
 class Event(NamedTuple):
-    """One `data:` line's JSON, and when its last byte came."""
+    """The JSON of a `data:` line, and the time of its last byte."""
 
     time: float
     payload: dict[str, Any]
@@ -64,7 +64,7 @@ def events(pieces: Sequence[Piece]) -> list[Event]:
 
 
 def _chunks(raw: bytes, position: int) -> Iterator[tuple[int, int]]:
-    """Start and end of each chunk's data, up to the last chunk or to where the recording ends."""
+    """Start and end of each chunk's data, up to the last chunk or to the end of the recording."""
     while (line_end := raw.find(b"\r\n", position)) >= 0:
         size = int(raw[position:line_end].split(b";")[0], 16)
         if size == 0:
@@ -74,7 +74,7 @@ def _chunks(raw: bytes, position: int) -> Iterator[tuple[int, int]]:
 
 
 def _data_lines(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """Every `data:` line: the offset of its end in the body, and what it holds."""
+    """Every `data:` line: the offset of its end in the body, and its content."""
     position = 0
     for line in body.splitlines(keepends=True):
         position += len(line)
@@ -83,28 +83,28 @@ def _data_lines(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 class _Offsets:
-    """From offsets in a decoded body to offsets in the recording."""
+    """Converts offsets in a decoded body to offsets in the recording."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         self._spans = spans
         self._ends = list(itertools.accumulate(end - start for start, end in spans))
 
     def raw_end(self, body_end: int) -> int:
-        """Where the byte before `body_end` ends in the recording."""
+        """The offset in the recording after the byte before `body_end`."""
         index = bisect.bisect_left(self._ends, body_end)
         return self._spans[index][1] - (self._ends[index] - body_end)
 
 
-# The load generator: sends completion requests all at once over HTTP and records what comes back.  It shares the
-# machine's cores with the server, so while a server works it only waits, reads and notes the time; what was read is
-# looked into when all answers have ended. The same for every server.
+# The load generator: sends completion requests at the same time over HTTP, and records the responses. It shares the
+# machine's cores with the server, so while a server works it only waits, reads and records times; responses are parsed
+# when all have ended. It is the same for every server.
 
 _DONE = b"data: [DONE]"
 _READ_BYTES = 1 << 16
 
 
 class LoadError(Exception):
-    """A server refused a request, ended an answer early, or counted other tokens than were asked for."""
+    """A server refused a request, ended an answer early, or reported another number of tokens than requested."""
 
 
 class Request(NamedTuple):
@@ -127,7 +127,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's times, in seconds of the monotonic clock. `arrivals` has one entry an event with text in it."""
+    """One request's times, in seconds of the monotonic clock. `arrivals` has an entry for each event with text."""
 
     started: float
     arrivals: tuple[float, ...]
@@ -143,7 +143,8 @@ class Answer:
 
 
 def run(target: Target, requests: Sequence[Request], timeout: float = 600) -> list[Answer]:
-    """Send `requests` at once, one connection each, and wait for all answers, in their order. Raises `LoadError`."""
+    """Send `requests` at the same time, one connection each, and wait for all answers, in their order. Raises
+    `LoadError`."""
     bodies = [_http(target, request) for request in requests]
     connections = [_Connection(target.port, body, timeout) for body in bodies]
     try:
@@ -167,7 +168,7 @@ def steady_gaps(answers: Sequence[Answer]) -> list[float]:
 
 
 class _Connection:
-    """A request that was sent, and what has come back."""
+    """A request that was sent, and the received part of its response."""
 
     def __init__(self, port: int, body: bytes, timeout: float) -> None:
         try:
@@ -180,7 +181,7 @@ class _Connection:
         self.socket.sendall(body)
 
     def read(self) -> bool:
-        """Take what there is; whether the answer has ended."""
+        """Receive available bytes. Returns whether the answer has ended."""
         data = self.socket.recv(_READ_BYTES)
         now = time.monotonic()
         if not data:
@@ -188,12 +189,12 @@ class _Connection:
         self.pieces.append(Piece(now, data))
         if _DONE in data:
             return True
-        # The mark may come in two pieces.
+        # The end mark may arrive in two parts.
         return len(self.pieces) > 1 and _DONE in self.pieces[-2].data[-len(_DONE) :] + data[: len(_DONE)]
 
 
 def _record(connections: Sequence[_Connection], timeout: float) -> None:
-    """Read from all connections until each has its end."""
+    """Read from all connections until each has ended."""
     open_ones = {connection.socket.fileno(): connection for connection in connections}
     deadline = time.monotonic() + timeout
     with select.epoll() as poll:
@@ -260,21 +261,21 @@ def _text(event: Event) -> str:
     return choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
 
 
-# The workloads: which requests each sends, and the figure that comes out of their answers.
+# The workloads: the requests of each, and the figure that is computed from their answers.
 
 SHARED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is read from the answers of a workload, and how figures compare."""
+    """The figure of a workload, and how figures compare."""
 
     unit: str
     of: Callable[[Sequence[Answer]], float]
     more_is_better: bool
 
     def ratio(self, ours: float, theirs: float) -> float:
-        """How many times as good ours is: above 1 is better, whichever way the figure goes."""
+        """The ratio by which our figure is better; above 1 is better, whether the figure should be high or low."""
         return ours / theirs if self.more_is_better else theirs / ours
 
 
@@ -292,7 +293,7 @@ BYTES = Figure("GB", lambda _: 0.0, False)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`streams` requests sent at once, whose prompts begin with `shared_tokens` in common."""
+    """`streams` simultaneous requests whose prompts have their first `shared_tokens` in common."""
 
     name: str
     title: str
@@ -304,7 +305,7 @@ class Workload:
     shared_tokens: int = 0
 
     def requests(self, seed: int) -> list[Request]:
-        """Prompts that no other workload, and no other seed, has a first word's cache of."""
+        """Prompts whose first words differ from those of all other workloads and seeds, so that no cache has them."""
         source = random.Random(f"{self.name}/{seed}")
         vocabulary = words()
         shared = source.choices(vocabulary, k=self.shared_tokens)
@@ -319,7 +320,7 @@ class Workload:
         ]
 
     def gaps(self, answers: Sequence[Answer]) -> list[float]:
-        """Seconds between tokens in steady decode; none where the workload is too short to have any."""
+        """Seconds between tokens in steady decode; empty if the workload is too short."""
         return steady_gaps(answers) if self.figure is RATE else []
 
 
@@ -335,4 +336,4 @@ WORKLOADS = (
     Workload("tiny-32", "tiny, 32 streams 64/64", TINY, 32, 64, 64),
     Workload("tiny-128", "tiny, 128 streams 64/64", TINY, 128, 64, 64),
 )
-"""In the order in which a server gets them."""
+"""Workloads in the order in which a server receives them."""

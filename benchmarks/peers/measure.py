@@ -1,4 +1,5 @@
-"""Measures one server: its process, its figures for each checkpoint and workload, and the file that keeps them."""
+"""Measures one server: its process, its figures for each checkpoint and workload, and the file in which they are
+stored."""
 
 import contextlib
 import json
@@ -27,7 +28,7 @@ _LOG_TAIL = 3000
 
 
 class ServerError(Exception):
-    """A server ended, or was not ready in time; the message has the end of its log."""
+    """A server ended, or was not ready in time; the message contains the end of its log."""
 
 
 def free_port() -> int:
@@ -79,7 +80,7 @@ class ServerProcess:
         raise ServerError(f"not ready within {timeout:g} s; last: {refusal}\n{self._tail()}")
 
     def peak_resident_bytes(self) -> int:
-        """The sum of the largest resident size that each process of the tree has had."""
+        """The sum of the largest resident sizes of all processes of the tree."""
         return sum(_peak(process) for process in _tree(self._process.pid))
 
     def _tail(self) -> str:
@@ -160,14 +161,14 @@ def _measure_checkpoint(
         tell(Measurement(contestant.name, round_number, f"memory {checkpoint.name}", memory))
 
 
-# The machine itself: what `kaon doctor` measures, kept as measurements of a contestant that no peer is called.
+# The machine itself: `kaon doctor`'s measurements, stored as those of a contestant with a name that no peer has.
 
 MACHINE, READ, MATRIX = "machine", "read", "matrix"
-"""The contestant, and what it has: 10^9 bytes, and 10^9 operations a second."""
+"""The contestant's name, and its quantities: 10^9 bytes, and 10^9 operations per second."""
 
 
 def measure_machine(round_number: int) -> tuple[str, list[Measurement]]:
-    """The processor and the path of the operators that runs on it, and its limits. Raises `ServerError`."""
+    """Measure the processor, the path of the operators that runs on it, and its limits. Raises `ServerError`."""
     command = (sys.executable, "-m", "server", "doctor", "--json")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
@@ -181,7 +182,7 @@ def measure_machine(round_number: int) -> tuple[str, list[Measurement]]:
     return f"{processor()}, {facts['cpu_library']}", measured
 
 
-# Measurements of a run, on disk as they come, and the medians and ratios of them.
+# Measurements of a run, written to disk as they arrive, with their medians and ratios.
 
 
 class Results:
@@ -206,14 +207,14 @@ class Results:
         return 1 + max((each.round for each in self._measurements), default=-1)
 
     def contestants(self) -> list[str]:
-        """Those with any figure, in the order in which they came."""
+        """Contestants with any figure, in the order of their first."""
         return list(dict.fromkeys(each.contestant for each in self._measurements))
 
     def rounds(self, contestant: str, what: str) -> int:
         return len(self._values(contestant, what))
 
     def median(self, contestant: str, what: str) -> float | None:
-        """Over the rounds; none where nothing was measured."""
+        """The median over the rounds; None if nothing was measured."""
         values = self._values(contestant, what)
         return statistics.median(values) if values else None
 
@@ -227,5 +228,5 @@ class Results:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of `ordered`, which has to hold some, do not exceed."""
+    """The smallest value of `ordered` that `percent` of the values do not exceed; `ordered` must not be empty."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

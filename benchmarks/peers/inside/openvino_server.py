@@ -1,8 +1,8 @@
-"""`openvino_server.py MODEL PORT CACHE_GB PROPERTIES`: a thin front of OpenVINO GenAI's continuous batching.
+"""`openvino_server.py MODEL PORT CACHE_GB PROPERTIES`: a thin HTTP server over OpenVINO GenAI's continuous batching.
 
-The pipeline is the one that its documentation describes: requests are added with `add_request`, and a loop calls
-`step`. Around it is only what /v1/completions with `stream` needs, as cheap as can be: the tokenizers library encodes
-prompts and decodes tokens, and the loop itself writes each step's tokens to the sockets.
+The pipeline is used as its documentation describes: requests are added with `add_request`, and a loop calls `step`.
+The server has only what /v1/completions with `stream` needs, and costs as little as possible: the tokenizers library
+encodes prompts and decodes tokens, and the loop itself writes each step's tokens to the sockets.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class Answering:
-    """A request on its way through the pipeline: `stream` is its connection."""
+    """A request in the pipeline; `stream` is its connection."""
 
     def __init__(self, body: dict[str, Any], tokenizer: Tokenizer, stream: Any) -> None:
         self.ids: list[int] = tokenizer.encode(body["prompt"], add_special_tokens=False).ids
@@ -53,7 +53,7 @@ class Answering:
 
 
 class Pipeline:
-    """The pipeline and its loop. Requests come in by `put` from any thread."""
+    """The pipeline and its loop. Any thread may add requests by `put`."""
 
     def __init__(self, folder: Path, cache_gb: int, properties: dict[str, str]) -> None:
         settings = openvino_genai.SchedulerConfig()
@@ -66,7 +66,7 @@ class Pipeline:
         self.put = self._waiting.put
 
     def run(self) -> None:
-        """Steps as long as there is something to do; waits otherwise."""
+        """Run steps while there are requests; otherwise wait."""
         while True:
             while not (self._running and self._waiting.empty()):
                 self._add(self._waiting.get())
@@ -110,7 +110,7 @@ def main(folder: Path, port: int, cache_gb: int, properties: dict[str, str]) -> 
             request.ended.wait()
 
         def log_message(self, *_: Any) -> None:
-            """Nothing a request."""
+            """Log no requests."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True

@@ -1,6 +1,6 @@
-"""`write_gguf.py CHECKPOINT OUT TYPE`: a Qwen3 checkpoint as a GGUF file, its matrices in bf16 or q8_0.
+"""`write_gguf.py CHECKPOINT OUT TYPE`: converts a Qwen3 checkpoint to a GGUF file, with matrices in bf16 or q8_0.
 
-llama.cpp's own converter knows tokenizers by name; this one has none.
+llama.cpp's own converter identifies tokenizers by name; this one has none.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import Any
 import gguf
 import numpy as np
 
-# A byte-level BPE that splits at spaces; the prompts hold letters and spaces alone.
+# A byte-level BPE that splits at spaces; prompts consist of letters and spaces.
 _PRE_TOKENIZER = "gpt-2"
 
 
 def main(checkpoint: Path, out: Path, kind: str) -> None:
-    """Write `out` whole or not at all."""
+    """Write `out` completely, or not at all."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     unfinished = out.with_suffix(".part")
     writer = gguf.GGUFWriter(unfinished, "qwen3")
@@ -75,7 +75,7 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _add_tensor(writer: Any, name: str, halves: Any, kind: str) -> None:
-    """Vectors are float32 in any GGUF file."""
+    """Whether it is a vector: vectors are float32 in any GGUF file."""
     if halves.ndim > 1 and kind == "bf16":
         writer.add_tensor(name, halves.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
         return
