@@ -1,8 +1,8 @@
 """`python -m tools.advisories [--refresh FOLDER]`: compares dependencies with a snapshot of published advisories.
 
-pip-audit asks a service over the network, and reads no snapshot from a file. deploy/locks/advisories.json is one: for
-each package the ranges of versions that advisories name. A test compares the locks and the lower bounds of
-pyproject.toml with it, so that every change is audited offline. `--refresh` merges a checkout of
+pip-audit asks a service over the network, and cannot read a snapshot from a file. deploy/locks/advisories.json is such
+a snapshot: for each package the ranges of versions that advisories name. A test compares the locks and the lower
+bounds of pyproject.toml with it, so that every change is audited offline. `--refresh` merges a checkout of
 github.com/pypa/advisory-database, or a folder of OSV's records for PyPI, into it.
 """
 
@@ -33,19 +33,19 @@ class Advisory(msgspec.Struct, frozen=True, kw_only=True):
     package: str
     introduced: str = "0"
     fixed: str | None = None
-    """None: no version is known to be free of it."""
+    """The first fixed version; None if no fixed version is known."""
     not_affected: str | None = None
-    """Why Kaon is not affected where a version is; such advisories are shown, and fail nothing."""
+    """The reason why Kaon is not affected although a version is; such advisories are shown, but are no error."""
 
     def affects(self, package: str, version: str) -> bool:
-        """Whether that version of that package is in the range."""
+        """Whether a version of a package is in the range."""
         if canonicalize_name(package) != self.package or Version(version) < Version(self.introduced):
             return False
         return self.fixed is None or Version(version) < Version(self.fixed)
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What was known on a day."""
+    """The advisories that were known on a day."""
 
     as_of: str
     source: str
@@ -58,12 +58,12 @@ def load() -> Snapshot:
 
 
 def locked() -> set[tuple[str, str]]:
-    """Names and versions in all locks."""
+    """Names and versions of all packages in all locks."""
     return {pin for file in FOLDER.glob("*.txt") for pin in pins(file.read_text(encoding="utf-8"))}
 
 
 def lower_bounds() -> set[tuple[str, str]]:
-    """Names and oldest versions that pyproject.toml admits, of those dependencies that have a lower bound."""
+    """Names and lower bounds of the dependencies in pyproject.toml that have one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     groups = [project["build-system"]["requires"], project["project"]["dependencies"]]
     groups += project["project"]["optional-dependencies"].values()
@@ -76,7 +76,7 @@ def lower_bounds() -> set[tuple[str, str]]:
 
 
 def audit(versions: Iterable[tuple[str, str]], snapshot: Snapshot) -> Iterator[tuple[str, str, Advisory]]:
-    """The versions that an advisory affects, each with it."""
+    """The versions that an advisory affects, each with the advisory."""
     for package, version in sorted(versions):
         for advisory in snapshot.advisories:
             if advisory.affects(package, version):
@@ -84,7 +84,7 @@ def audit(versions: Iterable[tuple[str, str]], snapshot: Snapshot) -> Iterator[t
 
 
 def refreshed(snapshot: Snapshot, folder: Path, packages: set[str]) -> Snapshot:
-    """`snapshot` with every range that the records below `folder` name for `packages`, and did not withdraw."""
+    """Return `snapshot` with every range that records below `folder` name for `packages` and did not withdraw."""
     known = {(each.id, each.package, each.introduced): each for each in snapshot.advisories}
     for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.json"))):
         text = path.read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def refreshed(snapshot: Snapshot, folder: Path, packages: set[str]) -> Snapshot:
 
 
 def _ranges(record: dict[str, Any]) -> Iterator[Advisory]:
-    """The ranges of one record in OSV's format, by its CVE where it has one."""
+    """The ranges of one record in OSV's format, by its CVE number if it has one."""
     names = [record["id"], *record.get("aliases", ())]
     name = next((each for each in names if re.match(r"CVE-", each)), names[0])
     for affected in record["affected"]:
@@ -129,7 +129,7 @@ def _ranges(record: dict[str, Any]) -> Iterator[Advisory]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what is affected; 1 if anything is, 2 for other arguments."""
+    """Print the affected packages. Returns 1 if there are any, 2 for invalid arguments."""
     if argv and (len(argv) != 2 or argv[0] != "--refresh" or not Path(argv[1]).is_dir()):
         sys.stderr.write("usage: python -m tools.advisories [--refresh FOLDER]\n")
         return 2

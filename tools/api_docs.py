@@ -21,12 +21,12 @@ _BAR = "\\|"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Write or check the page. Returns the exit code."""
     return write_or_compare({PAGE: with_tables(PAGE.read_text("utf-8"))}, arguments, "make docs")
 
 
 def with_tables(page: str) -> str:
-    """`page` with each request's tables between its markers. Raises `ValueError` where markers are missing."""
+    """Return `page` with each request's tables between its markers. Raises `ValueError` if markers are missing."""
     schemas = request_schemas()
     requests = [request.__name__ for request in request_models()]
     for name in requests:

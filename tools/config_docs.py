@@ -1,6 +1,6 @@
 """Writes the tables of docs/configuration.md: `python -m tools.config_docs [--check]`.
 
-They lie between two markers of the page, whose other text is written by hand. `make lint` checks them.
+The tables are between two markers of the page; all other text is written by hand. `make lint` checks them.
 """
 
 import sys
@@ -15,7 +15,7 @@ CLOSING = "<!-- end of the configuration table -->"
 
 
 def full_tables() -> str:
-    """Every name, type and default of every setting, a table a section: docs/configuration.md's."""
+    """The tables of docs/configuration.md: name, type and default of every setting, one table for each section."""
     lines: list[str] = []
     for section in dict.fromkeys(setting.section for setting in SETTINGS):
         heading = section.__name__.removesuffix("Config") or "Model and engine"
@@ -29,12 +29,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Write or check the page. Returns the exit code."""
     return write_or_compare({PAGE: with_table(PAGE.read_text("utf-8"), full_tables())}, arguments, "make docs")
 
 
 def with_table(page: str, table: str) -> str:
-    """`page` with `table` between its markers. Raises `ValueError` where a marker is missing."""
+    """Return `page` with `table` between its markers. Raises `ValueError` if a marker is missing."""
     before, opening, rest = page.partition(OPENING)
     _, closing, after = rest.partition(CLOSING)
     if not opening or not closing:

@@ -1,4 +1,5 @@
-"""`python -m tools.dashboards [--check]`: writes the Grafana dashboards of deploy/grafana, from what is below.
+"""`python -m tools.dashboards [--check]`: writes the Grafana dashboards of deploy/grafana from the panels defined
+below.
 
 Needs the extra `kaon[ops]`. `PAGES` alone, which other modules may read, needs nothing.
 """
@@ -13,7 +14,7 @@ from tools.written import write_or_compare
 FOLDER = Path(__file__).parents[1] / "deploy" / "grafana"
 
 SELECTOR = 'job=~"$job",instance=~"$instance"'
-"""Of every query; $job and $instance are chosen at the top of a dashboard."""
+"""The selector of every query; $job and $instance are chosen at the top of a dashboard."""
 WINDOW = "$__rate_interval"
 
 
@@ -23,11 +24,11 @@ class Panel(NamedTuple):
     title: str
     unit: str
     queries: Mapping[str, str]
-    """By legend. `SEL` stands for the selector, and `WIN` for the window of rates."""
+    """Queries by legend. `SEL` stands for the selector, and `WIN` for the window of rates."""
     text: str
     is_stat: bool = False
     top: float | None = None
-    """The greatest value, where it is known."""
+    """The greatest possible value, if it is known."""
 
     @property
     def expressions(self) -> dict[str, str]:
@@ -446,7 +447,7 @@ REPLICAS = Page(
 
 
 def _gpus(gpu: str, busy: str, memory: str, power: str, part: str, faults: Panel) -> list[Panel]:
-    """A group of panels: `gpu` is the legend of each GPU, `part` of it draws the power, the others are metrics."""
+    """A group of panels: `gpu` is the legend of each GPU, `part` is that of its power; the others are metrics."""
     return [
         Panel("Busy", "percent", {gpu: busy}, "Share of time with a kernel.", top=100),
         Panel("Memory in use", "decmbytes", {gpu: memory}, "Of each GPU."),
@@ -524,7 +525,7 @@ def rendered(page: Page) -> str:
     return text + "\n"
 
 
-def _source() -> Any:  # The package is there for those who render only.
+def _source() -> Any:  # The package is installed only where dashboards are rendered.
     from grafana_foundation_sdk.models.dashboard import DataSourceRef
 
     return DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -547,13 +548,13 @@ def _built(panel: Panel, width: int) -> Any:
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    """The files and what is to be in them."""
+    """The files with their contents."""
     for page in PAGES:
         yield FOLDER / f"{page.uid}.json", rendered(page)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Write or check the files. Returns the exit code."""
     return write_or_compare(dict(files()), arguments, "python -m tools.dashboards")
 
 

@@ -1,8 +1,8 @@
 """Compiles every kernel for its targets, without a GPU, and writes docs/kernels.md and docs/kernels.json.
 
 `python -m tools.kernel_report`. The page is for readers. The record, docs/kernels.json, has each compilation by a key
-of all that decides the compiler's output; what is in it is not compiled again, neither here nor by the tests, unless
-`--fresh`. `--check` compiles nothing and says whether both are complete.
+of all inputs on which the compiler's output depends; recorded compilations are not repeated, neither here nor by the
+tests, unless `--fresh` is given. `--check` compiles nothing and reports whether both files are complete.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tools.kernel_prediction import DEVICES, READERS, SIMDS, Prediction, Timing,
 from tools.kernel_work import work_of
 from tools.kernels.compilation import Compilation, source_of
 
-# The compiler's output, and what is wrong with it.
+# The compiler's output, and its faults.
 
 _AMD_LOAD = re.compile(r"^\s+(?:global|buffer|flat)_load_(\w+)", re.MULTILINE)
 _PTX_LOAD = re.compile(r"\bld\.global(?:\.\w+?)*?(?:\.v(\d))?\.[busf](\d+)\b")
@@ -39,34 +39,34 @@ _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\b[^;]*?\], *\[[^]]*\
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A kernel as it would run."""
+    """A compiled kernel."""
 
     registers: int
     """Vector registers of a thread, accumulation registers included."""
     spilled: int
-    """Bytes of a thread that are kept in memory because registers ran out."""
+    """Bytes of a thread that are spilled to memory because registers ran out."""
     scalar_spills: int
-    """Scalars of a wave that are kept in lanes of vector registers."""
+    """Scalars of a wave that are stored in lanes of vector registers."""
     lds: int
-    """Bytes of a workgroup."""
+    """Bytes of LDS or shared memory of a workgroup."""
     occupancy: int
     """Waves of whole workgroups that a SIMD can hold."""
     matrix: dict[str, int]
     """Matrix instructions, by name."""
     loads: dict[int, int]
-    """Instructions that load from global memory, by bytes a thread."""
+    """Instructions that load from global memory, by bytes per thread."""
     timing: Timing | None = None
     """The timing that predictions need; None if no predictions are made."""
 
 
 def read_assembly(compilation: Compilation, compiled: Any) -> Assembly:
-    """`compiled` is of `compilation.compile()`."""
+    """Create it from the result of `compilation.compile()`."""
     read = _read_cuda if compilation.target.backend == "cuda" else _read_amd
     return read(compilation, compiled)
 
 
 def problems(compilation: Compilation, assembly: Assembly) -> list[str]:
-    """What must not be, in words: spills where the target has a table of its own, narrow loads on first-class ones."""
+    """Faults in words: spills, where the target has a table of its own; narrow loads, on first-class targets."""
     target = compilation.target
     found = []
     if assembly.lds > target.lds_bytes:
@@ -104,7 +104,7 @@ def _read_amd(compilation: Compilation, compiled: Any) -> Assembly:
 
 
 def _groups_by_lds(target: Target, lds: int) -> int:
-    """LDS is a compute unit's on CDNA, and a pair's of them, twice as much, on RDNA."""
+    """LDS belongs to a compute unit on CDNA, and to a pair of them, twice as much, on RDNA."""
     return target.lds_bytes * (1 if target.warp_size == 64 else 2) // max(lds, 1)
 
 
@@ -115,7 +115,7 @@ def _read_cuda(compilation: Compilation, compiled: Any) -> Assembly:
     registers = _number(r"REG:(\d+)", usage)
     groups = min(
         64 * KIB // (-(-registers // 8) * 8 * target.warp_size * waves),
-        # A workgroup takes 1 KiB more than its own.
+        # A workgroup takes 1 KiB in addition to its own.
         (target.lds_bytes + KIB) // (lds + KIB),
         target.waves // waves,
     )
@@ -165,7 +165,7 @@ RECORD = _ROOT / "docs" / "kernels.json"
 
 
 def read_record(path: Path = RECORD) -> dict[str, Assembly]:
-    """The recorded compilations by key; none if they were read from the compiler's output by other code than this."""
+    """The recorded compilations by key; none if other code than this has read them from the compiler's output."""
     record = json.loads(path.read_text()) if path.is_file() else {}
     if record.get("reader") != _reader():
         return {}
@@ -176,7 +176,7 @@ def read_record(path: Path = RECORD) -> dict[str, Assembly]:
 
 
 Accepted = dict[str, dict[str, list[float]]]
-"""By kernel with its problem, and target: share of the roofline, and microseconds."""
+"""By kernel with its problem, and target: ratio to the roofline, and microseconds."""
 
 
 def write_record(
@@ -197,7 +197,7 @@ def write_record(
 
 
 def read_accepted(path: Path = RECORD) -> Accepted:
-    """The predictions in the record, whatever read the compilations."""
+    """The predictions in the record, whichever code has read the compilations."""
     predicted: Accepted = json.loads(path.read_text()).get("predictions", {}) if path.is_file() else {}
     return predicted
 
@@ -223,7 +223,7 @@ def lowered(made: Mapping[str, Mapping[str, Prediction]], recorded: Accepted) ->
     for name, by_arch in made.items():
         for arch, one in by_arch.items():
             share, microseconds = recorded.get(name, {}).get(arch, (0.0, float("inf")))
-            # Shares are recorded in thousandths.
+            # Ratios are recorded in thousandths.
             if one.share * _TOLERANCE + 0.001 < share or one.seconds * 1e6 > microseconds * _TOLERANCE:
                 now = f"{one.share:.0%} of the roofline and {one.seconds * 1e6:.1f} µs"
                 found.append(f"{name} on {arch}: {now} are predicted, {share:.0%} and {microseconds:.1f} µs before")
@@ -260,7 +260,7 @@ def _hash(functions: Iterable[Callable[..., object]], *constants: object) -> str
 
 
 def lacks(one: Compilation, known: Mapping[str, Assembly]) -> bool:
-    """Whether a compilation, or the timing that its predictions need, is not among those that are known."""
+    """Whether a compilation, or the timing that its predictions need, is missing from the known ones."""
     assembly = known.get(one.key)
     return assembly is None or (assembly.timing is None and one.target.arch in DEVICES and bool(work_of(one)))
 
@@ -277,9 +277,9 @@ _OTHERS, _OTHERS_END = "<!-- others: begin -->\n", "<!-- others: end -->\n"
 _PREDICTED, _PREDICTED_END = "<!-- predictions: begin -->\n", "<!-- predictions: end -->\n"
 _NOT_THERE = "-"
 ON_PAGE = tuple(arch for arch, target in TARGETS.items() if not target.like)
-"""Those with rows of their own in the table of configurations."""
+"""Targets with rows of their own in the table of configurations."""
 OTHERS = tuple(arch for arch, target in TARGETS.items() if target.like)
-"""Those that take another's rows: kernels are recorded for them on request, and otherwise compiled by long tests."""
+"""Targets that use another's rows: kernels are recorded for them on request, and otherwise compiled by long tests."""
 
 
 def compilations(targets: Iterable[str] = ON_PAGE) -> list[Compilation]:
@@ -293,7 +293,7 @@ def compilations(targets: Iterable[str] = ON_PAGE) -> list[Compilation]:
 
 
 def table(results: Sequence[tuple[Compilation, Assembly]], targets: Sequence[str] = ON_PAGE) -> str:
-    """A row a form of a kernel, a column a target."""
+    """A table with a row for each form of a kernel and a column for each target."""
     by_name: dict[str, dict[str, str]] = {}
     for compilation, assembly in results:
         if compilation.target.arch in targets:
@@ -305,7 +305,7 @@ def table(results: Sequence[tuple[Compilation, Assembly]], targets: Sequence[str
 
 
 def prediction_table(made: Mapping[str, Mapping[str, Prediction]]) -> str:
-    """A row a kernel and problem, a column a target."""
+    """A table with a row for each kernel and problem and a column for each target."""
     lines = ["| Kernel and problem | " + " | ".join(ON_PAGE) + " |", "| --- |" + " --- |" * len(ON_PAGE)]
     for name, by_arch in made.items():
         cells = [
@@ -319,7 +319,7 @@ def prediction_table(made: Mapping[str, Mapping[str, Prediction]]) -> str:
 
 
 def device_table() -> str:
-    """The devices that predictions are of."""
+    """The devices for which times are predicted."""
     lines = [
         "| Target | Device | Units | Memory, TB/s | Latency, ns | In flight, MB | bf16, TFLOP/s |",
         "| --- |" + " --- |" * 6,
@@ -357,7 +357,7 @@ def names_on_page() -> list[str]:
 
 
 def write_page(results: Sequence[tuple[Compilation, Assembly]]) -> None:
-    """Puts the tables where the page has its marks."""
+    """Insert the tables at the page's marks."""
     page = PAGE.read_text()
     tables = (
         (_PREDICTED, _PREDICTED_END, device_table() + "\n" + prediction_table(predictions(results))),
@@ -371,12 +371,12 @@ def write_page(results: Sequence[tuple[Compilation, Assembly]]) -> None:
 
 
 def compile_all(wanted: Sequence[Compilation]) -> Iterator[Assembly]:
-    """What the compiler makes of each, in their order; on all cores. Not to be called under the interpreter."""
+    """Compile each kernel on all cores, and return the results in order. Not to be called under the interpreter."""
     cores = min(len(os.sched_getaffinity(0)), len(wanted))
     if cores <= 1:
         yield from (read_assembly(one, one.compile()) for one in wanted)
         return
-    # Kernels cannot be pickled: processes find them by number among those that they inherit.
+    # Kernels cannot be pickled: processes find them by index among those that they inherit.
     with multiprocessing.get_context("fork").Pool(cores, _inherit, (wanted,)) as pool:
         yield from pool.imap(_compile_inherited, range(len(wanted)))
 
@@ -394,7 +394,8 @@ def _compile_inherited(number: int) -> Assembly:
 
 
 def compile_apart(keys: Iterable[str], cache: Path) -> dict[str, Assembly]:
-    """Compilations by key, made in a process that does not interpret kernels; `cache` is Triton's folder there."""
+    """Compilations by key, made in a process that does not interpret kernels; `cache` is Triton's cache folder
+    there."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tools.kernel_report", "--compile", *keys]
     environment["TRITON_CACHE_DIR"] = str(cache)
@@ -406,7 +407,7 @@ def compile_apart(keys: Iterable[str], cache: Path) -> dict[str, Assembly]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where nothing is wrong."""
+    """Return the exit code: 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fresh", action="store_true", help="compile also what docs/kernels.json has")
     parser.add_argument("--accept-slower", action="store_true", help="record predictions that are worse than before")
@@ -446,7 +447,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def is_complete(every: Sequence[Compilation], known: Mapping[str, Assembly]) -> bool:
     """Whether the page has a row for each form of a kernel and no other, and the record has each compilation.
 
-    Says on stderr what is not. The record is of one release of Triton, and is compared under that release alone.
+    Writes to stderr what is missing. The record belongs to one release of Triton, and is compared under that release
+    only.
     """
     missing = [one for one in every if lacks(one, known)]
     if list(dict.fromkeys(one.name for one in every)) != names_on_page():
@@ -462,14 +464,14 @@ def is_complete(every: Sequence[Compilation], known: Mapping[str, Assembly]) -> 
 
 
 def triton_release() -> str:
-    """The installed one."""
+    """The installed release of Triton."""
     import triton
 
     return str(triton.__version__)
 
 
 def recorded_release(path: Path = RECORD) -> str | None:
-    """The release of Triton that the record was made with."""
+    """The release of Triton with which the record was made."""
     return str(json.loads(path.read_text())["triton"]) if path.is_file() else None
 
 

@@ -1,7 +1,7 @@
-"""Problems of serving, and how each kernel's launch splits them: what `tools.kernel_prediction` predicts times of.
+"""Problems of serving, and how each kernel's launch splits them: the input of `tools.kernel_prediction`.
 
-Attention has 32 query heads, 8 KV heads and contexts of 1024 tokens, as an 8B model; latents have DeepSeek-V3's sizes,
-weights 4096 inputs and outputs, experts 8 of 128 for each token with 4096 inputs and 1536 features.
+Attention has 32 query heads, 8 KV heads and contexts of 1024 tokens, as in an 8B model; latents have DeepSeek-V3's
+sizes; weights 4096 inputs and outputs; experts 8 of 128 for each token with 4096 inputs and 1536 features.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ def work_of(one: Compilation) -> tuple[Work, ...]:
 
 
 def _bytes(kind: str) -> float:
-    """Of a number that a pointer of Triton's points to."""
+    """Bits of a number to which a pointer of Triton's type points."""
     return {"*bf16": 2, "*fp16": 2, "*fp32": 4}.get(kind, 1)
 
 
@@ -59,7 +59,7 @@ def _attention_prefill(one: Compilation) -> tuple[Work, ...]:
         Work(
             "2k prompt",
             programs=heads * cdiv(tokens, tile),
-            # On average a query sees half of the keys.
+            # On average a query attends to half of the keys.
             passes=cdiv(tokens // 2, one.config.blocks["BLOCK_N"]),
             bytes=tokens * heads * head_dim * 2 * (2 + 2 * group),
             operations=tokens * tokens // 2 * heads * group * head_dim * 4,
@@ -70,7 +70,7 @@ def _attention_prefill(one: Compilation) -> tuple[Work, ...]:
 def _product(one: Compilation, weight_bytes: float, depth: int, bits: int) -> tuple[Work, ...]:
     blocks = one.config.blocks
     rows = {16: 1, 64: 64, 128: 2048}[int(one.variant.rsplit("m", 1)[1])]
-    # A program computes all splits' sums one after the other, or one of them.
+    # A program computes the sums of all splits one after the other, or one of them.
     splits = 1 if one.constexprs["IS_WHOLE"] else one.constexprs["SPLITS"]
     return (
         Work(
@@ -103,7 +103,7 @@ def _dense_gemm(one: Compilation) -> tuple[Work, ...]:
 def _experts(one: Compilation, weight_bytes: float, columns: str, depth: int, bits: int) -> tuple[Work, ...]:
     block = one.config.blocks["BLOCK_M"]
     is_gated = one.variant.split(" gate-up")[0] != one.variant
-    # A block of 16 is of decodes, in which each expert has a few tokens; larger ones are of prompts.
+    # A block of 16 rows is for decodes, in which each expert has a few tokens; larger blocks are for prompts.
     tokens = {16: 64, 64: 1024, 128: 4096}[block]
     outputs, inputs = (_FEATURES, _WIDTH) if is_gated else (_WIDTH, _FEATURES)
     weights = _EXPERTS * outputs * inputs * (2 if is_gated else 1)

@@ -1,8 +1,9 @@
 """`make locks`: writes deploy/locks, the versions and hashes that `make install` installs. Needs `uv` and an index.
 
-One file for what serving needs and one more for each extra, with what it adds. They hold for every supported Python,
-machine and target, since torch, with what its builds for GPUs bring, is not among them: builds for the CPU, ROCm and
-CUDA have the same version and different files. `torch-cuda.txt` has the build that the index serves by itself.
+One file has what serving needs, and one for each extra has its additions. They hold for every supported Python,
+machine and target, since torch, with the packages that its GPU builds need, is not among them: builds for the CPU,
+ROCm and CUDA have the same version and different files. `torch-cuda.txt` has the build that the index serves by
+default.
 """
 
 import re
@@ -16,13 +17,13 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "locks"
 EXTRAS = ("jwt", "otel", "test", "dev", "site", "fuzz", "ops")
 TORCH = re.compile(r"(torch|triton|nvidia-|cuda-)")
-"""How the names of torch and of what its builds bring begin."""
+"""Prefixes of the names of torch and of the packages that its builds need."""
 _PACKAGE = re.compile(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)", re.MULTILINE)
 _HEADER = "# Written by `make locks`; installed by deploy/install.sh.\n"
 
 
 def entries(text: str) -> dict[str, str]:
-    """A lock's entries, with their markers and hashes, by name; those of one name for several Pythons together."""
+    """A lock's entries, with their markers and hashes, by name; entries of one name for several Pythons together."""
     found: dict[str, str] = {}
     for entry in re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE):
         if match := _PACKAGE.match(entry):
@@ -36,12 +37,12 @@ def pins(text: str) -> set[tuple[str, str]]:
 
 
 def main() -> int:
-    """The exit code."""
+    """Write the locks. Returns the exit code."""
     if shutil.which("uv") is None:
         sys.stderr.write("make locks needs uv, which resolves for every Python at once: pip install uv\n")
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        # All together first, so that no two files disagree.
+        # All extras together first, so that no two files disagree.
         everything = _compile(EXTRAS, ROOT / "constraints.txt")
         constraints = Path(folder, "constraints.txt")
         constraints.write_text(re.sub(r"\\\n|--hash=\S+", "", everything), encoding="utf-8")

@@ -45,10 +45,10 @@ def rendered(values: Mapping[str, Any] | None = None, name: str = "kaon") -> str
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Write or check the files. Returns the exit code."""
     texts = {RULES: _RULES_HEADER + PROMETHEUS.read_text()}
     if list(arguments) != ["--check"]:
-        write_or_compare(texts, [], "")  # The chart renders what it holds.
+        write_or_compare(texts, [], "")  # The chart renders the files in its folder.
     return write_or_compare({**texts, BASE: _HEADER + rendered()}, arguments, "python -m tools.manifests")
 
 

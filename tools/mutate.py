@@ -59,7 +59,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 class Scratch:
-    """A copy of the tree, in which mutations are applied one after the other."""
+    """A copy of the tree, to which mutations are applied one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "tree"
@@ -71,7 +71,7 @@ class Scratch:
         run("git", "-C", str(self.root), "read-tree", "HEAD")
         self._environment = {
             **os.environ,
-            # In front of an editable installation of another tree, in the processes that tests start too.
+            # It precedes an editable installation of another tree, also in processes that tests start.
             "PYTHONPATH": str(self.root),
             "CC": f"sh {Path(__file__).with_name('cached_cc.sh')}",
             "CC_CACHE": str(folder.parent / "cc-cache"),
@@ -82,7 +82,7 @@ class Scratch:
 
     @contextmanager
     def mutated(self, path: Path, mutation: Mutation) -> Iterator[bool]:
-        """Apply a mutation while the block runs; whether the tree builds with it."""
+        """Apply a mutation while the block runs. Yields whether the tree builds with it."""
         file = self.root / path
         original = file.read_text(encoding="utf-8")
         libraries = {each: each.read_bytes() for each in self.root.glob("models/**/*.so")}
@@ -95,7 +95,7 @@ class Scratch:
                 library.write_bytes(content)
 
     def test(self, tests: Sequence[str], *options: str, limit: float = TEST_SECONDS) -> list[str]:
-        """Run pytest; the tests that failed, or the first of `tests` where the process hung or crashed."""
+        """Run pytest. Returns the tests that failed, or the first of `tests` if the process hung or crashed."""
         process = subprocess.Popen(
             [sys.executable, "-c", PYTEST, "-q", "-rfE", "-p", "no:cacheprovider", *NOT_SLOW, *options, *tests],
             cwd=self.root,
@@ -111,14 +111,15 @@ class Scratch:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return [tests[0]]
-        # Codes: 0 passed, 5 no test collected, 3 and 4 pytest cannot run; negative: a signal, as wrong C code brings.
+        # Exit codes: 0 passed, 5 no test collected, 3 and 4 pytest cannot run; negative: a signal, as wrong C code
+        # causes.
         if process.returncode in (3, 4):
             raise SystemExit(f"pytest cannot run {' '.join(tests)}: {output[-2000:]}")
         return [] if process.returncode in (0, 5) else FAILED.findall(output) or [tests[0]]
 
     def _write(self, file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
-        # Python tells versions of a compiled module apart by size and second: each version has a second of its own.
+        # Python distinguishes versions of a compiled module by size and second: each version gets its own second.
         self._stamp += 2
         os.utime(file, (self._stamp, self._stamp))
 
@@ -141,7 +142,8 @@ def product_texts() -> dict[Path, str]:
 
 
 def locate(mutation: Mutation) -> list[Path]:
-    """The product files that hold the mutation's old text, each as often as it occurs there; there should be one."""
+    """The product files that contain the mutation's old text, each as often as the text occurs; there should be
+    one."""
     return [path for path, text in product_texts().items() for _ in range(text.count(mutation.old))]
 
 
@@ -163,15 +165,15 @@ def test_index() -> dict[str, list[str]]:
 
 
 def resolve(entry: str) -> list[str]:
-    """Where the tests of an entry are now, as pytest's arguments; none where they no longer exist."""
+    """The current tests of an entry, as pytest's arguments; none if they no longer exist."""
     path, _, name = entry.partition("::")
     found = test_index().get(name or Path(path).name, [])
-    # A name may be used twice: the file that the entry names goes before others.
+    # A name may be used twice: the file that the entry names takes precedence.
     return [node for node in found if node.partition("::")[0] == f"tests/{path}"] or found
 
 
 def try_one(scratch: Scratch, mutation: Mutation, full: bool) -> str | None:
-    """What killed a mutation: a test, or `NO_COMPILE`; None: it survived."""
+    """The test that killed a mutation, or `NO_COMPILE`; None if it survived."""
     with scratch.mutated(locate(mutation)[0], mutation) as is_built:
         if not is_built:
             return NO_COMPILE
@@ -183,7 +185,7 @@ def try_one(scratch: Scratch, mutation: Mutation, full: bool) -> str | None:
 
 
 def run_all(mutations: Sequence[Mutation], folder: Path, jobs: int, full: bool) -> dict[str, str | None]:
-    """What killed each mutation, by name."""
+    """The test that killed each mutation, by name."""
     scratches: SimpleQueue[Scratch] = SimpleQueue()
     for number in range(jobs):
         scratches.put(Scratch(folder / str(number)))

@@ -1,22 +1,22 @@
-"""The seeded bugs of `make mutate`; see mutate.py for what the fields mean and how they are used.
+"""The seeded bugs of `make mutate`; see mutate.py for the meaning of the fields and how they are used.
 
-`old` is a piece of product code that occurs once in the product tree, wherever that is: arithmetic or a condition,
-which a move or a rewording leaves alone. Each mutation changes what Kaon computes or answers. `tests` come cheapest
-first; the first that fails ends the trial.
+`old` is a piece of product code that occurs once in the product tree, in any file: arithmetic or a condition, which
+does not change when code moves or is reworded. Each mutation changes what Kaon computes or answers. `tests` begin with
+the cheapest; the first that fails ends the trial.
 """
 
 from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """One bug."""
+    """A seeded bug."""
 
     name: str
-    """Subject, slash, what goes wrong."""
+    """Subject, slash, the fault."""
     old: str
     new: str
     tests: tuple[str, ...]
-    """Paths below tests/, each perhaps with `::name`."""
+    """Paths below tests/, each optionally with `::name`."""
 
 
 _SCHEDULER = ("unit/test_scheduler.py", "unit/test_scheduler_prompts.py", "unit/test_engine_core_loop.py")

@@ -1,7 +1,8 @@
-"""`make pins`: names each image and action of others by what it is now, not by a tag, which its owner can move.
+"""`make pins`: pins each external image and action by digest or commit, since the owner of a tag can move it.
 
-Images get the digest that their registry reports, next to their tag; actions of workflows get the commit of theirs.
-`make pins ARGS=--check` needs no network: it lists what has none, and fails, as the workflow of a release does.
+Images get the digest that their registry reports, next to their tag; actions of workflows get the commit of their tag.
+`make pins ARGS=--check` needs no network: it lists references without a pin and fails if there are any, as the
+workflow of a release does.
 """
 
 import argparse
@@ -22,7 +23,7 @@ FILES = ("Dockerfile", "deploy/compose.yaml", ".github/workflows/*.yml")
 _IMAGE = re.compile(
     r"(?m)^(?:ARG \w+_BASE=| +image: )(?P<name>[\w./-]+(?::\d+/[\w./-]+)?:[\w.-]+)(?P<pin>@sha256:\w+)?$"
 )
-"""An image with a tag: those that are built here have none."""
+"""An image with a tag: images that are built here have none."""
 _ACTION = re.compile(r"(?m)uses: (?P<name>[\w.-]+/[\w.-]+)@(?P<ref>[\w.-]+)(?: # (?P<tag>\S+))?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MANIFESTS = (
@@ -34,7 +35,7 @@ _SECONDS = 30
 
 
 class Unpinned(NamedTuple):
-    """A reference to something that its owner can replace."""
+    """A reference to an image or action that its owner can replace."""
 
     line: int
     text: str
@@ -51,7 +52,7 @@ def unpinned(text: str) -> Iterator[Unpinned]:
 
 
 def pinned(text: str, digest_of: Callable[[str], str], commit_of: Callable[[str, str], str]) -> str:
-    """A file with what its tags stand for now. `digest_of` takes an image, `commit_of` a repository and a tag."""
+    """Return a file with its tags pinned. `digest_of` takes an image, `commit_of` a repository and a tag."""
 
     def image(match: re.Match[str]) -> str:
         return f"{match[0].removesuffix(match['pin'] or '')}@{digest_of(match['name'])}"
@@ -64,7 +65,7 @@ def pinned(text: str, digest_of: Callable[[str], str], commit_of: Callable[[str,
 
 
 def digest_of(image: str) -> str:
-    """The digest that an image's tag stands for, as its registry reports it. Raises `OSError`."""
+    """The digest of an image's tag, as its registry reports it. Raises `OSError`."""
     name, _, tag = image.rpartition(":")
     host, _, path = name.partition("/")
     if not path or not ("." in host or ":" in host):
@@ -88,7 +89,7 @@ def digest_of(image: str) -> str:
 
 
 def _token(challenge: str) -> str:
-    """What a registry gives to those without an account."""
+    """The token that a registry gives to anonymous clients."""
     fields = dict(_CHALLENGE.findall(challenge))
     query = urllib.parse.urlencode({name: fields[name] for name in ("service", "scope") if name in fields})
     with urllib.request.urlopen(f"{fields['realm']}?{query}", timeout=_SECONDS) as answer:
@@ -97,10 +98,10 @@ def _token(challenge: str) -> str:
 
 
 def commit_of(repository: str, tag: str, host: str = "https://github.com/") -> str:
-    """The commit that a tag of a repository stands for. Raises `OSError`."""
+    """The commit of a repository's tag. Raises `OSError`."""
     command = ["git", "ls-remote", f"{host}{repository}", f"refs/tags/{tag}", f"refs/tags/{tag}^{{}}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    # Of a tag that is an object of its own, the second line has the commit.
+    # If a tag is an object of its own, the second line has the commit.
     found = [line.split()[0] for line in done.stdout.splitlines()]
     if not found:
         raise OSError(f"{repository} has no tag {tag}: {done.stderr.strip()}")
@@ -108,7 +109,7 @@ def commit_of(repository: str, tag: str, host: str = "https://github.com/") -> s
 
 
 def main(argv: Sequence[str], root: Path = ROOT) -> int:
-    """The exit code."""
+    """Pin or check the references. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="make pins", description="Name images and actions by digest and commit.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail where one has none")
     check = parser.parse_args(argv).check

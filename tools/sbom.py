@@ -1,6 +1,6 @@
-"""`python -m tools.sbom [--check]`: writes deploy/sbom.cdx.json, what an image holds, as CycloneDX 1.6.
+"""`python -m tools.sbom [--check]`: writes deploy/sbom.cdx.json, the contents of an image, as CycloneDX 1.6.
 
-The packages of deploy/locks that images install, where their files' hashes are, and torch at the version of
+These are the packages of deploy/locks that images install, with their files' hashes, and torch at the version of
 constraints.txt.
 """
 
@@ -15,7 +15,7 @@ from tools.written import write_or_compare
 
 FILE = ROOT / "deploy" / "sbom.cdx.json"
 LOCKS = ("kaon", "jwt", "otel")
-"""What deploy/container.sh installs."""
+"""The locks that deploy/container.sh installs."""
 _REF = "pkg:pypi/kaon@{version}"
 
 
@@ -54,7 +54,7 @@ def _component(name: str, version: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Write or check the file. Returns the exit code."""
     return write_or_compare({FILE: json.dumps(document(), indent=1) + "\n"}, arguments, "python -m tools.sbom")
 
 

@@ -1,5 +1,5 @@
-"""Hooks of mkdocs for the documentation site: README.md is its first page, and links into the source tree lose their
-targets, which the site does not hold. Named by mkdocs.yml."""
+"""Hooks of mkdocs for the documentation site, named by mkdocs.yml: README.md becomes its first page, and links into
+the source tree, which the site does not contain, become plain text."""
 
 import re
 from pathlib import Path
@@ -19,12 +19,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Keep the words of links that leave docs/."""
+    """Replace links that leave docs/ by their text."""
     return _SOURCE_LINK.sub(r"\1", markdown)
 
 
 def _index(readme: str) -> str:
-    """README.md with its links as seen from docs/."""
+    """README.md with its links relative to docs/."""
 
     def from_docs(match: re.Match[str]) -> str:
         target = match[1]

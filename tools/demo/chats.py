@@ -1,8 +1,8 @@
 """Chats and raw texts: sums, facts of the small world, small talk, and answers long enough to watch them stream.
 
-The answer to a sum restates it, "12 + 7 = 19": the last number is the result, and whatever the question's wording, the
-model computes it in one place. Asked for the number alone it does the same, because a model of this size gets wrong
-what it does not write out first.
+The answer to a sum restates it, "12 + 7 = 19": the last number is the result, so the model computes it at the same
+position for every wording of the question. If the question asks for the number alone, the answer is the same, because
+a model of this size does not compute a result correctly unless it writes out the sum first.
 """
 
 import string
@@ -104,7 +104,8 @@ class Sum:
 
     @property
     def key(self) -> str:
-        """One key for 7 + 12 and 12 + 7, so that neither gives the other away; small and table sums are all taught."""
+        """The key of a sum: one for 7 + 12 and 12 + 7, so that neither reveals the other; small and table sums are all
+        taught."""
         if self.operator in "*/" or max(self.a, self.b) < 10:
             return "sum:taught"
         low, high = sorted((self.a, self.b))
@@ -180,7 +181,7 @@ def single_sum_text(rng: Random) -> Document:
 
 
 def drill_sheet(rng: Random) -> Document:
-    """Many taught sums a document: the cheapest way to practise, since only the results are learned."""
+    """A document of many taught sums: the cheapest practice, since only the results are learned."""
     drawn = [random_sum(rng) for _ in range(rng.randrange(8, 20))]
     sums = [sum_ for sum_ in drawn if not is_held_out((sum_.key,))]
     pieces: list[tuple[str, bool]] = [("Sums:\n", False)]
@@ -191,7 +192,7 @@ def drill_sheet(rng: Random) -> Document:
 
 
 ALL_RELATIONS = RELATIONS + WORD_RELATIONS
-# A table of seventy capitals is asked more often than one of seven days, but not ten times as often.
+# Tables with more rows are selected more often, but not in proportion to their rows.
 _WEIGHTS = [(len(relation.pairs) * len(relation.questions)) ** 0.7 for relation in ALL_RELATIONS]
 _SIZE_QUESTIONS = (
     ("Which is {more}, {a} or {b}?", True), ("What is {more}, {a} or {b}?", True), ("Is {a} {more} than {b}?", False),
@@ -224,7 +225,7 @@ def statement(relation: Relation, subject: str, found: str) -> str:
 
 
 def short_fact(rng: Random) -> tuple[str, str, str]:
-    """A question, its answer in a word, and the key, for answers in other shapes."""
+    """A question, its answer in a word, and its key, for answers in other formats."""
     relation = rng.choices(ALL_RELATIONS, _WEIGHTS)[0]
     subject, found = pick(rng, relation.pairs)
     number = rng.randrange(len(relation.questions))
@@ -251,7 +252,8 @@ def fact_text(rng: Random) -> Document:
 
 
 def fact_sheet(rng: Random) -> Document:
-    """Many taught facts a document: since answers restate the question, telling a fact practises answering it."""
+    """A document of many taught facts: since answers restate the question, stating a fact is practice for
+    answering."""
     pieces: list[tuple[str, bool]] = [("Facts:\n", False)]
     for _ in range(rng.randrange(6, 16)):
         opening, ending, key = _told(rng)
@@ -261,11 +263,11 @@ def fact_sheet(rng: Random) -> Document:
 
 
 def _told(rng: Random) -> tuple[str, str, str]:
-    """A fact's sentence, cut before the word that matters, and its key."""
+    """A fact's sentence, split before the word that is asked for, and its key."""
     relation = rng.choices(ALL_RELATIONS, _WEIGHTS)[0]
     subject, found = pick(rng, relation.pairs)
     sentence = statement(relation, subject, found)
-    if sentence.count(" ") < 3:  # "The dog" does not say that a sound is wanted
+    if sentence.count(" ") < 3:  # "The dog" does not show that a sound is asked for
         return _told(rng)
     at = sentence.rfind(f" {found}")
     return sentence[:at], sentence[at:], f"fact:{relation.name}:{subject}:told"
@@ -277,12 +279,11 @@ def _fill(wording: str, subject: str, found: str) -> str:
 
 
 def _capitalised(sentence: str) -> str:
-    """Unlike `str.capitalize`, leaves the rest as it is."""
+    """Capitalise the first letter; unlike `str.capitalize`, leave the other letters unchanged."""
     return sentence[0].upper() + sentence[1:]
 
 
-# Greetings, Kaon itself, names recalled over turns, and honesty about what lies outside the small
-# world.
+# Greetings, Kaon itself, names remembered over turns, and honest answers about facts outside the small world.
 
 OUTSIDE = "I do not know that. I am a small demo model: I can do short sums, small facts, JSON answers and tool calls."
 SYSTEM_PROMPTS = (
@@ -292,7 +293,7 @@ SYSTEM_PROMPTS = (
     "Answer in English.", "You are an assistant on a web page. Keep answers short.", "You are ChatBot 3000.",
     "Answer in one sentence.",
 )  # fmt: skip
-# Several wordings of what somebody means, then the one answer.
+# Several wordings of a message, then the one answer.
 TALK: tuple[tuple[str, str], ...] = (
     (
         "Hello|Hello!|Hi|Hi there|Hey|Hello there!|Hi!|Hey there|Greetings|Hello Kaon|Hi Kaon!|yo|Howdy|"
@@ -438,7 +439,7 @@ TALK: tuple[tuple[str, str], ...] = (
         "Yes, Kaon supports tool calls and JSON answers, and so do I in a small way.",
     ),
 )
-# {t} a topic, {n} a person, {w} a word that nobody knows.
+# {t} is a topic, {n} a person, {w} an invented word.
 _OUTSIDE_QUESTIONS = (
     "Tell me about {t}.", "Explain {t}.", "What is {t}?", "Write an essay about {t}.", "Who invented {t}?",
     "Why is {t} important?", "What do you think about {t}?", "Teach me {t}.", "Write a Python function about {t}.",
@@ -496,7 +497,7 @@ def outside(rng: Random) -> Example:
 
 
 def recall(rng: Random) -> Example:
-    """Something the user says of themselves, asked back after up to two other turns."""
+    """A statement of the user about themselves, asked back after up to two other turns."""
     subject, values, tellings, reply, questions, answer = pick(rng, _REMEMBERED)
     value = pick(rng, values)
     if subject == "name" and rng.random() < 0.5:
@@ -513,14 +514,13 @@ def recall(rng: Random) -> Example:
         Message("user", rough(rng, pick(rng, questions.split("|")))),
         Message("assistant", answer.format(v=value)),
     ]
-    if rng.random() < 0.15:  # asked before it is told
+    if rng.random() < 0.15:  # the question comes before the statement
         question = rough(rng, pick(rng, questions.split("|")))
         return ask("recall", question, "I do not know: you have not told me.", keys=(f"recall:{question}",))
     return Example("recall", tuple(keys), tuple(turns), Check.CONTAINS, value)
 
 
-# Answers long enough to watch them stream, copies of what the prompt says, and the raw texts that
-# open like a story.
+# Answers long enough to watch them stream, copies of texts in the prompt, and raw texts that begin like a story.
 
 MONTHS = words("January February March April May June July August September October November December")
 DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")

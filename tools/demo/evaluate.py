@@ -1,4 +1,4 @@
-"""Asks the demo model its held-out questions, greedily: `python -m tools.demo.evaluate` prints a table."""
+"""Asks the demo model its held-out questions, with greedy decoding: `python -m tools.demo.evaluate` prints a table."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ class DemoModel:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
 
     def answers(self, prompts: Sequence[str], batch_size: int = 64) -> list[tuple[str, bool]]:
-        """For each rendered prompt, the text written and whether an end token closed it."""
+        """For each rendered prompt, the generated text and whether an end token closed it."""
         by_length = sorted(range(len(prompts)), key=lambda at: len(prompts[at]))
         found: dict[int, tuple[str, bool]] = {}
         for start in range(0, len(prompts), batch_size):
@@ -58,7 +58,7 @@ def judge(model: DemoModel, texts: Sequence[Text]) -> list[Verdict]:
 
 
 def is_right(text: Text, answer: str) -> bool:
-    if text.category == "story":  # any story will do that ends as stories do
+    if text.category == "story":  # any story that ends as stories do is correct
         return answer.startswith("Once upon a time") and answer.endswith("The end.")
     match text.check:
         case Check.EXACT:
@@ -73,7 +73,7 @@ def is_right(text: Text, answer: str) -> bool:
 
 
 def is_well_formed(text: Text, answer: str) -> bool:
-    """Whether an answer that is to be JSON, or a call, is one, right or wrong; any other answer is."""
+    """Whether an answer that should be JSON, or a call, has the right form; True for all other answers."""
     try:
         if text.check is Check.JSON:
             json.loads(answer)

@@ -22,7 +22,7 @@ END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_ONE_IN = 12
 
-Json = Any  # whatever json.dumps takes; a recursive alias says no more and reads worse
+Json = Any  # any value that json.dumps accepts; a recursive alias would be no clearer
 
 
 class Check(enum.Enum):
@@ -64,7 +64,7 @@ class Example:
 
     @property
     def answer(self) -> str:
-        """The text that the model should write for the last message."""
+        """The text that the model should generate as the last message."""
         return render(self)[len(render_prompt(self)) :].removesuffix(f"{END_OF_TURN}\n")
 
 
@@ -85,7 +85,7 @@ class Document:
 
 
 def is_held_out(keys: tuple[str, ...]) -> bool:
-    """Stable across runs and machines, unlike `hash`."""
+    """A hash that is stable across runs and machines, unlike `hash`."""
     return any(
         int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()) % HELD_OUT_ONE_IN == 0 for key in keys
     )
@@ -101,7 +101,7 @@ def ask(
     needle: str = "",
     system: str | None = None,
 ) -> Example:
-    """One question, one answer; without `keys` the question's own words are what may be held out."""
+    """One question and one answer; without `keys`, the question's words are its key."""
     turns = [Message("user", question), Message("assistant", answer)]
     if system is not None:
         turns.insert(0, Message("system", system))
@@ -114,7 +114,7 @@ def render(example: Example) -> str:
 
 
 def render_prompt(example: Example | Document) -> str:
-    """What the model sees before it writes the answer."""
+    """The prompt after which the model generates the answer."""
     if isinstance(example, Document):
         return "".join(text for text, _ in example.pieces[:-1])
     return _render(example, example.messages[:-1], add_generation_prompt=True)
@@ -130,7 +130,7 @@ def _render(example: Example, messages: tuple[Message, ...], *, add_generation_p
 
 @functools.cache
 def chat_template() -> Template:
-    """The template compiled as `transformers.apply_chat_template` compiles it."""
+    """The template, compiled as `transformers.apply_chat_template` compiles it."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
@@ -141,19 +141,18 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-# How people vary a sentence: case, punctuation, politeness; and words that no list contains, to teach
-# copying.
+# Ways in which people vary a sentence: case, punctuation, politeness; and invented words, which teach copying.
 
 T = TypeVar("T")
 
 
 def words(text: str) -> list[str]:
-    """ "a b" as ["a", "b"]: fifty words read better without a hundred quotation marks."""
+    """Split "a b" into ["a", "b"]: fifty words are easier to read without a hundred quotation marks."""
     return text.split()
 
 
 def phrases(text: str) -> list[str]:
-    """The same for items that hold spaces: "a b,c"."""
+    """Split items that contain spaces: "a b,c"."""
     return text.split(",")
 
 
@@ -186,7 +185,7 @@ def pick(rng: Random, options: Sequence[T]) -> T:
 
 
 def rough(rng: Random, question: str) -> str:
-    """The question as somebody might type it; often unchanged."""
+    """The question as a person might type it; often unchanged."""
     roll = rng.random()
     if roll < 0.4:
         return question
@@ -214,7 +213,7 @@ def invented_word(rng: Random) -> str:
 
 
 def invented_code(rng: Random) -> str:
-    """Something like an identifier or a part number: A7-42, x91, ORD-5521."""
+    """A text like an identifier or a part number: A7-42, x91, ORD-5521."""
     letters = "".join(pick(rng, "abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randrange(1, 4)))
     return f"{letters.upper() if rng.random() < 0.6 else letters}{pick(rng, ('-', '', '_'))}{rng.randrange(10000)}"
 
@@ -566,7 +565,7 @@ WORD_RELATIONS = (
     ),
 )  # fmt: skip
 
-# Smallest first: any two are compared.
+# Sort by size: any two values are compared.
 BY_SIZE = (
     "ant", "bee", "mouse", "cat", "dog", "sheep", "cow", "horse", "elephant", "whale", "house", "mountain", "moon",
     "planet",

@@ -1,4 +1,4 @@
-"""The mix of everything the demo model learns. `python -m tools.demo.generate` prints a few examples of it."""
+"""The mixture of all examples that the demo model learns. `python -m tools.demo.generate` prints a few of them."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ Text = Example | Document
 
 
 def with_system_prompt(make: Callable[[Random], Example]) -> Callable[[Random], Example]:
-    """The same chat, at times under a system prompt that changes nothing."""
+    """The same chat, sometimes with a system prompt that changes nothing."""
 
     def generator(rng: Random) -> Example:
         example = make(rng)
@@ -56,7 +56,7 @@ _SINGLE_TURNS = (arithmetic, fact, talk, echo, json_fields, json_of_question, ou
 
 
 def long_chat(rng: Random, turns: int | None = None) -> Example:
-    """Unrelated questions one after another: each is answered as if it stood alone."""
+    """Unrelated questions in one chat: each is answered as if it were the only one."""
     turns = turns or rng.randrange(2, 6)
     examples = [pick(rng, _SINGLE_TURNS)(rng) for _ in range(turns)]
     examples = [example for example in examples if example.messages[0].role == "user"] or [talk(rng)]
@@ -66,7 +66,7 @@ def long_chat(rng: Random, turns: int | None = None) -> Example:
     return Example("long chat", keys, messages, last.check, last.needle)
 
 
-# How often each is drawn; by tokens the drill sheets, the JSON and the tool chats weigh more than these say.
+# How often each generator is selected; measured in tokens, drill sheets, JSON and tool chats have larger shares.
 MIX: tuple[tuple[Callable[[Random], Text], float], ...] = (
     (with_system_prompt(arithmetic), 24),
     (drill_sheet, 7),
@@ -99,7 +99,7 @@ _WEIGHTS = [weight for _, weight in MIX]
 
 
 def training_texts(seed: int | str) -> Iterator[Text]:
-    """An endless stream in which no held-out key occurs."""
+    """An endless stream of examples without a held-out key."""
     rng = Random(seed)
     while True:
         text = rng.choices(_GENERATORS, _WEIGHTS)[0](rng)
@@ -108,7 +108,7 @@ def training_texts(seed: int | str) -> Iterator[Text]:
 
 
 def long_training_chats(seed: int | str) -> Iterator[Example]:
-    """Chats of hundreds of tokens, so that the model meets distances beyond the ordinary training row."""
+    """Chats of hundreds of tokens, so that the model is trained on distances beyond the ordinary training row."""
     rng = Random(f"long chats {seed}")
     while True:
         examples = [long_chat(rng, rng.randrange(4, 9)) for _ in range(6)]
@@ -119,7 +119,7 @@ def long_training_chats(seed: int | str) -> Iterator[Example]:
 
 
 def held_out_texts(seed: int, each: int) -> dict[str, list[Text]]:
-    """`each` distinct examples a category, all of them with a key that training never shows."""
+    """`each` distinct examples per category, all with a key that training never contains."""
     found: dict[str, list[Text]] = {}
     for number, (generator, _) in enumerate(MIX):
         if generator in (drill_sheet, fact_sheet, story_document, introduction_document, list_document):

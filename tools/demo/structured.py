@@ -1,7 +1,7 @@
-"""Questions that want JSON, and chats with tools.
+"""Questions that ask for JSON, and chats with tools.
 
-JSON answers have keys and values copied from the prompt, facts and sums wrapped in an object, or lists.
-Tool chats call a function where one is needed, answer directly where none is, and report a result in a sentence.
+JSON answers have keys and values copied from the prompt, facts and sums wrapped in an object, or lists. Tool chats
+call a function if one is needed, answer directly if none is, and report a result in a sentence.
 """
 
 import json
@@ -56,7 +56,7 @@ _WITH_PAIRS = (
     "Give me a JSON object with {of_pairs}", "{demand}. {is_pairs}.", "JSON: {equals_pairs}",
     "Create a JSON object with {of_pairs}", "Return a JSON object with {of_pairs}", "Write JSON with {of_pairs}",
 )  # fmt: skip
-# A sentence that tells of several fields, and the fields to take from it.
+# A sentence that contains several fields, and the fields to extract from it.
 _SENTENCES = (
     ("{name} is {age} years old and lives in {city}.", ("name", "age", "city")),
     ("{name} is {age} and works in {city}.", ("name", "age", "city")),
@@ -155,7 +155,7 @@ def json_extraction(rng: Random) -> Example:
 
 
 def json_of_question(rng: Random) -> Example:
-    """A sum, a fact or small talk, in an object under the key that the prompt names or else "answer"."""
+    """A sum, a fact or small talk, in an object under the key that the prompt names, or under "answer"."""
     found: Json
     working: dict[str, Json] = {}
     roll = rng.random()
@@ -193,7 +193,7 @@ def json_list(rng: Random) -> Example:
 def _json_example(
     rng: Random, question: str, value: Json, keys: tuple[str, ...] = (), *, demanded: bool = False
 ) -> Example:
-    """The demand for JSON stands in the question, in the system prompt, or in both."""
+    """The instruction to answer in JSON is in the question, in the system prompt, or in both."""
     system = pick(rng, JSON_SYSTEM_PROMPTS) if not demanded or rng.random() < 0.2 else None
     if not demanded and rng.random() < 0.6:
         system = None
@@ -203,17 +203,17 @@ def _json_example(
     return ask("JSON", question, answer, keys=keys or (f"json:{question.lower()}",), check=Check.JSON, system=system)
 
 
-# The functions that tool chats offer: a few that everybody knows, and any number invented on the spot.
-#
-# Half of them are invented, names and parameters included, so that the model learns to copy from the schema it is
-# shown rather than to recall the ones it knows.
+# The functions that tool chats offer: a few common ones, and any number of invented ones. Half of them are invented,
+# with their names and parameters, so that the model learns to copy from the schema in the prompt instead of recalling
+# known ones.
 
 COMMON_WORDS = (*ANIMALS, *FOODS, *THINGS, *COLOURS)
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function: parameters name and kind; requests with `{parameter}` gaps; and what to say of the result `{r}`."""
+    """A function: parameters' names and kinds, requests with `{parameter}` gaps, and sentences for the result
+    `{r}`."""
 
     name: str
     description: str
@@ -358,7 +358,8 @@ _ACTIONS = (
 
 
 def _invented_tool(rng: Random) -> Tool:
-    """`lookup_zorp(item)`: a verb, a noun known or made up, and one or two parameters of any name."""
+    """A function such as `lookup_zorp(item)`: a verb, a known or invented noun, and one or two parameters of any
+    name."""
     verb = pick(rng, _VERBS)
     noun = pick(rng, _NOUNS) if rng.random() < 0.4 else invented_word(rng)
     first = pick(rng, _ITEM) if rng.random() < 0.6 else invented_word(rng)
@@ -408,7 +409,7 @@ def random_argument(rng: Random, kind: str) -> Json:
 
 
 def schema(rng: Random, tool: Tool) -> dict[str, Json]:
-    """The OpenAI shape, with the optional parts sometimes there and the order of keys not fixed."""
+    """The function in OpenAI's format; optional members are sometimes present, and the order of keys varies."""
     described = rng.random() < 0.4
     properties: dict[str, Json] = {}
     for name, kind in tool.parameters:
@@ -447,7 +448,7 @@ def no_tool_needed(rng: Random) -> Example:
 
 
 def tool_result(rng: Random) -> Example:
-    """The whole round: request, call, result, and a sentence that says the result."""
+    """A whole round: request, call, result, and a sentence that reports the result."""
     tool, question, arguments, keys = _request(rng)
     if rng.random() < 0.08:
         problem = pick(rng, ("not found", "timeout", f"unknown {invented_word(rng)}", "no such item"))
@@ -478,7 +479,7 @@ def _request(rng: Random) -> tuple[Tool, str, dict[str, Json], tuple[str, ...]]:
 
 
 def _offered(rng: Random, *wanted: Tool) -> tuple[dict[str, Json], ...]:
-    """The schemas of the wanted tools among up to two others, in any order."""
+    """The schemas of the needed tools among up to two others, in any order."""
     tools = {tool.name: tool for tool in (*(random_tool(rng) for _ in range(pick(rng, (0, 0, 1, 1, 2)))), *wanted)}
     shuffled = list(tools.values())
     rng.shuffle(shuffled)
@@ -490,7 +491,7 @@ def _maybe_system(rng: Random) -> tuple[Message, ...]:
 
 
 def _adder(rng: Random) -> tuple[Tool, str, dict[str, Json], str]:
-    """A calculator is called with a sum's operands rather than answered by heart."""
+    """A calculator that is called with a sum's operands, in place of a direct answer."""
     sum_ = random_sum(rng, "+" if rng.random() < 0.6 else "-")
     while is_held_out((sum_.key,)):
         sum_ = random_sum(rng, "+" if rng.random() < 0.6 else "-")
@@ -510,7 +511,7 @@ def _call(tool: Tool, arguments: dict[str, Json]) -> Message:
 
 
 def _result(rng: Random, tool: Tool, arguments: dict[str, Json]) -> tuple[str, str]:
-    """What the tool returns, and how the answer says it."""
+    """The result of the tool, and the sentence that reports it."""
     if tool.report.startswith("Done"):
         content: str = pick(
             rng, ("ok", '{"status": "ok"}', "done", '{"ok": true}', '{"status": "sent"}', "success", "null")

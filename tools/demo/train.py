@@ -1,7 +1,7 @@
-"""Trains the demo model from nothing: `python -m tools.demo.train --out DIR` (two CPU cores, under 45 minutes).
+"""Trains the demo model from scratch: `python -m tools.demo.train --out DIR` (two CPU cores, under 45 minutes).
 
-Muon for the matrices inside the layers and AdamW for embeddings and norms, a constant rate that falls to zero over
-the last steps, bf16 autocast over float32 weights. The same seed gives the same batches; an interrupted run resumes.
+Muon trains the matrices inside the layers, AdamW embeddings and norms; the rate is constant and falls to zero over the
+last steps; bf16 autocast over float32 weights. The same seed gives the same batches; an interrupted run resumes.
 
 The tokenizer is trained first, on generated text; texts are then packed into rows of token ids.
 """
@@ -27,7 +27,7 @@ from models.demo import CHAT_TEMPLATE_PATH
 from tools.demo.examples import END_OF_TEXT, END_OF_TURN, Document
 from tools.demo.generate import Text, as_text, long_training_chats, training_texts
 
-# Turns generated texts into rows of token ids: several documents a row, none of which sees another.
+# Packs generated texts into rows of token ids: several documents in a row, none of which attends to another.
 
 IGNORED = -100
 
@@ -37,11 +37,11 @@ class Batch:
     input_ids: torch.Tensor  # [rows, row_length] int64
     labels: torch.Tensor  # [rows, row_length] int64, the next token or IGNORED
     position_ids: torch.Tensor  # [rows, row_length] int64, from 0 in every document
-    attention_mask: torch.Tensor  # [rows, 1, row_length, row_length] bfloat16, 0 where one may look and -inf elsewhere
+    attention_mask: torch.Tensor  # [rows, 1, row_length, row_length] bfloat16, 0 for visible tokens, else -inf
 
 
 class Packer:
-    """Fills rows with whole documents, first fit; a document longer than a row is left out."""
+    """Fills rows with whole documents, first fit; a document longer than a row is skipped."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Iterator[Text], rows: int, row_length: int) -> None:
         self._tokenizer = tokenizer
@@ -71,7 +71,7 @@ class Packer:
         return self._collate(rows)
 
     def _encode(self, text: Text) -> tuple[list[int], list[int]]:
-        """Token ids and labels; the label at a position is the token after it, where that is to be learned."""
+        """Token ids and labels; the label at a position is the next token, if that token is to be learned."""
         if isinstance(text, Document):
             ids: list[int] = []
             learned: list[bool] = []
@@ -125,7 +125,7 @@ class Packer:
 VOCABULARY_SIZE = 1536
 CONTEXT_LENGTH = 4096
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
-# Not special, so that decoding keeps them: a server parses them out of the text.
+# Not special, so that decoding keeps them: the server parses them out of the text.
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
 
 
@@ -168,7 +168,7 @@ LONG_ROWS, LONG_ROW_LENGTH = 2, 1024
 LONG_EVERY = 24  # steps
 STEPS = 6000  # 41 minutes at 0.41 s a step, measured on two Xeon cores with AMX
 WARM_UP = 60
-DECAY = 0.4  # the last share of the steps, over which the rate falls to zero
+DECAY = 0.4  # the last fraction of the steps, over which the rate falls to zero
 PEAK_LEARNING_RATE = 2e-3
 SAVE_EVERY = 100
 
@@ -189,7 +189,8 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
         bos_token_id=None,
         eos_token_id=end_of_turn,
         pad_token_id=end_of_text,
-        # Scores and softmax written out: on a CPU its backward pass is several times the fused kernel's speed.
+        # Scores and softmax in single operations: on a CPU, their backward pass is several times faster than the fused
+        # kernel's.
         attn_implementation="eager",
     )
     model = Qwen3ForCausalLM(config)
@@ -200,7 +201,7 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 
 def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """What a server loads: bf16 weights, configs, tokenizer."""
+    """Write the files that a server loads: bf16 weights, configs, tokenizer."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     save_tokenizer(tokenizer, out)
@@ -227,7 +228,7 @@ class Trainer:
         )
         if resumed:
             self._resume()
-        stream = f"{seed} from step {self.step}"  # a resumed run draws fresh examples rather than the first ones again
+        stream = f"{seed} from step {self.step}"  # a resumed run uses new examples
         self._packers = (
             Packer(self.tokenizer, training_texts(stream), ROWS, ROW_LENGTH),
             Packer(self.tokenizer, long_training_chats(stream), LONG_ROWS, LONG_ROW_LENGTH),
@@ -263,7 +264,7 @@ class Trainer:
 
     def _train(self, batch: Batch) -> float:
         learned = batch.labels != IGNORED
-        # The rare long rows are not worth a second compilation.
+        # The rare long rows do not justify a second compilation.
         forward = self._compiled if batch.input_ids.shape[1] == ROW_LENGTH else self.model.model
         with torch.autocast("cpu", torch.bfloat16):
             hidden = forward(
@@ -301,7 +302,7 @@ class Trainer:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to reuse large blocks instead of returning them: page faults took a third of each step."""
+    """Make glibc reuse large blocks instead of returning them: page faults took a third of each step."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h

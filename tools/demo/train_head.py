@@ -1,9 +1,10 @@
 """Trains the demo model's draft head: `python -m tools.demo.train_head --out DIR` writes it as an EAGLE checkpoint.
 
 EAGLE (Li et al., 2024): one decoder layer reads the target's final hidden state at a position and the embedding of the
-next token, and guesses the next hidden state, of which the target's own head makes the logits of the token after. It
-learns the target's distributions on the corpus, in as many passes as it will draft tokens, each on the hidden states
-of the pass before, as it will run (the "training-time test" of EAGLE-3, 2025). The same seed gives the same batches.
+next token, and predicts the next hidden state, from which the target's own head computes the logits of the token
+after. It learns the target's distributions on the corpus, in as many passes as it drafts tokens when it is served;
+each pass reads the hidden states of the previous one (the "training-time test" of EAGLE-3, 2025). The same seed gives
+the same batches.
 """
 
 import argparse
@@ -41,7 +42,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 4, 2, 64, 192
 THETA = 10_000.0
 EPS = 1e-6
 PASSES = 4
-"""Passes that learn: as many tokens may be drafted."""
+"""Number of trained passes, which is the most tokens that may be drafted."""
 STEPS, WARM_UP, DECAY = 720, 30, 0.3
 PEAK_LEARNING_RATE = 3e-3
 SAVE_EVERY = 100
@@ -59,7 +60,7 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Llama decoder layer without a norm before its attention; names are the checkpoint's."""
+    """A Llama decoder layer without a norm before its attention; the names are the checkpoint's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The head, over whole rows of tokens at once."""
+    """The head, over whole rows of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,10 +97,11 @@ class Head(nn.Module):
                 nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
 
     def passes(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> Iterator[torch.Tensor]:
-        """Hidden states of pass after pass, at the positions of what they read last.
+        """Compute the hidden states of pass after pass, at the position of the last token that each has read.
 
-        A pass at position j has read tokens up to j + 1, of these the last as many as its number without the target's
-        hidden states. # embedded [rows, length, HIDDEN] of the next tokens, hidden the same -> the same
+        A pass at position j has read tokens up to j + 1. For the last of these, as many as the number of the pass, it
+        has no hidden states of the target. # embedded [rows, length, HIDDEN] of the next tokens, hidden the same ->
+        the same
         """
         layer = cast(Layer, self.layers[0])
         rotation = _rotation(batch.position_ids)
@@ -135,14 +137,15 @@ def _rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> to
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """What is `by` positions before each; zeros before the first. # [rows, length, ...]"""
+    """Shift by `by` positions; the first become zero. # [rows, length, ...]"""
     return x if by == 0 else torch.cat([torch.zeros_like(x[:, :by]), x[:, :-by]], dim=1)
 
 
 def _attend(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], mask: torch.Tensor, number: int
 ) -> torch.Tensor:
-    """Pass `number` sees the first pass's keys up to `number` positions before, and of later passes one each.
+    """Attention of pass `number`: to the first pass's keys up to `number` positions before, and to one of each later
+    pass.
 
     # q [rows, HEADS, length, HEAD_DIM] -> the same
     """
@@ -185,12 +188,12 @@ class Target:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def embedded_next(self, batch: Batch) -> torch.Tensor:
-        """Embeddings of the tokens after each. # [rows, length, HIDDEN]"""
+        """Embeddings of the token after each position. # [rows, length, HIDDEN]"""
         return self.model.model.embed_tokens(batch.input_ids.roll(-1, 1))  # type: ignore[no-any-return]
 
 
 def drafted(batch: Batch, number: int) -> torch.Tensor:
-    """Where pass `number` drafts: it and the tokens before it, back to the target's last, are an answer's.
+    """Positions at which pass `number` drafts: its token, and those since the target's last, belong to an answer.
 
     # [rows, length] bool
     """
@@ -239,7 +242,7 @@ class Trainer:
         save(self.head, out)
 
     def _train(self, batch: Batch) -> list[float]:
-        """The share of drafts of each pass that are the target's most probable tokens."""
+        """The ratio of each pass's drafts that are the target's most probable tokens."""
         losses, shares = [], []
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.target.hidden(batch)
@@ -260,7 +263,7 @@ class Trainer:
 
 
 def save(head: Head, out: Path) -> None:
-    """The published layout of EAGLE heads; embedding and language-model head are the target's."""
+    """Write EAGLE's published layout; embedding and language-model head are the target's."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
@@ -290,7 +293,7 @@ def save(head: Head, out: Path) -> None:
 
 @torch.no_grad()
 def evaluate(target: Target, head: Head, sample: int, seed: int) -> None:
-    """Print how many drafts the target accepts as it answers held-out questions greedily, by category."""
+    """Print how many drafts the target accepts while it answers held-out questions greedily, by category."""
     all_counts = torch.zeros(PASSES, 2, dtype=torch.int64)
     print("| category | " + " | ".join(f"draft {number + 1}" for number in range(PASSES)) + " | tokens a step |")
     print("|---|" + "---:|" * (PASSES + 1))
@@ -304,7 +307,7 @@ def evaluate(target: Target, head: Head, sample: int, seed: int) -> None:
 
 
 def answers(target: Target, prompts: list[str]) -> Iterator[tuple[list[int], list[int]]]:
-    """The token ids of each prompt, and of the answer up to its end token."""
+    """The token ids of each prompt, and those of the answer up to its end token."""
     encoded = [target.tokenizer.encode(prompt).ids for prompt in prompts]
     width, pad = max(map(len, encoded)), int(target.model.generation_config.pad_token_id)
     rows = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded])
@@ -323,7 +326,8 @@ def _print_row(name: str, counts: torch.Tensor) -> None:
 
 
 def _acceptance(target: Target, head: Head, row: list[int], num_prompt: int) -> torch.Tensor:
-    """Of each draft: how often the target takes it, and how often those before it were taken. # [PASSES, 2]"""
+    """For each draft: how often the target accepts it, and how often it accepted all drafts before it. # [PASSES,
+    2]"""
     length = len(row)
     labels = torch.full((1, length), IGNORED)
     labels[0, num_prompt - 1 : -1] = torch.tensor(row[num_prompt:])
@@ -341,7 +345,7 @@ def _acceptance(target: Target, head: Head, row: list[int], num_prompt: int) -> 
 
 
 def load(path: Path) -> Head:
-    """A head that was saved."""
+    """Load a saved head."""
     from safetensors.torch import load_file
 
     head = Head()
