@@ -25,11 +25,23 @@ static int has_tiles(void) {
     return (d >> 24 & 1) && (d >> 22 & 1) && (d >> 25 & 1); /* AMX-TILE, AMX-BF16, AMX-INT8 */
 }
 
-/* `kaon_runs`, which is called before the threads start, has read what this returns. */
+/* `kaon_runs`, which is called before the threads start, has read what these return. */
+static int is_far;
+
 int reads_one_stream(void) { return __builtin_cpu_is("amd") != 0; }
+
+int fetches_far(void) { return is_far; }
+
+/* From Zen 5 on. */
+static int fetches_far_ahead(void) {
+    unsigned a, b, c, d;
+    if (!reads_one_stream() || !__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    return (a >> 8 & 15) + (a >> 20 & 255) >= 0x1a;
+}
 
 int kaon_runs(int isa) {
     __builtin_cpu_init(); /* It also asks whether the kernel saves the registers. */
+    is_far = fetches_far_ahead();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     int avx512 = avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
@@ -49,6 +61,8 @@ int kaon_runs(int isa) {
 
 int reads_one_stream(void) { return 0; }
 
+int fetches_far(void) { return 0; }
+
 /* As the kernel's headers have them, which may be older than the processor. */
 enum { DOT_PRODUCTS = 1 << 20 };                              /* of AT_HWCAP */
 enum { INT8_MATRICES = 1 << 13, BFLOAT16_PRODUCTS = 1 << 14 }; /* of AT_HWCAP2 */
@@ -65,6 +79,8 @@ int kaon_runs(int isa) {
 }
 #else
 int reads_one_stream(void) { return 0; }
+
+int fetches_far(void) { return 0; }
 
 int kaon_runs(int isa) { return isa == PORTABLE; }
 #endif

@@ -42,7 +42,7 @@ def measure(threads: int) -> Limits:
     small.put(0, torch.randn(_SMALL, _INPUTS).bfloat16())
     x = torch.randn(_ROWS, _INPUTS).bfloat16()
     found = torch.zeros(threads, dtype=torch.int64)
-    rounds = 1 << 16
+    rounds = 1 << 18
 
     def read() -> None:
         arguments = structures.ReadLimit(large.memory.data_ptr(), large.memory.nbytes, found.data_ptr())

@@ -90,7 +90,7 @@ CLONES void finish_panel(const struct linear *op, const struct panel_products *p
 }
 
 int64_t look_ahead(int64_t rows) {
-    if (rows > FEWEST_ROWS) return AHEAD;
+    if (rows > FEWEST_ROWS || fetches_far()) return AHEAD;
     return reads_one_stream() ? AHEAD_OF_ONE : AHEAD_OF_FEW;
 }
 

@@ -285,13 +285,13 @@ TARGET static void NAME(round)(const float *sums, const float *bias, int64_t cou
 /* Without loads, and with so many sums that none waits for the one before. The factors are no powers of two: a
  * processor that computes with zeros or ones takes less power, and may run faster than with any model's numbers. */
 TARGET static int64_t NAME(spin)(int64_t rounds, float *sums) {
-    enum { CHAINS = 12 };
+    enum { CHAINS = 16 };
     NAME(floats) s[CHAINS];
     NAME(words) x = (NAME(words)){0} + 0x3f9d3faeu, w = (NAME(words)){0} + 0xbf8b3fc7u;
     for (int i = 0; i < CHAINS; i++) s[i] = (NAME(floats)){0};
     __asm__ volatile("" : "+" REGISTER(x), "+" REGISTER(w));
     for (int64_t round = 0; round < rounds; round++)
-#pragma GCC unroll 12
+#pragma GCC unroll 16
         for (int i = 0; i < CHAINS; i++)
 #if PAIRS
             s[i] = NAME(dot_pairs)(s[i], x[0], w);

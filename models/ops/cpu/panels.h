@@ -156,6 +156,10 @@ int64_t look_ahead(int64_t rows);
  * read several panels side by side. */
 int reads_one_stream(void);
 
+/* Whether such a processor takes in a weight fastest when it is fetched far ahead into the first cache, for any number of
+ * rows: from Zen 5 on. */
+int fetches_far(void);
+
 /* Panels, of so many bytes each, that a thread takes at once. */
 int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads);
 

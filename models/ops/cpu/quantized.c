@@ -20,6 +20,7 @@ static int64_t rows_in_turn(enum isa isa, int64_t bits) { return isa == WITH_AMX
 /* What is fetched of a weight while one group of rows is multiplied, with each block. */
 static struct lines lines_ahead(enum isa isa, int64_t bits, int64_t rows, const char *blocks, int64_t size) {
     int lines = (int)(size / LINE);
+    if (fetches_far()) return (struct lines){blocks + AHEAD, lines, 1, 0};
     if (reads_one_stream()) {
         int is_near = rows <= ROWS_AT_ONCE;
         return (struct lines){blocks + (is_near ? NEAR_AHEAD : FAR_AHEAD), lines, is_near, 0};

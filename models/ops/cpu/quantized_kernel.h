@@ -3,6 +3,7 @@
  *   NAME(x)   the names of this set's functions
  *   TARGET    the attribute by which they are compiled
  *   WIDTH     32-bit numbers of a vector
+ *   ROWS      rows at a time, 4 or 8
  *   OFFSET    what is added to a weight of 8 bits before `dot_fours`, which is defined: 128 where that takes it for a
  *             number without a sign, 0 where it does not
  *
@@ -44,7 +45,7 @@ TARGET INLINE void NAME(add_step8)(const int8_t *x, const char *tiles, NAME(ints
             memcpy(&weight[v], tiles + PLACE(v, 8) + four * LINE, sizeof weight[v]);
             if (OFFSET) weight[v] ^= (int32_t)0x80808080;
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             NAME(ints) xs = NAME(repeat)(x + r * STEP_INPUTS + four * FOUR);
             for (int v = 0; v < AT_ONCE; v++) sums[r][v] = NAME(add)(sums[r][v], weight[v], xs);
@@ -64,7 +65,7 @@ TARGET INLINE void NAME(add_step4)(const int8_t *x, const char *tiles, NAME(ints
             memcpy(&both, tiles + PLACE(v, 4) + four / 2 * LINE, sizeof both);
             low[v] = both & 0x0f0f0f0f, high[v] = (both >> 4) & 0x0f0f0f0f;
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             NAME(ints) xs = NAME(repeat)(x + r * STEP_INPUTS + four * FOUR);
             for (int v = 0; v < AT_ONCE; v++) sums[r][v] = NAME(add)(sums[r][v], low[v], xs);
@@ -74,14 +75,13 @@ TARGET INLINE void NAME(add_step4)(const int8_t *x, const char *tiles, NAME(ints
     }
 }
 
-/* Rows, so few that their sums stay in registers, by some vectors of a panel's outputs, from `first` on. */
+/* Rows, so few that a block's integers stay in registers, by some vectors of a panel's outputs, from `first` on. */
 TARGET INLINE void NAME(add_outputs)(const int8_t *x, const float *scales, const int32_t *totals,
                                      const struct quantized_panel *panel, int first, float *sums,
                                      struct lines *ahead, int rows, int bits) {
-    NAME(floats) s[ROWS][AT_ONCE], f[ROWS][AT_ONCE];
+    NAME(floats) f[ROWS][AT_ONCE];
     NAME(ints) i[ROWS][AT_ONCE];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < AT_ONCE; v++) memcpy(&s[r][v], sums + r * PANEL + (first + v) * WIDTH, sizeof s[r][v]);
+    sums += first * WIDTH;
     const char *at = panel->blocks;
     for (int64_t block = 0; block < panel->count; block++, at += panel->stride, scales += LANES) {
         const bf16 *weight_scales = (const bf16 *)at + first * WIDTH;
@@ -104,10 +104,13 @@ TARGET INLINE void NAME(add_outputs)(const int8_t *x, const float *scales, const
             weight_scales += PANEL;
         }
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < AT_ONCE; v++) s[r][v] = f[r][v] * scales[r] + s[r][v];
+            for (int v = 0; v < AT_ONCE; v++) {
+                NAME(floats) sum;
+                memcpy(&sum, sums + r * PANEL + v * WIDTH, sizeof sum);
+                sum = f[r][v] * scales[r] + sum;
+                memcpy(sums + r * PANEL + v * WIDTH, &sum, sizeof sum);
+            }
     }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < AT_ONCE; v++) memcpy(sums + r * PANEL + (first + v) * WIDTH, &s[r][v], sizeof s[r][v]);
 }
 
 typedef void NAME(rows_adder)(const int8_t *x, const float *scales, const int32_t *totals,
@@ -126,16 +129,32 @@ ADD_ROWS(8, 1)
 ADD_ROWS(8, 2)
 ADD_ROWS(8, 3)
 ADD_ROWS(8, 4)
+#if ROWS == 8
+ADD_ROWS(8, 5)
+ADD_ROWS(8, 6)
+ADD_ROWS(8, 7)
+ADD_ROWS(8, 8)
+#endif
 ADD_ROWS(4, 1)
 ADD_ROWS(4, 2)
 ADD_ROWS(4, 3)
 ADD_ROWS(4, 4)
+#if ROWS == 8
+ADD_ROWS(4, 5)
+ADD_ROWS(4, 6)
+ADD_ROWS(4, 7)
+ADD_ROWS(4, 8)
+#define ADDERS(BITS)                                                                                            \
+    {NAME(add_rows##BITS##_1), NAME(add_rows##BITS##_2), NAME(add_rows##BITS##_3), NAME(add_rows##BITS##_4), \
+     NAME(add_rows##BITS##_5), NAME(add_rows##BITS##_6), NAME(add_rows##BITS##_7), NAME(add_rows##BITS##_8)}
+#else
+#define ADDERS(BITS) \
+    {NAME(add_rows##BITS##_1), NAME(add_rows##BITS##_2), NAME(add_rows##BITS##_3), NAME(add_rows##BITS##_4)}
+#endif
 
 static void NAME(multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
                            int32_t *products, struct lines *ahead) {
-    static NAME(rows_adder) *const adders[2][ROWS] = {
-        {NAME(add_rows8_1), NAME(add_rows8_2), NAME(add_rows8_3), NAME(add_rows8_4)},
-        {NAME(add_rows4_1), NAME(add_rows4_2), NAME(add_rows4_3), NAME(add_rows4_4)}};
+    static NAME(rows_adder) *const adders[2][ROWS] = {ADDERS(8), ADDERS(4)};
     (void)products;
     for (int64_t row = 0; row < rows->count; row += ROWS) {
         int64_t tile = row / LANES * rows->blocks, place = row % LANES, count = min64(ROWS, rows->count - row);
@@ -147,6 +166,8 @@ static void NAME(multiply)(const struct quantized_rows *rows, const struct quant
 }
 
 #undef ADD_ROWS
+#undef ADDERS
+#undef ROWS
 #undef PLACE
 #undef NAME
 #undef TARGET

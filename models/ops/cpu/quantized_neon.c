@@ -6,7 +6,6 @@
 #if HAS_NEON
 #include <arm_neon.h>
 
-#define ROWS 4    /* at a time, in registers */
 #define AT_ONCE 2 /* vectors of outputs */
 
 typedef long long pair_of_words __attribute__((vector_size(16)));
@@ -18,6 +17,7 @@ NEON INLINE pair_of_words neon_dot_fours(pair_of_words sum, pair_of_words weight
 #define NAME(x) neon_##x
 #define TARGET NEON
 #define WIDTH 4
+#define ROWS 4
 #define OFFSET 0
 #include "quantized_kernel.h"
 

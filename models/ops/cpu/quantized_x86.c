@@ -6,7 +6,6 @@
 #if HAS_X86
 #include <immintrin.h>
 
-#define ROWS 4    /* at a time, in registers */
 #define AT_ONCE 2 /* vectors of outputs */
 
 /* ---- Vectors. A product of fours adds, to each 32-bit sum, four bytes of the weight, to which OFFSET was added, times
@@ -18,6 +17,7 @@ AVX512 INLINE __m512i avx512_dot_fours(__m512i sum, __m512i weight, __m512i x) {
 #define NAME(x) avx512_##x
 #define TARGET AVX512
 #define WIDTH 16
+#define ROWS 8
 #define OFFSET 128
 #include "quantized_kernel.h"
 
@@ -27,6 +27,7 @@ AVX_VNNI INLINE __m256i avx_vnni_dot_fours(__m256i sum, __m256i weight, __m256i 
 #define NAME(x) avx_vnni_##x
 #define TARGET AVX_VNNI
 #define WIDTH 8
+#define ROWS 4
 #define OFFSET 128
 #include "quantized_kernel.h"
 
@@ -38,6 +39,7 @@ AVX2 INLINE __m256i avx2_dot_fours(__m256i sum, __m256i weight, __m256i x) {
 #define NAME(x) avx2_##x
 #define TARGET AVX2
 #define WIDTH 8
+#define ROWS 4
 #define OFFSET 0
 #include "quantized_kernel.h"
 
