@@ -29,7 +29,6 @@ static inline const bf16 *vector_at(const struct paged *pages, const int32_t *bl
 }
 
 #define AT_ONCE 4   /* lines */
-#define TOGETHER 16 /* units */
 
 /* The keys and values of a later step that are still to be prefetched. Computation issues a few prefetches at a time:
  * all at once would fill the processor's load buffers and stall it. They take a line of each of several units in turn,
@@ -39,6 +38,7 @@ struct fetches {
     const char *at[2 * UNITS]; /* padded with the last one to a multiple of AT_ONCE */
     int first, unit, units;    /* first of the group taken in turn; unit of the next line; number of units */
     int64_t done, bytes;       /* prefetched of each unit of the group; size of a unit */
+    int together;              /* units of a group */
     struct fetches *then;      /* of the step after that one, or NULL */
 };
 
@@ -50,7 +50,7 @@ static inline void fetch_lines(struct fetches *ahead, int lines) {
             continue;
         }
         for (int i = 0; i < AT_ONCE; i++) __builtin_prefetch(ahead->at[ahead->unit + i] + ahead->done, 0, 2);
-        int past = ahead->first + TOGETHER < ahead->units ? ahead->first + TOGETHER : ahead->units;
+        int past = ahead->first + ahead->together < ahead->units ? ahead->first + ahead->together : ahead->units;
         ahead->unit += AT_ONCE, lines -= AT_ONCE;
         if (ahead->unit < past) continue;
         ahead->unit = ahead->first, ahead->done += LINE;

@@ -108,36 +108,27 @@ AVX512_BF16 static void score_two(const bf16 *keys, const bf16 *queries, int64_t
     score_vectors(keys, queries, PAIR, dim, scores, key);
 }
 
-#define FEW 4 /* columns of a token that is decoded, or fewer */
+#define FEW 4       /* columns of a token that is decoded, or fewer */
+#define UNITS_OF_FEW 4 /* units that these meet at once: of one alone, each product waits for the one before */
 
 /* 32 elements of a unit's keys, of which those from the pair `first` on count. */
-AVX512_BF16 INLINE void score_depth(const bf16 *keys, const bf16 *queries, int64_t columns, int64_t dim, int first,
+AVX512_BF16 INLINE void score_depth(const bf16 *keys, const bf16 *queries, int columns, int64_t dim, int first,
                                     __m512 sums[FEW]) {
     __m512i pairs[UNIT];
     for (int key = 0; key < UNIT; key++) pairs[key] = _mm512_loadu_si512(keys + key * dim);
     transpose(pairs);
-    for (int column = 0; column < columns; column++)
 #pragma GCC unroll 16
-        for (int pair = first; pair < DEPTH / 2; pair++) {
+    for (int pair = first; pair < DEPTH / 2; pair++)
+#pragma GCC unroll 4
+        for (int column = 0; column < columns; column++) {
             int both;
             memcpy(&both, queries + (pair * LANES + column) * 2, sizeof both);
             sums[column] = _mm512_dpbf16_ps(sums[column], (__m512bh)pairs[pair], (__m512bh)_mm512_set1_epi32(both));
         }
 }
 
-/* A unit's keys side by side, by each of a few columns: the same sums as of 16 columns, in a quarter of the time. */
-AVX512_BF16 static void score_few(const bf16 *keys, const bf16 *queries, int64_t columns, int64_t dim,
-                                  float scores[][LANES], struct fetches *ahead) {
-    __m512 sums[FEW];
-    for (int column = 0; column < FEW; column++) sums[column] = _mm512_setzero_ps();
-    for (int64_t i = 0; i + DEPTH <= dim; i += DEPTH, queries += LANES * DEPTH) {
-        fetch_lines(ahead, OF_SCORE);
-        score_depth(keys + i, queries, columns, dim, 0, sums);
-    }
-    int first = (int)(query_size(dim) - dim) / 2;
-    if (first > 0) fetch_lines(ahead, OF_SCORE);
-    if (first == DEPTH / 4) score_depth(keys + dim - DEPTH, queries, columns, dim, DEPTH / 4, sums);
-    else if (first > 0) score_depth(keys + dim - DEPTH, queries, columns, dim, first, sums);
+/* Sums of a unit's keys by each column, to scores by key. */
+AVX512_BF16 INLINE void put_few(const __m512 sums[FEW], float scores[][LANES]) {
     __m512 low0 = _mm512_unpacklo_ps(sums[0], sums[1]), high0 = _mm512_unpackhi_ps(sums[0], sums[1]);
     __m512 low1 = _mm512_unpacklo_ps(sums[2], sums[3]), high1 = _mm512_unpackhi_ps(sums[2], sums[3]);
     __m512d four[4] = {_mm512_unpacklo_pd((__m512d)low0, (__m512d)low1), _mm512_unpackhi_pd((__m512d)low0, (__m512d)low1),
@@ -152,17 +143,66 @@ AVX512_BF16 static void score_few(const bf16 *keys, const bf16 *queries, int64_t
     }
 }
 
+/* Keys of `units` units side by side, by each of a few columns, both constants: the same sums as of 16 columns, in a quarter
+ * of the time. */
+AVX512_BF16 INLINE void score_few(const bf16 *const *keys, int units, const bf16 *queries, int columns, int64_t dim,
+                                  float scores[][LANES], struct fetches *ahead) {
+    __m512 sums[UNITS_OF_FEW][FEW];
+    for (int unit = 0; unit < units; unit++)
+        for (int column = 0; column < FEW; column++) sums[unit][column] = _mm512_setzero_ps();
+    for (int64_t i = 0; i + DEPTH <= dim; i += DEPTH, queries += LANES * DEPTH)
+        for (int unit = 0; unit < units; unit++) {
+            fetch_lines(ahead, OF_SCORE);
+            score_depth(keys[unit] + i, queries, columns, dim, 0, sums[unit]);
+        }
+    int first = (int)(query_size(dim) - dim) / 2;
+    for (int unit = 0; first > 0 && unit < units; unit++) {
+        fetch_lines(ahead, OF_SCORE);
+        if (first == DEPTH / 4) score_depth(keys[unit] + dim - DEPTH, queries, columns, dim, DEPTH / 4, sums[unit]);
+        else score_depth(keys[unit] + dim - DEPTH, queries, columns, dim, first, sums[unit]);
+    }
+    for (int unit = 0; unit < units; unit++) put_few(sums[unit], scores + unit * UNIT);
+}
+
+typedef void few_scorer(const bf16 *const *keys, const bf16 *queries, int64_t dim, float scores[][LANES],
+                        struct fetches *ahead);
+
+#define SCORE_FEW(UNITS_AT_ONCE, COLUMNS)                                                                             \
+    AVX512_BF16 static void score_few##UNITS_AT_ONCE##_##COLUMNS(                                                      \
+        const bf16 *const *keys, const bf16 *queries, int64_t dim, float scores[][LANES], struct fetches *ahead) {     \
+        score_few(keys, UNITS_AT_ONCE, queries, COLUMNS, dim, scores, ahead);                                          \
+    }
+SCORE_FEW(1, 1)
+SCORE_FEW(1, 2)
+SCORE_FEW(1, 3)
+SCORE_FEW(1, 4)
+SCORE_FEW(4, 1)
+SCORE_FEW(4, 2)
+SCORE_FEW(4, 3)
+SCORE_FEW(4, 4)
+
+/* The units from `first` to `past`, of which absent ones are left out. */
+static void score_units(const struct units *keys, int first, int past, const void *queries, int64_t columns, int64_t dim,
+                        float scores[KEYS][LANES], struct fetches *ahead) {
+    static few_scorer *const one[FEW] = {score_few1_1, score_few1_2, score_few1_3, score_few1_4};
+    static few_scorer *const four[FEW] = {score_few4_1, score_few4_2, score_few4_3, score_few4_4};
+    for (int unit = first, some; unit < past; unit += some) {
+        const bf16 *const *at = keys->at + unit;
+        some = past - unit >= UNITS_OF_FEW && at[0] && at[1] && at[2] && at[3] ? UNITS_OF_FEW : 1;
+        if (*at) (some > 1 ? four : one)[columns - 1](at, queries, dim, scores + unit * UNIT, ahead);
+    }
+}
+
 static void score_pairs(const struct units *keys, struct spans spans, const void *queries,
                         const struct columns *columns, int tiles, int64_t dim, float scores[][KEYS][LANES],
                         struct fetches *ahead) {
-    int is_few = tiles == 1 && columns->count <= FEW;
-    for (int key = spans.from * SPAN; key < spans.past * SPAN; key += is_few ? UNIT : KEYS_OF_VECTORS) {
+    if (tiles == 1 && columns->count <= FEW) {
+        score_units(keys, spans.from * SPAN / UNIT, spans.past * SPAN / UNIT, queries, columns->count, dim, scores[0], ahead);
+        return;
+    }
+    for (int key = spans.from * SPAN; key < spans.past * SPAN; key += KEYS_OF_VECTORS) {
         const bf16 *unit = keys->at[key / UNIT];
         if (!unit) continue;
-        if (is_few) {
-            score_few(unit, queries, columns->count, dim, scores[0] + key, ahead);
-            continue;
-        }
         fetch_lines(ahead, OF_SCORE);
         (tiles == PAIR ? score_two : score_one)(unit + key % UNIT * dim, queries, dim, scores, key);
     }
