@@ -1,1 +1,1 @@
-"""What real agents send, reduced to its structure: names and texts are our own."""
+"""Requests of real agents, reduced to their structure: names and texts are our own."""

@@ -1,10 +1,10 @@
-"""`python -m tests.agents.record SERVER FILE`: what an agent sends to a server, reduced to its structure.
+"""`python -m tests.agents.record SERVER FILE`: records an agent's requests to a server, reduced to their structure.
 
-A proxy on a free port, which it prints: point the agent there. `python -m tests.conformance.run SUITE --record` runs a
-suite of agents behind it. FILE gets a line of JSON for each request whose structure is new: its path, its headers that
-matter to an API, and its body without the agent's words. Names of tools and of their arguments become `tool_1` and
-`argument_1`; texts become as many words of our own, at most `_MAX_WORDS`. The first tools are kept, and the first of
-each further type.
+It is a proxy on a free port, which it prints: configure the agent with its address. `python -m tests.conformance.run
+SUITE --record` runs a suite of agents through it. FILE gets a line of JSON for each request whose structure is new:
+its path, its headers that matter to an API, and its body without the agent's words. Names of tools and of their
+arguments become `tool_1` and `argument_1`; texts become as many words of our own, at most `_MAX_WORDS`. The first
+tools are kept, and the first of each further type.
 """
 
 import asyncio
@@ -53,24 +53,24 @@ _KEPT = frozenset(
         ),
     )
 )
-"""Fields whose strings are of the API and not of the agent."""
+"""Fields whose strings belong to the API and not to the agent."""
 
 _GRAMMARS = {"lark": "start: /[a-z ]+/", "regex": "[a-z ]+"}
-"""In place of an agent's own."""
+"""Replacements of an agent's own names."""
 
 _BILLING = "x-anthropic-billing-header:"
 _MAX_WORDS, _MAX_TOOLS, _MAX_PROPERTIES = 12, 4, 3
 
 
 class Reducer:
-    """Reduces the requests of one agent; a name is replaced by the same name in all of them."""
+    """Reduces the requests of one agent; a name gets the same replacement in all of them."""
 
     def __init__(self) -> None:
         self._tools: dict[str, str] = {}
         self._arguments: dict[str, str] = {}
 
     def body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A request's body."""
+        """Reduce a request's body."""
         return {key: self._field(key, value) for key, value in body.items()}
 
     def _field(self, key: str, value: Any) -> Any:
@@ -110,7 +110,7 @@ class Reducer:
         }
 
     def _schema(self, schema: Any) -> Any:
-        """A JSON schema, with the first of its properties."""
+        """Reduce a JSON schema to the first of its properties."""
         if not isinstance(schema, dict):
             return schema
         reduced = {key: value for key, value in schema.items() if key in ("$schema", "type", "additionalProperties")}
@@ -134,7 +134,7 @@ def _first_tools(tools: list[Any]) -> list[Any]:
 
 
 def shape(value: Any, key: str = "") -> Any:
-    """`value` without what differs between requests of one structure: for comparison."""
+    """`value` without the parts that differ between requests of one structure, for comparison."""
     if isinstance(value, dict):
         return tuple((name, shape(value[name], name)) for name in sorted(value))
     if isinstance(value, list):
@@ -150,7 +150,7 @@ def _words(text: str) -> str:
 
 
 def proxy(server: str, file: Path) -> Starlette:
-    """An application that passes everything on to `server`, and writes what it has seen of POST into `file`."""
+    """An application that forwards all requests to `server`, and writes the structure of POST requests into `file`."""
     client = httpx.AsyncClient(base_url=server, timeout=None)
     reducer, seen, shapes = Reducer(), list[dict[str, Any]](), set[Any]()
 
@@ -184,7 +184,7 @@ def proxy(server: str, file: Path) -> Starlette:
 
 @contextmanager
 def recording(server: str, file: Path) -> Iterator[str]:
-    """The URL of a proxy to `server`, which runs in a process of its own until the end of the block."""
+    """Yields the URL of a proxy to `server`, which runs in a process of its own until the end of the block."""
     command = [sys.executable, "-m", "tests.agents.record", server, str(file)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -14,10 +14,10 @@ JUMPS = ("+400d", "-400d", "+1h", "-1s", "+0")
 
 
 class WallClock:
-    """The monotonic clock goes on whatever the wall clock does, as the kernel's does."""
+    """The monotonic clock is not affected by the wall clock, as in the kernel."""
 
     def __init__(self, file: Path) -> None:
-        """`file` holds the offset, which running processes read again each time that they look at the clock."""
+        """`file` contains the offset, which running processes read whenever they read the clock."""
         self._file = file
         self.set("+0")
         self.environment = {
@@ -26,10 +26,10 @@ class WallClock:
             "FAKETIME_NO_CACHE": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         }
-        """For the processes, and inherited by their children."""
+        """Environment of the processes, inherited by their children."""
 
     def set(self, offset: str) -> None:
-        """Set the clock of processes that run, and of those that start from now on."""
+        """Set the clock of running processes, and of those that start later."""
         whole = self._file.with_suffix(".new")
         whole.write_text(offset + "\n")
         whole.rename(self._file)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that injure a running server."""
+"""Fixtures of the tests that inject faults into a running server."""
 
 import asyncio
 import random
@@ -33,13 +33,13 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> HeldCheckpoint:
-    """Of `mortal`."""
+    """The server of `mortal`."""
     return HeldCheckpoint(tmp_path_factory.mktemp("mortal") / "model")
 
 
 @pytest.fixture(scope="session")
 def mortal(checkpoint: HeldCheckpoint) -> Iterator[ChaosServer]:
-    """A server whose core tests may injure, as long as another one serves and nothing is live when they end."""
+    """A server whose core tests may kill; each test must end with another core ready and nothing live."""
     options = (str(checkpoint.path), "--served-model-name", MODEL, "--max-core-restarts", "1000")
     server = ChaosServer(checkpoint.path.with_name("log"), *options)
     try:
@@ -52,13 +52,13 @@ def mortal(checkpoint: HeldCheckpoint) -> Iterator[ChaosServer]:
 
 @pytest.fixture(scope="session")
 def undisturbed(mortal: ChaosServer) -> dict[str, Outcome]:
-    """The outcomes of `WORKLOAD` when nothing happens to the server."""
+    """The outcomes of `WORKLOAD` without faults."""
     return asyncio.run(perform_all(mortal.url, WORKLOAD))
 
 
 @pytest.fixture
 def moments() -> random.Random:
-    """When faults happen: other moments in every run. The seed is shown with a failure."""
+    """Random times of faults, which differ in every run. The seed is printed with a failure."""
     seed = random.SystemRandom().getrandbits(32)
     print(f"moments are drawn with the seed {seed}")
     return random.Random(seed)

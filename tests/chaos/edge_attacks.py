@@ -1,6 +1,6 @@
 """Attacks on the HTTP edge, in a process of their own: `python -m tests.chaos.edge_attacks NAME PORT`.
 
-An attack goes on until standard input ends. Loads go to this machine only.
+An attack continues until standard input ends. Loads go to this machine only.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from tests.e2e.kaon_server import MODEL, hold_little
 
 CONNECTIONS = 120
-"""Connections that an attack holds, as far as the server lets it."""
+"""Connections that an attack opens, if the server accepts as many."""
 _THREADS = 8
 _LARGE = 4 * 2**20 - 1024
 """Bytes of a body just below the default limit."""
@@ -31,7 +31,8 @@ Over = threading.Event
 
 
 def _held(port: Port, over: Over, first: bytes, then: bytes, interval: float) -> None:
-    """Hold connections: `first` is sent at once, then a part of `then` each `interval`; a new one for each closed."""
+    """Hold connections: `first` is sent immediately, then a part of `then` every `interval`; closed ones are
+    replaced."""
     held: dict[socket.socket, int] = {}
     selector = selectors.DefaultSelector()
     while not over.wait(interval):
@@ -66,12 +67,12 @@ def silent(port: Port, over: Over) -> None:
 
 
 def heads(port: Port, over: Over) -> None:
-    """Heads of which a byte comes ten times a second."""
+    """Heads that send a byte ten times per second."""
     _held(port, over, b"GET /livez HTTP/1.1\r\nHost: x\r\n", b"X-Header: value\r\n", 0.1)
 
 
 def bodies(port: Port, over: Over) -> None:
-    """Bodies of which a byte comes ten times a second."""
+    """Bodies that send a byte ten times per second."""
     _held(port, over, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b" ", 0.1)
 
 
@@ -87,7 +88,7 @@ def churn(port: Port, over: Over) -> None:
 
 
 def chunks(port: Port, over: Over) -> None:
-    """Bodies in chunks of a byte, as fast as possible."""
+    """Bodies in chunks of one byte, as fast as possible."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     _repeated(port, over, head, b"1\r\n \r\n" * 10_000)
 
@@ -98,7 +99,7 @@ def pipelines(port: Port, over: Over) -> None:
 
 
 def json_bodies(port: Port, over: Over) -> None:
-    """Bodies near the limit: numbers, hard fractions, texts, nested lists, broken ones; eight at a time."""
+    """Bodies near the limit: numbers, hard fractions, texts, nested lists, invalid ones; eight at a time."""
     bodies = list(large_bodies())
 
     def one() -> None:
@@ -115,7 +116,7 @@ def json_bodies(port: Port, over: Over) -> None:
 
 
 def large_bodies() -> Iterator[bytes]:
-    """Completions of about the largest size, each costly in its own way; none of them can run."""
+    """Completions of about the largest size, each expensive in another way; all of them are invalid."""
     for item in (b"1", b"2.2250738585072011e-308", b'""', b"[]", b'{"a":1}', b"null", b'"\\u00e9"'):
         for number in (_LARGE // (len(item) + 1), 130_000, 60_000):
             items = b",".join([item] * min(number, _LARGE // (len(item) + 1)))
@@ -156,7 +157,7 @@ def _repeated(port: Port, over: Over, head: bytes, part: bytes) -> None:
 def keyed(
     number: int, path: str, body: bytes, *, method: str = "POST", close: bool = True, more: bytes = b""
 ) -> bytes:
-    """A request of the heavy key of a number."""
+    """A request of the heavy key with this number."""
     return (
         (
             f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {HEAVY[number % len(HEAVY)]}\r\n"
@@ -169,7 +170,7 @@ def keyed(
 
 
 def _sent(port: Port, over: Over, request_of: Callable[[int], bytes]) -> None:
-    """Requests, each on a connection of its own whose answer is read to its end; eight at a time."""
+    """Requests, each on a connection of its own whose answer is read completely; eight at a time."""
     numbers = itertools.count()
 
     def one() -> None:
@@ -184,7 +185,7 @@ def _sent(port: Port, over: Over, request_of: Callable[[int], bytes]) -> None:
 
 
 def _little_read(port: Port, over: Over, request_of: Callable[[int], bytes]) -> None:
-    """Connections whose answers are read at a byte a second; a new one for each that is closed."""
+    """Connections whose answers are read at one byte per second; closed ones are replaced."""
     held: list[socket.socket] = []
     numbers = itertools.count()
     while not over.wait(1):
@@ -216,12 +217,12 @@ def json_of(**fields: object) -> bytes:
 
 
 def unread_probes(port: Port, over: Over) -> None:
-    """Probes and metrics, pipelined, of which no answer is read."""
+    """Pipelined probes and metrics, whose answers are not read."""
     _little_read(port, over, lambda number: b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
 
 
 def unread_answers(port: Port, over: Over) -> None:
-    """Long answers and streams that are read at a byte a second."""
+    """Long answers and streams that are read at one byte per second."""
     body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "logprobs": 5}
     _little_read(port, over, lambda number: keyed(number, "/v1/completions", json_of(**body, stream=number % 2 == 0)))
 
@@ -239,7 +240,7 @@ def expectations(port: Port, over: Over) -> None:
 
 
 def gigabytes(port: Port, over: Over) -> None:
-    """Bodies of a gigabyte, announced or in chunks, sent as fast as they are taken."""
+    """Bodies of a gigabyte, announced or in chunks, sent as fast as the server reads them."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer heavy2\r\n"
     _repeated(port, over, head + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n")
 
@@ -299,7 +300,7 @@ def wrong_keys(port: Port, over: Over) -> None:
 
 
 def resumes(port: Port, over: Over) -> None:
-    """Streams that are resumable, left after their first bytes, and asked for again with ids that exist and do not."""
+    """Resumable streams that are left after their first bytes, and resumed with ids that exist and that do not."""
     body = json_of(prompt="Once", max_tokens=2000, ignore_eos=True, stream=True, stream_options={"resumable": True})
     numbers = itertools.count()
 
@@ -321,7 +322,7 @@ def resumes(port: Port, over: Over) -> None:
 
 
 def uploads(port: Port, over: Over) -> None:
-    """Files of 20 MB, as fast as they are taken, eight at a time."""
+    """Files of 20 MB, sent as fast as the server reads them, eight at a time."""
     form = (
         b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
         b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
@@ -400,7 +401,7 @@ def background(port: Port, over: Over) -> None:
 
 
 def heavy_keys(port: Port, over: Over) -> None:
-    """Ten keys with bodies near the limit, prompts beyond and at the context, many choices, texts to tokenise."""
+    """Ten keys with bodies near the limit, prompts at and beyond the context, many choices, texts to tokenise."""
     text = "The quick brown fox jumps over the lazy dog. "
     bodies = [
         ("/v1/completions", json_of(prompt=text * 80_000)),
@@ -447,7 +448,7 @@ def grammars(port: Port, over: Over) -> None:
 
 
 def lexers(port: Port, over: Over) -> None:
-    """Grammars whose lexers grow with each token, each another one."""
+    """Grammars whose lexers grow with each token, each request with another one."""
     body = {"prompt": "x", "max_tokens": 290, "ignore_eos": True, "n": 8, "temperature": 1.3}
 
     def request(number: int) -> bytes:
@@ -458,7 +459,8 @@ def lexers(port: Port, over: Over) -> None:
 
 
 def references(port: Port, over: Over) -> None:
-    """Requests for stored items, very often and very many of one id, and with arguments of very many objects."""
+    """Requests for stored items, very often and with one id very many times, and with arguments of very many
+    objects."""
     large = {"type": "message", "role": "user", "content": "x" * 3_900_000, "id": "msg_large"}
     sealed = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * 1800}]}
     last = {"role": "user", "content": "Hi"}
@@ -486,7 +488,7 @@ def references(port: Port, over: Over) -> None:
 
 
 def tables(port: Port, over: Over) -> None:
-    """Requests with as many prompts, choices, biases, stops and metadata as are accepted, and more."""
+    """Requests with the most prompts, choices, biases, stops and metadata that are accepted, and with more."""
     biases = {str(token): 1.0 for token in range(1000)}
     forms = [
         ("/v1/completions", json_of(prompt=["x"] * 10_000, max_tokens=1)),
@@ -506,7 +508,8 @@ def tables(port: Port, over: Over) -> None:
 
 
 def cancels(port: Port, over: Over) -> None:
-    """Answers and streams that are left at once, and background responses that are cancelled or deleted at once."""
+    """Answers and streams that are left immediately, and background responses that are cancelled or deleted
+    immediately."""
     long = json_of(prompt="Once", max_tokens=3000, ignore_eos=True, stream=True)
     whole = json_of(prompt="Once", max_tokens=3000, ignore_eos=True, n=8)
     kept = json_of(input="Once", background=True, max_output_tokens=3000)
@@ -529,7 +532,7 @@ def cancels(port: Port, over: Over) -> None:
 
 
 def scrapes(port: Port, over: Over) -> None:
-    """Probes, metrics and lists, one after the other on connections that are kept, with 250 headers."""
+    """Probes, metrics and lists, in turn on persistent connections, with 250 headers."""
     more = b"".join(b"X-%d: %b\r\n" % (each, b"v" * 200) for each in range(240))
     paths = ("/metrics", "/v1/models", "/livez", "/kaon/limits", "/openapi.json", "/v1/responses/resp_x/input_items")
     numbers = itertools.count()
@@ -548,7 +551,7 @@ def scrapes(port: Port, over: Over) -> None:
 
 
 def strange_keys(port: Port, over: Over) -> None:
-    """Each request with another key, another form of one, another address that it is forwarded for, another id."""
+    """Requests that each have another key, another form of key, another forwarded address and another id."""
     numbers = itertools.count()
 
     def one() -> None:
@@ -569,7 +572,7 @@ def strange_keys(port: Port, over: Over) -> None:
 
 
 def admin_calls(port: Port, over: Over) -> None:
-    """Adapters, weights and sleep by keys that may not, of paths that are not allowed."""
+    """Adapters, weights and sleep by keys without permission, with paths that are not allowed."""
     forms = [
         ("/v1/load_lora_adapter", json.dumps({"lora_name": "a", "lora_path": "/" + "../" * 1000 + "dev"}).encode()),
         ("/v1/unload_lora_adapter", json.dumps({"lora_name": "a" * 10_000}).encode()),
@@ -580,7 +583,7 @@ def admin_calls(port: Port, over: Over) -> None:
 
 
 def resume_flood(port: Port, over: Over) -> None:
-    """Pipelines of a hundred resumptions of streams that do not exist, their answers read."""
+    """Pipelines of a hundred resumptions of streams that do not exist, whose answers are read."""
 
     def one() -> None:
         body = json_of(prompt="x", stream=True)
@@ -609,7 +612,7 @@ def _in_threads(work: Callable[[], None], over: Over) -> None:
 ATTACKS: dict[str, Callable[[Port, Over], None]] = {
     each.__name__: each for each in (silent, heads, bodies, churn, chunks, pipelines, json_bodies, log_lines)
 }
-"""On a server without keys."""
+"""Attacks on a server without keys."""
 
 KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
     each.__name__: each
@@ -619,7 +622,7 @@ KEYED_ATTACKS: dict[str, Callable[[Port, Over], None]] = {
         *(tokenising, grammars, lexers, references, tables, cancels, scrapes, strange_keys, admin_calls, resume_flood),
     )
 }
-"""By keys of their own."""
+"""Attacks by clients with keys of their own."""
 
 
 def main() -> None:

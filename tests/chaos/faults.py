@@ -1,4 +1,4 @@
-"""`ChaosServer`: `kaon serve` as a process, with what the tests do to its engine core and how they see it recover."""
+"""`ChaosServer`: `kaon serve` as a process, with methods that inject faults and observe the recovery."""
 
 import contextlib
 import random
@@ -17,11 +17,11 @@ from tests.e2e.processes import LoggedProcess, command_line
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 
 SMALL = ("--cpu-kvcache-gib", "0.25", "--max-num-seqs", "128")
-"""Of every server here: the default type, whose results do not depend on the batch, and a small cache."""
+"""Flags of every server here: the default dtype, whose results do not depend on the batch, and a small cache."""
 
 
 class ChaosServer(KaonServer):
-    """A server started by its command line, with options as they are spelled there."""
+    """A server started by its command line, with the given options."""
 
     def __init__(self, log: Path, *options: str) -> None:
         self.port = free_port()
@@ -32,7 +32,7 @@ class ChaosServer(KaonServer):
     # -- what it is doing -----------------------------------------------------------------------------------------
 
     def cores(self) -> list[psutil.Process]:
-        """The engine cores that run: one, and none for a moment while it is replaced."""
+        """The running engine cores: one, or none for a short time while it is replaced."""
         return [child for child in self.process.children() if _is_core(child)]
 
     def metrics(self) -> dict[str, float]:
@@ -42,7 +42,7 @@ class ChaosServer(KaonServer):
         return {name: float(value) for name, value in pairs}
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Return once `holds()`; fail when it does not within a generous time, or when the server has ended."""
+        """Return once `holds()` is true; fail after a generous timeout, or when the server has ended."""
 
         def holds_in_life() -> bool:
             assert not self.has_ended(), f"the server ended with {self.process.wait()}: {self.stderr[-2000:]}"
@@ -70,36 +70,36 @@ class ChaosServer(KaonServer):
         return all(metrics[f"kaon_{gauge}"] == 0 for gauge in gauges)
 
     def balance(self) -> tuple[float, float]:
-        """Requests received, and those finished, rejected or live: at any time, the same."""
+        """Requests received, and those finished, rejected or live: both are equal at any time."""
         metrics = self.metrics()
         ended = sum(metrics[f'kaon_requests_finished_total{{reason="{reason}"}}'] for reason in FINISH_REASONS)
         rejected = sum(value for name, value in metrics.items() if name.startswith("kaon_requests_rejected_total{"))
         return metrics["kaon_requests_received_total"], ended + rejected + metrics["kaon_requests_live"]
 
     def resident(self) -> tuple[int, int]:
-        """Bytes of the API process and of the core."""
+        """Memory in bytes of the API process and of the core."""
         (core,) = self.cores()
         return self.process.memory_info().rss, core.memory_info().rss
 
     def end(self) -> None:
-        """End it and what it started at once, whatever state it is in."""
+        """End it and its direct children, in any state."""
         if not self.has_ended():
             for process in (*self.process.children(recursive=True), self.process):
                 process.kill()
             self.process.wait()
 
     def until_generated(self, tokens: float) -> None:
-        """Return once its cores have generated so many tokens in all."""
+        """Return once its cores have generated `count` tokens in all."""
         self.until(lambda: self.generated() >= tokens)
 
     def until_all_go_on(self) -> None:
-        """Return once every live request has a token of the core that runs, or none is live."""
+        """Return once every live request has a token of the running core, or none is live."""
         decodes = 'kaon_step_duration_seconds_count{kind="decode"}'
         before = self.metric(decodes)
 
         def all_go_on() -> bool:
             metrics = self.metrics()
-            # Prompts come first: a decode is of all that run, and nothing waits then.
+            # Prompts precede decodes: a decode step has all running sequences, and then none waits.
             decoded = metrics[decodes] > before and not metrics["kaon_requests_waiting"]
             return decoded or not metrics["kaon_requests_live"]
 
@@ -108,12 +108,12 @@ class ChaosServer(KaonServer):
     # -- what is done to it ---------------------------------------------------------------------------------------
 
     def kill_core(self) -> None:
-        """SIGKILL the core that runs; return when another one serves."""
+        """SIGKILL the running core; return when another one is ready."""
         with self._replaced():
             self._running_core().kill()
 
     def kill_core_twice(self, moments: random.Random) -> None:
-        """SIGKILL the core, and the next one at some moment of its start; return when a third one serves."""
+        """SIGKILL the core, and the next one at some time during its start; return when a third one is ready."""
         with self._replaced():
             first = self._running_core()
             first.kill()
@@ -124,23 +124,23 @@ class ChaosServer(KaonServer):
             self.until(lambda: any(core not in (first, second) for core in self.cores()))
 
     def stop_core(self) -> None:
-        """SIGSTOP the core that runs; return when another one serves."""
+        """SIGSTOP the running core; return when another one is ready."""
         with self._replaced():
             self._running_core().suspend()
 
     def kill_rank(self) -> None:
-        """SIGKILL a tensor-parallel rank of the core behind the first; return when another core serves."""
+        """SIGKILL a tensor-parallel rank other than the first; return when another core is ready."""
         with self._replaced():
             self._running_rank().kill()
 
     def stop_rank(self) -> None:
-        """SIGSTOP such a rank; return when another core serves."""
+        """SIGSTOP such a rank; return when another core is ready."""
         with self._replaced():
             self._running_rank().suspend()
 
     @contextlib.contextmanager
     def _replaced(self) -> Iterator[None]:
-        """Injure the core within; then wait until another one serves."""
+        """Inject a fault within the block; then wait until another core is ready."""
         before = self.restarts()
         yield
         self.until(lambda: self.restarts() > before and self.is_ready())

@@ -1,8 +1,8 @@
-"""Ten heavy owners, each with another kind of load, in a process of their own; and a light owner's share among them.
+"""Ten heavy owners, each with another kind of load, in a process of their own; and the share of an owner among them.
 
-`python -m tests.chaos.heavy_loads URL MODEL KEYS...` sends for ever, the N-th key the N-th kind of load from four
-clients, each as fast as it is answered. It runs at the lowest priority: clients are not to take the server's processor
-time.
+`python -m tests.chaos.heavy_loads URL MODEL KEYS...` sends without end, the N-th key the N-th kind of load from four
+clients, each as soon as the previous answer has arrived. It runs at the lowest priority, so that clients do not take
+the server's processor time.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from tests.e2e.kaon_server import PLAIN_HTTP, START_SECONDS
 
 CLIENTS_PER_KEY = 4
 REFUSED_SECONDS = 0.05
-"""Between a 429 and the next request."""
+"""Seconds between a 429 and the next request."""
 
 
 def prompt(num_tokens: int, salt: int) -> str:
-    """A prompt of words, each of them one token of the random checkpoints, that begins like no other."""
+    """A prompt of words, each one token of the random checkpoints, with a beginning that no other prompt has."""
     vocabulary = words()
     return "".join(f" {vocabulary[(salt * 7919 + index * (salt % 13 + 1)) % 1024]}" for index in range(num_tokens))
 
@@ -134,7 +134,7 @@ async def _send(url: str, model: str, keys: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def sent_to(server: ChaosServer, model: str, keys: Sequence[str]) -> Iterator[None]:
-    """Ten loads meanwhile."""
+    """Run the ten loads during the block."""
     root = Path(__file__).parents[2]
     process = subprocess.Popen([sys.executable, "-m", __spec__.name, server.url, model, *keys], cwd=root)
     try:
@@ -146,18 +146,18 @@ def sent_to(server: ChaosServer, model: str, keys: Sequence[str]) -> Iterator[No
 
 
 class FairShare(NamedTuple):
-    """What one owner's streams got while others competed, between two looks at the metrics.
+    """The output of one owner's streams while others competed, between two readings of the metrics.
 
-    A fair share is max-min fair: an owner's part of all tokens, or its demand where that is less. A stream can use one
-    token of each step that decodes, so that demand is the number of its streams times that of such steps.
+    A fair share is max-min fair: an owner's equal part of all tokens, or its demand if that is less. A stream can use
+    one token of each step that decodes, so demand is the number of streams times the number of such steps.
     """
 
     tokens: float
-    """That the owner's streams got."""
+    """Tokens of the owner's streams."""
     all_tokens: float
-    """That all owners got."""
+    """Tokens of all owners."""
     steps: float
-    """That decoded."""
+    """Number of steps that decoded."""
     streams: int
     owners: int
     seconds: float
@@ -168,12 +168,12 @@ class FairShare(NamedTuple):
 
     @property
     def demand(self) -> float:
-        """As a part of all tokens."""
+        """The fair share, as a part of all tokens."""
         return self.streams * self.steps / self.all_tokens
 
     @property
     def of_fair(self) -> float:
-        """What the owner got, in units of its fair share."""
+        """The owner's tokens as a multiple of its fair share."""
         return self.part / min(self.demand, 1 / self.owners)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A load on a server that something happens to, at moments that its progress decides."""
+"""A load on a server, with faults injected at times that the load's progress determines."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from tests.chaos.workload import WORKLOAD, Ask, perform_all
 async def injured(
     server: ChaosServer, fault: Callable[[], object], load: Mapping[str, Ask] = WORKLOAD
 ) -> dict[str, Outcome]:
-    """The outcomes of a load, during which the fault happens; and nothing is left behind."""
+    """The outcomes of a load during which the fault happens; afterwards, no state may remain."""
     happening = asyncio.create_task(asyncio.to_thread(fault))
     outcomes = await perform_all(server.url, load)
     await happening
@@ -25,14 +25,14 @@ async def injured(
 def at_random_moments(
     server: ChaosServer, answers: Mapping[str, Outcome], faults: Sequence[Callable[[], object]], moments: random.Random
 ) -> None:
-    """Inject faults one after the other while the server gives those answers, each in the midst of them."""
+    """Inject faults in turn while the server answers the load."""
     before, tokens = server.generated(), sum(map(_tokens, answers.values()))
-    # Some of the load is always left, so that there is something to injure.
+    # A part of the load always remains, so that there is something to interrupt.
     parts = sorted(moments.uniform(0.02, 0.6) for _ in faults)
     for fault, part in zip(faults, parts, strict=True):
         server.until_generated(before + part * tokens)
         fault()
-        # A request on which core after core dies without a token between them is not tried again.
+        # A request is not retried after several cores have died in it without a token between.
         server.until_all_go_on()
 
 

@@ -1,6 +1,6 @@
-"""`Outcome`: what of an answer must be equal whatever happens to the engine; streams add up to what whole answers say.
+"""`Outcome`: the parts of an answer that faults must not change; a stream's events add up to the whole answer.
 
-Left out are ids and times, which no two answers share, and cached tokens, which depend on who came before.
+Ids and times, which differ between answers, and cached tokens, which depend on earlier requests, are excluded.
 """
 
 import json
@@ -14,7 +14,7 @@ _LEFT_OUT = _OWN | _OF_THE_CACHE
 
 
 def reduced(answer: Any) -> Any:
-    """A whole answer, or a part of one, without what may differ."""
+    """A whole answer, or a part of one, without the values that may differ."""
     match answer:
         case dict():
             return {key: reduced(value) for key, value in answer.items() if key not in _LEFT_OUT}
@@ -24,7 +24,7 @@ def reduced(answer: Any) -> Any:
 
 
 def read_events(text: str) -> list[Any]:
-    """The JSON of a stream's events, [DONE] among them as a string. Raises `AssertionError` for a malformed one."""
+    """The JSON of a stream's events, including [DONE] as a string. Raises `AssertionError` for a malformed event."""
     assert text.endswith("\n\n"), f"the stream ends within an event: {text[-200:]!r}"
     events: list[Any] = []
     for event in text[:-2].split("\n\n"):
@@ -41,7 +41,7 @@ def read_events(text: str) -> list[Any]:
 
 
 def merged(path: str, events: list[Any]) -> Outcome:
-    """What a stream's events add up to. Raises `AssertionError` where they are no complete stream."""
+    """The sum of a stream's events. Raises `AssertionError` if they are not a complete stream."""
     for event in events[-2:]:
         assert "error" not in event or event["error"] is None, f"the stream failed: {event['error']}"
     if path.endswith("/responses"):
@@ -62,7 +62,7 @@ def merged(path: str, events: list[Any]) -> Outcome:
 
 
 def _add_choice(whole: Outcome, choice: Outcome) -> None:
-    """Add what one chunk tells of a choice."""
+    """Add one chunk's content to a choice."""
     assert whole.get("finish_reason") is None, f"a choice goes on after its end: {choice}"
     for key, value in choice.items():
         match key:
@@ -104,14 +104,14 @@ def _add_call(calls: dict[int, Outcome], call: Outcome) -> None:
 
 
 def _extend(whole: Outcome, part: Outcome) -> None:
-    """Add lists of log probabilities to those before."""
+    """Add lists of log probabilities to the earlier ones."""
     for key, value in part.items():
         if isinstance(value, list):
             whole.setdefault(key, []).extend(value)
 
 
 def _merged_response(events: list[Any]) -> Outcome:
-    """The response that the last event tells; the deltas before it have to add up to its texts."""
+    """The response of the last event, whose texts must equal the sum of the deltas before it."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] in ("response.completed", "response.incomplete"), f"it ends in {events[-1]['type']}"
     reported: dict[int, str] = {}

@@ -18,11 +18,11 @@ REQUEST: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-"""Some 3 MB of events, of which the connection holds little."""
+"""About 3 MB of events, of which the connection buffers little."""
 
 
 class SlowReader:
-    """One stream on a connection of its own that takes a byte when asked to."""
+    """One stream on a connection of its own, which reads a byte on request."""
 
     def __init__(self, server: KaonServer, **fields: Any) -> None:
         content = json.dumps({**REQUEST, **fields}).encode()
@@ -41,7 +41,7 @@ class SlowReader:
         return bool(byte)
 
     def read_all(self) -> str:
-        """Read on as fast as it goes; the events, from the first to the last, or the error."""
+        """Read the rest as fast as possible. Returns all events, or the error."""
         parts = [self._received]
         while part := self._socket.recv(2**20):
             parts.append(part)
@@ -51,7 +51,7 @@ class SlowReader:
 
     @property
     def status(self) -> int | None:
-        """The answer's HTTP status; None until as much has been read."""
+        """The answer's HTTP status; None until it has been read."""
         words = self._received.split(b" ", 2)
         return int(words[1]) if len(words) == 3 else None
 
@@ -60,7 +60,7 @@ class SlowReader:
 
 
 def _without_chunks(body: bytes) -> bytes:
-    """What HTTP's chunked coding of `body` carries, as far as it came."""
+    """The content of HTTP's chunked coding of `body`, as far as it was received."""
     parts, at = [], 0
     while (end := body.find(b"\r\n", at)) > 0 and (size := int(body[at:end], 16)):
         parts.append(body[end + 2 : end + 2 + size])

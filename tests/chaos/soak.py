@@ -1,6 +1,6 @@
-"""`make soak`: many kinds of clients and faults at once for minutes; then every counter has to agree.
+"""`make soak`: many kinds of clients and faults together for minutes; then all counters must agree.
 
-Prints a report. Exit code 1 when an answer was wrong, a counter is off, or memory climbed.
+Prints a report. Exit code 1 if an answer was wrong, a counter is wrong, or memory grew.
 """
 
 import argparse
@@ -30,17 +30,17 @@ SUPERVISION = ("--max-core-restarts", "100000", "--stall-timeout", "10")
 SETTLE_SECONDS = 120
 
 STEADY, LEAVING, SLOW = 6, 4, 2
-"""Clients of each kind that run at a time."""
+"""Number of simultaneous clients of each kind."""
 
 MOST_GROWTH = 48 * 2**20
-"""Bytes that the API process may grow by, from the run's second fifth to its last."""
+"""Bytes by which the API process may grow from the run's second fifth to its last."""
 
 SHORTEST_FOR_MEMORY = 10
-"""Minutes; a shorter run says nothing about memory."""
+"""Minutes below which a run shows nothing about memory."""
 
 
 class Soak:
-    """One run: its clients, its faults, and what they saw."""
+    """One run: its clients, its faults, and its observations."""
 
     def __init__(
         self,
@@ -50,9 +50,8 @@ class Soak:
         fault_rate: float = 1.0,
         clock: WallClock | None = None,
     ) -> None:
-        """`fault_rate`: faults in the time of one; 1 is about two faults a minute. `clock`: the server's, if it may
-        jump.
-        """
+        """`fault_rate`: multiplier of the rate of faults; 1 is about two faults per minute. `clock`: the server's
+        clock, if it may jump."""
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.resident: list[tuple[float, int, int]] = []
@@ -65,7 +64,7 @@ class Soak:
         self._names = list(WORKLOAD)
 
     async def run(self, seconds: float) -> None:
-        """All of it for so long; then wait until nothing is live."""
+        """Run all roles for `seconds`; then wait until nothing is live."""
         roles: list[tuple[int, Callable[[httpx.AsyncClient], Awaitable[None]]]] = [
             (STEADY, self._steady),
             (LEAVING, self._leave),
@@ -90,7 +89,7 @@ class Soak:
     async def _until(
         self, ends: float, role: Callable[[httpx.AsyncClient], Awaitable[None]], http: httpx.AsyncClient
     ) -> None:
-        """Play a role again and again. What goes wrong is noted, and the others go on."""
+        """Run a role repeatedly. Its failures are recorded, and the other roles continue."""
         while time.monotonic() < ends:
             try:
                 await role(http)
@@ -100,7 +99,7 @@ class Soak:
                 await asyncio.sleep(1)
 
     async def _steady(self, http: httpx.AsyncClient) -> None:
-        """One answer that has to be what it always is; a client that comes back when it is asked to."""
+        """Request an answer that must always be the same; wait and retry if the server asks for it."""
         name = self._moments.choice(self._names)
         while True:
             try:
@@ -113,7 +112,7 @@ class Soak:
                 return
 
     async def _leave(self, http: httpx.AsyncClient) -> None:
-        """A client that leaves at some moment."""
+        """A client that disconnects at a random time."""
         ask = WORKLOAD[self._moments.choice(self._names)]
         try:
             async with asyncio.timeout(2 * self._moments.random() ** 2):
@@ -125,7 +124,7 @@ class Soak:
             await asyncio.sleep(self._retry_after(refusal.response))
 
     async def _read_slowly(self, http: httpx.AsyncClient) -> None:
-        """A client that reads a byte a second, and then either leaves or reads on to the end."""
+        """A client that reads one byte per second, and then either disconnects or reads to the end."""
         seconds, reads_on = self._moments.randint(5, 25), self._moments.random() < 0.5
         answered = await asyncio.to_thread(self._one_slow_reader, seconds, reads_on)
         self.counts["slow readers" if answered else "slow readers refused"] += 1
@@ -133,7 +132,7 @@ class Soak:
             await asyncio.sleep(5)
 
     def _one_slow_reader(self, seconds: int, reads_on: bool) -> bool:
-        """Whether it was answered, and not refused."""
+        """Whether the request was answered, and not refused."""
         with contextlib.closing(SlowReader(self._server, max_tokens=1000)) as reader:
             for _ in range(seconds):
                 if not reader.take_byte():
@@ -148,7 +147,7 @@ class Soak:
             return True
 
     async def _burst(self, http: httpx.AsyncClient) -> None:
-        """Many clients at once that do not obey."""
+        """Many simultaneous clients that ignore Retry-After."""
         await asyncio.sleep(self._moments.uniform(5, 20))
 
         async def impatient() -> None:
@@ -161,7 +160,7 @@ class Soak:
         await asyncio.gather(*(impatient() for _ in range(100)))
 
     async def _injure(self, http: httpx.AsyncClient) -> None:
-        """Kill the core, mostly; now and then another time while it starts, or stop it."""
+        """Kill the core, sometimes a second time while it starts, or stop it."""
         await asyncio.sleep(self._moments.uniform(10, 40) / self._fault_rate)
         fault = self._moments.choices(
             (
@@ -173,7 +172,7 @@ class Soak:
         )[0]
         await asyncio.to_thread(fault)
         self.counts["faults injected"] += 1
-        # A request that is in three crashes without a token between them is not tried again: the next fault waits.
+        # A request that was in three crashes without a token between them fails, so the next fault waits.
         await asyncio.to_thread(self._server.until_all_go_on)
 
     async def _jump(self, http: httpx.AsyncClient) -> None:
@@ -185,18 +184,19 @@ class Soak:
 
     async def _observe(self, http: httpx.AsyncClient) -> None:
         await asyncio.sleep(2)
-        with contextlib.suppress(ValueError):  # There is no core for a moment.
+        with contextlib.suppress(ValueError):  # For a short time there is no core.
             self.resident.append((time.monotonic(), *self._server.resident()))
 
     def _retry_after(self, response: httpx.Response) -> float:
-        """Seconds that a refusal says to wait. Raises `AssertionError` for any refusal that is not of the load."""
+        """Seconds that a refusal asks to wait. Raises `AssertionError` for a refusal with another reason than the
+        load."""
         assert response.status_code in (429, 503), f"{response.status_code}: {response.text[:300]}"
         self.counts[f"asked to retry ({response.status_code})"] += 1
         return float(response.headers["retry-after"])
 
 
 def report(soak: Soak, server: ChaosServer, minutes: float) -> list[str]:
-    """The report's lines. What is off is added to the soak's problems first."""
+    """The report's lines. Wrong counters are added to the run's problems first."""
     metrics = server.metrics()
     received, ended = server.balance()
     if received != ended:
@@ -218,7 +218,7 @@ def report(soak: Soak, server: ChaosServer, minutes: float) -> list[str]:
 
 
 def memory(soak: Soak, minutes: float) -> list[str]:
-    """How memory moved: the medians of the second and the last fifth of the run, and the slope of its second half."""
+    """Change of memory: the medians of the second and the last fifth of the run, and the slope of its second half."""
     fifth = len(soak.resident) // 5
     if fifth < 2:
         return ["memory: too short a run to tell"]

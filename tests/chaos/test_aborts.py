@@ -1,4 +1,4 @@
-"""Clients leave at random moments, in every state a request can be in: nothing of them stays."""
+"""Clients disconnect at random times, in every state of a request: no state of them remains."""
 
 import asyncio
 import random
@@ -11,19 +11,20 @@ from tests.chaos.faults import ChaosServer
 from tests.chaos.workload import WORKLOAD, Ask, client, perform, perform_all
 from tests.e2e.kaon_server import MODEL
 
-# Little runs at a time, and in small pieces: so clients leave the queue, and prompts in the midst of their chunks.
+# Few sequences run, in small chunks: so clients disconnect while they wait, and in the middle of their prompts.
 OPTIONS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--num-kvcache-blocks", "1200")
 TOGETHER = 24
 LONGEST = 1.0
 GROWTH = 24 * 2**20
-"""Bytes that either process may grow by. Of 10,000 requests, 2.5 kB each would be more."""
+"""Bytes by which either process may grow: less than 2.5 kB for each of 10,000 requests."""
 
 LONG_PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "word " * 2500, "max_tokens": 50}
 ASKS = [*WORKLOAD.values(), *[Ask("/v1/completions", {**LONG_PROMPT, "priority": i}) for i in range(8)]]
 
 
 async def leave_at_random(server: ChaosServer, count: int, moments: random.Random) -> int:
-    """Send `count` requests, some at a time, and leave each at a random moment; how many were answered before."""
+    """Send `count` requests, some at a time, and disconnect each at a random time. Returns how many were answered
+    before."""
     answered = 0
     left = iter(range(count))
     async with client(server.url) as http:
@@ -31,7 +32,7 @@ async def leave_at_random(server: ChaosServer, count: int, moments: random.Rando
         async def clients() -> None:
             nonlocal answered
             for _ in left:
-                # Most leave early: in the queue, and between the first steps.
+                # Most disconnect early: in the queue, and between the first steps.
                 patience = LONGEST * moments.random() ** 3
                 try:
                     async with asyncio.timeout(patience):
@@ -50,9 +51,9 @@ async def leave_at_random(server: ChaosServer, count: int, moments: random.Rando
 async def test_nothing_is_left_of_requests_whose_clients_leave(
     count: int, start_server: StartServer, moments: random.Random
 ) -> None:
-    # Every sequence may wait: refusals are another test's.
+    # The queue has room for all sequences: another test covers refusals.
     server = start_server(*OPTIONS, "--max-queued-requests", "1000", "--max-queued-tokens", "1000000")
-    # Every kind of request was served once: what is set up on first use does not count.
+    # Every kind of request was served once: memory that the first use allocates does not count.
     await perform_all(server.url, {str(number): ask for number, ask in enumerate(ASKS)})
     await leave_at_random(server, min(count // 2, 200), moments)
     await asyncio.to_thread(server.until, server.is_idle)

@@ -1,4 +1,4 @@
-"""The wall clock jumps, by libfaketime, as NTP, a suspended machine or an operator make it: no answer changes."""
+"""The wall clock jumps, by libfaketime, as after NTP, suspension or an operator's change: no answer changes."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ EACH_SECONDS = 0.3
 
 @pytest.fixture
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WallClock:
-    """Of the servers that the test starts."""
+    """Clock of the servers that the test starts."""
     if not LIBRARY:
         pytest.skip(MISSING)
     made = WallClock(tmp_path / "clock")
@@ -57,7 +57,7 @@ async def test_answers_counters_and_the_engine_survive_jumps_of_the_clock(
     received, accounted = server.balance()
     assert received == accounted
     metrics = server.metrics()
-    # Process start times are of the wall clock by their meaning.
+    # Process start times are defined by the wall clock.
     negative = {name: value for name, value in metrics.items() if value < 0}
     assert negative == {}
     assert metrics["kaon_core_restarts_total"] == 0

@@ -1,4 +1,4 @@
-"""The engine core is killed, stopped, killed again while it starts: no stream notices, and a crash loop has an end."""
+"""The engine core is killed, stopped, or killed again while it starts: streams continue, and a crash loop ends."""
 
 import asyncio
 import functools
@@ -40,7 +40,7 @@ async def test_every_answer_is_the_same_when_the_core_is_killed_at_random_moment
 ) -> None:
     before = mortal.metrics()
     for count in kills:
-        # Under one load: a stream that lasts goes through all of them.
+        # Under one load: a long stream survives all faults.
         faults = [mortal.kill_core] * count
         fault = functools.partial(at_random_moments, mortal, undisturbed, faults, moments)
         assert await injured(mortal, fault) == undisturbed
@@ -50,7 +50,7 @@ async def test_every_answer_is_the_same_when_the_core_is_killed_at_random_moment
     assert after[FAILED] == before[FAILED]
 
 
-@pytest.mark.slow  # Of a stub: tests/e2e/test_core_restarts.py.
+@pytest.mark.slow  # With a stub core: tests/e2e/test_core_restarts.py.
 async def test_every_answer_is_the_same_when_the_core_is_killed_again_while_it_starts(
     mortal: ChaosServer, undisturbed: dict[str, Outcome], moments: random.Random
 ) -> None:
@@ -60,7 +60,7 @@ async def test_every_answer_is_the_same_when_the_core_is_killed_again_while_it_s
     assert mortal.metric(FAILED) == failed
 
 
-@pytest.mark.slow  # Of a stub: tests/e2e/test_core_restarts.py.
+@pytest.mark.slow  # With a stub core: tests/e2e/test_core_restarts.py.
 async def test_every_answer_is_the_same_when_the_core_stops_without_dying(
     mortal: ChaosServer, undisturbed: dict[str, Outcome], moments: random.Random
 ) -> None:
@@ -76,7 +76,7 @@ async def test_a_prompt_goes_on_when_the_core_is_killed_in_the_midst_of_its_chun
     fields = {**ENDLESS, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}
 
     def asks(salt: str) -> dict[str, Ask]:
-        """The same prompts, which are not found in the prefix cache under another salt."""
+        """The same prompts with another salt, with which the prefix cache does not find them."""
         prompts = {f"prompt {i}": f"{i}. " + "The river went on and on. " * (250 + i) for i in range(2)}
         bodies = {name: {**fields, "prompt": prompt, "cache_salt": salt} for name, prompt in prompts.items()}
         return {name: Ask("/v1/completions", body) for name, body in bodies.items()}
@@ -88,15 +88,15 @@ async def test_a_prompt_goes_on_when_the_core_is_killed_in_the_midst_of_its_chun
         return metrics['kaon_step_duration_seconds_count{kind="prefill"}'], metrics["kaon_generation_tokens_total"]
 
     def kill_while_it_reads(before: tuple[float, float]) -> bool:
-        """Whether no token was there yet."""
+        """Whether no token had arrived yet."""
         server.until(lambda: steps()[0] >= before[0] + 5)
-        # It reads on from here in the next core only.
+        # It continues to read in the next core only.
         server.cores()[0].suspend()
         generated = steps()[1]
         server.kill_core()
         return generated == before[1]
 
-    for attempt in range(10):  # This process may be held up until the first token is there.
+    for attempt in range(10):  # This process may be delayed until the first token has arrived.
         happening = asyncio.create_task(asyncio.to_thread(kill_while_it_reads, steps()))
         assert await perform_all(server.url, asks(f"killed {attempt}")) == expected
         if await happening:
@@ -106,7 +106,7 @@ async def test_a_prompt_goes_on_when_the_core_is_killed_in_the_midst_of_its_chun
     assert server.restarts() >= attempt + 1
 
 
-@pytest.mark.slow  # Of a stub: tests/e2e/test_core_restarts.py.
+@pytest.mark.slow  # With a stub core: tests/e2e/test_core_restarts.py.
 async def test_what_is_asked_while_the_core_starts_again_waits_for_it(
     mortal: ChaosServer, checkpoint: HeldCheckpoint
 ) -> None:
@@ -151,7 +151,7 @@ async def test_a_core_that_dies_again_and_again_ends_the_server_and_every_waitin
                     core.kill()
             except psutil.NoSuchProcess:
                 pass
-            # Not a wait for something: each core gets a moment, so that deaths and starts alternate.
+            # Not a wait for an event: each core runs for a moment, so that deaths and starts alternate.
             time.sleep(0.05)
 
     async with client(server.url) as http:

@@ -1,7 +1,7 @@
-"""Attacks on the HTTP edge: another client's stream keeps every byte, and probes are answered throughout.
+"""Attacks on the HTTP edge: another client's stream keeps every byte, and probes are always answered.
 
-For each attack, the longest gap of the other stream and the longest answers of probes are shown, and what they were
-without it. The server keeps 16 connections at most, as one does with few descriptors, and nobody reads its log.
+For each attack, the test prints the longest gap of the other stream and the longest answers of probes, with and
+without the attack. The server keeps at most 16 connections, as with few descriptors, and its log is not read.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.chaos.faults import ChaosServer
 from tests.chaos.workload import client
 from tests.e2e.kaon_server import MODEL, START_SECONDS
 
-# Its figures need a machine to itself; unit and end-to-end tests hold the same in `make test`.
+# Its figures need a machine of its own; unit and end-to-end tests assert the same in `make test`.
 pytestmark = pytest.mark.slow
 
 VICTIM: dict[str, Any] = {
@@ -41,7 +41,7 @@ _WARM_UP_SECONDS = 1.0
 
 
 class Seen(NamedTuple):
-    """What others saw of the server for a time."""
+    """Observations of other clients during a period."""
 
     text: str
     gap: float
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
     probes: list[float]
     """Times of `/livez`, `/readyz` and `/metrics`, sorted."""
     closed: int
-    """Probes whose connections made room before their heads had been read."""
+    """Probes whose connections were closed, to make room, before their heads had been read."""
 
     def __str__(self) -> str:
         late = self.probes[int(len(self.probes) * 0.99)]
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 @pytest.fixture(scope="module")
 def unread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
-    """A server of few connections whose log is a pipe that nobody reads."""
+    """A server of few connections whose log is a pipe without a reader."""
     fifo = tmp_path_factory.mktemp("edge") / "log"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -116,7 +116,7 @@ async def observe(server: ChaosServer, key: str = "none", **fields: Any) -> Seen
 async def read_stream(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, float, float]:
     """The text of the victim's stream, its longest gap and the time to its first chunk.
 
-    As clients do, it tries again where its connection made room before its head was read, or got a 503.
+    Like real clients, it retries if its connection was closed before its head was read, or after a 503.
     """
     began = time.monotonic()
     parts: list[bytes] = []
@@ -134,7 +134,7 @@ async def read_stream(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[st
             await asyncio.sleep(_PROBE_SECONDS)
     *events, done, _ = b"".join(parts).split(b"\n\n")
     assert done == b"data: [DONE]"
-    # Chunks merge where the client or the server had no time for each.
+    # Chunks are merged if the client or the server is late.
     text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events if event.startswith(b"data: "))
     gaps = [after - before for before, after in itertools.pairwise(times)]
     return text, max(gaps), times[0] - began

@@ -1,7 +1,7 @@
-"""Clients that send more than their part: others' streams go on, say the same, and their prompts start soon.
+"""Clients that exceed their share: others' streams continue unchanged, and their prompts start soon.
 
-On a random model whose steps take long enough to be noticed. What is asserted are answers and orders of events; the
-figures are printed.
+A random model is used whose steps are long enough to be noticed. The test asserts answers and orders of events, and
+prints the figures.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.chaos.faults import ChaosServer
 from tests.chaos.heavy_loads import prompt
 from tests.chaos.workload import client
 
-# Its figures need a machine to itself; unit and end-to-end tests hold the same in `make test`.
+# Its figures need a machine of its own; unit and end-to-end tests assert the same in `make test`.
 pytestmark = pytest.mark.slow
 
 SHAPE = Checkpoint(
@@ -40,7 +40,7 @@ POLICIES = ["prefill_first", "mixed"]
 KEYS = [f"key-of-party-{number}" for number in range(6)]
 STEP_SECONDS = 0.5
 PAUSE_SECONDS = 1.5
-"""Between two requests of the light client."""
+"""Seconds between two requests of the light client."""
 
 
 class Streamed(NamedTuple):
@@ -49,7 +49,7 @@ class Streamed(NamedTuple):
     text: str
     sent: float
     times: list[float]
-    """When each chunk came."""
+    """Time of each chunk."""
 
     @property
     def ttft(self) -> float:
@@ -72,7 +72,7 @@ def body(prompts: str | list[str], max_tokens: int, **fields: Any) -> dict[str, 
 
 
 async def stream(http: httpx.AsyncClient, num_tokens: int, max_tokens: int, salt: int, key: str = KEYS[0]) -> Streamed:
-    """One streamed completion, of which nothing is missing."""
+    """Read one streamed completion, and assert that it is complete."""
     sent, times, text = time.monotonic(), list[float](), ""
     fields = body(prompt(num_tokens, salt), max_tokens, stream=True)
     async with http.stream("POST", "/v1/completions", json=fields, headers=_auth(key)) as response:
@@ -100,7 +100,7 @@ async def many_prompts(http: httpx.AsyncClient, count: int, num_tokens: int, key
 async def looping(
     http: httpx.AsyncClient, clients: int, num_tokens: int, max_tokens: int, keys: list[str]
 ) -> AsyncIterator[None]:
-    """Clients that send one long prompt after the other meanwhile."""
+    """Clients that send long prompts in turn during the block."""
 
     async def loop(number: int) -> None:
         for turn in range(10_000):
@@ -121,7 +121,7 @@ async def looping(
 
 
 async def warm_up(url: str) -> None:
-    """Have the server measure its steps."""
+    """Let the server measure its steps."""
     async with client(url) as http:
         for turn in range(3):
             await stream(http, 2500, 4, salt=90_000 + turn)
@@ -186,7 +186,7 @@ async def test_a_light_owner_starts_soon_beside_heavy_ones(server: ChaosServer) 
         async with looping(http, 10, 2000, 30, KEYS[1:]):
             loaded = []
             for salt in range(12, 20):
-                # Less than its share: that is what makes it a light one.
+                # Less than its share: this makes the owner a light one.
                 await asyncio.sleep(PAUSE_SECONDS)
                 loaded.append(await stream(http, 500, 8, salt=salt))
     worst, usual = max(each.ttft for each in loaded), statistics.median(each.ttft for each in alone)

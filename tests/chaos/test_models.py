@@ -1,4 +1,4 @@
-"""Several models at one address: their cores are killed, held back and put to sleep, and no other model notices."""
+"""Several models at one address: their cores are killed, delayed and put to sleep, and no other model is affected."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ from tests.parity.paged_model import Reference
 
 @contextlib.contextmanager
 def serving(directory: Path, **settings: Any) -> Iterator[ModelsServer]:
-    """A server that serves, and is ended also where the test fails."""
+    """A server, which is ended also if the test fails."""
     server = ModelsServer(directory, **settings)
     try:
         server.ready()
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelsServer]:
 
 @contextlib.contextmanager
 def held(server: ModelsServer) -> Iterator[Callable[[], None]]:
-    """Cores that start within become ready once what this yields is called, or after it."""
+    """Cores that start within the block become ready when the yielded function is called, or after the block."""
     with server.gate.open() as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         yield lambda: fcntl.flock(gate, fcntl.LOCK_UN)
@@ -72,7 +72,7 @@ def test_a_core_that_is_killed_while_it_loads_is_said_and_tried_again(tmp_path: 
             503,
             "model two cannot be loaded: the engine core was killed by SIGKILL",
         )
-        # As many may wait as may be queued; one of another owner may wait too.
+        # As many requests may wait as the queue allows, and one of another owner.
         waiting = [threads.submit(complete, server, "two") for _ in range(2)]
         eventually(lambda: queued(server) == 2)
         refused = complete(server, "two")
@@ -118,7 +118,7 @@ def test_calls_for_operators_name_their_model(server: ModelsServer) -> None:
     assert httpx.post(f"{server.url}/sleep?model=two&level=2", timeout=60).status_code == 200
     assert server.get("/is_sleeping?model=two").json() == {"is_sleeping": True}
     assert complete(server, "two").status_code == 503
-    # A model that sleeps keeps its room: the other one makes room for the third.
+    # A sleeping model keeps its memory: the other model makes room for the third.
     server.use("one", "three")
     assert server.loaded() == ["two", "three"]
     assert httpx.post(f"{server.url}/wake_up?model=two", timeout=60).status_code == 200
@@ -177,7 +177,7 @@ def test_models_of_two_ranks_with_drafters_make_room_and_lose_no_stream(tmp_path
             streams = {name: Stream(running, name, 1500) for name in ("one", "two")}
             eventually(lambda: all(stream.has_begun() for stream in streams.values()))
             core_of("two").children()[-1].kill()
-            # Whichever ends first makes room.
+            # The first that ends makes room.
             third = threads.submit(complete, running, "three")
             for name, stream in streams.items():
                 assert stream.join()[:TOKENS] == expected[name]
@@ -190,7 +190,7 @@ def test_models_of_two_ranks_with_drafters_make_room_and_lose_no_stream(tmp_path
                 killed = threads.submit(complete, running, "three")
                 eventually(lambda: bool(processes_of("three")))
                 core_of("three").kill()
-            # A model that was loaded before gets another core, as one that dies later does.
+            # A model that was loaded before gets another core, as after a later death.
             assert tokens_of(killed.result()) == expected["three"]
             assert stream.join()[:TOKENS] == expected["one"]
     finally:

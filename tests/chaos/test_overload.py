@@ -1,4 +1,4 @@
-"""More load than the server can serve: accepted requests are answered, refused ones retry later and succeed."""
+"""More load than the server's capacity: accepted requests are answered; refused ones retry later and succeed."""
 
 import asyncio
 import time
@@ -31,7 +31,8 @@ TIMES_THE_CAPACITY = 10
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
-    """For the test of clients that retry, which runs first: after an overload, reservations remain for a while."""
+    """Server of the test of clients that retry, which runs first: after an overload, reservations remain for a
+    while."""
     server = ChaosServer(tmp_path_factory.mktemp("narrow") / "log", *OPTIONS)
     try:
         yield server.ready()
@@ -40,7 +41,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
 
 
 class Answer(NamedTuple):
-    """What one request of the overload met."""
+    """The result of one request of the overload."""
 
     status: int
     ttft: float = 0.0
@@ -48,7 +49,7 @@ class Answer(NamedTuple):
 
 
 async def ask(http: httpx.AsyncClient) -> Answer:
-    """Send the request; a 200 has to be complete, a 429 has to say when to come back."""
+    """Send the request; a 200 must be complete, a 429 must have Retry-After."""
     began = time.monotonic()
     async with http.stream("POST", "/v1/completions", json=REQUEST) as response:
         if response.status_code == 200:
@@ -70,7 +71,7 @@ async def ask(http: httpx.AsyncClient) -> Answer:
 
 
 async def measured_rate(http: httpx.AsyncClient) -> float:
-    """Requests a second that the server completes while its queue is never empty."""
+    """Requests per second that the server completes while its queue is never empty."""
     began = time.monotonic()
     async with asyncio.TaskGroup() as group:
         for _ in range(RUNNING + QUEUED):
@@ -114,7 +115,7 @@ async def test_in_a_tenfold_overload_refused_requests_only_get_a_retry_time(
         tasks: list[asyncio.Task[Answer]] = []
         began = time.monotonic()
         while (elapsed := time.monotonic() - began) < seconds:
-            # However unevenly the machine computes, more ask at any time than there is room for.
+            # At any speed of the machine, there are more requests than the queue has room for.
             while len(tasks) < rate * elapsed or unfinished(tasks) < 2 * (RUNNING + QUEUED):
                 tasks.append(asyncio.create_task(ask(http)))
             sample = await http.get("/metrics")
@@ -149,7 +150,7 @@ def sample_of(text: str, name: str) -> float:
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} "))
 
 
-@pytest.mark.slow  # On a server that others use before: tests/e2e/test_http_overload.py.
+@pytest.mark.slow  # On a server with earlier requests: tests/e2e/test_http_overload.py.
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_request_whose_client_left_while_it_waited_is_never_scheduled(
     leaves: bool, start_server: StartServer
@@ -165,7 +166,7 @@ def test_a_request_whose_client_left_while_it_waited_is_never_scheduled(
             server.until(lambda: server.metric('kaon_requests_finished_total{reason="abort"}') == 1)
     server.until(server.is_idle)
     waiting.close()
-    # What is scheduled is looked up in the prefix cache first.
+    # Scheduled prompts are looked up in the prefix cache first.
     assert (looked_up(server) > read_before) == (not leaves)
 
 

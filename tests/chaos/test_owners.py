@@ -1,4 +1,4 @@
-"""Keys that attack each other through what they share: what the attacked key notices, in figures."""
+"""Keys that attack each other through shared resources: the effect on the attacked key, in figures."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from server.limits.key_file import KeyFile
 from tests.chaos.faults import ChaosServer
 from tests.e2e.kaon_server import MODEL, PLAIN_HTTP, START_SECONDS
 
-# Its figures need a machine to itself; unit and end-to-end tests hold the same in `make test`.
+# Its figures need a machine of its own; unit and end-to-end tests assert the same in `make test`.
 pytestmark = pytest.mark.slow
 
 HEAVY = [f"heavy{number}" for number in range(10)]
@@ -38,7 +38,7 @@ class Owners:
     """A server with a key file."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        """`options`: further ones of the server."""
+        """`options`: further options of the server."""
         content = KeyFile(1, [])
         self.keys = {name: content.create(name) for name in ("light", *HEAVY)}
         content.save(folder / "keys.json")
@@ -72,7 +72,7 @@ def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owners]:
 
 
 class Stream(NamedTuple):
-    """What a client saw of a stream."""
+    """Observations of a stream by its client."""
 
     text: str
     ttft: float
@@ -98,7 +98,7 @@ async def stream(http: httpx.AsyncClient, body: dict[str, Any] = VICTIM) -> Stre
 
 @contextlib.asynccontextmanager
 async def attack(*work: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Run endless work meanwhile."""
+    """Run endless work during the block."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         yield tasks

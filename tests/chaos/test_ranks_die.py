@@ -1,4 +1,4 @@
-"""A tensor-parallel rank is killed or stopped under load: no stream notices, and nothing of the old ranks is left."""
+"""A tensor-parallel rank is killed or stopped under load: streams continue, and no state of the old ranks remains."""
 
 import functools
 import random
@@ -17,7 +17,7 @@ RANKS = 2
 
 
 def family(server: ChaosServer) -> set[psutil.Process]:
-    """The core that runs, with its ranks."""
+    """The running core with its ranks."""
     (core,) = server.cores()
     return {core, *core.children()}
 
@@ -40,7 +40,7 @@ async def test_every_answer_is_the_same_when_ranks_are_killed_or_stopped(
     start_server: StartServer,
     moments: random.Random,
 ) -> None:
-    """By what happens during each load, the ones after the others."""
+    """Faults during each load, in turn."""
     server = start_server("--tensor-parallel-size", str(RANKS))
     undisturbed = await perform_all(server.url, asks)
     before = family(server)

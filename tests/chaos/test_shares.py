@@ -1,4 +1,4 @@
-"""A light key next to ten heavy ones, each with another kind of load: its first tokens, and its share, in figures."""
+"""A light key with ten heavy ones, each with another kind of load: its first tokens, and its share, in figures."""
 
 import asyncio
 import time
@@ -13,13 +13,13 @@ from tests.chaos.test_fairness import SHAPE
 from tests.chaos.test_owners import HEAVY, VICTIM, Owners, Stream, attack, stream
 from tests.e2e.kaon_server import MODEL
 
-# Its figures need a machine to itself; unit and end-to-end tests hold the same in `make test`.
+# Its figures need a machine of its own; unit and end-to-end tests assert the same in `make test`.
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[None, SHAPE], ids=["embedded", SHAPE.name])
 def light_and_heavy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owners]:
-    """In the default type, bfloat16, whose steps the compiled operators run."""
+    """The default dtype, bfloat16, whose steps the compiled operators compute."""
     folder = tmp_path_factory.mktemp("light-and-heavy")
     options = ("--served-model-name", MODEL)
     running = Owners(folder, *options, *(() if request.param is None else (str(write(request.param, folder)),)))
@@ -32,9 +32,9 @@ def light_and_heavy(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 SECONDS = 20
 REQUESTS = 60
-"""At least, next to the heavy keys: fewer have no 99th percentile."""
+"""The least number of requests next to the heavy keys: fewer have no 99th percentile."""
 PAUSE_SECONDS = 0.2
-"""Between two requests: an owner that asks more often than this is not light."""
+"""Seconds between two requests: an owner that asks more often is not light."""
 STREAMS = 8
 
 

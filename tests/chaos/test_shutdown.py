@@ -1,4 +1,4 @@
-"""How a server ends: after its streams, at once after a second signal, and without a trace when it is killed."""
+"""The end of a server: after its streams, immediately after a second signal, and without remains if it is killed."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tests.e2e.kaon_server import eventually
 SEQUENCES = sum(ask.sequences for ask in WORKLOAD.values())
 
 
-# Where the core lives: tests/e2e/test_http_lifecycle.py, test_data_parallel_serving.py.
+# If the core is alive: tests/e2e/test_http_lifecycle.py, test_data_parallel_serving.py.
 @pytest.mark.parametrize("core", [pytest.param("lives", marks=pytest.mark.slow), "is killed"])
 async def test_at_sigterm_every_stream_is_answered_to_its_end_and_nothing_new_is_taken(
     core: str, start_server: StartServer, undisturbed: dict[str, Outcome]
@@ -40,7 +40,7 @@ async def test_at_sigterm_every_stream_is_answered_to_its_end_and_nothing_new_is
         assert response.json()["error"]["message"]
         return True
 
-    # As long as this client stays, there is something to drain.
+    # While this client stays connected, there is a request to drain.
     with server.connect("/v1/completions", {**ENDLESS, "stream": True}):
         await asyncio.to_thread(server.until, lambda: server.metric("kaon_requests_received_total") == SEQUENCES + 1)
         server.process.send_signal(signal.SIGTERM)
@@ -53,7 +53,7 @@ async def test_at_sigterm_every_stream_is_answered_to_its_end_and_nothing_new_is
     assert "Traceback" not in server.stderr
 
 
-@pytest.mark.slow  # Of one choice: tests/e2e/test_http_lifecycle.py.
+@pytest.mark.slow  # With one choice: tests/e2e/test_http_lifecycle.py.
 def test_streams_that_outlast_the_drain_timeout_end_with_an_event_that_says_so(start_server: StartServer) -> None:
     server = start_server("--drain-timeout", "0.5")
     fields = {**ENDLESS, "stream": True, "n": 8, "logprobs": 5}
@@ -66,7 +66,7 @@ def test_streams_that_outlast_the_drain_timeout_end_with_an_event_that_says_so(s
     assert server.wait() == 0
 
 
-@pytest.mark.slow  # Of one stream: tests/e2e/test_http_lifecycle.py.
+@pytest.mark.slow  # With one stream: tests/e2e/test_http_lifecycle.py.
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_server_at_once(start_server: StartServer, number: signal.Signals) -> None:
     # Longer than any test may wait: only the second signal can end it in time.
@@ -85,7 +85,7 @@ def test_a_second_signal_ends_the_server_at_once(start_server: StartServer, numb
 
 @pytest.fixture
 def temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where servers make their temporary files; a short path, as sockets need."""
+    """The folder of servers' temporary files; a short path, as sockets need."""
     directory = Path(tempfile.mkdtemp(prefix="kc"))
     monkeypatch.setenv("TMPDIR", str(directory))
     yield directory
@@ -93,7 +93,7 @@ def temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[str]:
-    """The files of /dev/shm that are these processes': open, mapped, or named for one of them."""
+    """The files of /dev/shm that these processes use: open, mapped, or named after one of them."""
     ids = {str(process.pid) for process in processes}
     held = "".join(maps_and_files(pid) for pid in ids)
     names = {str(path) for path in Path("/dev/shm").iterdir()}
@@ -101,7 +101,7 @@ def shared_memory(processes: list[psutil.Process]) -> set[str]:
 
 
 def maps_and_files(pid: str) -> str:
-    """What a process maps and has open, as far as it lives; a core that starts opens and closes files meanwhile."""
+    """A process's mapped and open files, if it is alive; a core that starts opens and closes files meanwhile."""
     found = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         found.append(Path(f"/proc/{pid}/maps").read_text())
@@ -119,7 +119,7 @@ def test_a_killed_server_leaves_no_process_no_socket_and_no_shared_memory(
     server = start_server()
     with server.connect("/v1/completions", {**ENDLESS, "stream": True, "n": 4}) as reader:
         assert reader.recv(1)
-        with server.http() as http:  # Starts the process that checks grammars.
+        with server.http() as http:  # This starts the process that checks grammars.
             form = {"structured_outputs": {"choice": ["a", "b"]}, "max_tokens": 2, "ignore_eos": False}
             assert http.post("/v1/completions", json={**ENDLESS, **form}).status_code == 200
         disturb(server, moment)

@@ -1,4 +1,5 @@
-"""Clients that read a byte a second: they hold up themselves, lose nothing, and cost the server no more memory."""
+"""Clients that read one byte per second delay only themselves, lose nothing, and do not increase the server's
+memory."""
 
 import asyncio
 import contextlib
@@ -30,7 +31,7 @@ OTHER: dict[str, Any] = {
 
 
 async def tpots(server: ChaosServer) -> list[float]:
-    """Seconds between chunks that other clients see, sorted. Every one of them is answered completely."""
+    """Seconds between chunks of other clients' streams, sorted. All of them are answered completely."""
     gaps: list[float] = []
 
     async def one(http: httpx.AsyncClient) -> None:
@@ -105,7 +106,7 @@ def p99(ordered: list[float]) -> float:
     return ordered[int(0.99 * (len(ordered) - 1))]
 
 
-@pytest.mark.slow  # One of them: tests/e2e/test_http_slow_readers.py.
+@pytest.mark.slow  # With one of them: tests/e2e/test_http_slow_readers.py.
 async def test_slow_readers_can_be_ended_with_an_error_that_says_why(start_server: StartServer) -> None:
     server = start_server("--stream-buffer-bytes", str(BUFFER), "--slow-readers", "end")
     with slow_readers(server, 2) as readers:

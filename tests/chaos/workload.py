@@ -1,6 +1,6 @@
-"""A mixed load of 32 deterministic requests, and `Outcome`, what of an answer must not depend on faults.
+"""A mixed load of 32 deterministic requests, and `Outcome`, the parts of an answer that faults must not change.
 
-`perform` sends one request and checks the form of what comes back; `perform_all` sends all of them at once.
+`perform` sends one request and checks the form of its answer; `perform_all` sends all of them at the same time.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ Fields: TypeAlias = dict[str, Any]
 
 
 class Ask(NamedTuple):
-    """One request: where it goes and its body."""
+    """One request: its path and its body."""
 
     path: str
     body: Fields
 
     @property
     def sequences(self) -> int:
-        """What the server counts it as."""
+        """The endpoint under which the server counts it."""
         count: int = self.body.get("best_of") or self.body.get("n", 1)
         return count
 
@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 async def perform(http: httpx.AsyncClient, ask: Ask) -> Outcome:
-    """The outcome of one request. Raises `Refused`, and `AssertionError` where the answer is malformed or failed."""
+    """The outcome of one request. Raises `Refused`, and `AssertionError` if the answer is malformed or failed."""
     if not ask.body.get("stream"):
         response = await http.post(ask.path, json=ask.body)
         if response.status_code != 200:
@@ -53,7 +53,7 @@ async def perform(http: httpx.AsyncClient, ask: Ask) -> Outcome:
 
 
 async def perform_all(url: str, asks: Mapping[str, Ask]) -> dict[str, Outcome]:
-    """The outcomes of all of them, sent at once. Whatever one raises is raised, with its name."""
+    """The outcomes of all requests, sent at the same time. Errors are raised with the request's name."""
     async with client(url) as http:
 
         async def named(name: str, ask: Ask) -> Outcome:
@@ -69,7 +69,7 @@ async def perform_all(url: str, asks: Mapping[str, Ask]) -> dict[str, Outcome]:
 
 
 def client(url: str) -> httpx.AsyncClient:
-    """A client with as many connections as anyone asks for."""
+    """A client without a limit of connections."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=url, timeout=START_SECONDS, limits=limits, verify=PLAIN_HTTP)
 
@@ -183,7 +183,7 @@ WORKLOAD: dict[str, Ask] = {
     ),
     "response, whole": _response("What is the capital of France?", 60),
 }
-"""By name. Together 41 sequences, of 10 to 900 tokens."""
+"""Requests by name. Together they have 41 sequences of 10 to 900 tokens."""
 
 SOME = dict(list(WORKLOAD.items())[::3])
-"""A third of them, in which there is something of most kinds."""
+"""A third of them, with most kinds of requests."""

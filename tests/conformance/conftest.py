@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def base_url() -> str:
-    """What clients call their base URL: it ends in /v1."""
+    """The clients' base URL, which ends in /v1."""
     return os.environ["OPENAI_BASE_URL"]
 
 

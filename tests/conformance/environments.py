@@ -32,7 +32,7 @@ def python_of(suite: Suite) -> Path:
 
 
 def install(suite: Suite) -> None:
-    """Make the environment, unless it is there as the requirement file wants it. Raises `InstallError`."""
+    """Make the environment, unless it exists as the requirement file specifies. Raises `InstallError`."""
     folder = ENVIRONMENTS / suite.name
     stamp = folder / "installed.txt"
     wanted = requirements(suite).read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ def _result(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Answer a request a line until the input ends."""
+    """Answer one request per line until the input ends."""
     for line in sys.stdin:
         message = json.loads(line)
         if "id" not in message:

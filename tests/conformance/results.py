@@ -1,4 +1,4 @@
-"""What the suites gave: read from JUnit files, written into docs/conformance.md."""
+"""Results of the suites: read from JUnit files, written into docs/conformance.md."""
 
 import json
 import re
@@ -35,7 +35,7 @@ class Result:
         return self.tests - self.num_excluded - len(self.failures)
 
     def read(self, junit: Path) -> None:
-        """Add what a JUnit file tells."""
+        """Add the results in a JUnit file."""
         if not junit.exists():
             self.failures.append(f"{self.suite.name}: nothing ran")
             return
@@ -51,7 +51,7 @@ class Result:
 
 
 def _counted(names: list[str]) -> str:
-    """Each name once, and how often it comes."""
+    """Each name once, with its count."""
     counts = Counter(name.partition("[")[0] for name in names)
     return ", ".join(f"`{name}`" + (f" ({count} times)" if count > 1 else "") for name, count in counts.items())
 
@@ -73,7 +73,7 @@ def version_of(suite: Suite, package: str) -> str:
 
 
 def write(results: Iterable[Result]) -> None:
-    """Put the results of a whole run into the page."""
+    """Write the results of a whole run into the page."""
     results = list(results)
     lines = ["| suite | shows | tests | passed | excluded |", "|---|---|---:|---:|---:|"]
     for result in results:

@@ -26,7 +26,7 @@ RECORDS = HERE.parent / "agents"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the named suites, or all; the exit code: 0 all passed, 1 something failed, 2 bad usage."""
+    """Run the named suites, or all. Returns the exit code: 0 all passed, 1 a test failed, 2 invalid arguments."""
     flags = arguments[next((i for i, each in enumerate(arguments) if each.startswith("-")), len(arguments)) :]
     names = arguments[: len(arguments) - len(flags)]
     records = "--record" in flags
@@ -76,7 +76,7 @@ def _run_all(chosen: list[Suite], flags: list[str], records: bool) -> tuple[list
 
 
 def _run(suite: Suite, server: Server, folder: Path, flags: list[str], records: bool) -> tuple[Result, list[str]]:
-    """What a suite gave against `server`, and what went wrong inside the server."""
+    """The result of a suite against `server`, and the server's internal errors."""
     started = time.monotonic()
     result = Result(suite)
     for command, junit in _commands(suite, folder, flags):
@@ -93,12 +93,12 @@ def _run(suite: Suite, server: Server, folder: Path, flags: list[str], records: 
 
 
 def _commands(suite: Suite, folder: Path, flags: list[str]) -> list[tuple[list[str], Path]]:
-    """What runs the suite, each with the JUnit file that it leaves."""
+    """The commands of the suite, each with its JUnit file."""
     if suite.is_node:
         home = ENVIRONMENTS / suite.name
         commands = []
         for test in suite.tests:
-            # Modules are looked up from where the importing file lies.
+            # Modules are looked up from the folder of the importing file.
             copy = home / Path(test).name
             shutil.copy(HERE / test, copy)
             junit = folder / f"{copy.stem}.xml"
@@ -113,7 +113,7 @@ def _commands(suite: Suite, folder: Path, flags: list[str]) -> list[tuple[list[s
 
 
 def _environment(suite: Suite, url: str, folder: Path) -> dict[str, str]:
-    """The environment of a suite's process: where the server is, and nothing that would phone anybody."""
+    """Environment variables of a suite's process: the server's address, and settings that disable telemetry."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
         "KAON_URL": url,

@@ -1,4 +1,4 @@
-"""`Server`: the one server that all suites run against, watched from outside."""
+"""`Server`: the one server against which all suites run, observed from outside."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ API_KEY = "conformance"
 CHECKPOINT = Path(__file__).parents[2] / "models" / "demo" / "checkpoint"
 
 _FLAGS = ("--port", "0", "--api-key", API_KEY, "--access-log", "json")
-# float32, so that greedy text and log probabilities do not depend on what else is in the batch.
+# float32, so that greedy text and log probabilities do not depend on the rest of the batch.
 _FLAGS += ("--dtype", "float32", "--cpu-kvcache-gib", "0.25", "--max-num-seqs", "64")
 _START_SECONDS = 120
 _CORE, _SCRIPTED_CORE = "engine.core.main", "scripted_core"
@@ -28,7 +28,8 @@ class Server:
     """`kaon serve` from the project's environment, from `__enter__` to `__exit__`."""
 
     def __init__(self, log: Path, script: Path | None = None, flags: Sequence[str] = ()) -> None:
-        """`script`: rules by which the model answers, as `tests.e2e.scripted_core` reads them; `flags`: its own."""
+        """`script`: rules for the model's answers, as `tests.e2e.scripted_core` reads them; `flags`: the server's own
+        flags."""
         self._flags = flags
         self._log = log
         self._script = script
@@ -60,7 +61,7 @@ class Server:
             self.process.kill()
 
     def complaints(self) -> list[str]:
-        """What went wrong inside the server since the last call; nothing, as it should be."""
+        """Internal errors of the server since the last call; there should be none."""
         found = []
         if self.process.poll() is not None:
             found.append(f"the server ended with {self.process.returncode}")
@@ -84,7 +85,7 @@ class Server:
 
 
 def is_server_error(line: str) -> bool:
-    """Whether a line of the log tells of a request that was answered 5xx."""
+    """Whether a line of the log reports a request that was answered with a 5xx."""
     try:
         entry = json.loads(line)
     except ValueError:

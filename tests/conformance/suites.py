@@ -1,4 +1,4 @@
-"""The suites of `make conformance`: what each needs, what it runs, and what of it cannot run here."""
+"""The suites of `make conformance`: their requirements, their tests, and the tests that cannot run here."""
 
 from dataclasses import dataclass, field
 
@@ -8,25 +8,26 @@ class Suite:
     """Tests that drive the server with one client, in an environment of the client's own."""
 
     name: str
-    """Also the environment's, `.conformance/<name>`: what `requirements/<name>.txt` or npm's lock file pins."""
+    """Also the name of the environment, `.conformance/<name>`, with the packages of `requirements/<name>.txt` or npm's
+    lock."""
     packages: tuple[str, ...]
-    """The clients under test, whose versions the results name."""
+    """The clients under test, whose versions the results contain."""
     tests: tuple[str, ...]
     """Files with the tests, in this folder."""
     what: str
-    """What is shown, in a line for the results."""
+    """The subject of the suite, in a line for the results."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further environment variables."""
     script: str = ""
-    """What the model says, for `tests.e2e.scripted_server`; default: the embedded model answers."""
+    """Answers of the model, for `tests.e2e.scripted_server`; default: the embedded model answers."""
     flags: tuple[str, ...] = ()
     """Further flags of a server of the suite's own; files are in this folder."""
     has_npm: bool = False
-    """Whether tests in Python drive a program of npm's: `<name>/package-lock.json` is installed too."""
+    """Whether tests in Python run a program of npm's: `<name>/package-lock.json` is installed too."""
 
     @property
     def is_node(self) -> bool:
-        """Whether npm installs it: next to the tests are its package files."""
+        """Whether npm installs it: its package files are next to the tests."""
         return self.tests[0].endswith(".mjs")
 
 

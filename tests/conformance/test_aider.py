@@ -1,4 +1,4 @@
-"""aider itself, without a terminal, against a model that says what aider/script.json tells it."""
+"""aider itself, without a terminal, against a model whose answers are scripted in aider/script.json."""
 
 import os
 import subprocess

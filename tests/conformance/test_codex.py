@@ -1,7 +1,7 @@
-"""Codex CLI, as it comes from npm, with a model that says what `codex/script.json` tells it.
+"""Codex CLI, as npm installs it, with a model whose answers are scripted in `codex/script.json`.
 
-The server's chat template shows the model all that it is given, so that the script can look for it. The configuration
-is the one of docs/agents.md.
+The server's chat template shows the model its whole input, so that the script can match it. The configuration is that
+of docs/agents.md.
 """
 
 import json
@@ -27,7 +27,7 @@ Codex: TypeAlias = Callable[..., Events]
 
 @pytest.fixture
 def codex(base_url: str, api_key: str, model: str, tmp_path: Path) -> Codex:
-    """Runs `codex exec` in a home and a directory of the test's own; the events that it prints."""
+    """Run `codex exec` in a home and a directory of the test's own. Returns the events that it prints."""
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()

@@ -1,4 +1,5 @@
-"""`guidellm`: a short load of four streams over each endpoint, with prompts that it makes from the local tokenizer."""
+"""`guidellm`: a short load of four streams over each endpoint, with prompts that it generates by the local
+tokenizer."""
 
 import json
 import os

@@ -18,13 +18,13 @@ NO_CHINESE = "the embedded model knows no Chinese, and calls the tool with other
 
 
 def towards_closing_quotes() -> dict[str, float]:
-    """A bias that makes the embedded model end its strings, which it goes on with where it was not asked for JSON."""
+    """A bias that makes the embedded model end its strings, which it otherwise continues if JSON was not requested."""
     tokenizer = json.loads((Path(os.environ["KAON_CHECKPOINT"]) / "tokenizer.json").read_text(encoding="utf-8"))
     return {str(token_id): 4 for token, token_id in tokenizer["model"]["vocab"].items() if token.startswith('"')}
 
 
 class _Served:
-    """What the two standard suites ask of whoever runs them."""
+    """The options that the two standard suites ask for."""
 
     use_responses_api = False
 

@@ -14,7 +14,7 @@ Llm = Callable[..., str]
 
 @pytest.fixture
 def llm(tmp_path: Path, base_url: str, api_key: str, model: str) -> Llm:
-    """Runs `llm` with a configuration of its own; what it prints."""
+    """Run `llm` with a configuration of its own. Returns its output."""
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: kaon\n  model_name: {model}\n  api_base: {base_url}\n  api_key_name: kaon\n"
         "  supports_tools: true\n  supports_schema: true\n"

@@ -15,19 +15,19 @@ FOLDER = Path(__file__).parent / "lm_eval"
 CHECKPOINT = os.environ.get("KAON_CHECKPOINT", "")
 
 LARGEST_DIFFERENCE = 1e-3
-"""Between two log-likelihoods of the same continuation, both computed in float32."""
+"""Tolerance of two log-likelihoods of the same continuation, both computed in float32."""
 
 
 class Scores(NamedTuple):
     metrics: dict[str, float]
     loglikelihoods: dict[int, list[float]]
-    """Of each item's choices."""
+    """Log-likelihoods of each item's choices."""
     greedy: dict[int, list[bool]]
-    """Whether each choice is what greedy decoding would write."""
+    """Whether each choice is the greedy continuation."""
 
 
 def score(folder: Path, model: str, model_args: str, *flags: str) -> Scores:
-    """Run the harness; what it found."""
+    """Run the harness. Returns its results."""
     command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--model_args", model_args, *flags]
     command += ["--tasks", TASK, "--include_path", ".", "--log_samples", "--output_path", str(folder)]
     environment = {**os.environ, "HF_HOME": str(folder / "hf")}

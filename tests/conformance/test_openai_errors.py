@@ -1,4 +1,4 @@
-"""The official client: which exception each refusal becomes, and what it can read of it."""
+"""The official client: the exception for each refusal, and its attributes."""
 
 from collections.abc import Callable
 from typing import Any

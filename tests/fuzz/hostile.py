@@ -1,4 +1,4 @@
-"""`HOSTILE`: requests that mean nothing or would cost much, by endpoint. Sent by `test_hostile_requests`."""
+"""`HOSTILE`: requests that are meaningless or expensive, by endpoint. Sent by `test_hostile_requests`."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ MEBIBYTE = 2**20
 
 
 class Hostile(NamedTuple):
-    """A request that has to be refused."""
+    """A request that must be refused."""
 
     name: str
     path: str
@@ -19,7 +19,7 @@ class Hostile(NamedTuple):
 
 
 def nested(depth: int, inner: Any, key: str = "x") -> Any:
-    """An object schema in an object schema, and so on."""
+    """An object schema nested in object schemas."""
     schema = inner
     for _ in range(depth):
         schema = {"type": "object", "properties": {key: schema}, "required": [key], "additionalProperties": False}
@@ -27,7 +27,7 @@ def nested(depth: int, inner: Any, key: str = "x") -> Any:
 
 
 def nested_text(depth: int) -> str:
-    """Such a schema as JSON text, deeper than Python's encoder goes."""
+    """Such a schema as JSON text, deeper than Python's encoder allows."""
     return '{"type":"object","properties":{"x":' * depth + "{}" + "}}" * depth
 
 
@@ -142,7 +142,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
         for regex in ("(a+)+b", "(a|aa)+b", "(.*)*b", "([a-z]+)*[0-9]", "(x+x+)+y", "^(([a-z])+.)+[A-Z]([a-z])+$")
     },
 }
-"""Values of `structured_outputs` that look costly and are not, as long as they are taken step by step."""
+"""Values of `structured_outputs` that look expensive and are not, if they are compiled step by step."""
 
 SAMPLING: dict[str, dict[str, Any]] = {
     **{
@@ -459,7 +459,7 @@ _ENDPOINTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "/v1/responses/compact": (
         {"model": MODEL, "input": "Hi", "max_output_tokens": 16},
-        # A summary has no form: the format of the conversation's answers has no effect on it.
+        # A summary has no form: the format of the conversation's answers does not affect it.
         {name: fields for name, fields in RESPONSES.items() if not name.startswith("text.format")},
     ),
     "/tokenize": ({"model": MODEL, "prompt": "Hi"}, TOKENIZE),

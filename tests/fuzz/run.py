@@ -1,8 +1,8 @@
-"""`make fuzz ARGS="--minutes 5 --target NAME"`: feeds parsers mutated bytes, guided by what code they reach.
+"""`make fuzz ARGS="--minutes 5 --target NAME"`: runs parsers on mutated bytes, guided by coverage.
 
-Each target runs in a process of its own under atheris (libFuzzer), from its corpus in `tests/fuzz/corpora`. What it
-finds on the way stays in build/fuzz; an input that breaks a promise is named at the end: once mended, put it into
-the corpus, which `make test` replays. `--keep` adds the few inputs of a run that reach what the corpus does not.
+Each target runs in a process of its own under atheris (libFuzzer), from its corpus in `tests/fuzz/corpora`. New inputs
+stay in build/fuzz. An input that causes a failure is named at the end: add it to the corpus, which `make test`
+replays, together with the fix. `--keep` adds the few inputs of a run that reach code that the corpus does not reach.
 """
 
 import argparse
@@ -20,32 +20,32 @@ ROOT = Path(__file__).parents[2]
 CORPORA = Path(__file__).parent / "corpora"
 BUILD = ROOT / "build" / "fuzz"
 _MAX_BYTES = 4096
-"""Length of the longest input: parsers that do wrong on long ones do so on short ones of the same form."""
+"""Length of the longest input: parsers that fail on long inputs fail on short ones of the same form."""
 _INPUT_SECONDS = 20
 _MEMORY_MIB = 4096
 _PACKAGES = [
     *("server", "engine", "models.config", "models.lora", "models.loading", "models.architectures.config"),
     *("jinja2", "uvicorn", "starlette", "python_multipart", "jwt"),
 ]
-"""Whose code guides the fuzzer; native libraries are not instrumented."""
+"""Packages whose code guides the fuzzer; native libraries are not instrumented."""
 _SHOWN_LINES = 40
-"""Of the log of a run that failed."""
+"""Lines of the log of a run that failed."""
 _RUNS = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
 _SIZE = re.compile(r"cov: (\d+)")
 
 
 class Outcome(NamedTuple):
-    """What fuzzing a target found."""
+    """The result of fuzzing a target."""
 
     runs: int
     coverage: int
-    """Edges of instrumented code that were reached."""
+    """Number of edges of instrumented code that were reached."""
     failure: str
     """The end of the log of a run that failed; empty if none did."""
 
 
 def fuzz(name: str, seconds: float, *, keep: bool = False, seed: int = 0) -> Outcome:
-    """Fuzz a target for so long, or until an input breaks a promise."""
+    """Fuzz a target for a number of seconds, or until an input causes a failure."""
     found = BUILD / name
     found.mkdir(parents=True, exist_ok=True)
     options = [
@@ -96,12 +96,12 @@ def run_child(name: str, options: list[str]) -> None:
 
 
 def names() -> list[str]:
-    """Of all targets."""
+    """The findings of all targets."""
     return sorted(path.name for path in CORPORA.iterdir() if path.is_dir())
 
 
 def main(argv: Sequence[str]) -> int:
-    """1 if a promise was broken."""
+    """Return 1 if an input caused a failure."""
     if argv[:1] == ["--child"]:
         run_child(argv[1], list(argv[2:]))
     parser = argparse.ArgumentParser(prog="make fuzz", description="Feed parsers mutated bytes.")

@@ -1,7 +1,7 @@
-"""Parsers of bytes from outside, each as a function of bytes that raises where the parser breaks a promise.
+"""Parsers of untrusted bytes, each as a function of bytes that raises if the parser violates its contract.
 
-A promise is: whatever the bytes are, what comes of them is a value, or the error that the parser documents. `TARGETS`
-are fed with mutations by `tests.fuzz.run` (atheris) and with their corpora by `test_corpora`.
+The contract is: any bytes give a value, or the error that the parser documents. `TARGETS` are run on mutations by
+`tests.fuzz.run` (atheris) and on their corpora by `test_corpora`.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ from tests.unit.answers.dialect_texts import USE, parsed
 
 Target = Callable[[bytes], object]
 TARGETS: dict[str, Target] = {}
-"""By name, which is also the name of the folder of its corpus."""
+"""Targets by name, which is also the name of the folder of the corpus."""
 
 CORPORA = Path(__file__).parent / "corpora"
 
@@ -77,7 +77,7 @@ def target(function: Target) -> Target:
 
 
 def choose(data: bytes, number: int) -> tuple[int, bytes]:
-    """A choice among `number` by the first byte, and the other bytes."""
+    """Select one of `number` values by the first byte. Returns also the other bytes."""
     return (data[0] % number if data else 0), data[1:]
 
 
@@ -123,7 +123,7 @@ def http_body(data: bytes) -> None:
 
 
 class Transport(asyncio.Transport):
-    """Where a protocol writes; nothing is sent."""
+    """A transport for a protocol's output, which sends nothing."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("192.0.2.1", 1), "sockname": ("192.0.2.2", 80)})
@@ -178,7 +178,7 @@ def http_settings() -> uvicorn.Config:
 
 @target
 def http_head(data: bytes) -> None:
-    """Bytes of a connection, cut anywhere, are answered by status lines and never by an exception."""
+    """A connection's bytes, divided at any positions, are answered by status lines and never by an exception."""
     cuts, stream = choose(data, 256)
     asyncio.run(serve(stream, cuts))
 
@@ -249,7 +249,7 @@ def multipart(data: bytes) -> None:
 
 @target
 def batch_lines(data: bytes) -> None:
-    """The input of a batch has lines that lie in it, or errors in words."""
+    """The input of a batch has lines within its bounds, or errors in words."""
     path = written("input", data) / "input"
     lines, errors = read_lines(path, "/v1/completions")
     assert lines or errors
@@ -270,7 +270,7 @@ def verifier() -> TokenVerifier:
 
 @target
 def token(data: bytes) -> None:
-    """A token that nobody signed opens nothing: parts are encoded here, so that mutations reach what is inside."""
+    """An unsigned token gives no access: the parts are encoded here, so that mutations reach their contents."""
     choice, rest = choose(data, 2)
     if choice:
         rest = b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in rest.split(b"\n", 2))
@@ -285,7 +285,7 @@ def seal() -> Seal:
 
 @target
 def sealed(data: bytes) -> None:
-    """What a client sends back as sealed is opened only if this server sealed it for the same owner."""
+    """Sealed text from a client is opened only if this server sealed it for the same owner."""
     choice, rest = choose(data, 2)
     text = rest.decode("utf-8", "replace")
     if choice:
@@ -303,7 +303,8 @@ REASONING = (*registry.REASONING_DIALECTS, registry.NONE)
 
 @target
 def dialects(data: bytes) -> None:
-    """A model's text means the same however it is cut: content, reasoning, calls and their arguments."""
+    """A model's text has the same meaning for any division into pieces: content, reasoning, calls and their
+    arguments."""
     choice, rest = choose(data, len(DIALECTS))
     kind, rest = choose(rest, len(REASONING))
     step, rest = choose(rest, 7)
@@ -322,7 +323,7 @@ def dialects(data: bytes) -> None:
 
 @target
 def json_repair(data: bytes) -> None:
-    """What is mended is JSON."""
+    """Repaired text is JSON."""
     mended = mend(data.decode("utf-8", "replace"))
     if mended is not None:
         with contextlib.suppress(RecursionError):
@@ -357,7 +358,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @target
 def grammar(data: bytes) -> None:
-    """A grammar of a request becomes Lark, or is refused; what the native library makes of it is not asked here."""
+    """A grammar of a request is converted to Lark, or refused; the native library is not called here."""
     choice, rest = choose(data, len(KINDS))
     text = rest.decode("utf-8", "replace")
     value: Any = text
@@ -378,7 +379,7 @@ def grammar(data: bytes) -> None:
 
 @cache
 def folder() -> Path:
-    """A folder in memory, where there is one, that goes with the process."""
+    """A folder in memory, if there is one, which is deleted with the process."""
     shared = Path("/dev/shm")
     root = str(shared) if os.access(shared, os.W_OK) else None
     return Path(_FOLDERS.enter_context(tempfile.TemporaryDirectory(prefix="kaon-fuzz-", dir=root)))
@@ -397,7 +398,7 @@ def written(name: str, data: bytes) -> Path:
 
 @target
 def safetensors(data: bytes) -> None:
-    """A file of weights gives tensors, or a `CheckpointError`. The length of its header may be made right."""
+    """A file of weights gives tensors, or a `CheckpointError`. The length of its header may be corrected first."""
     from models.loading.checkpoint import tensors_of_file, weight_files
 
     choice, rest = choose(data, 4)
@@ -440,7 +441,7 @@ def config_json(data: bytes) -> None:
 
 @target
 def tokenizer_json(data: bytes) -> None:
-    """A tokenizer is read, or refused by a `CheckpointError`; one that is read survives text and ids."""
+    """A tokenizer is read, or refused by a `CheckpointError`; one that is read handles any text and ids."""
     path = written("tokenizer.json", data)
     try:
         tokenizer = Tokenizer.from_checkpoint(path)

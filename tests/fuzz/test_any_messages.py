@@ -1,4 +1,5 @@
-"""Any body of `/v1/messages` is answered or refused in Anthropic's form, and a neighbour's stream stays the same."""
+"""Any body of `/v1/messages` is answered or refused in Anthropic's form, and another client's stream does not
+change."""
 
 import asyncio
 import json
@@ -16,7 +17,7 @@ _AT_A_TIME = 16
 
 
 def drawn(count: int) -> list[bytes]:
-    """That many bodies."""
+    """Generate `count` bodies."""
     bodies: list[bytes] = []
 
     @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))

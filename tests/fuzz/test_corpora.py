@@ -1,4 +1,4 @@
-"""No parser breaks a promise on the inputs of its corpus, or on simple mutations of them. Longer: `make fuzz`."""
+"""No parser violates its contract on the inputs of its corpus, or on simple mutations of them. Longer: `make fuzz`."""
 
 from collections.abc import Iterator
 from random import Random
@@ -9,12 +9,12 @@ from tests.fuzz import run
 from tests.fuzz.targets import CORPORA, TARGETS
 
 MUTATIONS = 40
-"""Of each input of a corpus."""
+"""Number of mutations of each input of a corpus."""
 LONG_MINUTES = 5.0
 
 
 def mutations(data: bytes) -> Iterator[bytes]:
-    """The input, and ones that differ in a byte or a piece; the same ones each time."""
+    """The input, and the same variants each time, which differ in a byte or a piece."""
     yield data
     random = Random(0)
     for _ in range(MUTATIONS if data else 0):

@@ -1,4 +1,5 @@
-"""What agents send to `/v1/responses`, changed at random: an answer or an error object, and no neighbour notices."""
+"""Random changes of the requests of agents to `/v1/responses` give an answer or an error object, and do not affect
+others."""
 
 import copy
 import json
@@ -23,7 +24,7 @@ LEAVES: list[Any] = [
 
 
 def body() -> dict[str, Any]:
-    """A turn with every kind of item and tool, of which much may go wrong."""
+    """A turn with every kind of item and tool, in which many values can be wrong."""
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     items: list[dict[str, Any]] = [
@@ -52,7 +53,7 @@ def body() -> dict[str, Any]:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something can be changed in a JSON value."""
+    """The positions in a JSON value at which it can be changed."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in entries:
         yield (*path, key)
@@ -60,7 +61,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(given: dict[str, Any], rng: Random) -> dict[str, Any]:
-    """A copy with one to three changes: a value replaced, removed, doubled, or put where another was."""
+    """A copy with one to three changes: a value replaced, removed, doubled, or moved to another position."""
     made = copy.deepcopy(given)
     for _ in range(rng.randint(1, 3)):
         everywhere = [place for place in places(made) if place[0] not in ("model", "max_output_tokens")]

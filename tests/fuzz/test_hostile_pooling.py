@@ -1,4 +1,4 @@
-"""Whatever is sent to the endpoints that pool: an answer or a 4xx, and a neighbour's stream is as alone."""
+"""Any request to the endpoints that pool gets an answer or a 4xx, and another client's stream does not change."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ INPUT_FIELDS = ("input", "query", "documents", "text_1", "text_2")
 
 
 def bodies(path: str) -> st.SearchStrategy[bytes]:
-    """Requests of a path that may be right, with some of their fields set to anything; and anything at all."""
+    """Requests that may be correct, with some of their fields set to anything; and arbitrary bodies."""
     model, right = RIGHT[path]
     inputs = {name: INPUTS | st.lists(INPUTS, max_size=4) for name in INPUT_FIELDS if name in model.model_fields}
     names = st.sampled_from(sorted(model.model_fields)) | st.text()
@@ -93,7 +93,7 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
 
 
 def send(server: KaonServer, path: str, count: int) -> dict[int, int]:
-    """Send so many requests; the answers by status."""
+    """Send `count` requests. Returns the number of answers by status."""
     seen: dict[int, int] = {}
     with server.http() as http:
 
@@ -141,7 +141,7 @@ async def test_a_neighbours_stream_is_as_alone(embedder: KaonServer, path: str) 
 
 
 async def neighbour(http: httpx.AsyncClient) -> str:
-    """What another client's stream says."""
+    """The text of another client's stream."""
     text = ""
     async with http.stream("POST", "/v1/completions", json=NEIGHBOUR) as response:
         async for line in response.aiter_lines():

@@ -1,4 +1,4 @@
-"""Hostile requests are refused at once, in words, and a neighbour's stream does not change by a byte."""
+"""Hostile requests are refused immediately, in words, and another client's stream does not change by a byte."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from tests.e2e.kaon_server import MODEL, KaonServer
 from tests.fuzz.hostile import CHAT, HARMLESS, PATHS, Hostile, hostile
 
 PROMISED_SECONDS, ALLOWED_SECONDS = 1.0, 60.0
-"""What is promised of a refusal, and what a machine with other work to do may take: one without end is found by it."""
+"""Promised time of a refusal, and a tolerance for a busy machine, with which endless work is still detected."""
 
 NEIGHBOUR: dict[str, Any] = {
     "model": MODEL,
@@ -27,13 +27,13 @@ NEIGHBOUR: dict[str, Any] = {
     "stream": True,
 }
 COSTLY_TOKENS = 50
-"""Of an answer in a form that looks costly: what grows with the answer has grown by then."""
+"""Tokens of an answer in a form that looks expensive: a cost that grows with the answer is then visible."""
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
 async def neighbour(http: httpx.AsyncClient) -> str:
-    """What a stream of somebody else's says."""
+    """The text of another client's stream."""
     text = ""
     async with http.stream("POST", "/v1/completions", json=NEIGHBOUR) as response:
         async for line in response.aiter_lines():
@@ -43,7 +43,7 @@ async def neighbour(http: httpx.AsyncClient) -> str:
 
 
 class Attack:
-    """Sends requests one after the other, next to a neighbour's stream that starts again as soon as it has ended."""
+    """Sends requests in turn, while another client's stream runs, which is restarted whenever it has ended."""
 
     def __init__(self, *, may_be_answered: bool = False) -> None:
         self._may_be_answered = may_be_answered
@@ -161,7 +161,7 @@ async def test_hostile_fields_in_any_combination(server: KaonServer, seed: int) 
             fields = {**rng.choice(bodies[path]), **rng.choice(bodies[path])}
             yield Hostile(f"combination {number} of seed {seed}", path, json.dumps(fields).encode())
 
-    # A wrong field may be replaced by a right one.
+    # A wrong field may be replaced by a correct one.
     await Attack(may_be_answered=True).run(server, combined())
 
 

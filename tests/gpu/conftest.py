@@ -1,4 +1,4 @@
-"""Nothing of one test's kernels is left for the next, and no memory."""
+"""After each test, its kernels and its memory are released."""
 
 import gc
 from collections.abc import Iterator

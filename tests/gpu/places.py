@@ -1,7 +1,7 @@
-"""Where the tests of a GPU run: on the GPU of a machine that has one, and the cheapest of them in Triton's interpreter
-as well, so that what only a GPU's owner would run does not rot.
+"""Devices of the GPU tests: the GPU of a machine that has one, and for the cheapest tests also Triton's interpreter,
+so that tests which only run on a GPU do not rot.
 
-A test takes the fixture `place`, and is parametrised by `ON_GPU`, or by `ANYWHERE`.
+A test uses the fixture `place`, and is parametrised by `ON_GPU`, or by `ANYWHERE`.
 """
 
 from dataclasses import dataclass
@@ -35,16 +35,16 @@ class Place:
         return self.device.type != "cpu"
 
     def backend(self) -> AttentionBackend:
-        """Triton's, whose kernels compute for layers too."""
+        """Triton's backend, whose kernels also compute for layers."""
         assert kernels.start(self.device) is None
         return select_backend(self.device) if self.is_gpu else TritonAttentionBackend(self.device)
 
     def seam(self) -> Device:
-        """Streams, events and graphs; stand-ins that are late in the interpreter."""
+        """Streams, events and graphs; in the interpreter, stand-ins that are late."""
         return GPUDevice(self.device) if self.is_gpu else GraphDevice()
 
     def runner(self, checkpoint: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> ModelRunner:
-        """A loaded model with a cache of `NUM_BLOCKS`, that captures no graphs unless it is given sizes."""
+        """A loaded model with a cache of `NUM_BLOCKS`; it captures graphs only if sizes are given."""
         fields = {"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 64, **fields}
         sizes = fields.pop("cudagraph_capture_sizes", ())
         fields["compilation_config"] = {"cudagraph_capture_sizes": sizes, "enforce_eager": not sizes}
@@ -71,4 +71,4 @@ _LONG_IN_INTERPRETER = pytest.param(
 ON_GPU = pytest.mark.parametrize("place", [_GPU])
 ANYWHERE = pytest.mark.parametrize("place", [_GPU, _INTERPRETER])
 ANYWHERE_LONG = pytest.mark.parametrize("place", [_GPU, _LONG_IN_INTERPRETER])
-"""In the interpreter in the long form of the tests only."""
+"""The interpreter's tests run in the long form only."""

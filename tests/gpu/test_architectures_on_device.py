@@ -1,4 +1,4 @@
-"""Each architecture computes on a GPU what transformers computes there, in float32 and in bfloat16."""
+"""Each architecture computes on a GPU the same as transformers, in float32 and in bfloat16."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from tests.parity.variants import Variant, all_variants
 VARIANTS = all_variants()
 EACH = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{variant.architecture}, {variant.name}")
 TOLERANCE = 1e-3
-"""Of log probabilities in float32: libraries' products add up in another order."""
+"""Tolerance of log probabilities in float32: libraries add up products in other orders."""
 TOLERANCE_OF_TF32 = 1e-2
-"""Where recurrent layers multiply: NVIDIA's matrix units round float32 to TF32."""
+"""Tolerance for recurrent layers: NVIDIA's matrix units round float32 to TF32."""
 
 
 def made(variant: Variant, directory: Path) -> Path:

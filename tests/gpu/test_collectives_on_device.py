@@ -1,4 +1,4 @@
-"""Sums over ranks on a GPU: a graph of them is captured when no other is under way, which torch tells."""
+"""Sums over ranks on a GPU: a graph of them is captured when no other sum is in progress, as torch reports."""
 
 from pathlib import Path
 

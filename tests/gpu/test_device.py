@@ -1,4 +1,4 @@
-"""The seam to a real device: copies arrive, graphs replay, and choosing tokens never makes the host wait."""
+"""The interface to a real device: copies arrive, graphs replay, and sampling never makes the host wait."""
 
 import numpy as np
 import pytest

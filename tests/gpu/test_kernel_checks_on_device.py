@@ -1,4 +1,4 @@
-"""The self-test of kernels at sizes of common models: on a device that computes correctly, nothing is wrong."""
+"""The self-test of kernels at sizes of common models: on a device that computes correctly, it reports no error."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Steps on a GPU: graphs and steps ahead give what eager steps give; memory that runs out costs nobody an answer."""
+"""Steps on a GPU: graphs and asynchronous steps give the results of eager steps; running out of memory fails no
+request."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def sequences(lengths: list[tuple[int, int]] = LENGTHS) -> list[Sequence]:
-    """Greedy and drawn ones, with log probabilities and a penalty."""
+    """Greedy and sampled requests, with log probabilities and a penalty."""
     rng = np.random.default_rng(3)
     params = [
         {"temperature": 0.0, "logprobs": 2},
@@ -64,14 +65,14 @@ def test_graphs_and_steps_ahead_give_the_tokens_of_eager_steps(
     assert answers(waiting(runner, sequences(lengths))) == expected
     device_batch = runner.device_batch
     ahead = Ahead(runner)
-    # It put one of a late CPU there.
+    # The fixture has set an emulated late CPU.
     runner.device_batch = device_batch
     assert answers(ahead.run(sequences(lengths))) == expected
 
 
 @pytest.fixture
 def little_memory() -> Iterator[Callable[[int], None]]:
-    """Leaves this process so many bytes of the GPU in addition to what it holds."""
+    """Leaves this process `num_bytes` of the GPU in addition to the memory that it uses."""
 
     def leave(num_bytes: int) -> None:
         torch.cuda.empty_cache()
@@ -117,7 +118,7 @@ def test_all_requests_are_answered_when_memory_runs_out_while_serving(
     fields = {"async_scheduling": mode, "num_kvcache_blocks": 400, "max_num_batched_tokens": 2400}
     runner = place.runner(path, **fields)
     expected = told_by(runner, sequences(lengths))
-    # Room for a part of the prompts: all of them take some 100 MB in the feed-forward layers.
+    # Memory for a part of the prompts: all of them need about 100 MB in the feed-forward layers.
     little_memory(24 << 20)
     assert told_by(runner, sequences(lengths)) == expected
 

@@ -1,7 +1,7 @@
-"""`make test-ops`: what needs programs that are no Python packages, or the extra `kaon[ops]`.
+"""`make test-ops`: tests that need programs outside Python packages, or the extra `kaon[ops]`.
 
-A program that is missing fails its tests; without a builder of images, theirs are skipped.
-`make test` collects this folder without the extra, and runs none of it.
+A missing program fails its tests; without a builder of images, the image's tests are skipped. `make test` collects
+this folder without the extra, and runs none of it.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
-"""Every manifest of deploy/ against the API server of a cluster: what Kubernetes' schemas alone do not refuse.
+"""Every manifest of deploy/ against the API server of a cluster: errors that Kubernetes' schemas alone do not find.
 
-`KAON_KUBECONFIG` names a kubeconfig whose current context may make namespaces. With `KAON_CRDS`, a file or folder of
-CustomResourceDefinitions, those that the cluster lacks are installed, and removed at the end. No node is needed: pods
-are not waited for.
+`KAON_KUBECONFIG` names a kubeconfig whose current context may create namespaces. With `KAON_CRDS`, a file or folder of
+CustomResourceDefinitions, those that the cluster lacks are installed, and removed at the end. No node is needed: the
+tests do not wait for pods.
 """
 
 import base64
@@ -73,13 +73,13 @@ class Cluster:
 
     @staticmethod
     def _content(holder: dict[str, Any], field: str, path: Path) -> bytes | None:
-        """What a kubeconfig has inline or in a file whose path is relative to it."""
+        """A value that a kubeconfig has inline, or in a file whose path is relative to it."""
         if f"{field}-data" in holder:
             return base64.b64decode(holder[f"{field}-data"])
         return (path.parent / holder[field]).read_bytes() if field in holder else None
 
     def resource(self, each: dict[str, Any]) -> dict[str, Any] | None:
-        """The resource that the server has for an object's version and kind."""
+        """The server's resource for an object's version and kind."""
         version = each["apiVersion"]
         answer = self.client.get(f"/apis/{version}" if "/" in version else f"/api/{version}")
         if answer.status_code == 404:
@@ -88,7 +88,7 @@ class Cluster:
         return next((known for known in found if known["kind"] == each["kind"]), None)
 
     def apply(self, each: dict[str, Any], namespace: str | None = None, **parameters: str) -> httpx.Response:
-        """Apply an object on the server's side, where a field that its kind lacks is an error."""
+        """Apply an object on the server's side, where an unknown field is an error."""
         resource = self.resource(each)
         assert resource is not None, f"the cluster has no {each['apiVersion']} {each['kind']}"
         version = each["apiVersion"]
@@ -102,7 +102,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """The cluster, which has the definitions of `KAON_CRDS` for as long as the module runs."""
+    """The cluster, with the definitions of `KAON_CRDS` installed while the module runs."""
     found = Cluster(Path(os.environ["KAON_KUBECONFIG"]).expanduser())
     installed: list[str] = []
     try:
@@ -110,7 +110,7 @@ def cluster() -> Iterator[Cluster]:
             url = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{definition['metadata']['name']}"
             if found.client.get(url).status_code == 404:
                 installed.append(url)
-                # Their projects' repositories have fields of generators, which are no part of definitions.
+                # The projects' repositories contain fields of generators, which are not part of definitions.
                 answer = found.apply(definition, fieldValidation="Ignore")
                 assert answer.is_success, answer.text
                 eventually(lambda url=url: _is_served(found.client.get(url).json()))  # type: ignore[misc]
@@ -142,7 +142,7 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     metadata = {"name": name, "labels": labels}
     made = cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
     assert made.status_code == 201, made.text
-    # Without one no pod is admitted; a controller makes it too, later.
+    # Without a service account no pod is admitted; a controller creates it too, later.
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
     assert cluster.apply(account, name).is_success
     yield name
@@ -150,7 +150,7 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 
 
 def refused(answer: httpx.Response) -> list[str]:
-    """Why the server did not take an object as it is: its error and its warnings."""
+    """The reason why the server does not accept an object unchanged: its error and its warnings."""
     errors = [] if answer.is_success else [answer.json()["message"]]
     return errors + answer.headers.get_list("warning")
 
@@ -171,9 +171,9 @@ def test_the_api_server_accepts_every_object(release: str, cluster: Cluster, nam
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_api_server_admits_the_pods(release: str, cluster: Cluster, namespace: str) -> None:
-    """A workload is accepted with pods that are refused when its controller makes them."""
+    """A workload may be accepted although its controller's pods are refused."""
     for number, template in enumerate(templates(RELEASES[release]())):
-        # A ServingRuntime has fields of a pod and its own; a RuntimeClass comes with the GPUs' operator.
+        # A ServingRuntime has fields of a pod and its own; a RuntimeClass is installed by the GPUs' operator.
         spec = {name: each for name, each in template["spec"].items() if name not in NOT_OF_PODS}
         metadata = {**template.get("metadata", {}), "name": f"pod-{number}"}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

@@ -1,11 +1,11 @@
-"""The image for CPUs, built by buildah on a base of Debian's: as its own user, small over torch, and it serves.
+"""The image for CPUs, built by buildah on a Debian base: it runs as its own user, adds little to torch, and serves.
 
-Needs root, buildah and debootstrap (apt-get install buildah debootstrap), and the registries of Debian and Python;
-where one is missing, the tests are skipped. No image is pulled: the base is made by debootstrap, with the torch of the
-Python that runs the tests. What a runtime takes from the image's configuration (user, variables, entry point) is taken
-from it here, and its root is mounted read-only, as the manifests ask for.
+Needs root, buildah and debootstrap (apt-get install buildah debootstrap), and the registries of Debian and Python; if
+one is missing, the tests are skipped. No image is pulled: the base is made by debootstrap, with the torch of the
+Python that runs the tests. The configuration that a runtime reads from the image (user, variables, entry point) is
+read here too, and its root is mounted read-only, as in the manifests.
 
-Where podman is installed (apt-get install podman runc catatonit netavark iptables), it starts the pod of
+If podman is installed (apt-get install podman runc catatonit netavark iptables), it starts the pod of
 deploy/kubernetes/kaon.yaml from that image, with the manifest's user, capabilities, volumes and secret.
 """
 
@@ -35,12 +35,12 @@ pytestmark = [pytest.mark.ops, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 MIRROR = "http://deb.debian.org/debian"
 SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}
-"""Debian's releases by their Python, which must be that of the torch that is copied."""
+"""Debian's releases by their Python, which must be that of the copied torch."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 MOST_BYTES = 250 * 10**6
-"""Of the image over its base, which has torch, and over what torch requires."""
+"""Largest size of the image beyond its base, which has torch, and beyond torch's requirements."""
 OF_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy")
-"""Packages that torch requires, which the image installs, since the base has torch alone."""
+"""Packages that torch requires, which the image installs, since the base has only torch."""
 BASE, IMAGE = "localhost/kaon-test-base", "localhost/kaon"
 
 
@@ -75,7 +75,7 @@ class Buildah:
 
 
 def make_base(directory: Path) -> None:
-    """Debian with its Python and the torch of this one, as `docker.io/library/python` with a torch would be."""
+    """Debian with its Python and this Python's torch, in place of `docker.io/library/python` with torch."""
     suite = SUITES.get(sys.version_info[:2])
     assert suite is not None, f"run the tests with one of Python {SUITES}, whose torch Debian's Python can load"
     include = "--include=python3,python3-venv,ca-certificates"
@@ -90,7 +90,7 @@ def make_base(directory: Path) -> None:
 
 
 def num_bytes(directory: Path) -> int:
-    """Of all files beneath a directory."""
+    """Bytes of all files below a directory."""
     files = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
     return sum(path.lstat().st_size for path in files)
 
@@ -112,7 +112,7 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     built = ("--isolation", "chroot", "--layers=false", "--target", "cpu", "--build-arg", f"PYTHON_BASE={BASE}")
     run("bud", *built, "-t", IMAGE, context)
     yield run
-    # What a build leaves belongs to other users, and has gigabytes.
+    # The files of a build belong to other users, and have gigabytes.
     shutil.rmtree(directory)
 
 
@@ -127,7 +127,7 @@ def run(buildah: Buildah, container: str, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def config(buildah: Buildah) -> dict[str, Any]:
-    """Of the image, by OCI's names."""
+    """Digests of the image, by OCI's names."""
     found: dict[str, Any] = json.loads(buildah("inspect", "--type", "image", IMAGE))["OCIv1"]["config"]
     return found
 
@@ -157,7 +157,7 @@ def test_it_is_small_over_torch_and_has_no_compiler(buildah: Buildah, container:
 
 
 def test_it_holds_what_its_bill_of_materials_lists(buildah: Buildah, container: str) -> None:
-    """The bill has packages for every Python, of which an image has some."""
+    """The bill has packages for every Python, of which an image has a part."""
     bill = json.loads((ROOT / "deploy" / "sbom.cdx.json").read_text())
     listed = {(canonicalize_name(each["name"]), each["version"]) for each in bill["components"]}
     (packages,) = Path(buildah("mount", container)).glob("opt/kaon/.venv/lib/python3*/site-packages")
@@ -182,7 +182,7 @@ mount -t tmpfs -o uid=10001 tmpfs "$root/var/cache/kaon"
 ! touch "$root/opt/written" 2>/dev/null
 exec chroot --userspec=10001:10001 "$root" env -i "$@"
 """
-"""What a container runtime does for a pod of the manifests: only /tmp, shared memory and the cache can be written."""
+"""Run a container like the pods of the manifests: only /tmp, shared memory and the cache are writable."""
 
 
 def test_it_serves_from_a_read_only_root_and_ends_in_order(
@@ -258,7 +258,7 @@ def test_the_manifests_pod_starts_and_ends_without_losing_a_stream(buildah: Buil
     deployment["spec"]["template"]["spec"]["containers"][0]["ports"][0]["hostPort"] = port
     manifest = tmp_path / "deployment.yaml"
     manifest.write_text(yaml.safe_dump(deployment))
-    # As podman 4.3 reads the secrets of a pod, which is Debian's.
+    # In the form in which podman 4.3, Debian's release, reads the secrets of a pod.
     podman("secret", "create", "kaon-api-keys", "-", given=json.dumps({"keys": b64encode(b"a-key").decode()}))
     podman("kube", "play", manifest)
     try:

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.ops
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}
 EXAMPLES["defaults"] = {}
 VERSIONS = ("1.28", "1.33", "1.37")
-"""The oldest that the chart admits, the first that has image volumes with the feature gate ImageVolume (from 1.35 on
-they are there without it), and the newest of which there are schemas."""
+"""Kubernetes versions: the oldest that the chart admits, the first with image volumes (feature gate ImageVolume;
+enabled by default from 1.35), and the newest with published schemas."""
 
 
 def shape(*required: str, **properties: Any) -> dict[str, Any]:
@@ -132,12 +132,12 @@ CUSTOM = {
         ),
     ),
 }
-"""Schemas of `spec` of the custom resources, by API version and kind, with the fields that the chart uses: each was
+"""Schemas of `spec` of the custom resources, by API version and kind, with the fields that the chart uses. Each was
 compared with the definition in its project's repository when it was written."""
 
 
 def objects(values: dict[str, Any], name: str = "kaon") -> dict[str, dict[str, Any]]:
-    """What a release has, by kind and name."""
+    """A release's objects, by kind and name."""
     found = [each for each in yaml.safe_load_all(rendered(values, name)) if each]
     keyed = {f"{each['kind']}/{each['metadata']['name']}": each for each in found}
     assert len(keyed) == len(found)
@@ -153,7 +153,7 @@ def workload(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_the_base_is_what_the_chart_renders(capsys: pytest.CaptureFixture[str]) -> None:
-    """Otherwise: `make rendered`."""
+    """If this fails, run `make rendered`."""
     assert manifests.main(["--check"]) == 0, capsys.readouterr().err
     assert list(yaml.safe_load_all(BASE.read_text())) == list(yaml.safe_load_all(rendered()))
 
@@ -230,7 +230,7 @@ def test_custom_resources_fit_the_definitions_of_a_cluster() -> None:
     custom = [each for each in found if f"{each['apiVersion']} {each['kind']}" in known]
     assert custom, f"none of the chart's kinds is among {sorted(known)}"
     for each in custom:
-        # Unchecked: patterns are Go's, of which a few are none of Python's.
+        # Unchecked: patterns are Go's, a few of which are not valid in Python.
         validator = jsonschema.Draft202012Validator(known[f"{each['apiVersion']} {each['kind']}"])
         validator.validate(each)
         with pytest.raises(jsonschema.ValidationError):
@@ -280,7 +280,7 @@ def test_the_arguments_are_kaon_s_and_the_parts_fit_together(example: str, monke
         assert pool["spec"]["targetPorts"] == [{"number": config.server_config.port}]
     for monitor in (each for each in found.values() if each["kind"].endswith("Monitor")):
         assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
-        assert labels[monitor["spec"]["jobLabel"]] == "kaon"  # What the alert rules ask for.
+        assert labels[monitor["spec"]["jobLabel"]] == "kaon"  # The metrics that the alert rules use.
         if selected := EXAMPLES[example]["monitoring"].get("labels"):
             assert selected.items() <= monitor["metadata"]["labels"].items()
     for scaler in (each for each in found.values() if each["kind"] in ("ScaledObject", "HorizontalPodAutoscaler")):
@@ -361,7 +361,7 @@ def test_a_pod_that_ends_is_off_the_lists_first_and_has_the_time_to_answer(
 
 
 def test_nothing_has_the_name_of_the_service_by_which_pods_of_a_group_find_each_other() -> None:
-    """The controller makes a headless Service of its workload's name where there is none of any kind."""
+    """If there is no Service of the workload's name, the controller creates a headless one."""
     found = objects(EXAMPLES["multi-host"])
     [group] = (each["metadata"]["name"] for each in found.values() if each["kind"] == "LeaderWorkerSet")
     assert f"Service/{group}" not in found
@@ -375,7 +375,7 @@ def test_monitors_and_services_see_pods_that_serve() -> None:
     assert found["PodMonitor/kaon"]["spec"]["selector"]["matchLabels"][index] == "0"
     assert found["Service/kaon"]["spec"]["selector"][index] == "0"
     service = objects({**EXAMPLES["multi-host"], "monitoring": {**monitoring, "kind": "service"}})
-    # Of Services' labels, not of pods'.
+    # It selects labels of Services, not of pods.
     assert service["ServiceMonitor/kaon"]["spec"]["selector"] == {"matchLabels": {"app": "kaon"}}
 
 
@@ -467,7 +467,7 @@ def test_no_engine_that_still_loads_raises_an_alert(startup: int, waits: str) ->
 
 def test_a_release_of_which_nothing_is_scraped_raises_an_alert() -> None:
     assert alerts({}, "small")["KaonAbsent"]["expr"] == 'absent(up{namespace="default",job="small-kaon"})'
-    # Without a monitor nothing says which job Prometheus would know the pods by.
+    # Without a monitor the job name under which Prometheus scrapes the pods is unknown.
     assert "KaonAbsent" not in alerts({"monitoring": {"rules": True}})
 
 

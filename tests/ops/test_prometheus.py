@@ -30,7 +30,7 @@ DCGM_FI_DEV_FB_USED{gpu="0",Hostname="b"} 70000
 DCGM_FI_DEV_POWER_USAGE{gpu="0",Hostname="b"} 480
 DCGM_FI_DEV_XID_ERRORS{gpu="0",Hostname="b"} 0
 """
-"""What the exporters of AMD and NVIDIA name what the dashboard of GPUs shows: there is no GPU here."""
+"""The GPU metrics of AMD's and NVIDIA's exporters that the dashboard shows: there is no GPU here."""
 
 
 def promtool(prometheus: str, *arguments: str | Path, **keywords: Any) -> subprocess.CompletedProcess[str]:
@@ -67,13 +67,13 @@ def test_the_dashboards_are_rendered() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
-    """Two replicas, which clients load until the module ends."""
+    """Two replicas under load until the module ends."""
     settings: dict[str, Any] = {"parallel_config": {"data_parallel_size": 2}, "speculative_config": {}}
     running = KaonServer(tmp_path_factory.mktemp("server") / "log", free_port(), **settings).ready()
     ended = threading.Event()
 
     def load(client: int) -> None:
-        # Bounded, whatever becomes of the test.
+        # The load is bounded, also if the test fails.
         for number in range(2000):
             if ended.is_set():
                 return
@@ -209,7 +209,7 @@ def test_the_metrics_themselves_pass_prometheus_s_lint(prometheus: str, server: 
 
 
 def test_the_dashboards_files_ask_for_nothing_else(scraper: Scraper) -> None:
-    """The files' queries are those that were asked above."""
+    """The files contain the queries that were tested above."""
     for page in PAGES:
         board = json.loads((FOLDER / f"{page.uid}.json").read_text())
         asked = {target["expr"] for panel in board["panels"] for target in panel.get("targets") or ()}

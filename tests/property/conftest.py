@@ -1,4 +1,4 @@
-"""Settings of the property tests: a failure is made small for some seconds, not for minutes."""
+"""Settings of the property tests: Hypothesis shrinks a failure for seconds, not for minutes."""
 
 from hypothesis.internal.conjecture import engine
 

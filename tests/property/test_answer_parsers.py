@@ -1,4 +1,5 @@
-"""No text breaks a dialect's parser, loses what it says, or is read differently when it is cut differently."""
+"""Property: no text breaks a dialect's parser, and how a text is divided into pieces changes neither content nor
+calls."""
 
 import json
 from typing import Any
@@ -35,7 +36,7 @@ def read(dialect: str, *pieces: str) -> Answer:
 
 
 def texts(dialect: str) -> st.SearchStrategy[str]:
-    """Plumbing of the dialect in any order, and whole texts of it with anything between."""
+    """Markers of the dialect in any order, and whole texts with anything between them."""
     markers = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "none").markers
     pieces = st.sampled_from([*markers, *PLUMBING]) | st.text(max_size=3)
     whole = st.sampled_from([written.text for written in TEXTS if written.dialect == dialect])

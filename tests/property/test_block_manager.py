@@ -1,4 +1,4 @@
-"""`BlockManager` driven at random, against a model of what each block's cells hold."""
+"""`BlockManager` driven at random, against a model of the contents of each block."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,8 @@ NUM_BLOCKS = 10
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Sequences come (perhaps in chunks), grow and go; a cached token is always the very token it stands for."""
+    """Sequences start (perhaps in chunks), grow and end; a cached token always equals the token that it is used
+    for."""
 
     holding = Bundle("holding")
     blocks_at_first: int | None = None
@@ -32,7 +33,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def compute(self, seq: Sequence, start: int, end: int) -> None:
         for position in range(start, end):
             block_id = seq.block_table[position // BLOCK_SIZE]
-            # The salt holds the caller's and the adapter.
+            # The salt contains the caller's salt and the adapter.
             self.cells[block_id, position % BLOCK_SIZE] = (seq.cache_salt, seq.token_ids[: position + 1])
             self.writers[block_id, position % BLOCK_SIZE] = seq
         seq.num_computed_tokens = end
@@ -76,7 +77,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(seq=holding, window=st.integers(1, 6))
     def release_unseen(self, seq: Sequence | None, window: int) -> None:
-        """Give back what a window before the next token leaves out."""
+        """Release the blocks outside the window of the next token."""
         if seq in self.seqs:
             assert seq is not None
             free = len(self.manager.free_block_ids)
@@ -86,13 +87,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(seq=holding)
     def forget(self, seq: Sequence | None) -> None:
-        """What it computed may be wrong: nobody finds any of it, not even what it gave back."""
+        """The contents of the sequence's blocks may be wrong, so none of them may be found again, released ones
+        included."""
         if seq in self.seqs:
             assert seq is not None
             self.manager.forget(seq)
             findable = self.manager.hash_to_block_id
             assert not set(seq.block_table).intersection(findable.values())
-            # Others may have computed the same.
+            # Other sequences may have computed the same blocks.
             same = [findable[digest] for digest in seq.block_hashes if digest in findable]
             assert all(self.writers[block_id, 0] is not seq for block_id in same)
 
@@ -116,7 +118,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 class GrowingBlockManagerMachine(BlockManagerMachine):
-    """The same of a cache that grows with its use."""
+    """The same for a cache that grows with its use."""
 
     blocks_at_first = 2
 

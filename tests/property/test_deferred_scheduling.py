@@ -1,7 +1,8 @@
-"""The scheduler one step ahead of what is read, against a model of the KV cache whose device is as late as it may be.
+"""The scheduler one step ahead of what is read, against a model of the KV cache with a device that is as late as
+possible.
 
-A submitted step runs only when it is read. Until then its slots and blocks must not change hands, which generation
-numbers tell; and then every position of each row's context must hold the row's own prefix.
+A submitted step runs only when it is read. Until then its slots and blocks must not be reused, which generation
+numbers show; and at that time every position of each row's context must hold the row's own prefix.
 """
 
 from collections import Counter, deque
@@ -35,29 +36,30 @@ class Unread:
 
     batch: ScheduledBatch
     rows: list[tuple[Sequence, int, int, int]]
-    """Sequence, slot, end and count of each."""
+    """Sequence, slot, end and token count of each row."""
     generations: dict[int, int]
-    """Of the blocks that the step may touch."""
+    """Generations of the blocks that the step may read or write."""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     drafts_on_device: bool
     unknown: set[int]
-    """Slots of rows that begin where an unread step ends them: `end` is the most that it may be."""
+    """Slots of rows that begin at the end of an unread step: `end` is the largest possible one."""
 
 
 class LateWorker(FakeWorker):
-    """Takes rows in when a step is launched, and computes it when it is read."""
+    """Stores rows when a step is launched, and computes it when it is read."""
 
     def __init__(self, block_size: int, window: int | None, mtp_k: int = 0) -> None:
         super().__init__(block_size, 0, window)
         self.most_drafts = mtp_k
-        """Of a model, in the worker."""
+        """Drafts made by a model in the worker."""
         self.made: dict[int, list[int]] = {}
         """The latest drafts of each slot."""
         self.generations: Counter[int] = Counter()
         self.unread: deque[Unread] = deque()
 
     def can_draft_on_device(self, batch: ScheduledBatch) -> bool:
-        """Whether the device drafts after a step before it is read: it does where it must, and else by chance."""
+        """Whether the device drafts after a step before it is read: always where the scheduler requires it, otherwise
+        at random."""
         if not self.most_drafts or batch.total_seqs_num_prefill:
             return False
         slots = {slot for step in self.unread if step.drafts_on_device for _, slot, _, _ in step.rows}
@@ -66,7 +68,7 @@ class LateWorker(FakeWorker):
         return any(batch.num_next_drafts) and sum(batch.context_lens) % 4 > 0
 
     def launch(self, batch: ScheduledBatch, *, drafts_on_device: bool = False) -> None:
-        """Take a step in."""
+        """Store a step's rows."""
         for step in self.unread:
             wants = any(step.batch.num_next_drafts) or step.batch.scheduled_spec_decode_tokens
             assert step.drafts_on_device or not (self.most_drafts and wants), "it drafts once it is read"
@@ -95,7 +97,7 @@ class LateWorker(FakeWorker):
         self.unread.append(Unread(batch, rows, generations, self.read_prompts(batch), drafts_on_device, unknown))
 
     def known_rows(self, step: Unread) -> list[tuple[Sequence, int, int, int, list[int]]]:
-        """The rows of the oldest step, whose ends are known now, with what they verify."""
+        """The rows of the oldest step, whose ends are known now, with the drafts that they verify."""
         rows = []
         for seq, slot, end, count in step.rows:
             drafts = step.batch.scheduled_spec_decode_tokens.get(seq.id, [])
@@ -113,7 +115,7 @@ class LateWorker(FakeWorker):
         return range(0 if self.window is None else max(0, end - count - self.window + 1), end)
 
     def finish(self, broken: Collection[int] = ()) -> ScheduledBatchOutput:
-        """Compute the step that was launched first. Sequences named in `broken` write poison."""
+        """Compute the oldest step. Sequences in `broken` write poison."""
         step = self.unread.popleft()
         for block_id, generation in step.generations.items():
             assert self.generations[block_id] == generation, "a block changed hands before its step was read"
@@ -165,7 +167,7 @@ class LateWorker(FakeWorker):
         )
 
     def guesses(self, known: list[int]) -> list[int]:
-        """Drafts of which as many are right as chance has it."""
+        """Drafts of which a random number are correct."""
         num_right, guessed = hash((*known,)) % (self.most_drafts + 1), list[int]()
         for index in range(self.most_drafts):
             right = next_token(known + guessed)
@@ -173,7 +175,7 @@ class LateWorker(FakeWorker):
         return guessed
 
     def fail(self) -> list[Sequence]:
-        """The step that was launched first raises, and leaves nothing that it, or those behind it, should have."""
+        """The oldest step raises; no result of it or of later steps may remain."""
         for step in self.unread:
             for _, slot, end, count in step.rows:
                 context = self.tokens[slot]
@@ -187,7 +189,7 @@ class LateWorker(FakeWorker):
 
 
 class DeferredMachine(SchedulingMachine):
-    """As `SchedulingMachine`, with up to two steps unread."""
+    """Like `SchedulingMachine`, with up to two unread steps."""
 
     worker: LateWorker
 
@@ -207,7 +209,7 @@ class DeferredMachine(SchedulingMachine):
     @precondition(lambda self: self.scheduler.has_requests() or self.worker.unread)
     @rule(fault=st.sampled_from([None] * 8 + ["raises", "first row", "last row", "launch"]))
     def step(self, fault: str | None = None) -> None:
-        """Launch a step and read the one before it."""
+        """Launch a step and read the previous one."""
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             assert self.worker.unread, "nothing is computed though there are requests"
@@ -221,7 +223,7 @@ class DeferredMachine(SchedulingMachine):
         if fault == "launch":
             while self.worker.unread:
                 self.read_step()
-            # What it computed until it raised is not there.
+            # The results that it computed before it raised are lost.
             self.scheduler.retract(seqs.values())
             return
         drafts_on_device = self.worker.can_draft_on_device(batch)
@@ -233,7 +235,7 @@ class DeferredMachine(SchedulingMachine):
     @precondition(lambda self: self.worker.unread)
     @rule(fault=st.sampled_from([None, None, "raises", "first row"]))
     def read_step(self, fault: str | None = None) -> None:
-        """Read the step that was launched first."""
+        """Read the oldest step."""
         if fault == "raises":
             seqs = self.worker.fail()
             self.scheduler.drop_steps()
@@ -246,7 +248,7 @@ class DeferredMachine(SchedulingMachine):
         self.scheduler.note_duration(batch, duration(batch))
 
     def teardown(self) -> None:
-        """Nothing is lost, and nothing left."""
+        """All sequences finish, and no block or slot leaks."""
         for _ in range(2000):
             if self.scheduler.is_finished() and not self.worker.unread:
                 break
@@ -313,7 +315,7 @@ SHORT = {
     "whole_prompts",
     "window_of_one_token",
 }
-"""In which any two kinds of settings meet."""
+"""Settings of which every pair occurs together."""
 
 
 @pytest.mark.parametrize(

@@ -31,17 +31,17 @@ def _json(value: Any) -> str:
 
 
 def _bare(value: Any) -> str:
-    """Text as it is, any other value as JSON."""
+    """Strings unchanged, all other values as JSON."""
     return value if isinstance(value, str) else _json(value)
 
 
 def _jinja(value: Any) -> str:
-    """Text as it is, lists and objects as JSON, constants as Jinja prints them: Qwen3-Coder's template."""
+    """Strings unchanged, lists and objects as JSON, constants as Jinja prints them: Qwen3-Coder's template."""
     return _json(value) if isinstance(value, dict | list) else str(value)
 
 
 def _members(call: Call, begin: str, value: Callable[[Any], str], end: str, between: str = "\n") -> str:
-    """The arguments one by one; `{key}` in `begin` stands for the key."""
+    """The arguments in turn; `{key}` in `begin` is replaced by the key."""
     return between.join(begin.replace("{key}", key) + value(each) + end for key, each in call.arguments.items())
 
 
@@ -224,7 +224,7 @@ VALUE_ENDS = {
     "deepseek_v41": f"</{DSML} parameter>",
     "gemma4": '<|"|>',
 }
-"""What strings cannot hold, in the dialects whose values are bare text."""
+"""Texts that strings cannot contain, in the dialects whose values are bare text."""
 
 NUM_CASES = 60
 _BODY = re.compile(r"<\|channel\|>commentary<\|message\|>|<\|end\|><\|start\|>assistant")
@@ -270,7 +270,7 @@ LIKE_OTHERS = [
     "x\n",
     "a b",
 ]
-"""Strings that read as values of other types, or as none."""
+"""Strings that look like values of other types, or like no value."""
 KEYS = ["a", "b", "city", "item", "name", "arguments", "type", "x_1", "Ünit"]
 WORDS = ["Hm.", "one\ntwo", "a < b", "{x}", "  it is", "$100 [1]", "é"]
 
@@ -283,7 +283,7 @@ class Writing:
         self._pieces = [*AnswerFormat(dialect, "none").markers, *MARKUP]
         self._end = VALUE_ENDS.get(dialect)
         self._has_null = dialect != "minimax_m3"
-        """Whether the template writes null; MiniMax-M3's leaves it out."""
+        """Whether the template writes null; MiniMax-M3's omits it."""
 
     def text(self) -> str:
         while True:

@@ -1,4 +1,4 @@
-"""Steps that raise, at random: the guilty fail, everybody else gets all of its tokens, whatever the cache holds."""
+"""Steps that raise at random: only the sequences that cause it fail; all others get all of their tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,8 @@ from tests.unit.core_bench import BLOCK_SIZE, Bench, ends, outputs_of
 
 @st.composite
 def loads(draw: st.DrawFn) -> list[tuple[int, int, int | None, bool]]:
-    """Prompt tokens, completion tokens, the length at which steps raise on it (None: never), whether it is suspect."""
+    """Prompt tokens, completion tokens, the length at which steps raise because of it (None: never), whether it is
+    suspect."""
     load = []
     for _ in range(draw(st.integers(1, 9))):
         prompt, completion = draw(st.integers(1, 3 * BLOCK_SIZE)), draw(st.integers(1, BLOCK_SIZE + 2))

@@ -1,4 +1,4 @@
-"""The journal against a model of a core that dies: nothing is lost, nothing delivered twice, everything ends once."""
+"""The journal against a model of a core that dies: no token is lost or delivered twice, and each request ends once."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,16 +12,16 @@ _PARAMS = SamplingParams(max_tokens=_LENGTH)
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """A core counts from each request's position; the journal's keeper does as `CoreManager` does."""
+    """A core counts from each request's position; the test uses the journal as `CoreManager` does."""
 
     @initialize()
     def begin(self) -> None:
         self.journal = Journal()
         self.serving = True
         self.core: dict[int, int] = {}
-        """By request in the core, the tokens that it has."""
+        """The tokens of each request in the core."""
         self.leaving: list[int] = []
-        """Requests that the core was asked to end."""
+        """Requests that the core was asked to abort."""
         self.reported: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
         self.added = 0
@@ -106,7 +106,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.serving, self.core, self.leaving = False, {}, []
         ended = self.journal.core_died(in_step, killed=killed)
         if in_step:
-            # However often others died before: nobody ends for a step that was not its own.
+            # No request fails because of steps that it was not in, however often the core died.
             assert {output.request_id for output in ended if output.is_poison} <= set(in_step)
         self.deliver(ended)
 
@@ -156,7 +156,7 @@ TestJournal = JournalMachine.TestCase
 
 
 def test_a_request_that_was_killed_with_cores_is_not_convicted_of_a_step_of_others() -> None:
-    """Kills take one more time to convict; a death that is none ends those alone that were in its step."""
+    """Kills need one more death than crashes to fail a request; only requests in the step of a death can fail."""
     journal = Journal()
     journal.add([AddRequest(request_id, [1], _PARAMS) for request_id in (0, 1)])
     for in_step, killed in (([0], True), ([0], True), ([1], False)):

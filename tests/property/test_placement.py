@@ -1,4 +1,4 @@
-"""Placement under any load: each request is placed once, load stays bounded, and nothing of it stays behind."""
+"""Placement under random load: each request is placed once, load stays bounded, and no state leaks."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,14 +13,14 @@ _PREFIXES = [[seed] * (_BLOCK * length) for seed, length in enumerate((1, 4, 20,
 
 
 class PlacementMachine(RuleBasedStateMachine):
-    """Replicas that come and go, under requests that begin alike or not."""
+    """Replicas that join and leave, and requests with common prefixes or without."""
 
     @initialize(size=st.integers(1, 4), capacity=st.integers(1, 200), by_prefix=st.booleans())
     def begin(self, size: int, capacity: int, by_prefix: bool) -> None:
         self.size = size
         self.placement = Placement([capacity * _BLOCK] * size, _BLOCK, 4096, by_prefix=by_prefix)
         self.live: dict[int, tuple[int, list[int], list[int]]] = {}
-        """By request, its replica, prompt and tokens."""
+        """Replica, prompt and tokens of each request."""
         self.paused: set[int] = set()
         self.added = 0
 
@@ -40,7 +40,8 @@ class PlacementMachine(RuleBasedStateMachine):
         ((replica, placed),) = self.placement.place(requests, among).items()
         assert placed == requests
         assert replica in among
-        # A cached prefix is worth what it saves: at most the prompt, twice where the other's cache is full.
+        # A cached prefix is worth the tokens that it saves: at most the prompt, and twice that if the other's cache is
+        # full.
         assert before[replica] <= min(before[each] for each in among) + 2 * len(prompt)
         for request in requests:
             tokens: list[int] = []

@@ -10,16 +10,16 @@ _LENGTH = 6
 
 
 class RelocationMachine(RuleBasedStateMachine):
-    """Hosts are lost with their cores at any moment; some requests kill the core that computes their n-th token."""
+    """Hosts are lost with their cores at any time; some requests kill the core that computes their n-th token."""
 
     @initialize(size=st.integers(2, 4))
     def begin(self, size: int) -> None:
         self.cluster = Cluster(size)
         self.added = 0
         self.kills_at: dict[int, int] = {}
-        """By request that kills, the tokens that it has when it does."""
+        """For each killing request, the number of its tokens at which it kills."""
         self.deaths: dict[int, int] = {}
-        """By request that kills, how often it has."""
+        """For each killing request, how often it has killed."""
 
     @property
     def serving(self) -> list[StubSupervisor]:
@@ -95,7 +95,7 @@ class RelocationMachine(RuleBasedStateMachine):
         guilty = {request_id for request_id, output in ends if output.finish_reason == "error"}
         assert guilty <= self.kills_at.keys()
         for request_id, deaths in self.deaths.items():
-            # With others that kill, it may have been in a step that was not its fault.
+            # It may have been in the step of another request that kills.
             assert deaths <= 2
             assert deaths < 2 or request_id in guilty or self.cluster.ends[request_id].finish_reason == "abort"
 
@@ -106,7 +106,7 @@ class RelocationMachine(RuleBasedStateMachine):
             self.cluster.stubs[0].serve()
         self.cluster.manager.resume(range(self.added))
         self.settle()
-        # Those that had been lost with one core after the other wait for theirs.
+        # Requests that were lost with one core after the other wait until their own turn.
         waiting = {entry for replica in self.cluster.manager._replicas for entry in replica.journal}
         assert all(entry.losses >= 3 for entry in waiting)
         for stub in self.away:
@@ -120,7 +120,7 @@ class RelocationMachine(RuleBasedStateMachine):
         self.cluster.close()
 
     def settle(self) -> None:
-        """Time goes by, and only cores that their requests kill are started again."""
+        """Time passes, and only cores that their requests killed are started again."""
         for _ in range(10 * _LENGTH + 10 * self.added):
             for stub in self.serving:
                 self.compute(stub)

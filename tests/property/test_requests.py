@@ -1,4 +1,4 @@
-"""Whatever clients, core and clock do: each request is counted once, and none leaves anything behind."""
+"""Random clients, cores and clocks: each request is counted once, and no request leaves any state."""
 
 import asyncio
 import time
@@ -15,11 +15,11 @@ from tests.unit.generation_support import FrontEnd, renderer
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}
 SOON, LATE = 4.0, 5.0
-"""A timeout, and what passes of the event loop's time for it to be over."""
+"""A timeout, and the event loop's time that passes until it is over."""
 
 
 class Client:
-    """One HTTP request: reads its answer as specified, or disconnects."""
+    """An HTTP request: it reads its answer as specified, or disconnects."""
 
     def __init__(self, front: FrontEnd, n: int, owner: str, timeout: float | None, *, stream: bool) -> None:
         self._left = asyncio.Event()
@@ -44,11 +44,11 @@ class Client:
         self.received += message.get("body", b"")
 
     def read(self, *, on: bool) -> None:
-        """Take what comes from now on, or nothing more."""
+        """Read all further output, or none of it."""
         self._may_send.set() if on else self._may_send.clear()
 
     def leave(self) -> None:
-        """Close the connection: what is sent from now on goes nowhere, and waits for nothing."""
+        """Close the connection: everything sent from now on is discarded, and nothing waits for it."""
         self._left.set()
         self._may_send.set()
 

@@ -1,4 +1,4 @@
-"""Whatever is put, gone on from, used, finished and deleted: the store keeps its bounds, its owners and its books."""
+"""Random operations on the store: its bounds, its owners and its accounting stay correct."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -19,10 +19,10 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self._count = 0
         self._stored: dict[str, StoredResponse] = {}
-        """All that was ever put."""
+        """All responses that were ever stored."""
         self._deleted: set[str] = set()
         self._ended: set[str] = set()
-        """Those that the store ended."""
+        """Responses that the store ended."""
 
     @initialize(max_responses=st.integers(0, 4), max_bytes=st.sampled_from([0, 4000, 20000]))
     def begin(self, max_responses: int, max_bytes: int) -> None:
@@ -111,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.num_items == len(found)
 
     def _find(self, stored: StoredResponse, owner: Owner) -> bool:
-        """Whether it is kept; looking it up counts as use."""
+        """Whether it is still stored; looking it up counts as use."""
         try:
             return self.store.get(stored.id, owner) is stored
         except ResponseNotFound:

@@ -1,8 +1,8 @@
-"""The scheduler against a model of the KV cache: whatever happens, each step finds the KV it needs.
+"""The scheduler against a model of the KV cache: in every history, each step finds the KV it needs.
 
-The fake worker keeps, for each cache slot, the whole token prefix that its KV stands for. Before a row attends,
-every position of its context must hold exactly its own prefix. The next token is a function of the tokens alone,
-so each completion must equal the one that the sequence would get by itself.
+The fake worker stores, for each cache slot, the whole token prefix that its KV represents. Before a row attends, every
+position of its context must have exactly its own prefix. The next token is a function of the tokens alone, so each
+completion must equal the one that the sequence would get if it ran alone.
 """
 
 from collections.abc import Collection
@@ -34,7 +34,7 @@ EOS = 4
 
 
 def next_token(tokens: list[int]) -> int:
-    """The pretended model: depends on the whole prefix."""
+    """The simulated model: the next token depends on the whole prefix."""
     value = 1
     for token in tokens:
         value = (value * 31 + token + 7) % 1009
@@ -42,7 +42,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def expected_completion(seq: Sequence, limit: int) -> list[int]:
-    """What `seq` gets when it is alone."""
+    """The completion of `seq` if it runs alone."""
     params, completion = seq.sampling_params, list[int]()
     while len(completion) < min(params.max_tokens, limit - seq.num_prompt_tokens):
         completion.append(next_token(seq.prompt_token_ids + completion))
@@ -55,12 +55,12 @@ def expected_completion(seq: Sequence, limit: int) -> list[int]:
 
 
 def vector_of(tokens: list[int]) -> bytes:
-    """What the pretended model makes of a prompt that is pooled."""
+    """The simulated model's vector of a pooled prompt."""
     return bytes(tokens)
 
 
 POISON = (-1000,)
-"""KV of a step that went wrong: no later step may meet it."""
+"""KV of a step that failed: no later step may read it."""
 
 
 class Clock:
@@ -74,10 +74,10 @@ class Clock:
 
 
 class FakeWorker:
-    """Keeps rows by slot from what batches carry, as the real worker does, and KV as prefixes."""
+    """Stores rows by slot from the batches' contents, as the real worker does, and KV as prefixes."""
 
     def __init__(self, block_size: int, mtp_k: int, window: int | None = None, *, by_model: bool = False) -> None:
-        """`by_model`: drafts are made as the runner's `ModelDrafter` makes them, over caches of its own."""
+        """`by_model`: drafts are made like those of the runner's `ModelDrafter`, over caches of its own."""
         self.by_model = by_model
         self.drafter_kv: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_done: dict[int, int] = {}
@@ -91,7 +91,7 @@ class FakeWorker:
         self.pools: dict[int, bool] = {}
 
     def take_in(self, seq: Sequence) -> None:
-        """Keep the row of a sequence that starts."""
+        """Store the row of a sequence that starts."""
         self.tokens[seq.slot] = list(seq.token_ids)
         self.tables[seq.slot] = list(seq.block_table)
         self.salts[seq.slot] = -1 if seq.cache_salt is None else seq.cache_salt
@@ -99,7 +99,8 @@ class FakeWorker:
         self.num_done.pop(seq.slot, None)
 
     def forward(self, batch: ScheduledBatch, broken: Collection[int] = ()) -> ScheduledBatchOutput:
-        """Compute a step. Sequences named in `broken` write poison, and fail with all who read it in this step."""
+        """Compute a step. Sequences in `broken` write poison, and fail with all sequences that read it in this
+        step."""
         for seq in batch.new_seqs:
             self.take_in(seq)
         for slot, start, block_ids in batch.appended_blocks:
@@ -122,7 +123,7 @@ class FakeWorker:
             spans[req_id] = context
             for position in range(end - count, end):
                 cell, content = self.cell(slot, position), self.content(slot, context, position)
-                # What a full prefix hit computes again is there already, and stays.
+                # A full prefix hit computes its last token again; the existing entry stays.
                 if req_id in broken and self.kv.get(cell) != content:
                     self.kv[cell] = POISON
                     poisoned.add(cell)
@@ -151,9 +152,10 @@ class FakeWorker:
         output: ScheduledBatchOutput,
         errors: Collection[int],
     ) -> None:
-        """Write entries of what is known, and of drafts where there are blocks; those that are read must be right."""
+        """Write the drafter's entries of known tokens, and of drafts that have blocks; entries that are read must be
+        right."""
         drafts = output.draft_token_ids or {}
-        # Where no row drafts for long there are no numbers.
+        # While no row drafts for a long time, there are no numbers of drafts.
         most_drafts = batch.num_next_drafts or [0] * len(rows)
         for (req_id, slot, end, count), wanted in zip(rows, most_drafts, strict=True):
             if req_id in errors or self.pools[slot]:
@@ -175,7 +177,7 @@ class FakeWorker:
                     self.drafter_kv[self.cell(slot, position)] = self.content(slot, context, position)
 
     def read_prompts(self, batch: ScheduledBatch) -> dict[int, list[TokenLogprobs]]:
-        """Of each token that is asked for: how many tokens precede it, as its log probability."""
+        """For each requested prompt token: how many tokens precede it, as its log probability."""
         computed = [
             (req_id, end - count + offset)
             for req_id, end, count in zip(batch.req_ids, batch.context_lens, batch.num_scheduled_tokens, strict=True)
@@ -192,7 +194,7 @@ class FakeWorker:
         return read
 
     def sample(self, batch: ScheduledBatch, rows: list[tuple[int, int, int, int]]) -> ScheduledBatchOutput:
-        """Verify drafts and propose new ones: the right token, then a wrong one, so that some are rejected."""
+        """Verify drafts and propose new ones: first a correct token, then a wrong one, so that some are rejected."""
         accepted: dict[int, tuple[int, ...]] = {}
         drafts: dict[int, list[int]] = {}
         vectors: dict[int, bytes] = {}
@@ -215,7 +217,7 @@ class FakeWorker:
                 right = next_token(known)
                 drafts[req_id] = [right, (right + 1) % VOCAB, right, right][: self.mtp_k]
                 if self.by_model:
-                    # As many right ones as chance has it.
+                    # A random number of correct ones.
                     num_right = hash((*known,)) % (self.mtp_k + 1)
                     guessed: list[int] = []
                     for index in range(self.mtp_k):
@@ -234,13 +236,13 @@ class FakeWorker:
 
 
 def duration(batch: ScheduledBatch) -> float:
-    """Of a step of this slow device; every seventh one is disturbed."""
+    """Duration of a step on this slow device; every seventh step is disturbed."""
     tokens = batch.total_tokens_num
     return (1.0 + 0.5 * tokens + 0.01 * sum(batch.context_lens)) * (9.0 if sum(batch.context_lens) % 7 == 0 else 1.0)
 
 
 class SchedulingMachine(RuleBasedStateMachine):
-    """Random add, step, abort and preempt; integrity after each."""
+    """Random add, step, abort and preempt; integrity is checked after each."""
 
     live = Bundle("live")
     policy = "prefill_first"
@@ -249,9 +251,9 @@ class SchedulingMachine(RuleBasedStateMachine):
     budget = 16
     mtp_k = 0
     looks_up = False
-    """Whether drafts are looked up in what was before, and not the worker's."""
+    """Whether drafts are looked up in earlier tokens, instead of made by the worker."""
     by_model = False
-    """Whether a model drafts, and keeps keys and values of drafts after a sequence's last token."""
+    """Whether a model drafts, and stores keys and values of drafts after a sequence's last token."""
     caching = True
     delay_factor = 0.0
     max_model_len: int | None = None
@@ -337,8 +339,9 @@ class SchedulingMachine(RuleBasedStateMachine):
         pools: bool,
         data: st.DataObject,
     ) -> Sequence | MultipleResults[Sequence]:
-        """`min_tokens` comes with `ignore_eos`: to hold EOS back is the sampler's part, which is not here."""
-        # Pooled prompts have no entries of the drafter, which costs whoever shares them acceptance alone.
+        """`min_tokens` comes with `ignore_eos`: suppressing EOS is the sampler's task, which is not simulated."""
+        # Pooled prompts have no entries of the drafter, which only lowers the acceptance rate of sequences that share
+        # them.
         pools = (pools and not self.by_model) or not self.splits_prompts
         if pools:
             max_tokens, prompt_logprobs = 0, None
@@ -397,7 +400,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.scheduler.note_duration(batch, duration(batch))
 
     def check_size(self, batch: ScheduledBatch) -> None:
-        """A step is within its budget, and so is each prompt that may not be split, unless it is alone."""
+        """A step stays within its budget, as does each prompt that may not be split, unless it is alone."""
         is_alone = not self.splits_prompts and len(batch.req_ids) == 1
         assert is_alone or batch.total_tokens_num - batch.total_tokens_num_decode <= self.budget
         if not self.splits_prompts:
@@ -515,7 +518,7 @@ SHORT = {
     "by_model_mixed_in_few_blocks",
     "by_model_of_one_token_blocks",
 }
-"""In which any two kinds of settings meet."""
+"""Settings of which every pair occurs together."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Random schemas through the real engine, sampled at temperature 2 by a model of random weights.
 
-What ends by itself is valid, whatever shared the batch, was preempted or was cut into chunks.
+Each answer that ends by itself is valid, for any batch, preemption and division into chunks.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Whatever arrives with whatever priority: nobody waits behind newcomers for longer than its priority weighs."""
+"""For any arrivals and priorities: no sequence waits for later ones longer than its priority allows."""
 
 from hypothesis import given
 from hypothesis import strategies as st
