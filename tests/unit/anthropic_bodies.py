@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` of which some are right, for tests that send anything."""
+"""Random bodies of `/v1/messages`, a part of which is valid."""
 
 from typing import Any
 
@@ -78,4 +78,4 @@ BODIES: st.SearchStrategy[dict[str, Any]] = st.builds(
     ),
     _FIELDS,
 )
-"""Requests that may be right, with some of their parts set to anything."""
+"""Requests that may be valid, with some of their parts set to anything."""

@@ -8,7 +8,7 @@ import zmq
 
 @pytest.fixture
 def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
-    """Of sockets that are closed when the test ends."""
+    """File descriptors of sockets that are closed when the test ends."""
     made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield made
     made.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""`Bench`: an engine core's loop over a stub model, as the unit and property tests drive it."""
+"""`Bench`: an engine core's loop over a stub of the model, for unit and property tests."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +19,7 @@ NUM_BLOCKS = 8
 
 
 class StubRunner:
-    """Samples token 5 for every row; `on_step` sees the batch first, with the number of the step."""
+    """Samples token 5 for every row; `on_step` first receives the batch and the number of the step."""
 
     def __init__(self) -> None:
         self.batches: list[ScheduledBatch] = []
@@ -40,14 +40,14 @@ class StubRunner:
         return not batch.total_seqs_num_prefill
 
     sees_at = "launch"
-    """When it sees a step that is launched: then, or when it must `sample`, or read for its `result`."""
+    """When `on_step` is called for a launched step: at its launch, at `sample`, or at `result`."""
 
     def launch(self, batch: ScheduledBatch, /) -> "StubStep":
         return StubStep(self, batch)
 
 
 class StubStep:
-    """A step of the stub's."""
+    """A step of the stub."""
 
     drafts_on_device = False
 
@@ -92,7 +92,7 @@ class Bench:
         self.core.input_queue.put(message)
 
     def run(self) -> list[StepOutputs]:
-        """The messages of a busy loop that runs until it is shut down, without the closing `Stopped`."""
+        """Run the busy loop until it is shut down. Returns its messages without the final `Stopped`."""
         self.core.busy_loop()
         messages = []
         while not self.core.output_queue.empty():

@@ -1,4 +1,4 @@
-"""What the tests of admission, deadlines and slow readers share: a front end over a core that follows a script."""
+"""Helpers for the tests of admission, deadlines and slow readers: a front end over a scripted core."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -23,8 +23,8 @@ PROMPT = [5, 6, 7]
 _INFO = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 8192, [], 16, 1024)
 
 
-class ToldCore:
-    """Runs what it is given, and pauses it; `step` lets sequences write a word each."""
+class ScriptedCore:
+    """Accepts and pauses requests; at `step`, its sequences write one word each."""
 
     def __init__(self) -> None:
         self.running: set[int] = set()
@@ -52,7 +52,7 @@ class ToldCore:
         self.paused -= self.running
 
     def step(self, ids: Sequence[int] | None = None, *, last: bool = False, error: str | None = None) -> None:
-        """Sequences, by default all that run, write a word; the last one, or fail instead."""
+        """Let sequences, by default all, write a word; then, optionally, finish or fail."""
         ids = sorted(self.running) if ids is None else ids
         if last or error is not None:
             self.running -= set(ids)
@@ -64,11 +64,11 @@ class ToldCore:
 
 
 class FrontEnd:
-    """What of the front end a `Generation` needs, over a `ToldCore`."""
+    """The part of the front end that a `Generation` needs, over a `ScriptedCore`."""
 
     def __init__(self, **settings: Any) -> None:
         self._config = config = Config(server_config=ServerConfig(**settings))
-        self.core = ToldCore()
+        self.core = ScriptedCore()
         self.metrics = Metrics("1")
         self.admission = Admission.of(config, self.metrics)
         self.admission.open(_INFO)
@@ -82,7 +82,7 @@ class FrontEnd:
         return Generation(self.hub, self._config, sequences, n, **keywords)
 
     def count(self, name: str) -> float:
-        """Of a counter of requests, all its reasons together."""
+        """The sum of a counter of requests over its reasons."""
         lines = self.metrics.render().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 

@@ -1,4 +1,4 @@
-"""What the tests of responses share: requests, steps of a model, and a parser that follows a script."""
+"""Helpers for the tests of responses: requests, steps of a model, and a scripted parser."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from server.sealing import Seal
 
 USAGE = Usage(7, 5, 12, PromptTokensDetails(4))
 SEALED = Seal()
-"""Seals what renderers of tests answer."""
+"""Seals the answers of renderers under test."""
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -30,7 +30,7 @@ def request_of(**fields: Any) -> ResponsesRequest:
 
 
 class ScriptedParser(AnswerParser):
-    """Finds, whatever the text is, the next parts of its script."""
+    """Returns the next parts of its script for any text."""
 
     def __init__(self, script: Sequence[list[Part]], rest: Sequence[Part] = ()) -> None:
         self._script = iter(script)
@@ -46,7 +46,7 @@ class ScriptedParser(AnswerParser):
 def renderer_of(
     parser: AnswerParser | None = None, ended: list[ResponseObject] | None = None, **fields: Any
 ) -> ResponsesRenderer:
-    """A renderer, which tells `ended` of the response's end."""
+    """A renderer, which calls `ended` at the response's end."""
     tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
     reported = [] if ended is None else ended
     request = request_of(**fields)
@@ -57,7 +57,8 @@ def renderer_of(
 
 
 def events_of(stream: bytes) -> list[Any]:
-    """The events of a stream, as the official client's types take them; numbered without a gap, and named twice."""
+    """The events of a stream, as the official client's types; they are numbered without gaps, and their two names
+    agree."""
     events = []
     for frame in stream.split(b"\n\n")[:-1]:
         name, data = frame.split(b"\n")

@@ -1,6 +1,6 @@
-"""A tensor-parallel rank without a model, with faults at its start: the real process and messages, in no time.
+"""A tensor-parallel rank without a model, with faults at its start: the real process and messages, without delay.
 
-Run in place of `engine.runner.rank_process`. `STUB_RANK` says what it does.
+It runs in place of `engine.runner.rank_process`. `STUB_RANK` selects the fault.
 """
 
 import os
@@ -16,7 +16,7 @@ FAULT = os.environ["STUB_RANK"]
 
 
 def serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
-    """Stands in for `rank_process._serve`."""
+    """A replacement of `rank_process._serve`."""
     match FAULT:
         case "load":
             raise ValueError("the shard is damaged")

@@ -1,4 +1,4 @@
-"""`Cluster`: a real `CoreManager` over replicas whose cores are counters in this process, driven step by step."""
+"""`Cluster`: a real `CoreManager` over replicas whose cores are counters in this process, run step by step."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Self
@@ -19,7 +19,7 @@ LONGEST_START = 300.0
 
 
 class _Clock:
-    """Time that only tests move, in place of the module `time`."""
+    """A replacement of the module `time`, whose time the test moves."""
 
     now = 0.0
 
@@ -31,7 +31,7 @@ _CLOCK = _Clock()
 
 
 class StubSupervisor:
-    """A core that counts: a request's n-th token is `_FIRST_TOKEN + n`. Stands in for `Supervisor`."""
+    """A core that counts: a request's n-th token is `_FIRST_TOKEN + n`. It replaces `Supervisor`."""
 
     link = None
     next_poll = 0.0
@@ -44,11 +44,11 @@ class StubSupervisor:
         self.since = _CLOCK.monotonic()
         self.failure: Failed | None = None
         self.core: dict[int, AddRequest] = {}
-        """What the core has."""
+        """The core's requests."""
         self.untried: list[int] = []
-        """Suspects among them that it computes first, each alone."""
+        """Suspects among them, which it computes first, each alone."""
         self.tokens: dict[int, int] = {}
-        """By request in the core, how many it has."""
+        """Number of tokens of each request in the core."""
         self.leaving: list[int] = []
         self._keeper = keeper
         self._has_served = False
@@ -61,7 +61,7 @@ class StubSupervisor:
         """As `Supervisor`."""
 
     def poll(self) -> None:
-        """As `Supervisor`; a core that was asked to end has done so at the second look."""
+        """As `Supervisor`; a core that was asked to end has ended at the second poll."""
         if self._has_served and not self.is_serving and self.failure is None:
             self._keeper.on_unavailable()
         if self._looks_to_the_end is not None:
@@ -94,7 +94,7 @@ class StubSupervisor:
                 case AbortRequests():
                     self.leaving += message.request_ids
 
-    # -- what the test has it do --------------------------------------------------------------------------------
+    # -- actions of the test ------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """The next core is ready."""
@@ -108,7 +108,7 @@ class StubSupervisor:
         self.is_serving, self.since = False, _CLOCK.monotonic()
 
     def lose(self, in_step: Collection[int] | None, *, killed: bool = False) -> None:
-        """The core is gone, in a step of these requests; None: with its host."""
+        """The core has died in a step of these requests; None: with its host."""
         if self.is_serving:
             self.is_serving, self.since = False, _CLOCK.monotonic()
         self.core, self.tokens, self.leaving, self.untried = {}, {}, [], []
@@ -119,7 +119,7 @@ class StubSupervisor:
         return self.untried[:1] or list(self.core)
 
     def step(self, among: Collection[int] | None = None) -> None:
-        """Of the next step's requests all, or those among these, get a token each; who was aborted ends."""
+        """All requests of the next step, or those among these, get a token each; aborted requests end."""
         outputs = []
         chosen = self.next_step()
         for request_id in self.leaving:
@@ -139,7 +139,7 @@ class StubSupervisor:
         self._keeper.on_step(StepOutputs(outputs))
 
     def fail(self, request_id: int) -> None:
-        """A step raises on the request, which ends; the core goes on."""
+        """A step raises because of the request, which ends; the core continues."""
         del self.core[request_id]
         self.untried = [each for each in self.untried if each != request_id]
         self._keeper.on_step(StepOutputs([RequestOutput(request_id, [], True, "error", "the step failed")]))
@@ -170,27 +170,27 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End all, and have nothing left that lives."""
+        """End all replicas; no process may remain."""
         self.manager.shutdown()
         self._patch.undo()
         assert not self.manager.live
 
     def pass_time(self, seconds: float) -> None:
-        """As if so much time had gone by."""
+        """Pretend that `seconds` have passed."""
         _CLOCK.now += seconds
 
     def poll(self) -> None:
-        """What supervisors do again and again."""
+        """Run the periodic work of the supervisors."""
         for stub in self.stubs:
             stub.poll()
 
     def stay_away(self, seconds: float = relocation.UNAVAILABLE_SECONDS) -> None:
-        """As if so much time had gone by, and a look."""
+        """Pretend that `seconds` have passed, and run the periodic work."""
         self.pass_time(seconds)
         self.poll()
 
     def add(self, *ids: int, to: int | None = None, prompt: list[int] | None = None, **params: Any) -> None:
-        """Requests of `prompt`, each of its own unless there is one; `to`: a replica, the others of which are away."""
+        """Requests of `prompt`, by default each with a prompt of its own; `to`: the only available replica."""
         others = [stub for number, stub in enumerate(self.stubs) if to not in (None, number) and stub.is_serving]
         for stub in others:
             stub.is_serving = False
@@ -210,7 +210,7 @@ class Cluster:
         return dict(found)
 
     def run(self, holds: Callable[[], bool]) -> None:
-        """Steps of all cores that serve, until it holds."""
+        """Run steps of all ready cores until `holds()` is true."""
         for _ in range(1000):
             if holds():
                 return
@@ -220,17 +220,17 @@ class Cluster:
         raise AssertionError("it never came to hold")
 
     def until_ended(self, *ids: int) -> None:
-        """Steps until these have ended."""
+        """Run steps until these requests have ended."""
         self.run(lambda: self.ends.keys() >= set(ids))
 
     def assert_complete(self, *ids: int, max_tokens: int = 6) -> None:
-        """Each has all its tokens, in order and once."""
+        """Assert that each request has all its tokens, in order and once."""
         for request_id in ids:
             assert self.ends[request_id].finish_reason == "max_tokens", self.ends[request_id]
             assert self.reported[request_id] == [_FIRST_TOKEN + number for number in range(max_tokens)]
 
     def assert_in_order(self) -> None:
-        """No token was lost or delivered twice."""
+        """Assert that no token was lost or delivered twice."""
         for tokens in self.reported.values():
             assert tokens == [_FIRST_TOKEN + number for number in range(len(tokens))]
 

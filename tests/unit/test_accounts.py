@@ -1,4 +1,4 @@
-"""What owners use and have used: sums that agree, labels of bounded number, and counters that never fall."""
+"""Current and past use by owners: sums that agree, a bounded number of labels, and counters that never fall."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What cores must have, and what is awaited of them, while adapters come and go."""
+"""Adapters that cores must have, and answers that are expected of them, while adapters are loaded and unloaded."""
 
 import asyncio
 import logging

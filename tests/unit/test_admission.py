@@ -1,4 +1,4 @@
-"""The bounded queue: who gets in, who is asked to retry and when, and that nobody is counted twice."""
+"""The bounded queue: which requests are admitted, which must retry and when; no request is counted twice."""
 
 import math
 import re
@@ -104,7 +104,7 @@ def test_a_request_larger_than_a_whole_bound_gets_in_when_nothing_waits(prompt_t
 
 
 def test_clients_that_retry_when_asked_are_admitted_one_after_the_other() -> None:
-    """A queue of 4 that lets two in a second; 12 clients at once, who obey."""
+    """A queue of 4 that admits two per second; 12 simultaneous clients, which obey Retry-After."""
     door = Door(sequences=4)
     queue = [id for _ in range(4) for id in door.enter(5)]
     due = sorted(int(door.refused(5).headers["retry-after-ms"]) / 1000 for _ in range(12))
@@ -126,7 +126,7 @@ def test_clients_that_retry_when_asked_are_admitted_one_after_the_other() -> Non
 
 
 def test_after_an_overload_whose_clients_stay_away_times_are_short_again() -> None:
-    """A queue of 4 that lets ten in a second, and 600 clients, who ask once."""
+    """A queue of 4 that admits ten per second, and 600 clients, which ask once."""
     door = Door(sequences=4)
     queue = door.enter(5) + door.enter(5) + door.enter(5) + door.enter(5)
     for _ in range(100):
@@ -146,7 +146,7 @@ def test_after_an_overload_whose_clients_stay_away_times_are_short_again() -> No
 
 
 def test_clients_that_retry_when_asked_precede_later_ones() -> None:
-    """A queue of 4 that lets ten in a second; 200 clients at once, who obey."""
+    """A queue of 4 that admits ten per second; 200 simultaneous clients, which obey Retry-After."""
     door = Door(sequences=4)
     queue = [id for _ in range(4) for id in door.enter(5)]
     for _ in range(100):
@@ -268,7 +268,7 @@ def test_the_reserve_is_shared_by_tokens_too() -> None:
 
 
 def test_a_light_owner_is_always_admitted_while_ten_heavy_ones_take_all_they_get() -> None:
-    """A queue of 32 that lets one in a step; each heavy owner asks until it is refused, in each step."""
+    """A queue of 32 that admits one per step; each heavy owner sends requests until it is refused, in each step."""
     door = Door(sequences=32)
     queue: list[int] = []
     longest = 0
@@ -281,7 +281,7 @@ def test_a_light_owner_is_always_admitted_while_ten_heavy_ones_take_all_they_get
                     break
         queue += door.enter(5, owner="light")
         longest = max(longest, door.admission.num_queued)
-        # The engine serves owners in turn: the light one's request is among the next.
+        # The engine serves owners in turn: the light owner's request is among the next.
         light = queue.pop()
         door.clock.now += 0.05
         door.admission.first_output(light)

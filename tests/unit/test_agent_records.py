@@ -1,4 +1,4 @@
-"""What is kept of an agent's requests: their structure, and none of their words."""
+"""Recorded requests of agents contain their structure, and none of their words."""
 
 from tests.agents.record import Reducer, shape
 

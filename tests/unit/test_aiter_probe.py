@@ -1,4 +1,4 @@
-"""ROCm's library `aiter` in every state it may be in: what the probe says of it."""
+"""The probe's result for ROCm's library `aiter` in every state of its installation."""
 
 import json
 import time
@@ -24,7 +24,7 @@ OFF = "its numbers are "
 
 
 class Clock:
-    """Ten minutes pass at every look at a process that hangs, which is named in a file; else no time does."""
+    """Ten minutes pass at every poll of a process that hangs, which is named in a file; otherwise no time passes."""
 
     sleep = staticmethod(time.sleep)
 
@@ -118,7 +118,7 @@ def test_a_sound_library_computes_everything(operator: str) -> None:
         ("gemm", "tuned_gemm.py", "weights, bias)", "weights)", "of 1 tokens with a bias"),
         ("moe", "fused_moe.py", "plain(w1).float()", "w1.float()", "of 1 tokens"),
         ("moe", "fused_moe.py", "F.silu(gate) * up", "F.silu(up) * gate", "of 1 tokens"),
-        # Blocks are taken to follow each other, as those of one layer alone would.
+        # Blocks must be adjacent, as those of a single layer would be.
         (
             "attention",
             ATTENTION,
@@ -176,7 +176,7 @@ def test_what_a_library_raises_is_reported_in_a_line(library: Library) -> None:
 
 
 def test_releases_that_have_other_arguments_or_modules_are_reported_or_used(library: Library) -> None:
-    # As in 2025: another module, and without sinks, which then other kernels compute.
+    # A release of 2025: another module, and without sinks, which other kernels then compute.
     old = "ops/triton/unified_attention.py"
     (library.root / ATTENTION).rename(library.root / old)
     library.replace(old, ("    sinks: torch.Tensor | None = None,\n", ""), (", sinks", ""))

@@ -1,4 +1,4 @@
-"""Sums over ranks by `aiter`: they are tried out among processes of all ranks, and used where all find them right."""
+"""Sums over ranks by `aiter` are tried in processes of all ranks, and used if all ranks find them correct."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ FILE = "dist/device_communicators/custom_all_reduce.py"
 
 
 class FakeSum:
-    """Leaves sums of three to others."""
+    """Leaves sums of groups of three to other libraries."""
 
     is_capturing = False
 
@@ -36,7 +36,7 @@ class FakeSum:
 
 
 def tried_out(store: Path) -> list[str | None]:
-    """By two ranks, what they find wrong."""
+    """The errors that two ranks find."""
     with ThreadPoolExecutor(2) as ranks:
         return list(ranks.map(lambda rank: reduce.try_out(rank, 2, CPU, store, 300.0), range(2)))
 
@@ -144,7 +144,7 @@ def test_ranks_exchange_a_graph_s_sums_only_if_all_have_the_graph(caplog: pytest
 @pytest.mark.usefixtures("library")
 def test_a_graph_whose_sums_the_library_cannot_register_fails_in_a_sentence() -> None:
     bindings.bind("all_reduce")
-    # As of a group of two, of which this rank is both and has told of other sums.
+    # As in a group of two, of which this process is both ranks and has announced other sums.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.get_world_size", lambda group: 2)
         patch.setattr("torch.distributed.all_gather", lambda reported, own, group: reported[1].copy_(own))
@@ -166,7 +166,7 @@ def test_a_group_takes_the_fast_sum_and_else_the_slow_one(monkeypatch: pytest.Mo
     x = torch.ones(3)
     assert group.all_reduce(x) is x
     with group.capturing():
-        """RCCL's sums need nothing."""
+        """RCCL's sums need no setup."""
     group._fast_sum = FakeSum()
     assert group.all_reduce(x) is x
     assert torch.equal(group.all_reduce(torch.ones(4)), torch.full((4,), 2.0))

@@ -1,4 +1,4 @@
-"""Processes of a host that probe `aiter`: one at a time, one for all that ask the same, and none that is left over."""
+"""Processes of a host that probe `aiter`: one at a time, one for all that need the same answer, and none remains."""
 
 import os
 import signal
@@ -25,18 +25,18 @@ __all__ = ["copied"]
 
 CHILD = Path(folder.__file__).with_name("child.py")
 LATEST = 60.0
-"""Seconds until a test gives up on what takes milliseconds."""
+"""Seconds after which a test fails; it takes milliseconds."""
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where turns are taken."""
+    """Folder of the locks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / f"kaon-{os.getuid()}"
 
 
 class Waiters:
-    """Counts those that wait for a turn, by what they log."""
+    """Counts the processes that wait, by their log lines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
         self.all_wait = Event()
@@ -119,7 +119,7 @@ def test_what_another_has_left_is_no_answer(place: Path, left: str) -> None:
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, *operators: str, sizes: Sizes = Sizes()) -> dict[str, str | None]:  # noqa: B008
-    """Of a probe of which only the way to its child is of interest."""
+    """A probe of which only the message to its child matters."""
     monkeypatch.setattr(probe, "_probe_in_children", lambda *_: dict.fromkeys(operators))
     return probe.probe("cpu", operators, sizes)
 
@@ -156,7 +156,7 @@ def test_a_question_is_the_same_where_its_answer_must_be(monkeypatch: pytest.Mon
     ask(monkeypatch, "norm")
     assert questions[0] == questions[1]
     assert len(set(questions)) == 6
-    # GPUs of one kind answer for each other.
+    # GPUs of one kind share an answer.
     properties = type("Properties", (), {"name": "MI300X", "gcnArchName": "gfx942"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert probe._kind("cuda:0") == probe._kind("cuda:7") == "MI300X gfx942"
@@ -187,7 +187,7 @@ child = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(child)
 marker = pathlib.Path(sys.argv[1])
 """
-"""Without the package, which imports torch."""
+"""Run without the package, which imports torch."""
 
 
 def run(source: str, *arguments: str) -> str:
@@ -220,7 +220,7 @@ def test_what_ignores_the_first_signal_is_ended_by_the_second_with_what_it_start
 
 
 def is_running(pid: int) -> bool:
-    """A process that nobody has taken note of the end of does not."""
+    """A zombie process does not hold the lock."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -247,7 +247,7 @@ def test_a_child_tidies_up_where_its_parent_ignores_the_signal_or_dies(tmp_path:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an installed release, which this user may not write to, with two modules that came compiled."""
+    """The folder of an installed release, which this user may not write, with two compiled modules of the package."""
     made = tmp_path / "site" / "jit"
     made.mkdir(parents=True)
     for name in ("module_norm.so", "module_moe.so"):
@@ -282,7 +282,7 @@ def test_what_the_environment_says_of_the_folder_stays(
         patch.setenv("AITER_JIT_DIR", "/elsewhere")
         folder.prepare()
         assert os.environ["AITER_JIT_DIR"] == "/elsewhere"
-    # Nor is a folder named where the library's own will do, or where nobody knows which release it is.
+    # No folder is named either if the library's own is sufficient, or if the release is unknown.
     monkeypatch.setattr(library, "release", lambda: None)
     folder.prepare()
     monkeypatch.setattr(library, "release", lambda: "0.1.19")

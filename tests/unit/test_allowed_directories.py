@@ -1,6 +1,6 @@
-"""Directories that admin calls may name: beneath the allowed ones, and so are their files, wherever links lead.
+"""Directories that admin calls may name are below the allowed ones, as are their files, also through links.
 
-And weights in them, whose headers are read before the engine is asked.
+The weights in them are checked by their headers before the engine is called.
 """
 
 import os
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def test_links_are_followed_beneath_the_allowed_directories(folder: Path) -> None:
-    """As the hub's cache has them: files of a snapshot are links to blobs."""
+    """As in the hub's cache: files of a snapshot are links to blobs."""
     inside, blobs = folder / "allowed", folder / "blobs"
     blobs.mkdir()
     (blobs / "weights").write_bytes(b"")

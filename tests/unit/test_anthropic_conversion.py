@@ -1,4 +1,4 @@
-"""From requests of `/v1/messages` to chats: roles, blocks, tools, reasoning that comes back, what is left out."""
+"""Requests of `/v1/messages` become chats: roles, blocks, tools, returned reasoning, and ignored fields."""
 
 import json
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def request_of(*messages: dict[str, Any], **fields: Any) -> MessagesRequest:
 
 
 def frontend_of(strip: bool = True) -> Frontend:
-    """What of a front end a conversion reads."""
+    """The part of a front end that a conversion reads."""
     config = SimpleNamespace(server_config=SimpleNamespace(strip_billing_line=strip))
     return cast(Frontend, SimpleNamespace(config=config))
 

@@ -42,7 +42,7 @@ _EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def seal(kind: Kind, words: str) -> str:
-    """A seal that is the same each time."""
+    """A seal with the same result each time."""
     return f"{kind}:{words}"
 
 
@@ -71,7 +71,7 @@ def stream_of(renderer: MessagesRenderer, deltas: Sequence[RequestDelta], usage:
 
 
 def events_of(stream: bytes) -> list[Any]:
-    """The events, but pings, as the official client's types take them; each is named twice."""
+    """The events without pings, as the official client's types; the two names of each agree."""
     events = []
     for frame in stream.split(b"\n\n")[:-1]:
         name, data = frame.split(b"\n")
@@ -83,7 +83,7 @@ def events_of(stream: bytes) -> list[Any]:
 
 
 def assembled(stream: bytes) -> dict[str, Any]:
-    """The message that a client puts together from a stream; fails on events out of order."""
+    """The message that a client assembles from a stream; fails if events are out of order."""
     message: dict[str, Any] = {}
     inputs: dict[int, str] = {}
     open_index: int | None = None
@@ -294,7 +294,7 @@ def test_a_stream_split_at_every_byte_is_the_same_events_to_the_official_decoder
 
 
 class _State:
-    """What of a finished sequence a renderer reads."""
+    """The part of a finished sequence that a renderer reads."""
 
     def __init__(self, steps: list[tuple[str, int]], reason: str) -> None:
         self.steps, self.finish_reason, self.stop_reason = steps, reason, None

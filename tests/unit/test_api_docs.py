@@ -1,4 +1,4 @@
-"""docs/api.md and `/docs` tell of each field what the models that read requests say."""
+"""docs/api.md and `/docs` describe each field as the request models do."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where the engine may be a step ahead of what it reads: what `auto` comes to."""
+"""When `auto` lets the engine schedule a step before the previous one is read."""
 
 from typing import Any
 

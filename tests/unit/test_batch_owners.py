@@ -1,4 +1,4 @@
-"""As whom the lines of a batch run, once nobody is connected any more."""
+"""The owner for whom a batch's lines run, after its client has disconnected."""
 
 import json
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ ALICE = Owner("a" * 64, "a" * 64, 2.0, "alice", group="team", quotas=Quotas(5))
 
 
 class Record:
-    """A store that keeps what a line became, behind an application that keeps whom it was for."""
+    """A store that records each line's result, behind an application that records its owner."""
 
     def __init__(self) -> None:
         self.owners: list[Owner] = []

@@ -1,4 +1,4 @@
-"""How `BatchRunner` ends batches: what cancellation, shutdown, failing routes and refusals do to their lines."""
+"""How `BatchRunner` ends batches: the effect of cancellation, shutdown, failing routes and refusals on their lines."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ CHAT = "/v1/chat/completions"
 
 
 class App:
-    """An application that answers 200, unless a test says otherwise of a line's `body.x`."""
+    """An application that answers 200, unless a test sets another answer for a line's `body.x`."""
 
     def __init__(self) -> None:
         self.refused: set[Any] = set()
@@ -50,7 +50,7 @@ def add(store: BatchStore, names: list[str], owner: str = "me") -> Batch:
 
 
 def results(store: BatchStore, batch: Batch) -> tuple[str, list[str], list[str]]:
-    """The status of a batch that has ended, and the custom ids in its output and in its error file."""
+    """The status of a batch that has ended, and the custom ids in its output and error files."""
     ended = store.batch(batch.object.id, batch.owner)
     ids = []
     for file in (ended.output_file_id, ended.error_file_id):
@@ -69,7 +69,7 @@ def runner_of(store: BatchStore, app: App, max_lines: int = 4) -> BatchRunner:
 
 
 class Gate:
-    """Holds the threads that call the store's method `name` with `argument`, until it is opened."""
+    """Blocks the threads that call the store's method `name` with `argument`, until it is opened."""
 
     def __init__(self, store: BatchStore, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()

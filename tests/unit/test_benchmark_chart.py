@@ -1,4 +1,4 @@
-"""The chart of README.md is what the page of benchmarks says."""
+"""The chart of README.md shows the figures of the benchmarks page."""
 
 from xml.etree import ElementTree
 

@@ -348,7 +348,7 @@ def test_integrity_check_sees_a_released_block_that_is_still_in_the_table() -> N
 
 
 def run_alone(manager: BlockManager, tokens: list[int]) -> list[int]:
-    """Blocks of a sequence that comes and goes."""
+    """Blocks of a sequence that starts and ends."""
     seq = make_seq(tokens)
     manager.allocate(seq)
     blocks = seq.block_table

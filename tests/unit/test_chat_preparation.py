@@ -1,4 +1,4 @@
-"""Who waits for whom while chats are prepared."""
+"""The order in which chats are prepared."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ from server.request_builder import in_thread
 
 
 async def test_chats_that_bring_a_template_keep_no_thread_from_the_others() -> None:
-    """However many they are, and however long they take."""
+    """Independent of the number and duration of other chats."""
     release = threading.Event()
     jobs = Jobs(Accounts()).of(ANYONE)
     slow = [asyncio.create_task(in_thread(jobs, "{{ 1 }}", release.wait)) for _ in range(64)]

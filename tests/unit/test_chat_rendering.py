@@ -1,4 +1,4 @@
-"""Chat answers that a parser takes apart: their chunks add up to the whole answer, in OpenAI's shape."""
+"""Chat answers that a parser splits into parts: their chunks add up to the whole answer, in OpenAI's format."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 class Scripted:
-    """Answers the pushed text with the parts that the script has for it."""
+    """Returns the parts that the script has for the pushed text."""
 
     def __init__(self, script: dict[str, list[Part]]) -> None:
         self._script = script

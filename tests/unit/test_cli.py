@@ -1,4 +1,4 @@
-"""The `kaon` command: exit codes, one-sentence complaints, and how little it imports for each command."""
+"""The `kaon` command: exit codes, error messages of one sentence, and the few imports of each command."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "zmq", "httpx", "numpy"}
 
 
 def imported_by(statement: str) -> set[str]:
-    """Modules there are in a fresh interpreter after `statement`."""
+    """Modules that are imported in a new interpreter after `statement`."""
     code = f"import sys\ntry:\n    {statement}\nexcept SystemExit: pass\nprint('modules:', *sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.rpartition("modules:")[2].split())
@@ -154,7 +154,8 @@ def hub_cache(tmp_path: Path) -> Path:
 
 
 def kaon(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: the hub's library reads where its cache is when it is imported."""
+    """Run the command in a process of its own: the hub's library reads the location of its cache when it is
+    imported."""
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, "-m", "server", *arguments], env=environment, capture_output=True, text=True, check=False

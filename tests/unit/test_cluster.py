@@ -1,4 +1,4 @@
-"""What several hosts need to trust and to understand each other: the key, the settings they share, and the sockets."""
+"""Trust and agreement between several hosts: the key, the shared settings, and the sockets."""
 
 import os
 import socket
@@ -42,7 +42,7 @@ def test_the_key_is_of_the_file_or_else_of_the_environment(monkeypatch: pytest.M
 def test_a_key_is_the_same_however_it_was_carried(
     written: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A secret that an orchestrator made of a file keeps the file's last line end in the environment."""
+    """A secret that an orchestrator reads from a file keeps the file's final newline in the environment."""
     monkeypatch.setenv(CLUSTER_KEY_ENV, written)
     (tmp_path / "key").write_bytes(written.encode())
     assert read_cluster_key(None, "10.0.0.1") == read_cluster_key(str(tmp_path / "key"), "10.0.0.1") == LONG_KEY
@@ -178,7 +178,7 @@ def test_an_address_that_cannot_be_had_is_reported_in_a_sentence(context: "zmq.C
 
 
 def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    """Names stand for these addresses, until the test ends."""
+    """Names resolve to these addresses until the test ends."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
 
@@ -204,7 +204,7 @@ def test_a_name_may_have_no_address_yet(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 def test_a_name_that_leads_nowhere_but_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many systems have their own name at 127.0.1.1."""
+    """Many systems resolve their own name to 127.0.1.1."""
     named(monkeypatch, "127.0.1.1")
     with pytest.raises(ValueError, match=r"master_addr is box, which on this machine is 127\.0\.1\.1, where no other"):
         resolve("box")
@@ -235,7 +235,7 @@ def test_a_listening_socket_accepts_no_message_without_bounds(context: "zmq.Cont
 
 
 def steps_over_tcp(context: "zmq.Context[zmq.Socket[bytes]]", size: int) -> tuple[TcpSteps, CurveAuthenticator]:
-    """Rank 0's side of `size` ranks, which its address lets in."""
+    """Rank 0's side of `size` ranks, whose address it accepts."""
     authenticator = CurveAuthenticator(context)
     host, _, port = free_address().removeprefix("tcp://").rpartition(":")
     steps = TcpSteps(context, host, int(port), size)
@@ -296,7 +296,7 @@ def test_a_rank_elsewhere_is_named_by_its_host_and_keeps_no_processor_of_this_on
 
 
 def test_a_rank_elsewhere_may_speak_and_be_silent_after_the_manager_has_closed() -> None:
-    """The thread that carries it lives on for a moment, and would end the engine if it raised."""
+    """The heartbeat thread continues for a moment, and would end the engine if it raised."""
     link = RemoteRank(1, 1, "tcp://10.0.0.1:29500")
     link.deliver(RankServes())
     link.close(0.0)

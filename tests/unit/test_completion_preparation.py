@@ -1,4 +1,4 @@
-"""From completion requests to the engine's: empty prompts, cut ones, and prompts with a suffix."""
+"""Completion requests become the engine's: empty prompts, truncated ones, and prompts with a suffix."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +23,7 @@ MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """A trained one with marks for filling in, and a BOS that it does not add by itself."""
+    """A trained tokenizer with fill-in markers, and a BOS that it does not add by itself."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

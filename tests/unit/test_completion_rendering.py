@@ -1,4 +1,4 @@
-"""Answers of `/v1/completions`: what comes first in a stream, and what a request did not ask for stays out."""
+"""Answers of `/v1/completions`: the first chunk of a stream, and fields that were not requested."""
 
 import json
 from typing import Any

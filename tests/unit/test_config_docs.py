@@ -1,4 +1,4 @@
-"""The configuration tables of the pages are what `Config` says."""
+"""The configuration tables of the pages match `Config`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`Config.from_fields`: a section's fields may stand next to the configuration's own."""
+"""`Config.from_fields`: a section's fields may be given at the top level."""
 
 import pytest
 from pydantic import ValidationError

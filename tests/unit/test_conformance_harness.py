@@ -1,4 +1,4 @@
-"""What `make conformance` counts, pins and complains about, without running any of its suites."""
+"""The counts, pins and error messages of `make conformance`, without running its suites."""
 
 import json
 from pathlib import Path

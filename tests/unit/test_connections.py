@@ -1,6 +1,6 @@
-"""Which connections are kept when there are too many, and which are closed because their clients are too slow.
+"""Which connections are closed if there are too many, or if their clients are too slow.
 
-The clock is the test's; sockets are only recorded.
+The test moves the clock; sockets only record calls.
 """
 
 import sys
@@ -20,7 +20,7 @@ A, B, C = "192.0.2.1", "192.0.2.2", "2001:db8::1"
 
 
 class Peer:
-    """A client's connection, as the table sees it: records what becomes of it."""
+    """A client's connection, as the table sees it: it records its events."""
 
     def __init__(self) -> None:
         self.is_aborted = False
@@ -52,11 +52,11 @@ class Peer:
         return bytes([self.tcp_state, *[0] * 119]) + self.taken.to_bytes(8, sys.byteorder)
 
     def send(self, num_bytes: int = 1) -> None:
-        """Part of a head."""
+        """A part of a head."""
         self.connection.received()
 
     def request(self, *, is_probe: bool = False, whole: bool = True) -> TooManyConnections | None:
-        """A whole head, and a body unless it is to follow."""
+        """A whole head, with its body unless that is to follow."""
         self.connection.received()
         refused = self.connection.begin_request(is_probe=is_probe)
         if refused is None and whole:
@@ -148,7 +148,7 @@ def test_where_more_may_be_open_they_have_longer_to_send(edge: Edge) -> None:
 
 
 def test_where_few_of_them_make_room_they_have_a_shorter_time_to_send() -> None:
-    """As many new ones a second are taken: a probe behind a flood waits no longer."""
+    """As many new connections as the limit per second are accepted: a probe waits no longer behind a flood."""
     edge = Edge(LIMITS._replace(connections=64, per_address=64))
     for _ in range(48):
         edge.connect(A).request()
@@ -158,7 +158,7 @@ def test_where_few_of_them_make_room_they_have_a_shorter_time_to_send() -> None:
 
 
 def test_new_ones_wait_while_the_next_to_make_room_is_about_to_be_read() -> None:
-    """Where a round of the event loop takes long, many are old before they are read for the first time."""
+    """If a round of the event loop takes long, many connections are old before they are read for the first time."""
     edge = Edge(LIMITS._replace(per_address=8))
     peers = [edge.connect(A) for _ in range(8)]
     for peer in peers:
@@ -169,12 +169,12 @@ def test_new_ones_wait_while_the_next_to_make_room_is_about_to_be_read() -> None
     assert edge.table.open_at < edge.now
     edge.connect(A)
     assert edge.now < edge.table.open_at
-    edge.now += 0.2  # It is not read for whatever reason: then it makes room all the same.
+    edge.now += 0.2  # It is not read, for another reason: then it is closed all the same.
     assert edge.table.open_at < edge.now
 
 
 def test_a_pipeline_of_probes_does_not_hold_up_new_ones() -> None:
-    """The time for which it makes room goes on from request to request."""
+    """The time for which a connection may be closed continues from request to request."""
     edge = Edge(LIMITS._replace(per_address=8))
     peers = [edge.connect(A) for _ in range(8)]
     for _ in range(100):

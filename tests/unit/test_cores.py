@@ -1,4 +1,4 @@
-"""On which cores an engine's threads run: the rules, over machines that are trees of files."""
+"""Assignment of an engine's threads to cores, over machines that are trees of files."""
 
 import os
 import subprocess
@@ -13,7 +13,8 @@ from engine.distributed.host_resources import CorePlan, cpu_quota, own_cpus, phy
 def machine(
     root: Path, *, nodes: int = 1, cores: int, siblings: int = 1, files: dict[str, object] | None = None
 ) -> Path:
-    """`cores` a node; the first hardware threads of all cores are numbered before the second ones, as on most."""
+    """A machine with `cores` per node; the first hardware threads of all cores are numbered before the second ones, as
+    usual."""
     whole = nodes * cores
     for core in range(whole):
         together = [core + sibling * whole for sibling in range(siblings)]
@@ -52,7 +53,7 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path):
 def test_each_rank_has_neighbouring_cores_of_its_own(
     size: int, expected: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """On two nodes of two cores, two ranks have one node each."""
+    """On two nodes with two cores each, two ranks get one node each."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     root = machine(tmp_path, nodes=2, cores=2, siblings=2)
     assert [set(own_cpus(rank, size, root)) for rank in range(size)] == expected

@@ -1,4 +1,4 @@
-"""The operators' arguments in Python are those in C, field by field: both are read, neither is built."""
+"""The operators' arguments in Python equal those in C, field by field: both sources are read, neither is built."""
 
 import ctypes
 import re

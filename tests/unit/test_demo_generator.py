@@ -1,5 +1,4 @@
-"""The demo model's generator: reproducible, honest about what it holds out,
-and well formed in JSON and tool calls."""
+"""The demo model's generator is reproducible, excludes held-out examples, and writes valid JSON and tool calls."""
 
 import itertools
 import json

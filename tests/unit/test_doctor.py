@@ -1,4 +1,4 @@
-"""What `kaon doctor` says: of each thing that can be wrong, and when looking itself goes wrong."""
+"""The report of `kaon doctor` for each possible fault, and if the examination itself fails."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def test_says_which_path_runs_and_its_share_of_the_machines_limits() -> None:
     "facts",
     [
         HEALTHY,
-        # torch's own default build, on a machine without a GPU.
+        # The default build of torch, on a machine without a GPU.
         {**HEALTHY, "build": "CUDA 13.0", "gpu_error": "Found no NVIDIA driver"},
         {**ROCM, "gpus": (GPU,), "cpu_library": None},
         {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": None}},
@@ -84,7 +84,7 @@ def test_says_which_path_runs_and_its_share_of_the_machines_limits() -> None:
         {**ROCM, "gpus": (GPU, GPU), "shared_memory_mib": 8192.0},
         {**ROCM, "gpus": (RADEON,), "has_numa_balancing": True},
         {**HEALTHY, "has_numa_balancing": True, "shared_memory_mib": 64.0},
-        # One of a host's GPUs is this user's.
+        # Only one of the host's GPUs is accessible to this user.
         {**ROCM, "gpus": (GPU,), "closed_devices": ("/dev/dri/renderD129",), "closed_groups": ("render",)},
     ],
 )
@@ -104,7 +104,7 @@ def test_the_kernel_s_settings_are_read_where_they_are(tmp_path: Path) -> None:
 def test_what_aiter_does_is_reported_by_operator() -> None:
     reasons = {"norm": None, "moe": "it has no fused_moe", "gemm": None, "decode": "it hung"}
     facts = Facts(**ROCM, gpus=(GPU,), aiter="0.1", aiter_reasons=reasons, aiter_when_asked=("decode", "gemm"))
-    # What nobody asked for is nothing wrong.
+    # An optional feature that was not requested is no problem.
     found = problems(facts)
     assert found == ["aiter is installed, but not used for moe: it has no fused_moe"]
     printed = doctor.lines(doctor.Report(facts=facts, problems=found))
@@ -137,7 +137,7 @@ def test_free_memory_of_gpus_is_what_their_drivers_say(tmp_path: Path) -> None:
     (device / "mem_info_vram_total").write_text("1000\n")
     (device / "mem_info_vram_used").write_text("400\n")
     assert free_memory(address, tmp_path) == 600
-    # Of a torch that does not say where a GPU is.
+    # With a torch that does not report where a GPU is.
     assert free_memory(pci_address(SimpleNamespace()), tmp_path) is None
 
 

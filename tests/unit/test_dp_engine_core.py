@@ -1,4 +1,5 @@
-"""The busy loops of replicas in lockstep, over stub models in threads: who computes, who sleeps, who wakes whom."""
+"""The busy loops of replicas in lockstep, over stub models in threads: which compute, which sleep, and which wake
+others."""
 
 import threading
 import time
@@ -24,7 +25,7 @@ WAIT_SECONDS = 60.0
 
 
 class Inbox(SimpleQueue[Any]):
-    """A core's input queue, which knows whether the core sleeps: waits here, having dealt with all that has come."""
+    """A core's input queue, which knows whether the core sleeps: it waits here after it has processed all messages."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +63,7 @@ class Inbox(SimpleQueue[Any]):
 
 
 class Runner(StubRunner):
-    """Notes every pass: its own tokens, and the numbers of all replicas'."""
+    """Records every pass: its own number of tokens, and that of all replicas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +123,8 @@ class Replicas:
     class World:
         def __init__(self, replicas: "Replicas", own: int) -> None:
             self._replicas, self._own = replicas, own
-            self.tells = False
-            """Whether the others hear of it when this one leaves."""
+            self.notifies = False
+            """Whether the others are notified when this one leaves."""
             self.left_by: int | None = None
 
         def agree(self, own: int) -> tuple[int, ...]:
@@ -141,7 +142,7 @@ class Replicas:
 
         def leave(self) -> bool:
             self._replicas.left.append(self._own)
-            return self.tells
+            return self.notifies
 
     def start(self) -> None:
         self.loops = [self.threads.submit(core.busy_loop) for core in self.cores]
@@ -151,7 +152,7 @@ class Replicas:
         self.cores[replica].input_queue.put(seq)
 
     def end(self, *replicas: int) -> list[list[StepOutputs]]:
-        """Tell these to end; the messages of both, without the closing `Stopped`."""
+        """Shut these down. Returns the messages of both, without the final `Stopped`."""
         for replica in replicas:
             self.cores[replica].input_queue.put(Shutdown())
         for loop in self.loops:
@@ -167,14 +168,14 @@ class Replicas:
         return reported
 
     def wait_asleep(self) -> None:
-        """Until nobody has work, and nothing is on its way."""
+        """Wait until no replica has work, and no message is in transit."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not self._all_sleep():
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
     def _all_sleep(self) -> bool:
-        """Both at once: who slept when the other was looked at was sent nothing meanwhile."""
+        """Both together: a replica that slept when the other was checked has received no message meanwhile."""
         sent = [inbox.sent for inbox in self.inboxes]
         return all(inbox.is_waited_at for inbox in self.inboxes) and sent == [inbox.sent for inbox in self.inboxes]
 
@@ -231,7 +232,7 @@ def test_all_sleep_when_none_has_work_and_one_that_gets_some_wakes_the_others_on
 
 
 def test_a_ring_of_an_earlier_round_wakes_no_replica(replicas: Replicas) -> None:
-    """It may come late: both had work at once, and each woke the other."""
+    """The message may be late: both had work at the same time, and each woke the other."""
     replicas.start()
     replicas.wait_asleep()
     replicas.add(0, 1)
@@ -241,7 +242,7 @@ def test_a_ring_of_an_earlier_round_wakes_no_replica(replicas: Replicas) -> None
         replicas.cores[1].input_queue.put(Wake(number))
     replicas.wait_asleep()
     assert [lockstep.round for lockstep in replicas.locksteps] == before
-    replicas.add(1, 2)  # It still listens.
+    replicas.add(1, 2)  # It still receives messages.
     replicas.wait_asleep()
     assert ends(replicas.end(1)[1]) == {2: "max_tokens"}
 
@@ -283,17 +284,19 @@ def test_a_step_that_raises_ends_the_core_since_the_others_are_still_in_it(repli
     replicas.add(0, 1)
     with pytest.raises(RuntimeError, match="a step failed that all replicas compute together: division by cucumber"):
         replicas.loops[0].result(WAIT_SECONDS)
-    assert replicas.cores[0]._record.read() == [1]  # Who starts another core knows whom to try alone.
+    assert replicas.cores[0]._record.read() == [
+        1
+    ]  # The process that starts another core knows which requests to compute alone.
 
 
 def test_one_whose_step_raises_has_the_others_end_and_learns_nothing_of_their_ends(replicas: Replicas) -> None:
-    """They follow it; whoever seems to have gone first by then would take the blame off it."""
+    """They end after it; a replica that seems to have ended first would take the blame."""
 
     def fail(step: int, batch: ScheduledBatch) -> None:
         raise ValueError("division by cucumber")
 
     replicas.runners[0].on_step = fail
-    replicas.locksteps[0]._world.tells = True  # type: ignore[attr-defined]
+    replicas.locksteps[0]._world.notifies = True  # type: ignore[attr-defined]
     replicas.locksteps[0].peers.gone = 1  # type: ignore[attr-defined]
     replicas.start()
     replicas.wait_asleep()

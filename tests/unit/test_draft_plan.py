@@ -1,4 +1,4 @@
-"""How many drafts sequences get: as many as pay, by what steps have cost and drafts have brought."""
+"""The number of drafts of sequences: as many as pay, by the measured costs of steps and the accepted drafts."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ ROOM = 1000
 
 
 class Simulation:
-    """Rows that decode on a machine of given costs, with drafts that are right with a given chance."""
+    """Rows that decode on a machine of given costs, with drafts that are accepted with a given probability."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Simulation:
         self.verified: list[int] = []
 
     def run(self, steps: int) -> float:
-        """Tokens a second of so many steps, of what plain steps would make."""
+        """Ratio of the tokens per second of `steps` steps to those of plain steps."""
         tokens, self.seconds = 0, 0.0
         self.verified.clear()
         for _ in range(steps):
@@ -84,7 +84,7 @@ def test_right_drafts_are_all_made_where_they_cost_little() -> None:
 @pytest.mark.parametrize("num_rows", [1, 8, 32, 128])
 @pytest.mark.parametrize("step", [memory_bound, compute_bound])
 def test_wrong_drafts_cost_next_to_nothing(num_rows: int, step: Callable[[int], float]) -> None:
-    """Drafting itself takes a fifth of a plain step a draft."""
+    """Each draft costs the drafter a fifth of a plain step."""
     simulation = Simulation(
         num_rows, lambda _: 0.02, step=step, drafting=lambda rows, depth: depth * 0.2 * step(num_rows)
     )
@@ -148,7 +148,7 @@ def test_costs_between_known_sizes_are_on_a_line_and_unknown_ones_are_tried() ->
 
 
 def test_drafting_for_fewer_rows_costs_what_it_costs_for_so_many() -> None:
-    """Of rows and depths that were not measured, the cost is on the lines between those that were."""
+    """Costs of numbers of rows and depths that were not measured are interpolated between those that were."""
     costs = StepCosts()
     costs.note_step(1, 1.0)
     assert costs.drafting(3, 1) == 0.0
@@ -210,7 +210,7 @@ def test_a_model_drafts_again_after_tries_that_succeed() -> None:
 
 
 def test_the_gain_of_a_sequence_is_not_the_loss_of_many() -> None:
-    """Drafts of one row in sixteen would bring a tenth more tokens, and take a fifth longer."""
+    """Drafts of one row in sixteen would give a tenth more tokens, and take a fifth longer."""
     simulation = Simulation(16, lambda seq_id: float(seq_id == 0), step=lambda n: 0.016 if n <= 16 else 0.019)
     simulation.run(200)
     assert simulation.run(400) > 0.95
@@ -218,7 +218,7 @@ def test_the_gain_of_a_sequence_is_not_the_loss_of_many() -> None:
 
 
 class Prompts:
-    """Steps of which every few have a prompt; a drafter computes it unless it is stopped."""
+    """Steps of which every few have a prompt, which a drafter computes unless it is stopped."""
 
     def __init__(self, every: int, drafting: float, accepted: int) -> None:
         """`drafting`: the drafter's seconds for a prompt. `accepted`: of three drafts in a step of decodes."""
@@ -229,7 +229,7 @@ class Prompts:
         self.num_stopped = self._num_steps = 0
 
     def run(self, steps: int) -> float:
-        """Tokens a second in units of those without a drafter."""
+        """Tokens per second as a multiple of those without a drafter."""
         tokens, seconds, plain_seconds = 0, 0.0, 0.0
         for _ in range(steps):
             self._num_steps += 1
@@ -244,7 +244,7 @@ class Prompts:
             self.plan.note_gain(batch, plain + drafting, accepted, drafting)
             tokens += 1 + accepted
             seconds += plain + drafting
-            # Prompts come as they do; each accepted token saves a step of decodes.
+            # The rate of prompts is given; each accepted token saves a step of decodes.
             plain_seconds += plain + accepted * 0.001
         return plain_seconds / seconds
 

@@ -1,4 +1,4 @@
-"""How many drafts a step verifies, and which sequences have any."""
+"""The number of drafts that a step verifies, and which sequences have any."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -141,7 +141,7 @@ def test_a_step_that_verifies_drafts_is_read_before_the_next_one() -> None:
 
 
 def test_drafts_neither_preempt_sequences_nor_delay_them() -> None:
-    """Three rows that come to the end of their blocks, one after the other, and a single block is left."""
+    """Three rows that reach the end of their blocks in turn, while a single block is free."""
     mine = scheduler(num_blocks=4)
     seqs = [Sequence([1, 2] * 6 + [3] * i, 16, SamplingParams(max_tokens=40), id=i) for i in range(3)]
     mine.extend(seqs)
@@ -153,7 +153,7 @@ def test_drafts_neither_preempt_sequences_nor_delay_them() -> None:
         assert len(rows) == 3
         mine.postprocess(seqs, ScheduledBatchOutput(dict.fromkeys(range(3), (token,))))
     assert mine.stats("decode", 0.0).preemptions == 0
-    # The longest has 17 tokens now, and takes the last block for the one that it must compute.
+    # The longest sequence has 17 tokens now, and takes the last block for its mandatory token.
     batch, rows = mine.schedule()  # type: ignore[misc]
     assert len(rows) == 3
     assert batch.scheduled_spec_decode_tokens == {}

@@ -1,4 +1,5 @@
-"""An endpoint family of another package: served, described, counted among the probes, after one registration."""
+"""An endpoint family of another package: after one registration it is served, described, and counted by the
+metrics."""
 
 import logging
 import threading
@@ -20,7 +21,7 @@ class EchoRequest(RequestModel):
     """Body of `POST /v1/echo`."""
 
     text: str
-    """What to answer."""
+    """The text to answer."""
 
 
 class LoadingCore:
@@ -33,7 +34,7 @@ class LoadingCore:
 
 @pytest.fixture
 def http(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
-    all_endpoints()  # imports every family, which registers it
+    all_endpoints()  # imports and registers every family
     monkeypatch.setattr(ENDPOINTS, "_registered", dict(ENDPOINTS._registered))
     endpoints = ENDPOINTS.register("echo")(EndpointFamily())
 
@@ -62,7 +63,7 @@ async def test_it_is_served_and_its_body_is_validated(http: httpx.AsyncClient) -
 async def test_a_large_body_is_parsed_in_a_thread_and_a_small_one_at_once(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sends a large body takes turns with others that do, and holds up nobody's stream."""
+    """Clients that send large bodies take turns, and do not delay other clients' streams."""
     threads = []
 
     def parse(body: bytes, max_bytes: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The busy loop over a stub model: what it takes in, what it answers, and that it outlives what goes wrong."""
+"""The busy loop over a stub of the model: its inputs, its outputs, and its survival of errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every failure leaves as OpenAI's error object, through one handler."""
+"""Every failure is answered with OpenAI's error object, by one handler."""
 
 import json
 

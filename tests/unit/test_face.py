@@ -1,4 +1,4 @@
-"""What every request passes before its route: keys, request ids, CORS, access log; and what unknown paths answer."""
+"""The layers that every request passes before its route: keys, request ids, CORS, access log, unknown paths."""
 
 import gzip
 import hashlib
@@ -32,7 +32,7 @@ KEY = {"Authorization": "Bearer sk-one"}
 
 
 class LoadingCore:
-    """A core that never becomes ready: what passes the layers in front is answered 503."""
+    """A core that never becomes ready: requests that pass the outer layers are answered with 503."""
 
     ready = None
     failure = None
@@ -424,7 +424,7 @@ async def test_a_json_line_has_every_part(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.INFO, "server.access_log")
     answer = await client(access_log="json").get("/v1/nothing%0Ahere", headers={"X-Request-Id": "trace-7"})
     (record,) = (record for record in caplog.records if record.name == "server.access_log")
-    assert BARE.items() <= vars(record).items()  # Nothing else is on its line.
+    assert BARE.items() <= vars(record).items()  # Its line contains nothing else.
     entry = json.loads(record.getMessage())
     assert (entry["method"], entry["path"], entry["status"]) == ("GET", "/v1/nothing%0Ahere", 404)
     assert (entry["bytes"], entry["request_id"]) == (len(answer.content), "trace-7")
@@ -566,7 +566,7 @@ async def test_a_body_that_says_it_is_no_json_is_415(media_type: str) -> None:
         ("127.0.0.1", {}, 503),
         ("::1", {}, 503),
         ("10.0.0.7", {}, 415),
-        # A page in a browser may send this type to any address without asking first.
+        # A page in a browser may send this type to any address without a preflight request.
         ("127.0.0.1", {"Origin": "https://evil.example"}, 415),
     ],
 )

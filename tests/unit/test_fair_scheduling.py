@@ -1,4 +1,4 @@
-"""Owners take turns by tokens, wherever one of them would otherwise stand behind another's prompts or sequences."""
+"""Owners take turns by tokens, where one would otherwise wait for another's prompts or sequences."""
 
 import random
 from collections import Counter
@@ -109,7 +109,7 @@ def test_owners_that_hold_less_than_their_share_do_not_make_one_wait_that_holds_
         made.add(tokens, 10_000, owner=owner, at=made.now)
     made.run(lambda: made.scheduler.get_request_counts() == (3, 0))
     light = made.add(50, 5, owner="light", at=made.now)
-    # Its turn is first, and no more blocks are free than it needs.
+    # It is the next in turn, and no more blocks are free than it needs.
     made.scheduler._shares.charge("light", 20_000)
     large = made.add(1000, 5, owner="b", at=made.now)
     made.step()
@@ -119,7 +119,7 @@ def test_owners_that_hold_less_than_their_share_do_not_make_one_wait_that_holds_
 
 
 def generated_by_owner(made: SimulatedEngine, seconds: float) -> Counter[str]:
-    """In how many rows each owner's sequences are computed from now on."""
+    """The number of rows with each owner's sequences in the following steps."""
     before, end = len(made.steps), made.now + seconds
     made.run(lambda: made.now >= end)
     return Counter(seq.owner for batch, _ in made.steps[before:] for seq in batch.sequences)
@@ -139,7 +139,7 @@ def test_a_few_long_streams_get_their_owners_share_beside_ten_heavy_owners(polic
     before = len(made.steps)
     gained = generated_by_owner(made, 20.0)
     assert made.steps[-1][0].total_seqs_num_decode < 200, "not all decodes fit a step"
-    # Few streams cannot use more than a token each of every step.
+    # Few streams cannot use more than one token each of every step.
     assert gained["light"] >= 0.9 * min(gained.total() / 11, streams * (len(made.steps) - before))
 
 

@@ -1,4 +1,4 @@
-"""The digest of a checkpoint changes with its configuration and its weights, and with nothing else."""
+"""The digest of a checkpoint changes with its configuration and its weights only."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The record of the running step, as the process that outlives the core reads it."""
+"""The record of the running step, read by the process that outlives the core."""
 
 import os
 

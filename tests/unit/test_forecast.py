@@ -1,4 +1,4 @@
-"""When a full queue will have room: by the measured rate, one promise after the other."""
+"""Predicted times at which a full queue has room: from the measured rate, with earlier promises counted."""
 
 import itertools
 
@@ -10,7 +10,7 @@ MARGIN = 1.2
 
 
 def draining(per_second: int, seconds: int = 60, tokens: int = 100) -> QueueForecast:
-    """After so many seconds in which as many sequences left each, with something waiting all the time."""
+    """Pretend that for `seconds` one sequence left at each interval while others waited."""
     forecast = QueueForecast()
     forecast.start_busy(0.0)
     for second in range(1, seconds + 1):
@@ -70,7 +70,7 @@ def test_an_engine_that_stands_still_is_reported_at_the_latest_time_and_promises
 
 
 def after_refusals(count: int) -> QueueForecast:
-    """At 60.0 so many were refused, one is due every 0.12 s, and nothing waits any more."""
+    """Requests were refused at 60.0, one is due every 0.12 s, and none waits any more."""
     forecast = draining(10)
     for _ in range(count):
         forecast.retry_after(60.0, excess=1, sequences=1, excess_tokens=0, tokens=5)
@@ -79,7 +79,7 @@ def after_refusals(count: int) -> QueueForecast:
 
 
 def reported(forecast: QueueForecast, now: float) -> float:
-    """To one that is refused as the queue has just been filled."""
+    """The time for a request that is refused just when the queue has been filled."""
     forecast.start_busy(now)
     seconds = forecast.retry_after(now, excess=1, sequences=1, excess_tokens=0, tokens=5)
     forecast.end_busy(now)

@@ -1,4 +1,4 @@
-"""The free text in the arguments of a custom tool's call: the same however the JSON is cut."""
+"""The free text in the arguments of a custom tool's call does not depend on how the JSON is divided."""
 
 import itertools
 import json

@@ -69,7 +69,7 @@ def test_all_cores_end_at_once_and_for_that_reason() -> None:
 
 
 class Core:
-    """Stands in for `CoreManager`."""
+    """A replacement of `CoreManager`."""
 
     last: Self
 

@@ -1,4 +1,4 @@
-"""One HTTP request's sequences: what of them goes to the core."""
+"""One HTTP request's sequences: the messages to the core."""
 
 import asyncio
 import json
@@ -88,7 +88,8 @@ async def test_stop_strings_cut_every_choice_and_stay_in_the_front_end(seed: int
 
 
 class UnequalCore(Core):
-    """Answers its requests with one token each, less and less likely but for the last, which is likeliest."""
+    """Answers its requests with one token each, of decreasing probability except for the last, which is the most
+    probable."""
 
     def answer(self) -> None:
         last = len(self.added) - 1

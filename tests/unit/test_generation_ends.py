@@ -1,4 +1,4 @@
-"""However a request ends, nothing of it stays: refused, never begun, late, read too slowly, failed."""
+"""A request leaves no state, whether it is refused, never begun, late, read too slowly, or failed."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def frontend_at_rest(front: FrontEnd) -> bool:
 
 
 async def stays() -> Any:
-    """The client's side of a connection on which nothing happens."""
+    """The client's side of a connection without events."""
     await asyncio.Event().wait()
 
 
@@ -47,7 +47,7 @@ async def settle() -> None:
 
 
 def later(events: AsyncGenerator[bytes, None]) -> "asyncio.Future[bytes]":
-    """The stream's next events, as they come."""
+    """The stream's next events, as they arrive."""
     return asyncio.ensure_future(anext(events))
 
 
@@ -136,12 +136,12 @@ TIMEOUT = 600.0
 
 
 def half_over(front: FrontEnd, **keywords: Any) -> Generation:
-    """A request that came half of its timeout ago."""
+    """A request that arrived half of its timeout ago."""
     return front.generation(time.monotonic() - TIMEOUT / 2, timeout=TIMEOUT, **keywords)
 
 
 async def pass_time(seconds: float) -> None:
-    """For the event loop's timers it has passed, however long this machine took until now."""
+    """Move the event loop's timers past the timeout, however long this machine has taken."""
     loop = asyncio.get_running_loop()
     now = loop.time
     loop.time = lambda: now() + seconds  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ async def test_an_answer_in_time_is_not_disturbed_by_its_deadline() -> None:
 
 
 def lag(front: FrontEnd, steps: int = 500) -> int:
-    """Words that the core writes before it is paused, of which nobody reads any."""
+    """Words that the core writes before it is paused, while the client reads none."""
     for step in range(steps):
         if not front.core.running:
             return step

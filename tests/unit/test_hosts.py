@@ -1,6 +1,6 @@
-"""`HostRouter` and `HostAgent`: how either treats a peer that is silent, gone, strange, or of another version.
+"""`HostRouter` and `HostAgent`: how they treat a peer that is silent, dead, of another kind, or of another version.
 
-The other side is a bare socket here, which says what no host and no core would.
+The peer is a bare socket here, which sends messages that no real host or core would send.
 """
 
 import json
@@ -49,7 +49,7 @@ def ranks(address: str) -> list[RemoteRank]:
 
 @pytest.fixture
 def router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, ranks: list[RemoteRank]) -> Iterator[HostRouter]:
-    """For two other hosts with a rank each. Its thread must not raise."""
+    """A router for two other hosts with a rank each. Its thread must not raise."""
     raised: list[object] = []
     before, threading.excepthook = threading.excepthook, lambda end: raised.append(end.exc_value)
     authenticator = CurveAuthenticator(context)
@@ -80,7 +80,7 @@ def say(caller: "zmq.Socket[bytes]", message: Any) -> None:
 
 
 def heard(caller: "zmq.Socket[bytes]", milliseconds: int = WAIT_MS) -> ToHost | None:
-    """What the router says next, but for its questions whether one is there; None if nothing in time."""
+    """The router's next message other than its heartbeat; None if there is none in time."""
     while caller.poll(milliseconds):
         frame = caller.recv()
         if frame:
@@ -90,7 +90,7 @@ def heard(caller: "zmq.Socket[bytes]", milliseconds: int = WAIT_MS) -> ToHost | 
 
 
 def wait_for_question(caller: "zmq.Socket[bytes]") -> None:
-    """Until the router asks whether this one is there: another has come with its number."""
+    """Until the router sends this one a heartbeat: another has connected with its number."""
     assert caller.poll(WAIT_MS)
     assert caller.recv() == b""
 
@@ -111,7 +111,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_peer_with_the_key_and_invalid_messages_is_refused_and_disturbs_no_other(
     junk: list[bytes], call: Caller, ranks: list[RemoteRank]
 ) -> None:
-    """Such as a host of another version, whose messages have other fields."""
+    """For example a host of another version, whose messages have other fields."""
     host, stranger = call("host"), call("stranger")
     say(host, Hello(1, "worker-1", GROUND))
     stranger.send_multipart(junk)
@@ -146,7 +146,7 @@ def test_a_host_speaks_for_its_own_ranks_only(call: Caller, ranks: list[RemoteRa
 def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
     call: Caller, ranks: list[RemoteRank]
 ) -> None:
-    """A silent one may have lost its power, and be the second."""
+    """A silent host may have lost power, and be the second one."""
     first, second = call("first"), call("second")
     say(first, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())
@@ -163,7 +163,7 @@ def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
 def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_word(
     call: Caller, router: HostRouter, ranks: list[RemoteRank]
 ) -> None:
-    """As a machine that was off and is on again before its silence is noticed; it says hello only once."""
+    """A machine that restarts before its silence is noticed; it sends its first message only once."""
     first, second = call("first"), call("second")
     say(first, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())
@@ -202,7 +202,7 @@ def test_a_silent_or_invalid_peer_delays_no_other(address: str, call: Caller, ra
 def test_a_shutdown_waits_until_hosts_that_joined_and_that_wait_have_its_message(
     call: Caller, router: HostRouter, ranks: list[RemoteRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that ends at once takes with it what has not left."""
+    """A process that ends immediately loses its unsent messages."""
     monkeypatch.setattr(host_router, "_SHUTDOWN_MESSAGE_SECONDS", 600.0)
     first, second = call("first"), call("second")
     say(first, Hello(1, "worker-1", GROUND))
@@ -236,7 +236,7 @@ def test_a_host_that_is_silent_holds_up_who_parts_for_a_while_only(
 
 
 class Core:
-    """A bare socket in a core's place."""
+    """A bare socket in place of a core."""
 
     def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -332,7 +332,8 @@ def test_a_host_s_ranks_have_its_own_checkpoint_and_threads(
 def test_a_name_may_have_no_address_yet_and_another_one_each_time(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of a pod, which has none before the pod is there, and a new one when it is there again."""
+    """The name of a pod, which does not resolve before the pod exists, and resolves to a new address after a
+    restart."""
     looked: list[str] = []
     real = socket.getaddrinfo
 

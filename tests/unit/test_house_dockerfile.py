@@ -1,4 +1,4 @@
-"""The container's targets, and that what they run works on what they copy."""
+"""The container's targets: the files that they copy are sufficient for what they run."""
 
 import fnmatch
 import os
@@ -18,7 +18,7 @@ LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
 
 
 def stages() -> dict[str, list[str]]:
-    """The instructions of each target, those of the target that it begins with included."""
+    """The instructions of each target, including those of the target from which it is built."""
     found: dict[str, list[str]] = {}
     name = ""
     for line in LINES:
@@ -39,7 +39,7 @@ def test_each_target_runs_as_a_user_of_its_own_and_reports_its_health(target: st
     instructions = [line.partition(" ")[0] for line in stages()[target]]
     assert {"USER", "HEALTHCHECK", "ENTRYPOINT", "CMD", "EXPOSE"} <= set(instructions)
     assert "USER kaon" in stages()[target]
-    # The form without a shell hands signals on to the server.
+    # The form without a shell passes signals on to the server.
     for line in stages()[target]:
         if line.startswith(("ENTRYPOINT", "CMD")):
             assert line.partition(" ")[2].startswith("[")
@@ -50,7 +50,7 @@ def test_each_target_runs_as_a_user_of_its_own_and_reports_its_health(target: st
 def test_what_is_downloaded_and_compiled_is_kept_on_the_volume(target: str) -> None:
     found = " ".join(line for line in stages()[target] if line.startswith("ENV "))
     folders = dict(re.findall(r"(\w+)=(/\S+)", found))
-    # A processor's kernels are not Triton's.
+    # The CPU's operators do not need Triton.
     needed = {"HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"}
     assert needed | ({"TRITON_CACHE_DIR"} if target != "cpu" else set()) == set(folders)
     assert all(Path(folder).is_relative_to("/var/cache/kaon") for folder in folders.values())
@@ -105,14 +105,14 @@ def test_an_image_for_amd_s_gpus_is_not_made_with_a_torch_for_others(
     assert done.returncode == code
     assert ("torch is not built for ROCm" in done.stderr) == (code == 1)
     user = ["useradd", "install"]
-    # The second is the first answer, which has what is imported compiled.
+    # The second is the first answer, after which the imported modules are compiled.
     expected = ["make"] if code else user if argument == "user" else ["make", "run-batch", *user]
     assert (tmp_path / "done").read_text().split() == expected
     assert tests.exists() == (argument == "user" or bool(code))
 
 
 def copied(into: Path) -> None:
-    """What `COPY . /opt/kaon` copies of the files under version control."""
+    """The files under version control that `COPY . /opt/kaon` copies."""
     ignored = [line.strip() for line in (ROOT / ".dockerignore").read_text().splitlines() if line.strip()]
     listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listing.splitlines():
@@ -124,7 +124,7 @@ def copied(into: Path) -> None:
         shutil.copy(ROOT / name, target)
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone: git tells what an image holds")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone: git lists the files of an image")
 def test_an_image_holds_what_its_installation_names(tmp_path: Path) -> None:
     copied(tmp_path)
     for name in ("Makefile", "README.md", "deploy/container.sh", "deploy/install.sh", "server/healthcheck.py"):
@@ -134,7 +134,7 @@ def test_an_image_holds_what_its_installation_names(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone: git tells what an image holds")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone: git lists the files of an image")
 def test_the_installation_of_an_image_works_in_a_clean_environment(tmp_path: Path) -> None:
     copied(tmp_path)
     script = (tmp_path / "deploy" / "container.sh").read_text()
@@ -166,7 +166,7 @@ def test_the_health_check_distinguishes_a_server_that_answers_from_none() -> Non
     assert subprocess.run([*ask, "/readyz"], cwd=ROOT, env=environment, check=False).returncode == 1
     thread.join()
     server.server_close()
-    with socket.socket() as silent:  # Nobody else can listen there meanwhile.
+    with socket.socket() as silent:  # The port is taken, so that no other process can listen there.
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         environment["KAON_PORT"] = str(port)

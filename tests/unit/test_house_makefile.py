@@ -1,4 +1,4 @@
-"""`make install` and what builds on it, with a Python that only writes down what it is asked to do."""
+"""`make install` and the targets that depend on it, with a Python that only records its arguments."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ case "$*" in "-m venv"*) mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;; e
 
 
 class Clone:
-    """A fresh clone on a machine whose only Python is the fake one."""
+    """A new clone on a machine whose only Python is the fake one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "clone"
@@ -71,7 +71,7 @@ class Clone:
         return path
 
     def add_torch(self, version: str) -> Path:
-        """A torch that the Python has already; the folder it lies in."""
+        """A torch that the Python already has; the folder that contains it."""
         folder = self.folder.parent / "packages"
         (folder / f"torch-{version}.dist-info").mkdir(parents=True)
         (folder / f"torch-{version}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
@@ -84,7 +84,7 @@ class Clone:
         )
 
     def done(self) -> list[str]:
-        """What was run since the last call."""
+        """The commands since the last call."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
         return lines
@@ -96,7 +96,7 @@ def clone(tmp_path: Path) -> Clone:
 
 
 def pip_install(extras: str = "", *locks: str) -> list[str]:
-    """What is locked, by its hashes and without its dependencies, and then the rest, which is torch."""
+    """Locked packages are installed by hash and without their dependencies, and then the rest, which is torch."""
     files = " ".join(f"-r deploy/locks/{name}.txt" for name in ("kaon", *locks))
     locked = f"{PIP} --require-hashes --no-deps {files}"
     return [locked, f"{PIP_INSTALL} --no-build-isolation -e .{extras}"]

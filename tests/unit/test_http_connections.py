@@ -39,7 +39,7 @@ class Application:
     def __init__(self) -> None:
         self.release = asyncio.Event()
         self.ended: list[str] = []
-        """How the client of each `/held` request was: `answered` or `gone`."""
+        """The end of each client of a `/held` request: `answered` or `gone`."""
         self.num_requests = 0
         self.paths: list[str] = []
 
@@ -82,15 +82,15 @@ class Edge(NamedTuple):
         return client
 
     def knows_half_closed(self) -> bool:
-        """Whether a client is known to have shut down its sending side."""
+        """Whether the server knows that a client has shut down its sending side."""
         return any(each._is_half_closed for each in self.connections._open)
 
     def num_accepted(self) -> int:
-        """Connections that were accepted so far."""
+        """Number of connections that were accepted so far."""
         return len(self.connections) + self.connections._num_closed
 
     async def wait(self, seconds: float) -> None:
-        """Have so much time pass for the limits."""
+        """Move the clock of the limits."""
         self.clock[0] += seconds
         self.connections.sweep()
         await asyncio.sleep(0)
@@ -104,7 +104,7 @@ class Client(NamedTuple):
         self.writer.write_eof()
 
     async def all(self) -> bytes:
-        """What the server sends until it closes."""
+        """The bytes that the server sends until it closes."""
         return await self.reader.read()
 
     async def until(self, text: bytes) -> bytes:
@@ -146,7 +146,7 @@ async def serving(
 
 
 def all_begun(edge: Edge, number: int) -> bool:
-    """Whether bytes of so many requests have arrived."""
+    """Whether bytes of `count` requests have arrived."""
     return sum(each._has_begun for each in edge.connections._open) == number
 
 
@@ -156,7 +156,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Have a test run under uvloop."""
+    """Run a test under uvloop."""
 
     def runs() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -256,7 +256,7 @@ async def test_one_that_resets_its_connection_is_gone_at_once() -> None:
         await until(lambda: edge.application.ended == ["gone"])
 
 
-# -- what is parsed at a time -----------------------------------------------------------------------------------------
+# -- bytes that are parsed at a time ----------------------------------------------------------------------------------
 
 
 @run
@@ -281,7 +281,8 @@ async def test_pipelined_requests_are_parsed_as_they_are_answered() -> None:
 
 @run
 async def test_a_connection_that_makes_room_ends_the_request_before_those_pipelined() -> None:
-    """uvicorn's protocol notifies the last request that was parsed; the one that is answered wrote on, and failed."""
+    """uvicorn's protocol notifies the last request that was parsed; the one being answered continued to write, and
+    failed."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -302,7 +303,7 @@ async def test_a_connection_that_makes_room_ends_the_request_before_those_pipeli
 
 @run
 async def test_a_client_with_pipelined_requests_that_has_closed_its_socket_is_found_to_have_gone() -> None:
-    """Nothing is read behind pipelined requests: neither the end of the client's stream nor its reset shows."""
+    """Nothing is read after pipelined requests: neither the end of the client's stream nor its reset is visible."""
     for resets in (False, True):
         async with serving() as edge:
             client = await edge.connect(GET.replace(b"/x", b"/held") + GET * 3)
@@ -372,7 +373,7 @@ async def test_few_requests_begin_in_a_round_in_turns_of_parties() -> None:
 
 
 class _NoTurns(RequestTurns):
-    """As if very many requests waited."""
+    """Pretend that very many requests wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +391,7 @@ async def test_a_probe_on_a_new_connection_takes_no_turn() -> None:
         probe = await edge.connect(PROBE)
         assert b"200 OK" in await probe.until(b"\r\n")
         assert edge.application.paths == ["/livez"]
-        probe.writer.write(PROBE)  # On the same connection, as a flood of probes would be.
+        probe.writer.write(PROBE)  # On the same connection, as in a flood of probes.
         await asyncio.sleep(0.05)
         assert edge.application.paths == ["/livez"]
         turns.end.set()
@@ -550,7 +551,7 @@ async def test_without_a_free_descriptor_whoever_waits_makes_room_and_then_the_s
             assert (await loop.sock_recv(late[0], 100)).startswith(b"HTTP/1.1 200")
             await loop.sock_sendall(late[0], held)
             await until(lambda: edge.application.num_requests == 3)
-            use_up()  # The descriptors of the connection that made room.
+            use_up()  # The descriptors of the closed connection.
             for each in late[1:]:  # Nothing waits any more.
                 connect(each, edge)
                 assert (await loop.sock_recv(each, 100)).startswith(b"HTTP/1.1 503")
@@ -559,14 +560,15 @@ async def test_without_a_free_descriptor_whoever_waits_makes_room_and_then_the_s
 
 
 def connect(sock: socket.socket, edge: Edge) -> None:
-    """Begin to connect. asyncio's way opens files."""
+    """Begin to connect. asyncio's own function opens files."""
     with contextlib.suppress(BlockingIOError):
         sock.connect(("127.0.0.1", edge.port))
 
 
 @contextmanager
 def no_descriptor_but(number: int) -> Iterator[tuple[list[socket.socket], Callable[[], None]]]:
-    """So many sockets, and no descriptor for anything else; what is called to use up those that became free since."""
+    """Open `count` sockets until no descriptor is free; the returned function takes those that have become free
+    since."""
     sockets = [socket.socket() for _ in range(number)]
     files: list[int] = []
 

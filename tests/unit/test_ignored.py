@@ -1,4 +1,4 @@
-"""What a request had ignored: the header of its answer, and one warning in the log."""
+"""Ignored fields of a request: the header of its answer, and one warning in the log."""
 
 import asyncio
 import logging

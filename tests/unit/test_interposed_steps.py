@@ -1,6 +1,6 @@
-"""Short prompts of owners that were served little are computed while a long step of others is paused.
+"""Short prompts of owners with little recent service are computed while a long step of others is paused.
 
-The scheduler's part on a simulated device, and the busy loop's over a stub of the model.
+The scheduler is tested on a simulated device, and the busy loop over a stub of the model.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ DEVICE = device(FIXED, TOKEN, decode=0.002)
 
 
 def loaded_engine(**settings: object) -> SimulatedEngine:
-    """One that has measured its device, and on which ten owners compute long prompts and answers."""
+    """A scheduler that has measured its device, and on which ten owners compute long prompts and answers."""
     options = {"max_interposed_tokens": 512, "default_step_seconds": 0.5, "max_step_seconds": None}
     made = SimulatedEngine(DEVICE, **options | settings)
     made.add(3000, 20)
@@ -40,7 +40,7 @@ def loaded_engine(**settings: object) -> SimulatedEngine:
 
 
 def rounds(made: SimulatedEngine, count: int, owner: str = "light") -> list[Sequence]:
-    """Short requests of an owner, of which each arrives a while after the one before has ended."""
+    """Short requests of an owner, each of which arrives a while after the previous one has ended."""
     seqs = []
     for number in range(count):
         seqs.append(made.add(20, 1, owner=owner, at=made.now + 5.0 + 0.037 * number))
@@ -111,7 +111,7 @@ def test_no_step_pauses_and_nothing_is_interposed_while_all_owners_are_alike() -
     made.run()
     start = made.now = made.now + 100
     for number in range(600):
-        # They arrive during all steps, and none of them has less than another for long.
+        # They arrive during all steps, and for most of the time none has less service than another.
         made.add(60, 20, owner=f"owner {number % 10}", at=start + 0.011 * number)
     made.run(lambda: made.now > start + 2)
     made.interposed.clear()
@@ -303,7 +303,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> PausingBench:
 
 
 def test_a_step_is_paused_for_a_light_owner_only(bench: PausingBench) -> None:
-    """Sequences of the owner that was given most arrive in each step, and one of another once."""
+    """Sequences of the owner with the most service arrive in each step, and one of another owner arrives once."""
     bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=30))
     steps = 0
 
@@ -348,7 +348,7 @@ def test_aborts_that_arrive_during_a_step_wait_for_its_end(bench: PausingBench) 
 
 
 def test_what_follows_a_release_of_the_cache_waits_for_the_steps_end(bench: PausingBench) -> None:
-    """As when a server is put to sleep and woken during a step."""
+    """As if a server were put to sleep and woken during a step."""
     bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=50))
     bench.during_step_of(0, AbortRequests([0]), ReleaseCache(), bench.owned(1, "light"))
     ended = ends([message for message in bench.run_until_done(0, 1) if isinstance(message, StepOutputs)])
@@ -433,7 +433,7 @@ def test_a_pause_is_asked_for_only_while_a_step_can_pause(bench: PausingBench) -
 
     def send(step: int, batch: ScheduledBatch) -> None:
         if step == 3:
-            # Between two steps: the sequence is on the queue, which is read before the next step.
+            # Between two steps: the sequence is in the queue, which is read before the next step.
             bench.core.input_queue.put(light)
 
     bench.runner.on_step = send
@@ -445,7 +445,7 @@ def test_a_pause_is_asked_for_only_while_a_step_can_pause(bench: PausingBench) -
 
 
 def test_a_step_does_not_pause_for_what_was_taken_in_before_it(bench: PausingBench) -> None:
-    """It arrives while a step samples, after the last operator between which the step could pause."""
+    """It arrives while a step samples, after the last operator at which the step could pause."""
     light = bench.owned(1, "light")
     bench.core.input_queue.put(bench.owned(0, "heavy", max_tokens=6))
 

@@ -1,4 +1,4 @@
-"""Steps that raise: who made them raise is found and fails, everybody else goes on."""
+"""Steps that raise: the sequence that causes it is found and fails; all others continue."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, Bench, StubRunner, end
 
 @pytest.fixture(params=["waiting", "launch", "sample", "result"], autouse=True)
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where a step raises: in a loop that waits for each, or at one of the three moments of one that does not."""
+    """Where a step raises: in a synchronous loop, or at one of the three calls of an asynchronous one."""
     if request.param != "waiting":
         monkeypatch.setitem(Bench.defaults, "async_scheduling", "on")
         monkeypatch.setattr(StubRunner, "sees_at", request.param)
@@ -19,7 +19,7 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def poison(bench: Bench, *seq_ids: int, at_length: int = 0) -> None:
-    """Make steps raise that compute one of these sequences, once it has so many tokens."""
+    """Raise in steps that compute one of these sequences, once it has `length` tokens."""
     inner = bench.runner.on_step
 
     def on_step(step: int, batch: ScheduledBatch) -> None:
@@ -147,7 +147,7 @@ def test_the_record_names_the_running_step_and_nothing_between_steps(mode: str) 
         bench.add(seq_id)
     bench.runner.on_step = note
     bench.run()
-    # One that is ahead is launched before the third is read.
+    # An asynchronous step is launched before the third is read.
     assert len(seen) == 3 + (mode == "result")
     assert all(ids == recorded for ids, recorded in seen)
     assert bench.record.read() == []

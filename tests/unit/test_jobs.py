@@ -1,4 +1,4 @@
-"""Blocking work in threads: whose turn it is, who is refused, and what becomes of work whose caller leaves."""
+"""Blocking work in threads: the order of owners, refusals, and work whose caller is cancelled."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ LIGHT, HEAVY, OTHER = Owner.of_address("10.0.0.1"), Owner.of_address("10.0.0.2")
 
 
 class Work:
-    """A pool whose jobs take the time that a test clock gives, and end when they are released."""
+    """A pool whose jobs take the time of a test clock, and end when they are released."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, num_threads: int, max_waiting: int = 100, rest: float = 0.0
@@ -33,7 +33,7 @@ class Work:
         return self.now
 
     async def ask(self, owner: Owner, name: str) -> None:
-        """Ask for a job. It starts, waits or is refused before this returns."""
+        """Submit a job. It starts, waits or is refused before this returns."""
         release = self._releases[name] = threading.Event()
 
         def work() -> str:
@@ -46,7 +46,7 @@ class Work:
         await asyncio.sleep(0)
 
     async def end(self, name: str, seconds: float = 1.0) -> None:
-        """Let a job end that has taken so long."""
+        """End a job that has taken `seconds`."""
         await self.until(lambda: name in self.started)
         self.now += seconds
         self._releases[name].set()
@@ -114,7 +114,7 @@ async def test_one_owner_leaves_a_thread_to_the_others(monkeypatch: pytest.Monke
 
 
 async def test_turns_are_shared_by_time_and_not_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs of 4 s against jobs of 1 s: four of these for one of those."""
+    """Jobs of 4 s and jobs of 1 s: four of the latter for each of the former."""
     work = Work(monkeypatch, num_threads=1)
     await work.ask(OTHER, "first")
     await work.until(lambda: work.started == ["first"])

@@ -1,4 +1,4 @@
-"""What computes each operator: by what is asked for and what there is."""
+"""Which library computes each operator, depending on the request and on what is installed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Predictions of kernels' times: what a wave waits for, and what follows for a device."""
+"""Predictions of kernels' times: the waits of a wave, and the result for a device."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_a_register_is_waited_for_where_it_is_read_on_nvidia() -> None:
 """
     latency = round(DEVICES["sm_90"].latency * DEVICES["sm_90"].clock)
     for register, latencies in ((6, 2), (8, 1)):
-        # The second load begins when the first one's register has been read, or at once.
+        # The second load begins when the first one's register has been read, or immediately.
         twice = body.format(register=register) + body.format(register=register).replace("R4", "R12")
         timing = read_timing(twice, TARGETS["sm_90"])
         assert timing is not None
@@ -84,7 +84,7 @@ def test_a_register_is_waited_for_where_it_is_read_on_nvidia() -> None:
 
 
 def test_a_share_is_that_of_the_bytes_in_flight_that_the_memory_needs() -> None:
-    """Little's law: each unit's only wave has 1 KiB under way, and waits for nothing but it."""
+    """Little's law: each unit's only wave has 1 KiB in flight, and waits for nothing else."""
     work = Work("", programs=MI300X.units, passes=10, bytes=MI300X.units * 10 * 1024)
     found = predict(Timing(LATENCY, 40, 1024, 1000), work, MI300X, 1, 8)
     assert found.share == pytest.approx(MI300X.units * 1024 / (MI300X.bandwidth * MI300X.latency), rel=1e-3)

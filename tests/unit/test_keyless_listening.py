@@ -1,4 +1,4 @@
-"""A server without keys listens where only this machine reaches it, unless a flag says otherwise."""
+"""A server without keys listens only on addresses that this machine alone can reach, unless a flag is set."""
 
 import json
 import re
@@ -18,7 +18,7 @@ WILDCARDS = ["0.0.0.0", "::", "0", "::ffff:0.0.0.0"]
 
 
 def listens(**settings: object) -> bool:
-    """Whether the start goes on to open a socket; the refusal's sentence is raised."""
+    """Whether the start would open a socket; otherwise the refusal's sentence is raised."""
     config = ServerConfig.model_validate({"port": 0, **settings})
     keys = ApiKeys.of(config)
     with serve._listen(config, serve._is_keyless(config, keys)) as listener:
@@ -27,7 +27,7 @@ def listens(**settings: object) -> bool:
 
 @pytest.fixture(autouse=True)
 def _every_numeric_host_is_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No address is bound: machines differ in those that they have."""
+    """No address is bound, since machines have different addresses."""
     monkeypatch.setattr(serve.socket, "create_server", lambda *arguments, **named: socket.socket())
 
 
@@ -45,7 +45,7 @@ def test_what_others_reach_is_refused_without_a_key_with_the_remedies(host: str)
 
 
 def test_a_name_counts_as_the_address_that_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `localhost` that the resolver takes for another address is no loopback."""
+    """A `localhost` that resolves to another address is no loopback."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.7", 0))]
     monkeypatch.setattr(serve.socket, "getaddrinfo", lambda *arguments, **named: found)
     with pytest.raises(ValueError, match="host is localhost, which other machines can reach"):
@@ -61,7 +61,7 @@ def test_a_key_a_client_certificate_or_the_flag_opens_the_port(host: str, tmp_pa
     assert listens(host=host, ssl_certfile="a.pem", ssl_ca_certs="b.pem")
     assert listens(host=host, insecure_no_auth=True)
     with pytest.raises(ValueError, match="there is no API key"):
-        listens(host=host, ssl_certfile="a.pem")  # It encrypts, and asks nobody who he is.
+        listens(host=host, ssl_certfile="a.pem")  # TLS encrypts, but does not authenticate clients.
 
 
 def test_a_refused_start_ends_before_the_engine_and_says_why(

@@ -1,4 +1,5 @@
-"""API keys: the file that `kaon key` writes, what each key opens, and that a changed file counts at once."""
+"""API keys: the file that `kaon key` writes, the permissions of each key, and the immediate effect of a changed
+file."""
 
 import asyncio
 import hmac
@@ -122,7 +123,7 @@ async def test_a_running_server_takes_new_keys_and_keeps_the_old_ones_of_a_broke
         assert keys.owner(first) is not None
         assert keys.owner(second) is not None
     for put in (file.symlink_to, os.mkfifo, changeable_by_all):
-        # The thread of the server's event loop reads the file: it waits for no pipe, and reads no endless device.
+        # The thread of the server's event loop reads the file: it must not wait for a pipe, or read an endless device.
         caplog.clear()
         file.unlink()
         put("/dev/zero") if put == file.symlink_to else put(file)

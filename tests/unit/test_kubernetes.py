@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: what they say fits together, and is what Kaon understands. No cluster here."""
+"""The Kubernetes manifests are consistent with each other and with Kaon's settings. No cluster is used."""
 
 import json
 import re
@@ -16,12 +16,12 @@ from engine.config.settings import load_config
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("kaon*.yaml"))
 OTHERS = [ROOT / "deploy" / "kubernetes" / f"{name}.yaml" for name in ("kserve", "ray")]
-"""Of platforms that make pods of templates of their own."""
+"""Kinds of platforms that create pods from templates of their own."""
 NODE_RANK_ENV = "KAON_NODE_RANK"
 
 
 def objects(path: Path) -> dict[str, dict[str, Any]]:
-    """By kind and name."""
+    """Objects by kind and name."""
     found = yaml.safe_load_all(path.read_text(encoding="utf-8"))
     return {f"{each['kind']}/{each['metadata']['name']}": each for each in found}
 
@@ -37,7 +37,8 @@ def container(path: Path) -> dict[str, Any]:
 
 
 def served(path: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> Config:
-    """What `kaon` makes of a manifest's arguments and variables, where the cluster gives those `environment`."""
+    """The settings that `kaon` reads from a manifest's arguments and variables, in a cluster that sets
+    `environment`."""
     for variable in container(path)["env"]:
         name = variable["name"]
         if "value" in variable or name in environment:
@@ -55,7 +56,7 @@ def test_a_manifest_s_arguments_and_variables_are_kaon_s(path: Path, monkeypatch
     assert config.server_config.host == "0.0.0.0"
     assert not config.server_config.insecure_no_auth
     [keys] = (variable["valueFrom"] for variable in container(path)["env"] if variable["name"] == "KAON_API_KEY")
-    assert keys["secretKeyRef"].get("optional") is None  # No pod starts where the secret does not exist.
+    assert keys["secretKeyRef"].get("optional") is None  # Without the secret no pod starts.
     known = {"KAON_API_KEY", NODE_RANK_ENV, CLUSTER_KEY_ENV}
     assert {variable["name"] for variable in container(path)["env"]} <= known
 
@@ -66,7 +67,7 @@ def test_a_manifest_s_selectors_find_its_pods(path: Path) -> None:
     labels = template["metadata"]["labels"]
     assert workload(path)["spec"]["selector"]["matchLabels"] == labels
     assert template["spec"]["enableServiceLinks"] is False
-    # The label that the cluster itself gives to the pods of a StatefulSet.
+    # The label that the cluster itself adds to the pods of a StatefulSet.
     numbered = {**labels, "apps.kubernetes.io/pod-index": "0"}
     services = [each for each in objects(path).values() if each["kind"] == "Service"]
     assert services
@@ -102,7 +103,7 @@ def templates(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def pod_faults(pod: dict[str, Any]) -> list[str]:
-    """Where a pod falls short of the profile `restricted` of Kubernetes' Pod Security Standards, and of more."""
+    """Violations of the profile `restricted` of Kubernetes' Pod Security Standards, and of further rules, by a pod."""
     volumes = pod.get("volumes", [])
     found = []
     for box in (*pod.get("initContainers", ()), *pod["containers"]):
@@ -136,7 +137,7 @@ def pod_faults(pod: dict[str, Any]) -> list[str]:
 
 
 def faults(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Where the manifests of a workload fall short, its network included."""
+    """Violations by the manifests of a workload, including its network policy."""
     policies = [each["spec"] for each in found.values() if each["kind"] == "NetworkPolicy"]
     faults = []
     for template in templates(found):
@@ -256,14 +257,14 @@ def test_the_other_pods_outlast_the_first_one_s_drain(monkeypatch: pytest.Monkey
 
 
 def slept(command: list[str], node_rank: int) -> int:
-    """The seconds that a hook before the end sleeps, by what it runs with a `sleep` that says them."""
+    """The seconds for which a preStop hook sleeps, from the `sleep` in its command."""
     shell = ["sh", "-c", 'sleep() { echo "$1"; }; ' + command[-1]]
     said = subprocess.run(shell, env={"KAON_NODE_RANK": str(node_rank)}, capture_output=True, text=True, check=True)
     return int(said.stdout)
 
 
 def drain_of(arguments: list[str]) -> float:
-    """Of a server with these arguments, in seconds."""
+    """Seconds until a server with these arguments has ended."""
     return load_config(arguments).server_config.drain_timeout
 
 
@@ -306,7 +307,7 @@ def test_what_scrapes_by_annotation_needs_no_key() -> None:
 
 
 def test_probes_of_ray_s_nodes_are_the_manifest_s_own() -> None:
-    """By default an operator asks by programs that the image has not."""
+    """By default an operator probes with programs that the image does not have."""
     for template in templates(objects(OTHERS[1])):
         [box] = template["spec"]["containers"]
         assert {box[name]["httpGet"]["path"] for name in ("readinessProbe", "livenessProbe")} == {"/api/healthz"}
@@ -314,7 +315,7 @@ def test_probes_of_ray_s_nodes_are_the_manifest_s_own() -> None:
 
 def test_http_is_asked_of_the_first_pod_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert objects(TWO_HOSTS)["Service/kaon"]["spec"]["selector"]["apps.kubernetes.io/pod-index"] == "0"
-    monkeypatch.setenv("KAON_PORT", "9")  # Where nothing listens.
+    monkeypatch.setenv("KAON_PORT", "9")  # An address without a listener.
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         _, flag, module, path = container(TWO_HOSTS)[name]["exec"]["command"]
         assert flag == "-m"
@@ -327,7 +328,7 @@ def test_http_is_asked_of_the_first_pod_only(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_service_s_variables_reach_the_server_on_kserve() -> None:
-    # A Service named kaon has variables that begin like the server's settings, which it refuses.
+    # A Service named kaon causes variables that begin like the server's settings, which the server refuses.
     assert objects(OTHERS[0])["InferenceService/qwen3"]["spec"]["predictor"]["enableServiceLinks"] is False
 
 
@@ -340,7 +341,7 @@ def test_values_of_the_router_name_what_the_pods_have() -> None:
     events = plugins["precise-prefix-cache-producer"]
     assert events["tokenProcessorConfig"]["blockSizeTokens"] == Config().kv_cache_block_size
     assert values["router"]["tokenizer"]["modelName"] == plugins["token-producer"]["modelName"] == example["model"]
-    # The chart names its picker's pods by its release, which docs/deploy/routers.md gives.
+    # The chart names its picker's pods by its release, which docs/deploy/routers.md sets.
     page = (ROOT / "docs" / "deploy" / "routers.md").read_text(encoding="utf-8")
     [release] = re.findall(r"helm install (\S+) oci://ghcr.io/llm-d/charts/llm-d-router-gateway", page)
     peer = {"podSelector": {"matchLabels": {"llm-d-router-gateway": f"{release}-epp"}}}

@@ -1,4 +1,4 @@
-"""What `make install` installs is pinned by hash, follows pyproject.toml, and no advisory names it."""
+"""The packages that `make install` installs are pinned by hash, match pyproject.toml, and have no known advisory."""
 
 import re
 import tomllib
@@ -32,7 +32,7 @@ def test_every_entry_has_hashes_and_names_no_index(name: str) -> None:
 
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
 def test_each_dependency_of_pyproject_is_locked_at_a_version_that_it_admits(extra: str) -> None:
-    """Otherwise: `make locks`."""
+    """If this fails, run `make locks`."""
     names = ["kaon", "torch-cuda", extra] if extra else ["kaon", "torch-cuda"]
     found = [(canonicalize_name(package), version) for name in names for package, version in pins(LOCKS[name])]
     for text in PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]:
@@ -52,7 +52,7 @@ def test_no_locked_version_and_no_lower_bound_is_affected_by_an_advisory() -> No
 
 
 def test_nothing_that_is_served_with_calls_torch_load() -> None:
-    """Why advisories about pickled checkpoints do not concern Kaon, as the snapshot says."""
+    """The snapshot has the reason why advisories about pickled checkpoints do not concern Kaon."""
     packages = ("kaon", "server", "engine", "kvcache", "models")
     sources = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     assert [path for path in sources if re.search(r"\btorch\.load\(", path.read_text())] == []
@@ -94,7 +94,7 @@ def test_a_snapshot_is_refreshed_from_records_of_the_database(tmp_path: Path) ->
 
 
 def test_the_bill_of_materials_is_what_the_locks_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    """Otherwise: `make rendered`."""
+    """If this fails, run `make rendered`."""
     assert sbom.main(["--check"]) == 0, capsys.readouterr().err
     components = {(each["name"], each["version"]): each for each in sbom.document()["components"]}
     assert components.keys() >= pins(LOCKS["kaon"])

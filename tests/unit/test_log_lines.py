@@ -1,4 +1,4 @@
-"""Log lines: what they look like in every process, and that nobody who logs waits for the reader of the log."""
+"""Log lines: their format in every process; logging never waits for the reader of the log."""
 
 import logging
 import os
@@ -50,7 +50,7 @@ def test_an_exception_that_ends_a_process_is_logged_with_its_traceback() -> None
 
 
 def test_a_process_ends_although_its_log_is_not_read() -> None:
-    """With more lines than the pipe takes; its own traceback included."""
+    """More lines than the pipe can buffer, including its own traceback."""
     program = PREAMBLE + "[log.info('x' * 1000) for _ in range(1000)]; raise ValueError"
     reader, writer = os.pipe()
     try:
@@ -75,7 +75,7 @@ def log() -> Iterator[Log]:
     logger = logging.Logger("piped")
     logger.addHandler(writer)
     yield Log(logger, writer, reader)
-    os.close(reader)  # Ends a write that waits.
+    os.close(reader)  # Ends a blocked write.
     writer.flush()
     os.close(descriptor)
 

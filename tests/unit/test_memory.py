@@ -1,4 +1,4 @@
-"""How many KV-cache blocks and threads the runner asks for: the rules, with the machine's figures given by hand."""
+"""Numbers of KV-cache blocks and threads of a runner: the rules, for given figures of the machine."""
 
 from pathlib import Path
 
@@ -119,7 +119,7 @@ def test_ranks_share_what_one_would_take(tmp_path: Path):
     root = host(tmp_path, 8 * 2**20)
     assert cpu_budget(Config(), root, ranks=2).num_bytes == GIB
     assert cpu_budget(Config(cpu_kvcache_gib=3), root, ranks=4).num_bytes == 3 * GIB // 4
-    # Each takes that much for its steps.
+    # Each needs that much for its steps.
     assert cpu_budget(Config(), root, activations=2 * GIB, ranks=2).num_bytes == GIB // 2
     with pytest.raises(ValueError, match=r"takes 6.00 GiB, but 8.00 GiB are available"):
         cpu_budget(Config(cpu_kvcache_gib=3), root, activations=3 * GIB, ranks=2)
@@ -172,7 +172,8 @@ def test_without_control_groups_the_systems_figure_stands(tmp_path: Path):
 
 
 class FakeGpu:
-    """80 GiB, of which others hold 4; the model holds 16 and its worst step 10 more, of which 2 stay cached."""
+    """80 GiB, of which other processes use 4; the model takes 16 and its worst step 10 more, of which 2 stay
+    cached."""
 
     def __init__(self, slot_bytes: int = 0) -> None:
         self.in_use = self.most = self.reserved = 16 * GIB
@@ -210,11 +211,11 @@ def test_a_gpu_gives_what_utilization_leaves_beside_the_peak_and_what_others_hol
     config = Config(gpu_memory_utilization=0.5, max_num_seqs=64)
     budget = gpu_budget(config, gpu, gpu.step, block_bytes=GIB, slot_bytes=0)
     assert gpu.calls == ["give_back", "reset_peak", "step of 64"]
-    # The block that the step wrote to is one of the cache's.
+    # The block to which the step wrote is part of the cache.
     assert budget.num_bytes == (40 - 25 - 4) * GIB
     assert budget.field == "gpu_memory_utilization"
     assert "50% of 80.00 GiB, less 25.00 GiB at the peak" in budget.reason
-    # What rejection sampling keeps of drafts is allocated while steps run.
+    # The probabilities that rejection sampling stores for drafts are allocated while steps run.
     other = FakeGpu()
     keeping = gpu_budget(config, other, other.step, block_bytes=GIB, slot_bytes=0, kept_bytes=3 * GIB)
     assert keeping.num_bytes == budget.num_bytes - 3 * GIB
@@ -222,9 +223,9 @@ def test_a_gpu_gives_what_utilization_leaves_beside_the_peak_and_what_others_hol
 
 @pytest.mark.parametrize(("slot_bytes", "num_seqs"), [(GIB // 8, 64), (GIB, 28), (100 * GIB, 1)])
 def test_states_of_the_worst_case_step_are_the_caches_own(slot_bytes: int, num_seqs: int) -> None:
-    """And they are of no more sequences than half of what is free holds, 60 GiB, in sixteenths of all."""
+    """They are for at most as many sequences as fit in half of the free 60 GiB, in sixteenths of all."""
     gpu = FakeGpu(slot_bytes)
-    gpu.reserved += 20 * GIB  # Kept for reuse, which is given back first.
+    gpu.reserved += 20 * GIB  # Cached by torch, and released first.
     budget = gpu_budget(Config(max_num_seqs=64), gpu, gpu.step, block_bytes=0, slot_bytes=slot_bytes)
     assert gpu.calls == ["give_back", "reset_peak", f"step of {num_seqs}"]
     assert budget.num_bytes == (72 - 26 - 4) * GIB

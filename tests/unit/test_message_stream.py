@@ -1,4 +1,4 @@
-"""Messages over a stream: whole, in order, without blocking the writer, and to the last one."""
+"""Messages over a stream arrive whole and in order, including the last one, without blocking the writer."""
 
 import random
 import socket
@@ -39,7 +39,7 @@ def test_messages_of_any_length_arrive_whole_and_in_order(ends: Ends) -> None:
     lengths = [0, 1, 2**16 - 8, 2**16, 2**16 + 1, 3 * 2**20, *(source.randrange(5000) for _ in range(500))]
     messages = [source.randbytes(length) for length in lengths]
     for message in messages:
-        ends.writer.send(message)  # More than the socket takes: a thread sends the rest.
+        ends.writer.send(message)  # More than the socket buffers: a thread sends the rest.
     assert [ends.next_message() for _ in messages] == messages
     assert ends.reader.receive() is None
 

@@ -1,4 +1,4 @@
-"""Messages survive the wire as they are, and what is not a message is refused."""
+"""Messages are decoded as they were encoded, and other bytes are refused."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""The core's I/O threads: whatever arrives, the good is passed on, the bad is answered, and nothing is lost."""
+"""The core's I/O threads: valid messages are passed on, invalid ones are answered, and none is lost."""
 
 import socket
 import tempfile
@@ -142,7 +142,7 @@ def test_a_request_that_cannot_be_taken_in_is_answered_and_the_next_one_is_taken
     wire: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Faulty(BaseException):
-        """As panics of native code are: no `Exception`."""
+        """Like panics of native code, which are no `Exception`."""
 
     def fail(request: AddRequest, *_: object, **fields: object) -> Sequence:
         if request.request_id == 5:

@@ -1,4 +1,4 @@
-"""What `/metrics` shows: sound by Prometheus' naming rules, and true to what the hub reported."""
+"""The content of `/metrics` follows Prometheus' naming rules, and equals the hub's reports."""
 
 import asyncio
 import math
@@ -54,7 +54,7 @@ def finished_state(tokenizer: Tokenizer, tokens: int) -> RequestState:
 
 
 def lint(text: str) -> Iterator[str]:
-    """What `promtool check metrics` would say, by its documented rules."""
+    """The findings of `promtool check metrics`, by its documented rules."""
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
     helped = set(re.findall(r"^# HELP (\S+) \S", text, re.M))
     for name, kind in types.items():

@@ -1,6 +1,6 @@
-"""Dashboards, rules and the compose file: their names are Kaon's, and each alert has its runbook and its test.
+"""Dashboards, rules and the compose file use Kaon's names, and each alert has its runbook and its test.
 
-`make test-ops` asks a real Prometheus.
+`make test-ops` uses a real Prometheus.
 """
 
 import json
@@ -24,7 +24,7 @@ EXPRESSIONS = [rule["expr"] for group in RULES["groups"] for rule in group["rule
 
 
 def known_names() -> set[str]:
-    """Names of samples, and of what the rules record."""
+    """Names of samples, and of recording rules."""
     metrics = Metrics("1", 2)
     metrics.show_models(lambda: {"one": True})
     metrics.show_owners(list)
@@ -64,7 +64,7 @@ def test_the_bound_of_the_objective_is_one_of_the_histogram_s() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.uid)
 def test_the_dashboard_s_file_has_the_page_s_panels(page: Any) -> None:
-    """Otherwise: `make rendered`."""
+    """If this fails, run `make rendered`."""
     board = json.loads((FOLDER / f"{page.uid}.json").read_text())
     assert (board["uid"], board["title"]) == (page.uid, page.title)
     rows = [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
@@ -78,7 +78,7 @@ def test_the_dashboard_s_file_has_the_page_s_panels(page: Any) -> None:
 
 def test_every_alert_has_a_runbook_and_a_test() -> None:
     runbooks = (ROOT / "docs" / "runbooks.md").read_text()
-    # KaonAbsent is the chart's, which knows its release's job.
+    # KaonAbsent is defined by the chart, which knows its release's job.
     headings = [*dict.fromkeys(alert["alert"] for alert in ALERTS), "KaonAbsent"]
     assert re.findall(r"^## (\w+)$", runbooks, re.M) == headings
     tests = yaml.safe_load((DEPLOY / "prometheus" / "rules_test.yaml").read_text())["tests"]

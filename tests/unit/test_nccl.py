@@ -1,4 +1,4 @@
-"""What the environment of NCCL and RCCL gets, on which GPU, and what a capture of theirs waits for."""
+"""The environment of NCCL and RCCL, by GPU, and the condition for which a capture of their sums waits."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_rccl_keeps_to_one_protocol_on_gpus_of_gfx12_by_default(
 
 
 class Group(torch.distributed.ProcessGroup):
-    """Tells when it is waited for."""
+    """Records whether it was waited for."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(0, 2)

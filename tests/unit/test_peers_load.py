@@ -1,4 +1,4 @@
-"""The peers' load generator, against a server that plays back a script."""
+"""The peers' load generator, against a server that replays a script."""
 
 import json
 import socket
@@ -40,9 +40,9 @@ DONE = b"data: [DONE]\n\n"
 def playing(
     *pieces: bytes, pause: float = 0.0, linger: bool = False, together: int = 1
 ) -> Iterator[tuple[int, list[bytes]]]:
-    """A server that answers every connection with `pieces`; its port, and the requests that it has got.
+    """A server that answers every connection with `pieces`. Yields its port and its received requests.
 
-    With `linger` it keeps the connection open after its answer. It answers nobody until `together` requests are there.
+    With `linger` it keeps the connection open after its answer. It answers only when `together` requests have arrived.
     """
     requests: list[bytes] = []
     gathered = threading.Barrier(together)
@@ -89,7 +89,7 @@ def test_an_answer_has_an_arrival_for_each_event_with_text() -> None:
         (answer,) = ask(port)
     assert answer.tokens == 3
     assert len(answer.arrivals) == 3
-    # Events that a busy machine reads together arrive together.
+    # Events that a busy machine reads together have the same time.
     assert answer.started < answer.arrivals[0] <= answer.arrivals[1] <= answer.arrivals[2] == answer.ended
     assert answer.ttft == answer.arrivals[0] - answer.started
 
@@ -159,7 +159,7 @@ def test_a_refusal_is_an_error_with_its_status_and_body() -> None:
 
 
 def test_no_server_is_an_error() -> None:
-    with socket.socket() as silent:  # Nobody else can listen there meanwhile.
+    with socket.socket() as silent:  # The port is taken, so that no other process can listen there.
         silent.bind(("127.0.0.1", 0))
         port: int = silent.getsockname()[1]
         with pytest.raises(LoadError, match=f"no connection to port {port}"):

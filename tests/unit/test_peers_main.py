@@ -1,4 +1,4 @@
-"""The order in which `python -m benchmarks.peers` measures, and what becomes of those that fail."""
+"""The order in which `python -m benchmarks.peers` measures, and its treatment of peers that fail."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, str, int]]:
-    """Round, contestant and number of workloads, of each that was measured."""
+    """Round, contestant and number of workloads of each measurement."""
     found: list[tuple[int, str, int]] = []
 
     def measure(

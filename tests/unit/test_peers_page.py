@@ -1,4 +1,4 @@
-"""What a run of the peers' benchmarks keeps, and the section it writes."""
+"""The stored measurements of the peers' benchmarks, and the section of the page."""
 
 from pathlib import Path
 
@@ -73,7 +73,8 @@ def test_peers_are_compared_with_the_kaon_of_their_precision(tmp_path: Path, pre
 
 
 def test_figures_are_shown_next_to_the_limits_of_the_machine(tmp_path: Path) -> None:
-    """440 million numbers in the layers' matrices, 156 million in the head's, 112 KiB of keys and values a token."""
+    """440 million parameters in the layers' matrices, 156 million in the head's, 112 KiB of keys and values per
+    token."""
     results = results_of(
         tmp_path,
         Measurement(MACHINE, 0, READ, 25.0),

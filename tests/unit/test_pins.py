@@ -1,4 +1,4 @@
-"""Images and actions of others are found wherever they are named, and named by digest and commit."""
+"""External images and actions are found wherever they are named, and named by digest and commit."""
 
 import subprocess
 import threading
@@ -74,7 +74,7 @@ def test_every_file_of_the_repository_that_names_some_is_read(capsys: pytest.Cap
 
 
 class Registry(BaseHTTPRequestHandler):
-    """Reports a digest to those with a token, as Docker's does."""
+    """Reports a digest to clients with a token, as Docker's registry does."""
 
     def do_GET(self) -> None:
         assert self.path == "/token?service=reg&scope=repository%3Agrafana%2Fgrafana%3Apull"

@@ -1,4 +1,4 @@
-"""Where requests are computed, of several replicas: the rule of `engine.client.placement`, case by case."""
+"""The replica that computes a request: the rule of `engine.client.placement`, case by case."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ def chain(tokens: list[int], salt: int | None = None) -> PrefixChain:
 
 
 class Replicas:
-    """A placement, and what it has chosen by request."""
+    """A placement, and its choice for each request."""
 
     def __init__(self, size: int = 2, *, capacity: int = 100_000, by_prefix: bool = True, in_turn: bool = False):
         self.placement = Placement([capacity] * size, BLOCK, 10_000, by_prefix=by_prefix, in_turn=in_turn)
@@ -36,7 +36,7 @@ class Replicas:
         self.where: dict[int, int] = {}
 
     def add(self, *prompts: list[int], among: list[int] | None = None, salt: int | None = None) -> list[int]:
-        """Place requests that come together; where each goes."""
+        """Place requests that arrive together. Returns the replica of each."""
         first = len(self.where)
         requests = [
             AddRequest(first + i, prompt, SamplingParams(), cache_salt=salt) for i, prompt in enumerate(prompts)
@@ -186,7 +186,7 @@ def test_a_shared_prefix_stays_on_one_replica_as_long_as_that_is_not_busy():
 
 
 def test_a_full_cache_counts_for_an_empty_one_where_little_is_shared():
-    """A template's first words must not draw all conversations into one replica's cache."""
+    """A template's first words must not attract all conversations to one replica's cache."""
     replicas = Replicas(capacity=4000)
     words = text(0, 32)
     places = []

@@ -1,4 +1,4 @@
-"""Drafts that are looked up in what a sequence was so far."""
+"""Drafts that are looked up in a sequence's earlier tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ def test_drafts_pause_after_none_was_accepted() -> None:
     lookup, length = PromptLookup(1, 2), 4
 
     def pause() -> int:
-        """Tokens that come without drafts, once some were all rejected."""
+        """Tokens that are generated without drafts, after all drafts of a step were rejected."""
         nonlocal length
         lookup.note(length, 2, 0)
         begin = length

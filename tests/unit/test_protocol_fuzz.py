@@ -1,4 +1,4 @@
-"""Whatever JSON arrives: it becomes parameters that the engine accepts, or a `BadRequest`, and nothing else."""
+"""Any JSON becomes parameters that the engine accepts, or a `BadRequest`."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES | VALUES, "content": VA
 
 
 def fields_of(model: type[CompletionRequest] | type[ChatCompletionRequest]) -> st.SearchStrategy[dict[str, Any]]:
-    """A request that may be right, with some of its fields set to anything."""
+    """A request that may be valid, with some of its fields set to anything."""
     right = {"model": "m", "prompt": "Hi"} if model is CompletionRequest else {"model": "m"}
     messages = st.fixed_dictionaries({"messages": MESSAGES}) if model is ChatCompletionRequest else st.just({})
     anything = st.dictionaries(st.sampled_from(sorted(model.model_fields)) | st.text(), VALUES, max_size=3)

@@ -1,4 +1,4 @@
-"""From bytes to a request: what is not JSON, not an object or too large is refused in a sentence."""
+"""Bytes become a request: bodies that are no JSON, no object, or too large are refused in a sentence."""
 
 import json
 from collections.abc import AsyncIterator
@@ -98,7 +98,7 @@ def test_whole_surrogate_pairs_and_any_other_unicode_are_accepted() -> None:
 
 
 class _Request:
-    """As much of a request as `read_body` uses; counts the chunks that are read."""
+    """The part of a request that `read_body` uses; it counts the chunks that are read."""
 
     def __init__(self, chunks: list[bytes], headers: dict[str, str]) -> None:
         self.headers = headers
@@ -131,7 +131,7 @@ async def test_a_chunked_body_is_read_no_further_than_the_limit() -> None:
 
 
 def test_arguments_of_calls_hold_few_lists_and_objects_together() -> None:
-    """They are JSON within the strings of a body, and become objects for the chat template."""
+    """They are JSON in the strings of a body, and become objects for the chat template."""
 
     def chat(*arguments: str) -> ChatCompletionRequest:
         calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": each}} for each in arguments]

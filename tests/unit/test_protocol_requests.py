@@ -1,4 +1,4 @@
-"""Request models: what OpenAI accepts is accepted, everything else is one sentence that names the field."""
+"""Request models: fields that OpenAI accepts are accepted; all others give one sentence that names the field."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +21,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
 
 
 def processor_with(defaults: GenerationDefaults) -> InputOutputProcessor:
-    """What the request models need of one: the defaults, and tokens for bad words, here their lengths."""
+    """The part of a front end that request models use: the defaults, and tokens for bad words, here their lengths."""
     processor = SimpleNamespace(defaults=defaults, tokenize_words=lambda words: [[len(word)] for word in words])
     return cast(InputOutputProcessor, processor)
 
@@ -457,7 +457,7 @@ def test_functions_that_make_no_sense_are_refused(fields: dict[str, Any], senten
 
 
 def test_a_note_takes_the_place_of_an_image_that_a_tool_read() -> None:
-    """Agents send the whole conversation again: with a refusal, it could never go on."""
+    """Agents send the whole conversation again: after a refusal, it could never continue."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     called = {"role": "assistant", "tool_calls": [CALL]}
     output = {"role": "tool", "tool_call_id": CALL["id"], "content": [{"type": "text", "text": "Read: "}, image]}

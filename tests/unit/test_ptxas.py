@@ -1,4 +1,4 @@
-"""NVIDIA's assembler: which release Triton calls, and when that is worth a word."""
+"""NVIDIA's assembler: the release that Triton calls, and when the log mentions it."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the GPU that there seems to be: at first Hopper's."""
+    """Capability of the emulated GPU: initially Hopper's."""
     found = [9, 0]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: tuple(found))
@@ -54,7 +54,7 @@ def test_the_release_is_triton_s_own_for_the_gpu(capability: list[int], monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(ptxas.importlib, "import_module", lambda _: tool)
         assert ptxas.release(GPU) == "12.9"
-        # Of a Triton that is asked in another way.
+        # A Triton with another interface.
         patch.setattr(ptxas.importlib, "import_module", lambda _: SimpleNamespace())
         assert ptxas.release(GPU) is None
     assert asked == [90]

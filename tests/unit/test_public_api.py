@@ -1,4 +1,4 @@
-"""What `import kaon` offers, and what it costs."""
+"""The contents and the cost of `import kaon`."""
 
 import subprocess
 import sys

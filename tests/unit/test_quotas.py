@@ -1,4 +1,4 @@
-"""Quotas a minute: when they are used up, what answers say of them, and that the average holds whatever comes."""
+"""Quotas per minute: when they are exhausted, how answers report them, and that the average always holds."""
 
 import pytest
 
@@ -22,7 +22,7 @@ class Shop:
         self.admission = Admission(Limits(), self.metrics, self.accounts, self.quotas, lambda: self.now)
 
     def ask(self, owner: Owner, prompt_tokens: int = 1, output_tokens: int = 0) -> QuotaExceeded | None:
-        """A request that ends at once; why it was refused."""
+        """Send a request that ends immediately. Returns the reason if it was refused."""
         try:
             tally = self.admission.admit(owner, [prompt_tokens])
         except QuotaExceeded as error:

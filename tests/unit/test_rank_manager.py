@@ -1,4 +1,4 @@
-"""`AsyncIOProcManager` while ranks load, over real processes without a model: failures are reported with the
+"""`AsyncIOProcManager` while ranks load, over real processes without a model: failures are reported with their
 reason."""
 
 import os
@@ -22,14 +22,14 @@ from models.child_environment import code_environment
 WAIT_SECONDS = 60
 
 Failures = SimpleQueue[tuple[str, bool, bool]]
-"""Sentences that the core would end with, whether a rank was killed, and whether the user is at fault."""
+"""The core's final error messages, whether a rank was killed, and whether the user is at fault."""
 
 StartRanks = Callable[..., tuple[AsyncIOProcManager, Failures]]
 
 
 @pytest.fixture
 def start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StartRanks]:
-    """Starts ranks that do what `stub_rank` knows; when the test ends, none of them is left."""
+    """Starts ranks with `stub_rank`'s faults; when the test ends, none of them remains."""
     monkeypatch.setattr(rank_link, "RANK_MODULE", "stub_rank")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     ended = Event()
@@ -41,7 +41,7 @@ def start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Sta
 
             def fail(sentence: str, killed: bool = False, usage: bool = False) -> None:
                 failures.put((sentence, killed, usage))
-                ended.wait()  # It does not return where it ends the core.
+                ended.wait()  # A call that ends the core does not return.
 
             fields = {"tensor_parallel_size": size, "rank_start_timeout": timeout}
             config = Config(parallel_config=ParallelConfig.model_validate(fields))
@@ -55,7 +55,7 @@ def start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Sta
 
 
 def command_of(process: psutil.Process) -> str:
-    """Nothing of one that has ended."""
+    """Empty for a process that has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -63,7 +63,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that a process began with; the kernel shows none for a moment after its start."""
+    """The environment with which a process started; the kernel shows none for a moment after its start."""
     while not (environment := psutil.Process(pid).environ()):
         time.sleep(0.001)
     return environment
@@ -78,7 +78,7 @@ def test_what_every_rank_has_loaded_is_added_up(start_ranks: StartRanks) -> None
 def test_threads_of_a_core_and_of_a_rank_sleep_while_they_wait(
     start_ranks: StartRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OpenMP reads the policy when torch is imported: it must be in the environment in which the process begins."""
+    """OpenMP reads the policy when torch is imported: the process must be started with it in its environment."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     start_ranks("loaded")
     [rank] = [child for child in psutil.Process().children() if "stub_rank" in command_of(child)]

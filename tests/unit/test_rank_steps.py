@@ -1,4 +1,4 @@
-"""`RankSteps`: a step of several ranks ends for all of them, and its error names the rank whose it is."""
+"""`RankSteps`: a step of several ranks ends on all of them, and its error names the rank that caused it."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from engine.sequence import Sequence
 
 
 class Recorded:
-    """The group, and where sentences go, of one test."""
+    """The group of one test, and its error messages."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []
@@ -37,7 +37,7 @@ class Recorded:
 
 
 class Ranks:
-    """Ranks 1 and 2, played by the test."""
+    """Ranks 1 and 2, simulated by the test."""
 
     def __init__(self) -> None:
         self.recorded = Recorded()
@@ -47,7 +47,7 @@ class Ranks:
         self.steps = RankSteps(transport, 3, self.recorded, self.recorded.failures.append)
 
     def begin(self) -> list[StepMessage]:
-        """A step of one row; the message that each rank receives."""
+        """Run a step of one row. Returns the message that each rank receives."""
         self.steps.begin(batch(), is_greedy=True)
         return [decode_step(rank.read()) for rank in (self.first, self.second)]
 
@@ -82,7 +82,7 @@ def test_a_rank_that_raised_fails_the_step_by_its_number_and_its_traceback_is_lo
     with pytest.raises(RankStepError, match=r"^tensor-parallel rank 2: no memory$"):
         ranks.steps.end([1])
     assert "MemoryError" in caplog.text
-    # What the step sampled here was never used.
+    # The tokens that the step sampled here were never used.
     assert ranks.begin()[0].sampled == []
 
 
@@ -102,7 +102,7 @@ def test_where_rank_0_raises_all_leave_and_its_own_error_stays() -> None:
     ranks.second.report()
     ranks.steps.abandon(1, ValueError("mine"))
     assert ranks.recorded.calls == [1, "abort"]
-    # Once only, and between steps there is nothing to leave.
+    # Only once; between steps there is no step to leave.
     ranks.steps.abandon(1, ValueError("mine"))
     assert ranks.recorded.calls == [1, "abort"]
     assert ranks.recorded.failures == []

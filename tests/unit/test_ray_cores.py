@@ -1,4 +1,4 @@
-"""Actors that run replicas, over a cluster that is none: another follows each that ends, sooner or later."""
+"""Actors that run replicas, over a simulated cluster: each actor that ends is replaced, sooner or later."""
 
 from collections.abc import Sequence
 from threading import Event
@@ -13,7 +13,7 @@ HOUR = 3600.0
 
 
 class Clock:
-    """Moves as it is waited for; after an hour it says that the server closes."""
+    """A clock that advances when it is waited for; after an hour the server closes."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,14 +31,14 @@ class Clock:
 
 
 class Cluster:
-    """Its actors end after as many seconds as were said; those that come then live for long."""
+    """Its actors end after the given seconds; later ones run for long."""
 
     def __init__(self, clock: Clock, lives: Sequence[Sequence[float]]) -> None:
         self._clock = clock
         self._lives = [iter([*seconds, 2 * HOUR]) for seconds in lives]
         self._ends: dict[str, float] = {}
         self.starts: list[list[float]] = [[] for _ in lives]
-        """By replica, when its actors were asked for."""
+        """Times at which actors of each replica were requested."""
 
     def serve(self, number: int, joining: str) -> str:
         assert joining == JOINING
@@ -59,7 +59,7 @@ class Cluster:
         return f"actor {served} has died"
 
     def pauses(self, replica: int, lives: Sequence[float]) -> list[float]:
-        """From the end of each of its actors to the next one's start."""
+        """Seconds from the end of each of its actors to the next one's start."""
         starts = self.starts[replica - 1]
         ends = [start + life for start, life in zip(starts, lives, strict=False)]
         return [start - end for end, start in zip(ends, starts[1:], strict=True)]
@@ -74,7 +74,7 @@ class Router:
 
 
 def keep(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[float], restarts: bool = True) -> tuple[Cluster, Router]:
-    """What becomes of the replicas from 1 on."""
+    """The state of the replicas from 1 on."""
     clock, router = Clock(), Router()
     cluster = Cluster(clock, lives)
     monkeypatch.setattr(ray_cluster, "time", clock)
@@ -100,7 +100,8 @@ def test_one_that_served_for_a_while_is_followed_at_once_again(monkeypatch: pyte
 def test_what_one_replica_suffers_from_makes_another_wait_neither_longer_nor_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second's first actor ends while the first one's place is left alone for 16 s, its second one soon after."""
+    """The second replica's first actor ends while the first replica waits 16 s for its own; its second one ends soon
+    after."""
     often, seldom = [2.0] * 7, [27.0, 3.0]
     cluster, _ = keep(monkeypatch, often, seldom)
     assert cluster.starts[0][4:6] == [23.0, 41.0]
@@ -109,7 +110,7 @@ def test_what_one_replica_suffers_from_makes_another_wait_neither_longer_nor_lat
 
 
 def test_those_that_end_at_the_same_time_are_followed_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No actor runs in the meantime."""
+    """No actor runs meanwhile."""
     cluster, _ = keep(monkeypatch, *[[0.0, 0.5]] * 3)
     assert cluster.starts == [[0.0, 1.0, 3.5]] * 3
 

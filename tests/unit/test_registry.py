@@ -18,7 +18,7 @@ def counted():
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to import from, with a module that holds a registry."""
+    """A directory to import from, with a module that contains a registry."""
     (tmp_path / "test_registry_tables.py").write_text(
         "from models.registry import Registry\n"
         "TABLE = Registry('test counter', {'counted': 'test_registry_counted', 'absent': 'test_registry_empty'})\n"

@@ -1,4 +1,4 @@
-"""Changed settings are put in force, or found to need a restart."""
+"""Changed settings are applied, or reported to need a restart."""
 
 import logging
 

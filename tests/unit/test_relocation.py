@@ -1,4 +1,5 @@
-"""Requests of a replica that stays away: which go on in another, when, and with what. Cores are stubs."""
+"""Requests of a replica that does not return: which continue on another one, when, and with which tokens. Cores are
+stubs."""
 
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ def three() -> Iterator[Cluster]:
 
 
 def sent(stub: StubSupervisor, request_id: int) -> AddRequest:
-    """The messages to the core about that request."""
+    """The messages to the core about a request."""
     return stub.core[request_id]
 
 
@@ -248,7 +249,7 @@ def test_a_request_that_kills_cores_is_given_up_after_as_many_deaths_as_without_
         home.lose(home.next_step(), killed=killed)
         if 0 in three.ends:
             break
-        # Its replica and host never come back.
+        # Its replica and host never return.
         three.stay_away(LONGEST_START + 1)
         home = three.stubs[three.homes()[0]]
         assert home.untried == [0]
@@ -263,7 +264,7 @@ def test_a_request_that_kills_cores_is_given_up_after_as_many_deaths_as_without_
 
 
 def test_a_request_that_is_lost_with_one_core_after_the_other_moves_no_more():
-    """It may be what takes the hosts down; each time, nobody knows in which step."""
+    """A request may cause the failure of hosts; each time, the step in which they failed is unknown."""
     with Cluster(5) as cluster:
         cluster.add(0, to=0)
         for lost in range(3):
@@ -323,7 +324,7 @@ def test_of_several_suspects_the_second_is_tried_when_it_is_known_what_became_of
 
 @pytest.mark.parametrize("ends", ["token", "failure", "abort"])
 def test_the_next_suspect_is_tried_as_soon_as_it_is_known_what_became_of_the_one_before(cluster: Cluster, ends: str):
-    """No time passes, and nobody looks: with a second each, those of a large batch would wait for minutes."""
+    """No time passes between them: with a second for each, the requests of a large batch would wait for minutes."""
     first, second = cluster.stubs
     cluster.add(*range(4), to=1)
     cluster.add(4, to=0)
@@ -358,7 +359,7 @@ def test_other_choices_of_a_suspect_s_prompt_follow_it_at_once(cluster: Cluster)
 
 
 def test_a_request_that_is_in_no_step_when_its_cores_die_moves_no_more_after_the_third():
-    """A core may die of its grammar, which is compiled while steps run."""
+    """A core may die of a request's grammar, which is compiled while steps run."""
     with Cluster(5) as cluster:
         for number in range(5):
             cluster.add(10 + number, to=number)

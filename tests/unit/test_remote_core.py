@@ -1,4 +1,4 @@
-"""An engine core on another host as the front end sees it: what is heard of it, and of how it ends."""
+"""An engine core on another host, as the front end sees it: its messages, and its end."""
 
 import math
 import os
@@ -74,12 +74,12 @@ def test_its_process_and_its_end_are_known_by_what_its_host_says(core: RemoteCor
     core.on_message(CoreEnded(7, -9, [3, 5]))
     assert core.is_gone
     assert (core.wait(), core.why_gone(), core.running_step()) == (-9, None, [3, 5])
-    # No host is connected to receive the message; that is no error.
+    # If no host is connected to receive the message, that is no error.
     core.kill()
 
 
 def test_who_kills_it_a_moment_after_it_was_stopped_hears_of_no_error(core: RemoteCore) -> None:
-    """As who watches for stalls does, once the stacks have been written."""
+    """As the stall watchdog does, once the stacks have been written."""
     core.on_joined("worker-7")
     core.on_message(CoreEnded(7, 0, []))
     core.stop(0.0)
@@ -137,7 +137,7 @@ def test_a_first_core_fails_with_its_host_and_a_later_one_waits_for_the_right_ho
 
 @pytest.fixture
 def called(context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[tuple["zmq.Socket[bytes]", CoreAddress]]:
-    """A front end's socket, and where a core calls."""
+    """A front end's socket, and the address to which a core connects."""
     address = endpoint("127.0.0.1", free_ports())
     own, theirs = CurvePair.new(), CurvePair.new()
     authenticator = CurveAuthenticator(context)
@@ -209,7 +209,7 @@ def test_a_core_hears_that_its_front_end_is_gone_and_that_it_was_never_there(
 
 
 def reported(host: "zmq.Socket[bytes]") -> ToHost:
-    """The next message to a host; an empty message only asks whether the host is alive."""
+    """The next message to a host; an empty message is only a heartbeat."""
     while not (frame := host.recv()):
         pass
     message: ToHost = msgspec.msgpack.decode(frame, type=ToHost)
@@ -217,7 +217,7 @@ def reported(host: "zmq.Socket[bytes]") -> ToHost:
 
 
 def parted(hosts: CoreHosts, why: str, host: "zmq.Socket[bytes]") -> ToHost:
-    """The shutdown message to a host, which then ends its connection, as hosts do."""
+    """The shutdown message to a host, which then closes its connection, as hosts do."""
     parting = threading.Thread(target=hosts.announce_shutdown, args=(why,))
     parting.start()
     assert host.poll(WAIT_SECONDS * 1000)

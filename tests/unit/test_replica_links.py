@@ -1,4 +1,4 @@
-"""Cores that compute in lockstep: who meets whom, who wakes whom, and who learns of another's end."""
+"""Cores that compute in lockstep: their connections, wake-ups, and notifications of another's end."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ WAIT_SECONDS = 60.0
 
 
 class Core:
-    """One end, and what it hears."""
+    """One end, and its received messages."""
 
     def __init__(self, lockstep_member: LockstepMember) -> None:
         self.rings: SimpleQueue[int] = SimpleQueue()
@@ -75,7 +75,7 @@ def test_the_end_of_one_is_reported_to_all_others(rendezvous: LockstepRendezvous
     for other in (cores[0], cores[2]):
         assert other.gone.get(timeout=WAIT_SECONDS) == 1
         assert other.links.wait_gone(WAIT_SECONDS) == 1
-    cores[0].links.ring(5)  # To one that is gone it goes nowhere.
+    cores[0].links.ring(5)  # A message to a core that has ended is discarded.
     assert cores[2].rings.get(timeout=WAIT_SECONDS) == 5
 
 
@@ -93,7 +93,7 @@ def test_one_that_does_not_come_is_named(rendezvous: LockstepRendezvous, monkeyp
     cores = [Core(rendezvous.new_member(replica)) for replica in range(2)]
 
     def now() -> float:
-        """No time passes before the two that have come have met."""
+        """No time passes before the two that have started are connected."""
         return 1.0 if all(core.links._peers for core in cores) else 0.0
 
     monkeypatch.setattr(replica_links, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
@@ -110,7 +110,7 @@ def test_one_that_does_not_come_is_named(rendezvous: LockstepRendezvous, monkeyp
 def test_a_connection_that_does_not_identify_itself_delays_no_other(
     rendezvous: LockstepRendezvous, said: bytes | None
 ) -> None:
-    """It says nothing, ends, or says what no other replica would."""
+    """It sends nothing, ends, or sends a message that no replica would send."""
     first = Core(rendezvous.new_member(0))
     with ThreadPoolExecutor(3) as threads, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         meets = [threads.submit(first.links.connect, WAIT_SECONDS)]
@@ -127,7 +127,8 @@ def test_a_connection_that_does_not_identify_itself_delays_no_other(
 
 
 def test_a_replica_is_held_up_while_another_has_come_to_fewer_meetings() -> None:
-    """At any of its ranks. One that is itself waited for is not, nor is any while all are at the same one."""
+    """A replica is killed if another waits for one of its ranks, unless it waits itself or all wait at the same
+    barrier."""
     ranks = LockstepRendezvous(3, 2)
     rendezvous = [ranks.new_member(replica) for replica in range(3)]
     columns = [BarrierCounters(descriptor, 3) for descriptor in rendezvous[0].memory]
@@ -142,7 +143,7 @@ def test_a_replica_is_held_up_while_another_has_come_to_fewer_meetings() -> None
     columns[0].count(0)
     columns[1].count(1)
     assert [ranks.waits_for_peers(replica) for replica in range(3)] == [False] * 3
-    ranks.new_member(1)  # Its core has ended, and those of the others will.
+    ranks.new_member(1)  # Its core has ended, and those of the others will end.
     assert [ranks.waits_for_peers(replica) for replica in range(3)] == [True, False, True]
     ranks.close()
 
@@ -152,7 +153,7 @@ def test_who_waits_for_one_that_has_ended_learns_that_it_will_not_come(rendezvou
     rendezvous.new_member(1)
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(waiting.links.connect, WAIT_SECONDS)
-        rendezvous.new_member(1)  # Another takes its place.
+        rendezvous.new_member(1)  # Another one replaces it.
         error = future.exception(WAIT_SECONDS)
     assert isinstance(error, RendezvousError)
     assert error.is_over

@@ -1,4 +1,4 @@
-"""From a checked prompt to the messages for the core: ids, seeds, adapter, priority, salt and grammar."""
+"""A checked prompt becomes the messages for the core: ids, seeds, adapter, priority, salt and grammar."""
 
 from collections.abc import Coroutine
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def sequences(
     shares_prefix_cache: bool = False,
     **fields: Any,
 ) -> list[NewSequence]:
-    """Those of a request for completions of a prompt of three tokens."""
+    """Messages of a request for completions of a prompt of three tokens."""
     info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 64, [], 16, 10)
     processor = InputOutputProcessor(TOKENIZER, None, info)
     frontend = SimpleNamespace(
@@ -150,7 +150,7 @@ def test_the_last_index_of_a_text_is_found_in_linear_time() -> None:
     assert last_index("abcabca", "abc") == 3
     assert last_index("abc", "abcd") == last_index("abc", "x") == -1
     assert last_index("abc", "") == 3
-    # By str.rfind, which compares the whole part at each index, this takes ten minutes.
+    # With str.rfind, which compares the whole part at each index, this takes ten minutes.
     assert last_index("a" * 2**21, "ac" + "a" * 2**20) == -1
 
 

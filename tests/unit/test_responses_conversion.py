@@ -1,4 +1,4 @@
-"""From a responses request to the chat that it is."""
+"""A responses request becomes a chat request."""
 
 import threading
 from types import SimpleNamespace

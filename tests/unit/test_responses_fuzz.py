@@ -1,4 +1,4 @@
-"""Whatever JSON arrives as a responses request: it becomes a chat request and an answer, or a `BadRequest`."""
+"""Any JSON as a responses request becomes a chat request and an answer, or a `BadRequest`."""
 
 import json
 from typing import Any

@@ -54,7 +54,7 @@ class State:
 
 
 def stream(parser: ScriptedParser | None, texts: list[str], finish_reason: str = "stop", **fields: Any) -> bytes:
-    """The whole stream of an answer, one token a text."""
+    """The whole stream of an answer, with one token per text."""
     renderer = renderer_of(parser, **fields)
     events = renderer.opening()
     for text in texts[:-1]:

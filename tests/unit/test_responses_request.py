@@ -1,4 +1,4 @@
-"""`ResponsesRequest`: what it reads, and the sentence for what it refuses."""
+"""`ResponsesRequest`: the fields that it reads, and the sentences of its refusals."""
 
 from typing import Any
 

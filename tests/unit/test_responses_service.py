@@ -1,4 +1,4 @@
-"""Responses of the background: they run on their own, are followed, cancelled, deleted, and end with the server."""
+"""Background responses: they run on their own, are followed, cancelled and deleted, and end with the server."""
 
 import asyncio
 import gc
@@ -222,7 +222,8 @@ async def test_a_follower_that_reads_slowly_holds_a_piece_of_the_log_at_a_time()
 
 
 def test_a_log_holds_the_same_number_of_objects_however_many_events_it_has() -> None:
-    """The garbage collector visits what objects refer to: logs of a list of events each held the event loop."""
+    """The garbage collector visits the objects that others refer to: logs with a list of events each delayed the event
+    loop."""
 
     def num_referents(log: EventLog) -> int:
         found: dict[int, object] = {}

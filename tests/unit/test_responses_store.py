@@ -1,4 +1,4 @@
-"""Where responses are kept: by whom, how many, how long, and what goes on from them."""
+"""Stored responses: their owners, number, lifetime, and the responses that continue them."""
 
 import msgspec
 import pytest
@@ -54,7 +54,7 @@ def test_a_response_is_its_owners_alone() -> None:
 
 
 class Uncompared(MessageItem):
-    """To compare a removed item with all others of its id, of which a client may store very many, would take long."""
+    """Comparing a removed item with all others of its id, of which a client may store very many, would take long."""
 
     def __eq__(self, other: object) -> bool:
         raise AssertionError("items are compared")

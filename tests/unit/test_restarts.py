@@ -1,4 +1,4 @@
-"""When an engine core is started again, and when no more."""
+"""When an engine core is restarted, and when no longer."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_no_restarts_means_none(clock: Clock) -> None:
 
 
 def look(dog: Watchdog, clock: Clock, seconds: float, stopped: int | None = None) -> list[str]:
-    """What the watchdog says over so many seconds, looked at as often as it wants."""
+    """The watchdog's reports over `seconds`, polled as often as it asks for."""
     said = []
     for _ in range(round(seconds / dog.interval)):
         clock.now += dog.interval

@@ -1,4 +1,5 @@
-"""Streams that outlive their connection: what a client that was cut off gets, and what is held for how long."""
+"""Streams that outlive their connection: the output for a client that reconnects, and the time for which it is
+stored."""
 
 import asyncio
 import re
@@ -16,7 +17,7 @@ from server.streaming.sse import EventStream
 
 
 class Answer:
-    """An answer whose events the test brings."""
+    """An answer whose events the test provides."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -37,7 +38,7 @@ class Answer:
 
 
 class Reader:
-    """A connection: `read` takes what has arrived; leaving is like closing it."""
+    """A connection: `read` returns what has arrived; leaving is like closing it."""
 
     def __init__(self, response: EventStream) -> None:
         self._response = response
@@ -239,7 +240,7 @@ async def test_a_client_that_was_replaced_drops_nothing_that_the_new_one_lacks()
     for _ in range(8):
         answer.write(b"x")
         await first.read()
-    # The first connection still sends its last event when the client comes back with an earlier one.
+    # The first connection still sends its last event when the client reconnects with an earlier one.
     second = Reader(streams.resume("s:0", ANYONE))
     assert await first.read() == b""
     answer.write(*[b"x"] * 20, None)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""What routers outside learn of a server: metrics under vLLM's names, load reports, and events of the KV cache."""
+"""The data that external routers read of a server: metrics under vLLM's names, load reports, events of the KV
+cache."""
 
 import json
 import random
@@ -39,9 +40,9 @@ def loaded_metrics(num_replicas: int = 1, adapters: Sequence[str] = (), aliases_
 class EndpointPicker:
     """The Gateway API inference extension's view of a server, by the documented rules of its metrics extractor.
 
-    Of each metric it keeps one sample: that of the latest time, or the first where there are no times. Labels of
-    `vllm:cache_config_info` have the size of the cache; of `vllm:lora_requests_info` the sample of the largest value,
-    which is a time, lists adapters with commas between them.
+    It uses one sample of each metric: that of the latest time, or the first if there are no times. Labels of
+    `vllm:cache_config_info` have the size of the cache. The sample of `vllm:lora_requests_info` with the largest
+    value, which is a time, lists adapters, separated by commas.
     """
 
     def __init__(self, text: str) -> None:
@@ -140,11 +141,11 @@ async def test_an_answer_reports_the_load_where_the_request_asks_for_it(
 
 
 class Router:
-    """A router's index of the blocks that a server caches, kept by its events as vLLM documents them."""
+    """A router's index of the blocks that a server caches, maintained by its events as vLLM documents them."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int | None, list[int]]] = {}
-        """By hash: the parent's hash and the tokens."""
+        """The parent's hash and the tokens of each hash."""
 
     def read(self, payload: bytes) -> None:
         _, events, _ = msgspec.msgpack.decode(payload)
@@ -189,7 +190,7 @@ def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
 def subscribe(
     context: "zmq.Context[zmq.Socket[bytes]]", port: int, publisher: KVEventPublisher
 ) -> "zmq.Socket[bytes]":
-    """A subscriber that has joined: it has had a message."""
+    """A subscriber that is connected: it has received a message."""
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
     socket.connect(f"tcp://127.0.0.1:{port}")
@@ -243,7 +244,7 @@ def test_a_subscriber_that_missed_messages_gets_them_again(
     answers = [replay.recv_multipart()[1:] for _ in range(3)]
     assert [int.from_bytes(number, "big", signed=True) for number, _ in answers] == [298, 299, -1]
     assert [msgspec.msgpack.decode(payload)[1][0][1] for _, payload in answers[:2]] == [[298], [299]]
-    # A core's first message says that it caches nothing yet.
+    # A core's first message reports an empty cache.
     replay.send_multipart((b"", bytes(8)))
     _, number, payload = replay.recv_multipart()
     assert number == bytes(8)
@@ -303,7 +304,7 @@ def test_a_chain_s_salt_names_its_adapter(salt: int | None, adapter: int) -> Non
 def test_a_router_that_reads_the_events_knows_exactly_the_cached_blocks(
     seed: int, open_publisher: Callable[..., tuple[KVEventPublisher, int]], context: "zmq.Context[zmq.Socket[bytes]]"
 ) -> None:
-    """Through a random history of starts, growths, ends and failed steps."""
+    """Run a random history of starts, growths, ends and failed steps."""
     draw = random.Random(seed)
     settings = SimpleNamespace(kv_cache_block_size=4, num_kvcache_blocks=24, enable_prefix_caching=True)
     manager, router = BlockManager(settings), Router()

@@ -1,4 +1,4 @@
-"""The scheduler as docs/specification.md#scheduler describes it, constructed from nothing but the attributes there."""
+"""The scheduler as docs/specification.md#scheduler describes it, constructed from only the attributes listed there."""
 
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ def schedule(scheduler: Scheduler) -> tuple[ScheduledBatch, dict[int, Sequence]]
 
 
 def run_step(scheduler: Scheduler, tokens: dict[int, tuple[int, ...]] | int = 50) -> list[RequestOutput]:
-    """Schedule a step, let every row that may sample take its tokens, and return the outputs."""
+    """Schedule a step, give tokens to every row that samples, and return the outputs."""
     _, seqs = schedule(scheduler)
     if isinstance(tokens, int):
         done = (seq for seq in seqs.values() if seq.num_computed_tokens == seq.num_tokens)

@@ -14,7 +14,7 @@ EOS = 2
 
 
 class Script:
-    """Stands in for a matcher: allows a list of tokens, in order."""
+    """A replacement of a matcher: it allows a list of tokens, in order."""
 
     def __init__(self, *tokens: int) -> None:
         self.left = list(tokens)

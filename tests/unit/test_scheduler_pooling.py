@@ -1,4 +1,4 @@
-"""What the scheduler does for sequences whose prompts are pooled: they end with a vector and without a token."""
+"""The scheduler with sequences whose prompts are pooled: they end with a vector and without a token."""
 
 import pytest
 
@@ -16,7 +16,8 @@ def pooled(num_tokens: int, first: int = 10) -> Sequence:
 
 
 def step(scheduler: Scheduler) -> tuple[list[int], list[RequestOutput]]:
-    """The tokens that each row computes, and the outputs: 50 of a row that samples, its id of one that is pooled."""
+    """Run a step. Returns the tokens that each row computes, and the outputs: 50 for a sampled row, its id for a
+    pooled one."""
     batch, seqs = schedule(scheduler)
     done = [seq for seq in seqs.values() if seq.num_computed_tokens == seq.num_tokens]
     queue = Queue()

@@ -1,4 +1,4 @@
-"""What the scheduler does for prompts that are read, and for sequences that generate nothing."""
+"""The scheduler with prompts whose log probabilities are requested, and with sequences that generate nothing."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.unit.test_scheduler import EOS, Queue, make_scheduler, make_seq, run_
 
 
 def step(scheduler: Scheduler) -> tuple[ScheduledBatch, list[RequestOutput]]:
-    """A step whose model samples 50 and gives each prompt token its place as its log probability."""
+    """Run a step whose model samples 50 and gives each prompt token its position as its log probability."""
     batch, seqs = schedule(scheduler)
     read = {
         span.seq_id: [TokenLogprobs(token_id, -float(token_id)) for token_id in span.token_ids]

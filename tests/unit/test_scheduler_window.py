@@ -1,4 +1,4 @@
-"""A model whose every layer attends in a window: sequences hold the blocks of the window, and no others."""
+"""A model whose layers all attend in a window: sequences hold the blocks of the window, and no others."""
 
 from types import SimpleNamespace
 
@@ -55,7 +55,7 @@ def test_a_decode_holds_its_window_and_the_block_it_writes_to(window: int) -> No
         run_step(scheduler)
         if step:
             most = max(most, held(seq))
-        # The query at the next position sees from here on.
+        # The first position to which the query at the next position attends.
         first_seen = seq.num_tokens - 1 - window + 1
         assert seq.num_released_blocks <= max(0, first_seen) // BLOCK_SIZE
     assert most <= -(-(window - 1) // BLOCK_SIZE) + 1
@@ -79,7 +79,7 @@ def test_a_prompt_in_chunks_gives_back_what_its_later_chunks_do_not_see() -> Non
     for _ in range(6):
         run_step(scheduler)
         released.append(seq.num_released_blocks)
-    # Each chunk of two blocks sees its window: the two blocks before it, and all but the first token of those.
+    # Each chunk of two blocks attends to its window: the two blocks before it, except for their first token.
     assert released == [0, 0, 2, 4, 6, 8]
 
 

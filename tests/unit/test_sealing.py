@@ -1,4 +1,4 @@
-"""`Seal`: what clients keep for the server comes back whole, to its owner only."""
+"""`Seal`: text that clients store for the server is opened unchanged, for its owner only."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where API keys must not be seen: the process list, the environment and configuration of the engine's process."""
+"""API keys must not appear in the process list, or in the environment and configuration of the engine's process."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_a_server_with_keys_and_no_other_is_closed_to_inspection(
     monkeypatch.setattr(serve, "name_process", lambda name: None)
     monkeypatch.setattr(serve, "mask_command_line", lambda secrets: None)
     monkeypatch.setattr(serve, "forbid_inspection", lambda: closed.append(True))
-    # The start ends here, in a sentence.
+    # The start ends here with an error message.
     server = ServerConfig(api_key=tuple(map(SecretStr, keys)), port=0, ssl_certfile="missing.pem")
     assert serve._run(Config(server_config=server), 0.0, ServiceManager(None), None) == 1
     assert closed == [True] * len(keys)
@@ -81,7 +81,7 @@ for dumpable in (1, 0):
 
 
 def test_a_process_that_holds_keys_is_closed_to_others_of_its_user() -> None:
-    """What the kernel makes of `forbid_inspection`; the first lines show that it would be open otherwise."""
+    """The effect of `forbid_inspection` in the kernel; the first lines show that access was possible before."""
     done = subprocess.run([sys.executable, "-I", "-c", READ_ANOTHER], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["1 environ read", "1 mem read", "0 environ refused", "0 mem refused"]
 

@@ -1,4 +1,4 @@
-"""`Sequence`: counts, derived fields and names, as docs/specification.md#sequence has them."""
+"""`Sequence`: counts, derived fields and names, as in docs/specification.md#sequence."""
 
 import pytest
 

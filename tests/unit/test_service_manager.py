@@ -1,4 +1,4 @@
-"""systemd: what the server reports to it, and that the unit's settings fit the server's."""
+"""systemd: the server's reports to it, and agreement of the unit's settings with the server's."""
 
 import shutil
 import socket
@@ -42,7 +42,7 @@ def test_states_and_beats_are_sd_notify_s_messages(listener: socket.socket, monk
     manager.stopping()
     ready, beat, stopping = received(listener)
     assert ready == "READY=1\nSTATUS=serving m"
-    assert beat == "WATCHDOG=1"  # The next is due after half of the minute.
+    assert beat == "WATCHDOG=1"  # The next one is due after half of the minute.
     assert stopping.startswith("STOPPING=1\n")
 
 

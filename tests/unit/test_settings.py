@@ -1,4 +1,4 @@
-"""Which value a setting takes, and what is said of one that cannot be."""
+"""Which value a setting gets, and the error messages for invalid values."""
 
 import os
 import re
@@ -67,7 +67,7 @@ def test_every_default_can_be_given_in_all_three_places(
     }
     value = others.get(name) or setting.default or "1"
     if name == "kv_events_replay_endpoint":
-        # It is refused where no events are published.
+        # It is refused if no events are published.
         monkeypatch.setenv("KAON_KV_EVENTS_ENDPOINT", others["kv_events_endpoint"])
     by_flag = [flag] if value == "true" else ["--no-" + flag[2:]] if value == "false" else [flag, value]
     from_flag = load_config([value] if flag == "MODEL" else by_flag)

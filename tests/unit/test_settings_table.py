@@ -1,4 +1,4 @@
-"""What `Config`'s leaves are called outside Python."""
+"""The names of `Config`'s fields outside Python."""
 
 from typing import Literal
 

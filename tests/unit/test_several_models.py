@@ -1,4 +1,5 @@
-"""The file of several models: ordinary settings for each, with the server's as defaults, and mistakes in sentences."""
+"""The file of several models: ordinary settings for each, with the server's as defaults; error messages for
+mistakes."""
 
 from pathlib import Path
 

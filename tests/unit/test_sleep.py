@@ -1,4 +1,4 @@
-"""Sleep and wake-up of a front end, whose state follows its core's also if callers go away or the server ends."""
+"""Sleep and wake-up of a front end, whose state follows its core's also if callers leave or the server ends."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from tests.unit.test_face import LoadingCore
 
 
 class SlowCore(LoadingCore):
-    """A core that serves, and takes until `done` for each call."""
+    """A core that is ready, and completes each call at `done`."""
 
     is_serving = True
 

@@ -1,4 +1,4 @@
-"""Pre-rendered events are, byte for byte, events that hold OpenAI's chunk objects."""
+"""Pre-rendered events equal, byte for byte, events with OpenAI's chunk objects."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
-    """The JSON of each event in `raw`, which must be events and nothing else."""
+    """The JSON of each event in `raw`, which must consist of events only."""
     *blocks, rest = raw.decode().split("\n\n")
     assert rest == ""
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)

@@ -1,4 +1,5 @@
-"""Steps bounded by time: no stream waits longer than twice the bound, and nothing is lost where no bound is needed."""
+"""Steps bounded by time: no stream waits longer than twice the bound, and no throughput is lost if no bound is
+needed."""
 
 import random
 import statistics
@@ -17,7 +18,7 @@ DEVICE = device(0.05, 0.00125, decode=0.002, pair=2e-7, key=1e-6)
 
 
 def engine(policy: str = "prefill_first", **settings: object) -> SimulatedEngine:
-    """One that has measured its device."""
+    """A scheduler that has measured its device."""
     made = SimulatedEngine(DEVICE, scheduling_policy=policy, **{"max_step_seconds": BOUND, **settings})
     made.add(6000, 20)
     made.run()
@@ -120,7 +121,7 @@ def test_a_step_has_as_many_decodes_as_without_drafts_while_none_are_made(method
     for drafts in (None, SpeculativeConfig(speculative_method=method, num_speculative_tokens=3)):
         made = engine(max_num_seqs=512, speculative_config=drafts)
         if drafts is not None:
-            # No drafts pay at these costs.
+            # At these costs no drafts pay.
             for num_tokens in (1, 400, 512, 1600):
                 made.scheduler.drafts.plan.costs.note_step(num_tokens, 0.01 * num_tokens)
         for owner in ("many", "others"):

@@ -1,4 +1,5 @@
-"""A device that runs out of memory in a step: smaller steps, and nobody fails for want of a smaller one."""
+"""A device that runs out of memory in a step: steps become smaller, and no request fails for lack of a smaller
+step."""
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_steps_out_of_memory_are_made_smaller_and_no_request_fails(bench: Bench,
     assert ends(messages) == dict.fromkeys(range(4), "max_tokens") | {999: "abort"}
     for seq_id in range(4):
         assert [token for output in outputs_of(messages, seq_id) for token in output.output_tokens] == [5] * 6
-    # Each is reported to the front end, whose watchdog would count the next step's time on top.
+    # Each is reported to the front end, whose watchdog would otherwise add the next step's time.
     reports = [message for message in messages if isinstance(message, StepOutputs) and not message.outputs]
     assert len(reports) >= len(failed)
 

@@ -72,7 +72,7 @@ def test_the_writer_waits_for_the_slowest_reader_and_overwrites_nothing() -> Non
 
 
 def test_a_rank_in_another_process_sleeps_until_a_step_comes() -> None:
-    """Its processor time while it waits for a second is that of its start."""
+    """Its processor time after a wait of a second equals that at the start of the wait."""
     steps = SharedMemorySteps.create(2)
     [descriptor] = steps.descriptors
     code = f"""
@@ -93,7 +93,7 @@ steps.report(str(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_s
         spent = steps.take_within(1, WAIT_SECONDS)
         assert process.wait(WAIT_SECONDS) == 0
     assert spent is not None
-    # It spins for half a millisecond. One that never slept would have a good part of the second.
+    # It spins for half a millisecond. If it never slept, it would use a large part of the second.
     assert float(spent) < 0.1
     steps.close()
 

@@ -1,4 +1,4 @@
-"""The model of step durations: it finds the device's coefficients, and neither outliers nor idleness mislead it."""
+"""The model of step durations finds the device's coefficients, and neither outliers nor idleness mislead it."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The hub: every sequence's outputs reach who waits for them, merged while that one lags, and end exactly once."""
+"""The hub: every sequence's outputs reach their consumer, merged while it lags, and end exactly once."""
 
 import asyncio
 import math
@@ -23,7 +23,7 @@ from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 
 
 class FakeCore:
-    """Remembers what it was asked."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         self.added: list[int] = []
@@ -64,7 +64,7 @@ def hub(core: FakeCore) -> Hub:
 
 
 def delta_stream() -> DeltaStream:
-    """One whose client may lag as far as it likes."""
+    """A request whose client may lag without limit."""
     return DeltaStream(math.inf, lambda _: None, lambda: None)
 
 

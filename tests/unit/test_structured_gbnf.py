@@ -1,4 +1,4 @@
-"""GBNF as Lark: what the library's converter does not read by itself."""
+"""Conversion of GBNF to Lark: forms that the library's converter does not read by itself."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Matchers over a vocabulary of single bytes: what may follow, where it ends, and what is refused."""
+"""Matchers over a vocabulary of single bytes: allowed tokens, the end, and refusals."""
 
 import threading
 from queue import SimpleQueue
@@ -150,7 +150,7 @@ def test_a_grammar_too_costly_to_follow_fails_its_row_and_no_other(matchers: Mat
 
 
 class Admitted:
-    """Where a `GrammarQueue` puts its sequences."""
+    """The consumer of a `GrammarQueue`'s sequences."""
 
     def __init__(self, matchers: Matchers) -> None:
         self.queue: SimpleQueue[Sequence] = SimpleQueue()
@@ -197,7 +197,7 @@ def test_a_panic_of_the_library_fails_its_request_and_those_behind_it_are_admitt
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Panic(BaseException):
-        """As a panic of native code is: no `Exception`."""
+        """Like a panic of native code, which is no `Exception`."""
 
     def matcher(grammar: str) -> Matcher:
         if grammar == "panic":
@@ -243,7 +243,7 @@ def test_a_grammar_known_already_waits_for_no_other() -> None:
 
 
 def test_a_grammar_of_which_a_matcher_failed_is_compiled_again(matchers: Matchers) -> None:
-    """The lexer's states may be used up, which all matchers of the compilation share."""
+    """The lexer's states, which all matchers of the compilation share, may be exhausted."""
     grammar = regex("[ab]c+d")
     assert not matchers.matcher(grammar).accept(ord("z"))
     assert matchers.cached(grammar) is None

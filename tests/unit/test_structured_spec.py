@@ -1,4 +1,4 @@
-"""What a request wants of its answer, as the grammar's text; and the library's complaints, as sentences."""
+"""A request's answer format as the text of a grammar; the library's errors, as sentences."""
 
 import json
 

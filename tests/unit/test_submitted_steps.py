@@ -1,4 +1,5 @@
-"""The scheduler while steps are not read: what waits for them, and what becomes of sequences behind a failed row."""
+"""The scheduler while steps are unread: the operations that wait for them, and sequences that started after a failed
+row."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 class SubmittedSteps:
-    """A scheduler one step ahead, and what it tells."""
+    """A scheduler one step ahead, and its outputs."""
 
     def __init__(self, **fields: Any) -> None:
         settings: dict[str, Any] = {

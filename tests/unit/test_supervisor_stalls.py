@@ -1,4 +1,4 @@
-"""Which core is killed when several that compute in lockstep show no progress, and what a death says of requests."""
+"""Which core is killed if several in lockstep make no progress, and which requests a death makes suspects."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from tests.unit.test_restarts import Clock
 
 
 class Link:
-    """A core that serves, and says nothing."""
+    """A core that is ready and sends nothing."""
 
     pid = 1
     is_connected = True
@@ -85,7 +85,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def kills_within(keeper: Keeper, clock: Clock, seconds: int) -> int:
-    """Of a core that serves and makes no progress for so long."""
+    """The reaction to a ready core without progress for `seconds`."""
     supervisor = Supervisor(Config(stall_timeout=10.0), keeper)  # type: ignore[arg-type]
     supervisor.is_serving = True
     for _ in range(seconds):
@@ -122,7 +122,7 @@ def test_who_was_in_the_step_is_not_blamed_where_a_core_followed_another_into_it
 
 
 def test_a_watch_without_a_free_descriptor_sees_nothing_and_raises_nothing() -> None:
-    """It is called each second, also while clients use up all descriptors."""
+    """It is called every second, also while clients use all descriptors."""
     program = """
 import os, resource, signal, subprocess, sys, time
 from engine.distributed.processes import family, stopped_process

@@ -1,4 +1,4 @@
-"""JSON Web Tokens in place of keys: what is accepted, which forgeries are not, how the issuer's keys are fetched."""
+"""JSON Web Tokens in place of keys: accepted ones, refused forgeries, and the fetching of the issuer's keys."""
 
 import base64
 import hashlib
@@ -65,7 +65,7 @@ def part(value: dict[str, Any]) -> bytes:
 
 
 def forged(header: dict[str, Any], secret: bytes | None, **claims: Any) -> bytes:
-    """A token that no library would write: unsigned, or signed with the public key as if it were a secret."""
+    """A token that no library would create: unsigned, or signed with the public key as if it were a secret."""
     body = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 600, **claims}
     signed = part(header) + b"." + part(body)
     signature = b"" if secret is None else hmac.new(secret, signed, hashlib.sha256).digest()
@@ -197,7 +197,7 @@ def test_settings_that_do_not_fit_together_are_a_sentence(settings: dict[str, st
 
 
 class KeyServer(ThreadingHTTPServer):
-    """Answers with a set of keys, and counts how often it is asked."""
+    """Answers with a set of keys, and counts the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

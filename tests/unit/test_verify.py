@@ -1,4 +1,4 @@
-"""What `kaon verify` says of engines whose answers depend on what else they compute, and of those whose do not."""
+"""The report of `kaon verify` for engines whose answers depend on other work, and for correct ones."""
 
 from types import SimpleNamespace
 from typing import Any, Self
@@ -13,7 +13,7 @@ BLOCKS_OF_FEW = 1000
 
 
 class FakeEngine:
-    """Answers by a rule of the prompt and the seed, unless it is in the state in which its answers are wrong."""
+    """Answers by a function of the prompt and the seed, unless it is in the state in which its answers are wrong."""
 
     num_started = 0
 

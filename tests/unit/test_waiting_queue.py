@@ -37,7 +37,7 @@ def test_a_lower_priority_is_served_first_until_the_other_has_waited_longer_than
 
 
 def test_a_jump_of_the_wall_clock_changes_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With times of the wall clock, a priority that arrived in the far future would wait until then."""
+    """With wall-clock times, a priority that arrived in the far future would wait until then."""
     monkeypatch.setattr(time, "time", lambda: 4e9)
     old = Sequence([1], 16, priority=0)
     monkeypatch.setattr(time, "time", lambda: 1e9)

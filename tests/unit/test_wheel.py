@@ -1,4 +1,4 @@
-"""The wheel holds what serving needs and nothing else: no tools, tests, benchmarks, pages or C sources."""
+"""The wheel contains what serving needs and nothing else: no tools, tests, benchmarks, pages or C sources."""
 
 import os
 import shutil
@@ -25,23 +25,24 @@ DATA = {
     "models/demo/draft_head/config.json",
     "models/demo/draft_head/model.safetensors",
 }
-"""Every file that is not Python code: add here what serving begins to read, and to package-data in pyproject.toml."""
+"""Every file that is not Python code: add files that serving begins to read here, and to package-data in
+pyproject.toml."""
 
 LIBRARY = f"models/ops/cpu/_library{EXTENSION_SUFFIXES[0]}"
 """The compiled operators."""
 
 
 def modules() -> set[str]:
-    """Return all Python files of the packages, those in a folder that lacks an `__init__.py` included."""
+    """Return all Python files of the packages, including those in a folder without an `__init__.py`."""
     return {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 
 
 def configured_files(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Return the files that setuptools would copy into the wheel, the compiled library aside."""
+    """Return the files that setuptools would copy into the wheel, except the compiled library."""
     monkeypatch.chdir(ROOT)
     distribution = Distribution({"script_name": "setup.py"})
     apply_configuration(distribution, "pyproject.toml")
-    # Otherwise the files depend on what lies in the source distribution, and in an older *.egg-info.
+    # Otherwise the files depend on those in the source distribution, and in an older *.egg-info.
     assert distribution.include_package_data is False
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
@@ -60,7 +61,7 @@ def test_the_wheel_holds_the_packages_and_the_demo_model_alone(monkeypatch: pyte
 def built(folder: Path, umask: int) -> Path:
     """Build the wheel in a copy of the checkout, and return its path."""
     checkout = folder / "checkout"
-    # Without what an earlier build in the checkout may have left.
+    # Without the results of an earlier build in the checkout.
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, checkout / package, ignore=ignored)

@@ -1,4 +1,5 @@
-"""What models of each dialect write, and what it means: shared by the tests of the parsers and of the grammars."""
+"""Texts that models of each dialect write, with their meaning: shared by the tests of the parsers and of the
+grammars."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -47,7 +48,7 @@ class Written(NamedTuple):
 
 
 def answer_of(parts: list[Part]) -> Answer:
-    """Parts put together again, in the only order that they may come in."""
+    """Join parts in the only order in which they may come."""
     content, reasoning, calls = "", "", []
     for part in parts:
         match part:
@@ -118,7 +119,7 @@ _M3_NOW = _invoked("now")
 
 
 def _dsml(text: str, block: str, prefix: str = "｜DSML｜") -> str:  # noqa: RUF001
-    """Calls in DeepSeek's block, from those of MiniMax."""
+    """Convert MiniMax's calls to a block in DeepSeek's format."""
     for name in ("invoke", "parameter"):
         text = text.replace(f"<{name}", f"<{prefix}{name}").replace(f"</{name}", f"</{prefix}{name}")
     text = text.replace('name="city"', 'name="city" string="true"')
@@ -219,7 +220,7 @@ WHOLE = [
     Written("olmo3", f"<function_calls>{_PYTHON}</function_calls>", _answer("", _CALL)),
     Written("olmo3", f"<function_calls>{_PYTHON}\nnow()</function_calls>", _answer("", _CALL, _NOW)),
 ]
-"""Calls as each dialect's models write them when all goes well: its grammar accepts them too."""
+"""Correct calls as each dialect's models write them: its grammar accepts them too."""
 
 _AROUND = [
     Written(
@@ -533,7 +534,7 @@ BROKEN += [
         ("lfm2", "<|tool_call_start|>[get_weather(city='a', 3)]", ", 3)]", '{"city": "a"}'),
     )
 ]
-"""Calls whose arguments turn wrong."""
+"""Calls whose arguments become invalid."""
 
 CUT_OFF = [
     Written(
@@ -624,16 +625,16 @@ TEXTS = [*WHOLE, *_AROUND, *_MENDED, *_NO_CALLS, *BROKEN, *CUT_OFF]
 LIKE_ANOTHER = frozenset(
     {"deepseek_v4", "deepseek_v41", "glm47", "granite", "hunyuan_a13b", "mimo", "olmo3", "phi4_mini_json"}
 )
-"""Dialects that differ from another in their markers alone: most of their tests are of the long form."""
+"""Dialects that differ from another in their markers only: most of their tests run in the long form."""
 
 
 def short_form(dialects: Iterable[str]) -> list[Any]:
-    """The dialects as a test's parameters, of which the long form alone has those like another."""
+    """The dialects as a test's parameters; those that are like another are in the long form only."""
     return [pytest.param(dialect, marks=[pytest.mark.slow] if dialect in LIKE_ANOTHER else []) for dialect in dialects]
 
 
 def texts_in_short_form(texts: Sequence[Written], *, one_each: bool = False) -> list[Any]:
-    """The texts as a test's parameters, of which the long form alone has those of dialects like another.
+    """The texts as a test's parameters; those of dialects that are like another are in the long form only.
 
     `one_each`: the short form has the first text of each dialect.
     """

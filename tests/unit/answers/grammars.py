@@ -1,4 +1,4 @@
-"""llguidance over a vocabulary of single bytes and given special tokens: drives and samples the dialects' grammars."""
+"""llguidance over a vocabulary of single bytes and given special tokens: accepts and samples texts of the grammars."""
 
 import random
 import re
@@ -23,7 +23,7 @@ class ByteVocabulary:
         return list(text if isinstance(text, bytes) else text.encode())
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens where it spells them."""
+        """Token ids of `text`; its special tokens become one id each."""
         ids, at = [], 0
         for match in self._split.finditer(text):
             ids += [*text[at : match.start()].encode(), self.special[match[0]]]
@@ -34,7 +34,7 @@ class ByteVocabulary:
         return b"".join(self.tokens[each] for each in ids).decode()
 
     def accepts(self, grammar: str, text: str) -> bool:
-        """Whether `text` is a whole answer under `grammar`."""
+        """Whether `grammar` accepts `text` as a whole answer."""
         matcher = self.matcher(grammar)
         ids = self.encode(text)
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
@@ -45,9 +45,9 @@ class ByteVocabulary:
         return matcher
 
     def sample(self, grammar: str, seed: int, longest: int = 600) -> str | None:
-        """A random answer under `grammar`, of ASCII text; None if it did not end within `longest` tokens.
+        """Sample an answer of ASCII text under `grammar`; None if it did not end within `longest` tokens.
 
-        Characters that close something are likelier than others, for texts to come to an end.
+        Closing characters are more probable than others, so that texts end.
         """
         rng = random.Random(seed)
         matcher = self.matcher(grammar)

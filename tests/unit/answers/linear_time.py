@@ -1,4 +1,5 @@
-"""Whether a parser takes no longer for a text's last characters than for its first, on a machine of any speed."""
+"""Asserts that a parser needs as much time for a text's last characters as for its first, on a machine of any
+speed."""
 
 import time
 from collections.abc import Callable
@@ -7,17 +8,17 @@ from server.parsing.parser import AnswerParser
 
 SEGMENTS = 16
 MOST = 3.0
-"""A parser that reads again what it has read takes 25 times as long for the last quarter as for the first segment."""
+"""Limit of the ratio: a parser that reads its input again needs 25 times as long for the last quarter."""
 
 ATTEMPTS = 5
-"""Other work on the machine may hold up the last quarter of one; a parser that is slow there is so in all."""
+"""Number of attempts: other work on the machine may delay one; a slow parser is slow in all."""
 
 PIECE = 4
-"""Characters that come at a time, as from a model that writes tokens."""
+"""Characters per piece, like a model's tokens."""
 
 
 def assert_linear(begin: Callable[[], AnswerParser], text: str) -> None:
-    """Fails where parsing takes more than a time in proportion to the text; `begin` makes a parser to read it all."""
+    """Fail if parsing takes more than linear time; `begin` makes a parser, which reads all of the text."""
     pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
     found: list[float] = []
     while len(found) < ATTEMPTS:
@@ -28,9 +29,9 @@ def assert_linear(begin: Callable[[], AnswerParser], text: str) -> None:
 
 
 def _slowdown(parser: AnswerParser, pieces: list[str]) -> float:
-    """How many times the first segments' time the last ones take, or the end takes of all of theirs.
+    """Ratio of the times of the last and the first segments, and of the end and all segments.
 
-    The quickest of four, in this thread's own processor time: a collection of garbage is no segment's fault.
+    The fastest of four runs, in this thread's own processor time, so that garbage collections do not count.
     """
     bounds = [len(pieces) * number // SEGMENTS for number in range(SEGMENTS + 1)]
     segments = [pieces[bounds[number] : bounds[number + 1]] for number in range(SEGMENTS)]

@@ -1,4 +1,4 @@
-"""Which dialects a model is taken to speak."""
+"""Which dialects are detected for a model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ TOOLS = "{% if tools %}{{ tools }}{% endif %}"
 
 
 class Vocabulary:
-    """What `AnswerFormat` asks of a tokenizer, over given tokens; those spelled `<|…|>` are special."""
+    """The part of a tokenizer that `AnswerFormat` uses, over given tokens; tokens like `<|…|>` are special."""
 
     def __init__(self, *tokens: str) -> None:
         self._ids: Mapping[str, int] = {token: 100 + place for place, token in enumerate(tokens)}
@@ -176,7 +176,7 @@ def test_a_budget_closes_the_reasoning_of_each_dialect_by_its_own_tokens() -> No
     assert made(TOOLS).reasoning_budget(7, prompt_tail="user") is None
     harmony = made(TOOLS + "<|channel|> <|message|>", *HARMONY_TOKENS)
     closing = [[100], [101], [104], [102], [106, 107]]
-    # One more, as the marker behind the channel's name is no reasoning.
+    # One more, since the marker after the channel's name is not reasoning.
     assert harmony.reasoning_budget(7, prompt_tail="<|start|>assistant") == ReasoningBudget(8, closing, 105)
     opened = "<|start|>assistant<|channel|>final<|message|>"
     assert harmony.reasoning_budget(7, prompt_tail=opened) is None

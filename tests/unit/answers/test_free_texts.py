@@ -1,4 +1,4 @@
-"""Calls of custom tools: their text in every dialect, and the grammars that hold it."""
+"""Calls of custom tools: their text in every dialect, and the grammars that enforce it."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def objects(key: str) -> tuple[str, str]:
 
 
 def of(dialect: str) -> str:
-    """A call of the custom tool and one of the namespace's member, as models of `dialect` write them."""
+    """A call of the custom tool and one of a member of the namespace, as models of `dialect` write them."""
     patch, note = json.dumps({"input": PATCH}, ensure_ascii=False), json.dumps(TITLE)
     match dialect:
         case "hermes":
@@ -95,7 +95,7 @@ DIALECTS = [
 
 
 def items(answer_format: AnswerFormat, pieces: list[str]) -> list[tuple[Any, ...]]:
-    """What a response says of a text that comes in pieces."""
+    """The response to a text that arrives in pieces."""
     use = ToolUse.of(TOOLS, "auto")
     output = ResponseOutput(EventWriter(), answer_format.parser(use, prompt_tail="<|start|>assistant"), TABLE, None)
     for piece in pieces:
@@ -147,7 +147,7 @@ def grammar_of(
 
 
 def custom(*names: str) -> list[FunctionTool]:
-    """Custom tools, with a grammar that is shown only."""
+    """Custom tools with a grammar that is only shown to the model."""
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /./"}
     tools = [{"type": "custom", "name": name, "format": grammar} for name in names]
     return [FunctionTool.model_validate(tool) for tool in ToolTable(request_of(tools=tools)).chat_tools()]

@@ -1,4 +1,4 @@
-"""Reasoning: found at an answer's beginning, by what the prompt opened and the model wrote."""
+"""Reasoning is found at an answer's beginning, by the end of the prompt and by the model's text."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def parser(dialect: str, tail: str = "", tools: str = "none", use: ToolUse = NO_
         ("hunyuan_a13b", "", "<think>\nHm.\n</think>\n<answer>\nA.\n\nB.\n</answer>", "Hm.", "A.\n\nB."),
         ("hunyuan_a13b", "", "<think>\n\n</think>\n\nYes <answer>.\n", "", "Yes <answer>.\n"),
         ("ernie45", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n", "Hm.", "Yes.\n"),
-        # An earlier turn's reasoning has ended, and the prompt opens the next.
+        # Reasoning of an earlier turn has ended, and the prompt opens the next.
         ("think", "</think>Hi.[e~[\n]~b]user\nHi[e~[\n]~b]ai\n<think>\n", "Hm.</think>Yes.", "Hm.", "Yes."),
         ("mistral", "", "[THI", "", "[THI"),
     ],

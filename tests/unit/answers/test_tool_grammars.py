@@ -1,4 +1,4 @@
-"""The grammars that force calls: what they accept, what they refuse, and that the parsers read all that they allow."""
+"""The grammars that force calls: what they accept and refuse; the parsers read all texts that they accept."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ NAMED_NOW = NamedFunction.model_validate({"type": "function", "function": {"name
 
 
 def made(dialect: str, special: bool = False, reasoning: str = "none") -> tuple[AnswerFormat, ByteVocabulary]:
-    """The format, over a vocabulary in which all of its markers are special tokens or none."""
+    """The format, over a vocabulary in which all of its markers are special tokens, or none."""
     reasoning = "harmony" if dialect == "harmony" else reasoning
     markers = AnswerFormat(dialect, reasoning).markers if special else ()
     vocabulary = ByteVocabulary(markers)
@@ -164,7 +164,7 @@ def check(tools: list[FunctionTool], name: str, arguments: str, text: str) -> No
     assert {"code", "count"} <= given.keys() <= RICH["properties"].keys(), text
     schema = json.dumps({**RICH, "additionalProperties": False})
     vocabulary = ByteVocabulary()
-    # Written out afresh: in the schema's order, which is how llguidance reads objects.
+    # In the schema's order, in which llguidance reads objects.
     ordered = {key: given[key] for key in RICH["properties"] if key in given}
     assert vocabulary.accepts(f"%llguidance {{}}\nstart: %json {schema}\n", json.dumps(ordered)), text
 

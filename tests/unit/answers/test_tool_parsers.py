@@ -1,4 +1,4 @@
-"""Each dialect's tool calls: found, streamed, kept as content where they are none."""
+"""Each dialect's tool calls: they are found and streamed; texts that are no calls stay content."""
 
 import json
 import re

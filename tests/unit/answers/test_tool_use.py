@@ -1,4 +1,4 @@
-"""What tools and `tool_choice` of a request come to, and what is refused."""
+"""The result of a request's tools and `tool_choice`, and their refusals."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Dialects that another package registers are detected and parsed, and calls are enforced, as Kaon's own."""
+"""Dialects that another package registers are detected, parsed and enforced like Kaon's own."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
 @pytest.fixture(autouse=True)
 def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for dialects in (registry.TOOL_DIALECTS, registry.REASONING_DIALECTS):
-        # All are imported first, so that none registers in the copy alone.
+        # All are imported first, so that none registers only in the copy.
         known = {name: dialects[name] for name in dialects}
         monkeypatch.setattr(dialects, "_registered", known)
     registry.TOOL_DIALECTS.register("angle")(

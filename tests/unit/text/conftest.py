@@ -16,7 +16,7 @@ CORPUS = ["the quick brown fox jumps over the lazy dog", "Grüße aus Köln, 日
 
 @pytest.fixture
 def byte_level_backend() -> tokenizers.Tokenizer:
-    """GPT-2-like, with tokens that hold parts of characters, two special tokens and two added plain ones."""
+    """Like GPT-2's, with tokens that are parts of characters, two special tokens and two added plain ones."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -33,7 +33,7 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 
 @pytest.fixture
 def byte_fallback_backend() -> tokenizers.Tokenizer:
-    """Llama-2-like: words begin with `▁`, unknown characters fall back to `<0xE2>`, decoding drops the first space."""
+    """Like Llama 2's: words begin with `▁`, unknown characters become `<0xE2>`, decoding drops the first space."""
     pieces = [
         "<unk>",
         "<s>",
@@ -81,7 +81,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 @pytest.fixture
 def model_info(byte_level: Tokenizer) -> Callable[..., ModelInfo]:
-    """A `ModelInfo` for `byte_level` with a context of 64 tokens and a larger cache, unless told otherwise."""
+    """A `ModelInfo` for `byte_level` with a context of 64 tokens and a larger cache, by default."""
 
     def build(**changes: Any) -> ModelInfo:
         fields: dict[str, Any] = {

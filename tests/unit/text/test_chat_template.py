@@ -14,7 +14,7 @@ HELLO = [{"role": "user", "content": "Hello <b>&'\"</b> 日本"}]
 
 
 def render(source: str, *args: object, **kwargs: object) -> str:
-    """What the template `source` makes of `HELLO`."""
+    """Render `HELLO` by the template `source`."""
     return ChatTemplate({"default": source}).render(HELLO, *args, **kwargs)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""`resolve_checkpoint`: where a checkpoint comes from, and one sentence when it does not."""
+"""`resolve_checkpoint`: the sources of a checkpoint, and one sentence if there is none."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from models.errors import CheckpointError
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
-    """A hub that gives `tmp_path`, or raises `answer`; it notes what it was asked."""
+    """A hub that returns `tmp_path`, or raises `answer`; it records its calls."""
     calls: dict[str, object] = {}
 
     def snapshot_download(repo_id: str, **options: object) -> str:

@@ -1,4 +1,5 @@
-"""`IncrementalDetokenizer`: the same text however tokens are grouped, stop strings, nothing held without need."""
+"""`IncrementalDetokenizer`: the text does not depend on how tokens are grouped; stop strings; text is held only if
+needed."""
 
 import itertools
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ per_test = settings(suppress_health_check=[HealthCheck.function_scoped_fixture],
 
 
 def groupings(ids: list[int]) -> Iterator[list[list[int]]]:
-    """The ids one by one, in pairs, in threes, and all at once."""
+    """The ids singly, in pairs, in threes, and all together."""
     for size in (1, 2, 3, len(ids) or 1):
         yield [ids[i : i + size] for i in range(0, len(ids), size)]
 

@@ -1,4 +1,4 @@
-"""Fill-in prompts in the forms that families of code models were trained on."""
+"""Fill-in prompts in the formats on which families of code models were trained."""
 
 import pytest
 import tokenizers

@@ -1,4 +1,4 @@
-"""`InputOutputProcessor.preprocess`: what reaches the engine, and the sentence for each thing that must not."""
+"""`InputOutputProcessor.preprocess`: the engine's input, and the sentence of each refusal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def processor(byte_level: Tokenizer, model_info: ModelInfos) -> InputOutputProce
 
 
 def refusal(processor: InputOutputProcessor, prompt: Any, **params: Any) -> tuple[str, str]:
-    """The sentence and the field of what `preprocess` raises."""
+    """The sentence and the field of the error that `preprocess` raises."""
     with pytest.raises(InvalidRequest) as caught:
         processor.preprocess(prompt, SamplingParams(**params), request_id=1)
     return str(caught.value), caught.value.param

@@ -1,4 +1,4 @@
-"""From texts and pairs to the prompts that are pooled: templates, limits, cuts, and the words of refusals."""
+"""Texts and pairs become prompts to pool: templates, limits, truncation, and the sentences of refusals."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ WORDS = ["[CLS]", "[SEP]", "a", "b", "c", "d", "e", "f", "<", ">", ":", "Q", "D"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Words of one letter, with the special tokens of BERT around a text and between two."""
+    """Words of one letter, with BERT's special tokens around a text and between two."""
     backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
@@ -97,7 +97,7 @@ def test_a_reranker_with_a_template_renders_query_and_document(tokenizer: Tokeni
     reranker = processor(tokenizer, TEMPLATE, body="LlamaForCausalLM", **LANGUAGE_MODEL)
     assert spelled(reranker.pair("a", "b c", "documents[0]").token_ids) == "Q : a D : b c < >"
     assert spelled(reranker.pair("a", "b", "documents[0]", instruction="q").token_ids) == "q Q : a D : b < >"
-    # The end of the template, which the score is read after, stays.
+    # The end of the template, after which the score is read, is not truncated.
     assert spelled(reranker.pair("a", "b c d e f", "documents[0]", longest=9).token_ids) == "Q : a D : b c < >"
 
 
@@ -111,7 +111,7 @@ def test_a_qwen3_reranker_without_one_gets_the_published_form_once(tokenizer: To
     )
     document = "<Document>: b<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert raw == tokenizer.encode(written + document, add_special_tokens=False)
-    # A client that has written the form itself gets the pair as the tokenizer joins it.
+    # If a client has written the template itself, the pair is joined by the tokenizer.
     assert (
         reranker.pair(written, document, "documents[0]").token_ids
         == tokenizer.encode_for_pooling(written, document)[0]

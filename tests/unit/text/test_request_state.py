@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock set by the test: each reading takes the first value; the last value stays."""
+    """A clock set by the test: each reading returns the next value; the last value stays."""
     times = [0.0]
     clock = SimpleNamespace(monotonic=lambda: times.pop(0) if len(times) > 1 else times[0])
     monkeypatch.setattr("engine.text.request_state.time", clock)
@@ -21,12 +21,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def start(tokenizer: Tokenizer, **params: object) -> RequestState:
-    """A sequence behind the prompt "the"."""
+    """A sequence after the prompt "the"."""
     return RequestState(1, tokenizer.encode("the"), SamplingParams(**params), tokenizer)  # type: ignore[arg-type]
 
 
 def outputs(ids: list[int], finish_reason: str) -> Iterator[RequestOutput]:
-    """One output a token, the last one finished."""
+    """One output per token, the last one finished."""
     for token_id in ids[:-1]:
         yield RequestOutput(1, [token_id])
     yield RequestOutput(1, ids[-1:], finished=True, finish_reason=finish_reason)

@@ -1,4 +1,4 @@
-"""A child that processes untrusted input can compute and answer; the kernel refuses it everything else."""
+"""A child that processes untrusted input can compute and answer; the kernel refuses all other system calls."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_a_confined_process_computes_and_reaches_nothing(tmp_path: Path, monkeyp
     assert (found.pop("compute"), found.pop("start a thread")) == (None, None)
     assert found.pop("take more memory") == "MemoryError"
     assert found.pop("dumpable") == -1  # The system call itself is refused.
-    allowed = {*sandbox._INHERITED, "PYTHONPATH", "LC_CTYPE"}  # Python sets LC_CTYPE itself where there is no locale.
+    allowed = {*sandbox._INHERITED, "PYTHONPATH", "LC_CTYPE"}  # Python sets LC_CTYPE itself if there is no locale.
     assert set(found.pop("environment")) <= allowed
     assert found
     assert set(found.values()) <= {"EPERM", "EACCES", "EMFILE", "ENOSYS"}, found

@@ -1,4 +1,4 @@
-"""A chat template that a request brings can neither take the server's time and memory nor reach out of its sandbox."""
+"""A request's chat template can neither exhaust the server's time and memory nor leave its sandbox."""
 
 import subprocess
 from typing import Any

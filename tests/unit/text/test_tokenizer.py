@@ -1,4 +1,4 @@
-"""`Tokenizer`: ids, text, bytes, and what it reads of a checkpoint."""
+"""`Tokenizer`: ids, text, bytes, and the files that it reads of a checkpoint."""
 
 import json
 import random
@@ -156,7 +156,7 @@ FAULTY = Path(__file__).parents[2] / "fuzz" / "corpora" / "tokenizer_json"
 
 @pytest.mark.parametrize("name", ["no-unknown-token", "panic"])
 def test_text_that_the_library_cannot_encode_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
-    """Found by the fuzzer: of these files the library raises a plain `Exception`, and panics."""
+    """Found by the fuzzer: for these files the library raises a plain `Exception`, and panics."""
     (tmp_path / "tokenizer.json").write_bytes((FAULTY / name).read_bytes())
     with pytest.raises(ValueError, match="the model's tokenizer cannot encode this text: "):
         Tokenizer.from_checkpoint(tmp_path).encode("über")
