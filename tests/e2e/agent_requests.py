@@ -1,4 +1,4 @@
-"""What coding agents send, reduced to its structure, with words of our own in place of theirs.
+"""Requests of coding agents, reduced to their structure, with words of our own in place of theirs.
 
 `codex` is the request of Codex CLI 0.169 at its default settings, with one MCP server and the model's catalog entry.
 """
@@ -36,7 +36,7 @@ added: "+" /(.*)/ LF -> line
 
 %import common.LF
 """
-"""A grammar in the style of an agent's tool: rules, aliases, an import."""
+"""A grammar like that of an agent's tool: rules, aliases, an import."""
 
 SHELL = _function("exec_command", ["cmd"], cmd=_TEXT, workdir=_TEXT, yield_time_ms=_NUMBER, tty={"type": "boolean"})
 PATCH = {
@@ -106,7 +106,7 @@ CODEX_HEADERS = {"originator": "codex_exec", "accept": "text/event-stream", "use
 
 
 def as_codex_returns(item: dict[str, Any]) -> dict[str, Any]:
-    """An output item as Codex sends it back: no status, no plain reasoning, the id as it was."""
+    """An output item as Codex sends it back: without status and plain reasoning, with its id unchanged."""
     kept = {name: value for name, value in item.items() if name != "status" and value is not None}
     if item["type"] == "reasoning":
         del kept["content"]

@@ -18,21 +18,21 @@ from tests.e2e.kaon_server import KaonServer, free_port
 
 
 def run_stub_cores(patch: pytest.MonkeyPatch) -> None:
-    """Have engine cores run `stub_core`."""
+    """Let engine cores run `stub_core`."""
     patch.setattr(core_process, "CORE_MODULE", "stub_core")
     patch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
 @pytest.fixture
 def stub_core(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes engine cores run `stub_core`, whose model samples one and the same token; call it to choose a fault."""
+    """Let engine cores run `stub_core`, whose model always samples the same token; call it to choose a fault."""
     run_stub_cores(monkeypatch)
     return lambda fault: monkeypatch.setenv("STUB_CORE", fault)
 
 
 @pytest.fixture
 def held_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], AbstractContextManager[None]]:
-    """`with held_starts():` stub cores that start within become ready after it only."""
+    """`with held_starts():` stub cores that start within the block become ready only after it."""
     path = tmp_path / "gate"
     path.touch()
     monkeypatch.setenv("STUB_CORE_GATE", str(path))
@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[..., KaonServer]]:
-    """Starts servers with settings of their own, which the caller may wait for; they end with the test."""
+    """Starts servers with settings of their own, for which the caller may wait; they end with the test."""
     started: list[KaonServer] = []
 
     def start(port: int | None = None, **settings: Any) -> KaonServer:
@@ -79,14 +79,14 @@ def client(server: KaonServer) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Where several hosts meet, whose key this process has too."""
+    """The rendezvous of several hosts, whose key this process has too."""
     monkeypatch.setenv(CLUSTER_KEY_ENV, KEY)
     return free_ports()
 
 
 @pytest.fixture
 def host_kind() -> Callable[..., KaonHost | CoreHost]:
-    """Makes what `start_host` starts; modules choose another one."""
+    """The class that `start_host` creates; modules may override it."""
     return KaonHost
 
 

@@ -1,4 +1,4 @@
-"""`CoreHost`: a host that runs replicas' cores for a server elsewhere, as a real process whose models are stubs."""
+"""`CoreHost`: a host that runs replicas' cores for a server on another host, as a real process with stub models."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ _RUNS_STUBS = "from engine.distributed import core_process; core_process.CORE_MO
 
 
 def replica_fields(port: int, **fields: Any) -> dict[str, Any]:
-    """Of two hosts with a replica each, which meet at a second loopback address."""
+    """Settings of two hosts with a replica each, whose rendezvous is at a second loopback address."""
     common = {"data_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.2", "rank_start_timeout": 120.0}
     return {**common, "master_port": port, **fields}
 
@@ -36,5 +36,5 @@ class CoreHost(LoggedProcess):
         return [child for child in found if "kaon-engine" in " ".join(command_line(child))]
 
     def stop(self) -> int:
-        """End it as a service manager does; its exit code."""
+        """End it as a service manager does. Returns its exit code."""
         return self.end_by(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Small checkpoints of random weights whose vocabularies and chat templates are in the styles of known models.
+"""Small checkpoints of random weights with vocabularies and chat templates like those of known models.
 
 For `test_http_dialects`.
 """
@@ -14,13 +14,13 @@ _MESSAGES = "{% for message in messages %}[{{ message.role }}]{{ message.content
 
 
 class Style(NamedTuple):
-    """How a model writes: its template, and the tokens that it has in addition to those of text."""
+    """A model's style: its template, and the tokens that it has in addition to those of text."""
 
     template: str
     special: tuple[str, ...]
-    """Tokens that texts skip."""
+    """Tokens that decoding skips."""
     visible: tuple[str, ...] = ()
-    """Tokens that texts show."""
+    """Tokens that decoding shows."""
     ends: tuple[str, ...] = ()
     """Tokens that end an answer, in addition to EOS."""
     thinks: bool = False
@@ -56,7 +56,7 @@ STYLES = {
 
 
 def make_model(directory: Path, name: str) -> dict[str, int]:
-    """Write the checkpoint of the style `name` into `directory`; the ids of the style's tokens."""
+    """Write the checkpoint of the style `name` into `directory`. Returns the ids of the style's tokens."""
     style = STYLES[name]
     make_checkpoint(directory, seed=1, vocab_size=320, max_position_embeddings=1024)
     tokenizer = json.loads((directory / "tokenizer.json").read_text())

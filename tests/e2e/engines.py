@@ -1,4 +1,4 @@
-"""Waits for what becomes of an `LLMEngine`'s requests and cores between `add_request` and `collect`."""
+"""Waits for the requests and cores of an `LLMEngine` between `add_request` and `collect`."""
 
 import time
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from tests.e2e.kaon_server import START_SECONDS
 
 
 def until_begun(engine: LLMEngine) -> None:
-    """Return once each live request has a token; what came waits to be collected."""
+    """Return once each live request has a token; received outputs remain to be collected."""
     replicas = engine._core._replicas
     _until(engine, lambda: all(entry.token_ids for replica in replicas for entry in replica.journal))
 
 
 def until_replaced(engine: LLMEngine, pid: int) -> None:
-    """Return once another core than that one serves in its place, whose requests may have ended before it did."""
+    """Return once another core is ready in place of that one; its requests may have ended before it did."""
     core = engine._core
     _until(engine, lambda: pid not in core.pids and len(core.serving) == len(core.pids))
 

@@ -1,7 +1,7 @@
-"""An engine core, and ranks of it, with faults that the tests choose: real processes, a real model.
+"""An engine core and ranks with faults that the tests choose: real processes, a real model.
 
-Run in place of `engine.core.main`, and by that in place of `engine.runner.rank_process`. `FAULTY_RANK` says which
-rank does what.
+It runs in place of `engine.core.main`, which starts it in place of `engine.runner.rank_process`. `FAULTY_RANK` selects
+the faults.
 """
 
 import os
@@ -17,13 +17,13 @@ from engine.runner import build, rank_process
 from engine.runner.model_runner import ModelRunner
 
 FAULTS = dict(each.split(":") for each in os.environ.get("FAULTY_RANK", "").split())
-"""By the number of a rank; `RANK:FAULT`, separated by spaces."""
+"""Faults as `RANK:FAULT`, separated by spaces."""
 RAISING = 301
-"""Prompt token that rank 0 cannot compute; the next one rank 1 cannot."""
+"""Prompt token that rank 0 cannot compute; rank 1 cannot compute the next one."""
 
 
 def _raise_on_token(rank: int) -> None:
-    """Raise in the middle of a step, behind its first collective."""
+    """Raise in the middle of a step, after its first collective."""
     forward = ModelRunner.run_model
 
     def run_model(self, inputs, metadata, spans):  # type: ignore[no-untyped-def]

@@ -1,6 +1,6 @@
 """An engine core in lockstep with faults that the tests choose.
 
-`FAULTY_REPLICA` is `REPLICA:FAULT`, or `raise:TOKEN` or `hang:TOKEN` where none can compute that token.
+`FAULTY_REPLICA` is `REPLICA:FAULT`, or `raise:TOKEN` or `hang:TOKEN` for all replicas that compute the token.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""`HeldCheckpoint`: a model in a directory of its own, where engine cores that start can be held up.
+"""`HeldCheckpoint`: a model in a directory of its own, at which starting engine cores can be blocked.
 
-A stopped process would not do: the server sees that it is stopped, and replaces it.
+A stopped process would not do: the server detects that it is stopped, and replaces it.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from models.demo import CHECKPOINT_DIR
 
 _FILE = "generation_config.json"
-"""Read by a core once, early in its start, and by the server only in its own."""
+"""A file that a core reads once, early in its start, and the server only in its own start."""
 
 
 class HeldCheckpoint:
@@ -26,7 +26,7 @@ class HeldCheckpoint:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A core that starts within waits for what the file holds until the end."""
+        """A core that starts within the block reads the file's contents, and so continues, after it."""
         file, aside = self.path / _FILE, self.path / "aside"
         content = file.read_bytes()
         file.rename(aside)
@@ -34,7 +34,8 @@ class HeldCheckpoint:
         try:
             yield
         finally:
-            # Open for both, it opens though nobody may wait; who does is woken, and reads what is written here.
+            # Opened for reading and writing, it never blocks; a waiting reader is woken, and reads the text written
+            # here.
             pipe = os.open(file, os.O_RDWR)
             aside.rename(file)
             os.write(pipe, content)

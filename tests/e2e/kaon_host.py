@@ -1,4 +1,5 @@
-"""`KaonHost`: a host that computes ranks for a server elsewhere, as a real process; and ports for them to meet at."""
+"""`KaonHost`: a host that computes ranks for a server on another host, as a real process; and ports for the
+rendezvous."""
 
 import signal
 from collections.abc import Sequence
@@ -19,16 +20,16 @@ FIELDS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
 }
-"""Settings that every host of a server has in common."""
+"""Settings that all hosts of a server share."""
 
 
 def free_ports(host: str = "127.0.0.2") -> int:
-    """The first of three ports in a row on which nothing listens, and that no other test process is given."""
+    """The first of three consecutive free ports, which no other test process is given."""
     return ports.free_ports(host, 3)
 
 
 def parallel_fields(port: int, **fields: Any) -> dict[str, Any]:
-    """Of two hosts with a rank each, which meet at a second loopback address."""
+    """Settings of two hosts with a rank each, whose rendezvous is at a second loopback address."""
     common = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.2", "rank_start_timeout": 120.0}
     return {**common, "master_port": port, **fields}
 
@@ -47,7 +48,7 @@ class KaonHost(LoggedProcess):
         parallel: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
-        """`version`: that it pretends to be of. `within`: a command to run it by."""
+        """`version`: the version that it reports. `within`: a command to run it by."""
         settings = {
             **FIELDS,
             **fields,
@@ -63,5 +64,5 @@ class KaonHost(LoggedProcess):
         return [child for child in found if "rank_process" in " ".join(command_line(child))]
 
     def stop(self) -> int:
-        """End it as a service manager does; its exit code."""
+        """End it as a service manager does. Returns its exit code."""
         return self.end_by(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`KaonServer`: a real server process, as the end-to-end tests drive it. Started by the fixtures of `conftest`."""
+"""`KaonServer`: a real server process of the end-to-end tests. The fixtures of `conftest` start it."""
 
 import json
 import re
@@ -21,15 +21,15 @@ from tests.e2e.processes import LoggedProcess, command_line, run_config
 START_SECONDS = 120
 MODEL = "kaon-demo"
 SETTINGS: dict[str, Any] = {"dtype": "float32", "cpu_kvcache_gib": 0.25, "max_num_seqs": 128}
-"""float32, so that greedy text does not depend on what else is in the batch."""
+"""float32, so that greedy text does not depend on the rest of the batch."""
 
 
 PLAIN_HTTP = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For `verify` of a client that needs no certificates: loading the system's takes each new client 60 ms."""
+"""Value for `verify` of a client that needs no certificates: loading the system's takes 60 ms per client."""
 
 
 def free_port() -> int:
-    """A port on which nothing listens, and that no other test process is given."""
+    """A free port, which no other test process is given."""
     return ports.free_ports()
 
 
@@ -39,7 +39,7 @@ class KaonServer(LoggedProcess):
     def __init__(
         self, log: Path, port: int, *, before: str = "", environment: dict[str, str] | None = None, **settings: Any
     ) -> None:
-        """`before` is Python that runs first; `environment` holds further variables."""
+        """`before` is Python code that runs first; `environment` holds further variables."""
         settings = {**SETTINGS, **settings}
         settings["server_config"] = {"port": port, **settings.get("server_config", {})}
         self.port = port
@@ -47,7 +47,7 @@ class KaonServer(LoggedProcess):
         super().__init__(run_config(Config.model_validate(settings), before), log, **(environment or {}))
 
     def ready(self) -> Self:
-        """Wait until it serves; the start line is then in `start_line`."""
+        """Wait until it is ready; the start line is then in `start_line`."""
         self.start_line: str = self.process.stdout.readline()
         if not self.start_line:
             raise RuntimeError(f"the server ended with {self.process.wait()}: {self.stderr}")
@@ -61,7 +61,7 @@ class KaonServer(LoggedProcess):
         return core
 
     def stop(self) -> int:
-        """End it as Ctrl-C does; its exit code."""
+        """End it as Ctrl-C does. Returns its exit code."""
         return self.end_by(signal.SIGINT)
 
     def client(self) -> OpenAI:
@@ -93,7 +93,8 @@ class KaonServer(LoggedProcess):
         return float(found[1])
 
     def connect(self, path: str, body: dict[str, Any], *, holds_little: bool = False) -> socket.socket:
-        """A raw connection on which a POST has been sent; `holds_little`: of an answer that is not read."""
+        """A raw connection on which a POST has been sent; `holds_little`: with small buffers, for an answer that is
+        not read."""
         content = json.dumps(body).encode()
         connection = socket.socket()
         connection.settimeout(START_SECONDS)
@@ -108,15 +109,16 @@ class KaonServer(LoggedProcess):
 
 
 def hold_little(connection: socket.socket) -> None:
-    """Before it connects: some 80 KB of an answer that is not read fill the connection, in place of 3 MB."""
-    # The window that the other side learns of is made when connecting.
+    """Limit the buffers before connecting: then 80 KB of an answer that is not read fill the connection, instead of 3
+    MB."""
+    # The window that the other side is offered is determined when connecting.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    # The other side's buffer grows with the size of a segment, which between processes of a machine is 64 KB.
+    # The other side's buffer grows with the size of a segment, which on one machine is 64 KB.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1200)
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    """Return once `holds()`; fail when it does not within a generous time."""
+    """Return once `holds()` is true; fail after a generous timeout."""
     deadline = time.monotonic() + START_SECONDS
     while not holds():
         assert time.monotonic() < deadline, "it never came to hold"

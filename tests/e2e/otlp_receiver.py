@@ -1,4 +1,4 @@
-"""`OtlpReceiver`: receives OTLP over HTTP as a collector does, and keeps spans and metrics."""
+"""`OtlpReceiver`: receives OTLP over HTTP as a collector does, and stores spans and metrics."""
 
 import gzip
 import http.server
@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 
 class OtlpReceiver:
-    """What was received. Spans are messages of OTLP."""
+    """The received telemetry. Spans are messages of OTLP."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -29,7 +29,7 @@ class OtlpReceiver:
         self.units: dict[str, str] = {}
 
     def of_trace(self, trace_id: str) -> list[Any]:
-        """The spans of a trace, in hexadecimal."""
+        """The spans of a trace, whose id is in hexadecimal."""
         return [span for span in self.spans if span.trace_id.hex() == trace_id]
 
     def receive(self, path: str, body: bytes) -> bytes:
@@ -60,7 +60,7 @@ def _value(value: Any) -> Any:
 
 @contextmanager
 def otlp_receiver() -> Iterator[OtlpReceiver]:
-    """One that listens while the block runs."""
+    """A receiver that listens during the block."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -1,4 +1,4 @@
-"""Processes that tests start and end, or wait for the end of."""
+"""Processes that tests start and end, or for whose end they wait."""
 
 import os
 import select
@@ -14,7 +14,7 @@ import psutil
 from engine.config.config import Config
 
 END_SECONDS = 120
-"""The longest that anything here waits for an end."""
+"""Timeout of all waits for an end here."""
 
 _IDLE_SECONDS, _IDLE_SPENDS = 2.0, 0.1
 
@@ -23,7 +23,7 @@ _RUN += "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
 
 
 def run_config(config: Config, before: str = "") -> list[str]:
-    """The command that does what `kaon serve` does with that configuration; `before` is Python that runs first."""
+    """The command that runs `kaon serve` with a configuration; `before` is Python code that runs first."""
     return [sys.executable, "-P", "-c", before + _RUN, config.model_dump_json()]
 
 
@@ -51,7 +51,7 @@ class LoggedProcess:
         return code
 
     def end_by(self, number: signal.Signals) -> int:
-        """Have it end by that signal; its exit code."""
+        """End it by a signal. Returns its exit code."""
         if self.process.is_running():
             self.process.send_signal(number)
         try:
@@ -62,7 +62,7 @@ class LoggedProcess:
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Of a process; empty once it has ended."""
+    """Child processes of a process; empty once it has ended."""
     try:
         line: list[str] = process.cmdline()
     except psutil.NoSuchProcess:
@@ -71,9 +71,9 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def until_idle(processes: Sequence[psutil.Process]) -> None:
-    """Return once none of them has used a processor for longer than a moment within two seconds; spinning uses all.
+    """Return once none of the processes has used a processor for more than a moment within two seconds.
 
-    A process that has just become idle may still do what it does once then, and that late on a machine in use.
+    A process that has just become idle may still do some last work, which on a busy machine is late.
     """
     deadline = time.monotonic() + END_SECONDS
     while True:

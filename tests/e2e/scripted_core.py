@@ -1,9 +1,9 @@
-"""An engine core whose model says what a script tells it: the real server, loop and sockets around chosen answers.
+"""An engine core with a scripted model: the real server, loop and sockets around chosen answers.
 
-Run in place of `engine.core.main`. `SCRIPTED_CORE` in its environment names a JSON file: a list of rules
-`{"when": PATTERN, "say": TEXT}`. The answer to a prompt is the text of the first rule whose pattern is found in the
-prompt; a prompt that no rule fits is answered with `NO_RULE`. The tokens are those of the embedded checkpoint, so that
-text passes its tokenizer, its chat template and the parsers of its dialects.
+It runs in place of `engine.core.main`. `SCRIPTED_CORE` in its environment names a JSON file: a list of rules `{"when":
+PATTERN, "say": TEXT}`. The answer to a prompt is the text of the first rule whose pattern occurs in the prompt; a
+prompt without a rule is answered with `NO_RULE`. The tokens are those of the embedded checkpoint, so that text passes
+its tokenizer, its chat template and the parsers of its dialects.
 """
 
 import json
@@ -34,7 +34,7 @@ _BLOCK_SIZE = 16
 
 
 class Script:
-    """The rules, and the answers of the sequences that run."""
+    """The rules, and the answers of the running sequences."""
 
     def __init__(self, file: Path, tokenizer: Tokenizer) -> None:
         rules: list[dict[str, Any]] = json.loads(file.read_text())
@@ -50,13 +50,13 @@ class Script:
         self._answers[seq.id] = (seq.num_prompt_tokens, [*tokens, _EOS])
 
     def token(self, seq_id: int, length: int) -> int:
-        """The token behind the first `length` ones of a sequence."""
+        """The token after the first `length` tokens of a sequence."""
         start, tokens = self._answers[seq_id]
         return tokens[min(max(length - start, 0), len(tokens) - 1)]
 
 
 class ScriptedRunner:
-    """Samples the tokens of the script, five hundred a second at most for each sequence."""
+    """Samples the tokens of the script, at most five hundred per second for each sequence."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -74,7 +74,7 @@ class ScriptedRunner:
 
 
 class ScriptedStep:
-    """A step that was over when it was launched."""
+    """A step that was complete when it was launched."""
 
     drafts_on_device = False
 
@@ -92,7 +92,7 @@ class ScriptedStep:
 
 
 def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
-    """Stands in for `engine.core.startup.load_model`."""
+    """A replacement of `engine.core.startup.load_model`."""
     context = int(os.environ.get(CONTEXT, "131072"))
     checkpoint = resolve_checkpoint(None)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)

@@ -1,4 +1,4 @@
-"""`ScriptedServer`: a real server whose model says what a script tells it, for agents and for what they send.
+"""`ScriptedServer`: a real server with a scripted model, for tests of agents and of their requests.
 
 `python -m tests.e2e.scripted_server SCRIPT [FLAGS]` is `kaon serve` with such a model. See `scripted_core`.
 """
@@ -19,11 +19,11 @@ _CORE = "scripted_core"
 _PATH = str(Path(__file__).parent)
 
 MESSAGES_AS_JSON = "{{ messages | tojson }}{% if tools %}<tools>{{ tools | tojson }}{% endif %}"
-"""A chat template that shows all that a model can be shown, for rules that look for it."""
+"""A chat template that shows all parts of a conversation, so that rules can match them."""
 
 
 class ScriptedServer(KaonServer):
-    """Answers as its rules say: pairs of a pattern of the prompt and a text, the first one that fits."""
+    """Answers by its rules: pairs of a pattern of the prompt and a text; the first that matches counts."""
 
     def __init__(self, log: Path, rules: Sequence[tuple[str, str]], *, context: int = 131072, **settings: Any) -> None:
         script = log.with_suffix(".rules.json")
@@ -46,7 +46,7 @@ def _paths() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until a signal; the exit code."""
+    """Serve until a signal. Returns the exit code."""
     script, *flags = arguments
     os.environ.update({SCRIPT: str(Path(script).resolve()), "PYTHONPATH": _paths()})
     core_process.CORE_MODULE = _CORE

@@ -1,6 +1,6 @@
 """An engine core with a stub for a model: the real process, loop and sockets, ready in a quarter of a second.
 
-Run in place of `engine.core.main`; the tests choose a way to fail by `STUB_CORE` in its environment.
+It runs in place of `engine.core.main`; the tests choose a fault by `STUB_CORE` in its environment.
 """
 
 import fcntl
@@ -25,20 +25,20 @@ VOCAB_SIZE = 50_000
 
 
 COUNTS = "STUB_CORE_COUNTS" in os.environ
-"""Whether what is sampled behind n tokens is `FIRST_TOKEN + n`, so that one that is lost or delivered twice shows."""
+"""Whether the token after n tokens is `FIRST_TOKEN + n`, so that a lost or repeated one is detected."""
 
 FIRST_TOKEN = 1000
 
 DEADLY, RAISING, ENDLESS, OUTSIDE = 901, 902, 903, 904
-"""Prompt tokens that kill the process, raise, or never come to an end when computed; or kill it before they are."""
+"""Prompt tokens that, when computed, kill the process, raise, or hang; or that kill it before they are computed."""
 
 
 GATE = os.environ.get("STUB_CORE_GATE")
-"""A file: the core starts no further while a test has it locked."""
+"""A file: the start of the core is blocked while a test has it locked."""
 
 
 class StubRunner:
-    """Samples token 5 for every row, or counts, a thousand times a second at most."""
+    """Samples token 5 for every row, or counts, at most a thousand times per second."""
 
     def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
         time.sleep(0.001)
@@ -62,7 +62,7 @@ class StubRunner:
 
 
 class StubStep:
-    """A step that was over when it was launched."""
+    """A step that was complete when it was launched."""
 
     drafts_on_device = False
 
@@ -80,7 +80,7 @@ class StubStep:
 
 
 def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
-    """Stands in for `engine.core.startup.load_model`."""
+    """A replacement of `engine.core.startup.load_model`."""
     match FAULT:
         case "bad checkpoint":
             raise CheckpointError("model is /nowhere, but there is no such directory; check the path")
@@ -105,7 +105,7 @@ def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedMod
 
 
 def add(self: Scheduler, seq: Sequence) -> None:
-    """Stands in for `Scheduler.add`."""
+    """A replacement of `Scheduler.add`."""
     if OUTSIDE in seq.token_ids:
         os._exit(9)
     _add(self, seq)

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: each answers as its merged weights do, whoever shares its batch and its prompt."""
+"""Adapters over HTTP: each answers like its merged weights, in any batch and after any prompt."""
 
 import asyncio
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> dict[str, list[list[int]]]:
-    """Greedy tokens after each prompt, by model: transformers', of the base and of each adapter merged."""
+    """Greedy tokens after each prompt, by model: transformers', of the base and of each merged adapter."""
     checkpoint = make_checkpoint(directory / "base")
     base = read_weights(checkpoint)
     paths = [checkpoint]
@@ -74,7 +74,7 @@ async def test_adapters_share_batches_and_never_each_others_cache(
         for number, tokens in enumerate(PROMPTS):
             found = await asyncio.gather(*(completion(model, tokens) for model in MODELS))
             assert [ids for ids, _ in found] == [expected[model][number] for model in MODELS]
-            # The second prompt begins as the first did: each model finds what itself left.
+            # The second prompt begins like the first: each model finds only its own blocks.
             assert [cached for _, cached in found] == [32 * number] * len(MODELS)
         assert await completion("wide", PROMPTS[0], cache_salt="mine") == (expected["wide"][0], 0)
         assert await completion("wide", PROMPTS[0], cache_salt="mine") == (expected["wide"][0], 32)
@@ -120,7 +120,7 @@ def test_models_are_listed_and_others_are_not_found(served: KaonServer) -> None:
             client.completions.create(model="tall", prompt="x")
 
 
-@pytest.mark.slow  # The sentence: tests/unit/test_lora_config.py.
+@pytest.mark.slow  # The error message: tests/unit/test_lora_config.py.
 def test_an_adapter_that_cannot_be_served_ends_the_server_with_a_sentence(start_server: Any, tmp_path: Path) -> None:
     running = start_server(lora=[f"mine={tmp_path / 'absent'}"])
     assert running.wait() == 1

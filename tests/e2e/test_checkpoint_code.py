@@ -1,4 +1,4 @@
-"""Code that a checkpoint brings (`auto_map`) is never run, whatever standard input says."""
+"""Code in a checkpoint (`auto_map`) is never run, with any standard input."""
 
 import ast
 import json
@@ -46,7 +46,7 @@ for attempt in (tokenizer, config, offline):
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """One whose configuration, model and tokenizer are code of its own, which writes the file `ran`."""
+    """A checkpoint whose configuration, model and tokenizer are code of its own, which writes the file `ran`."""
     path = tmp_path / "checkpoint"
     path.mkdir()
     auto_map = {name: f"custom.{name}" for name in AUTO_CLASSES} | {"AutoTokenizer": ["custom.AutoTokenizer", None]}
@@ -80,7 +80,7 @@ def test_a_checkpoint_s_own_code_is_refused_in_words_even_where_stdin_says_yes(
 
 
 def calls_of(text: str) -> list[ast.Call]:
-    """Calls of `from_pretrained` on one of transformers' Auto classes: those that could run a checkpoint's code."""
+    """Calls of `from_pretrained` on transformers' Auto classes: those that could run a checkpoint's code."""
     return [
         node
         for node in ast.walk(ast.parse(text))

@@ -1,4 +1,4 @@
-"""`kaon chat` as a process, against a server whose every byte the test decides."""
+"""`kaon chat` as a process, against a server whose bytes the test determines."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ import pytest
 
 CHAT = [sys.executable, "-m", "server", "chat"]
 PATIENCE = 120.0
-"""Seconds after which a test gives up on something that should have come."""
+"""Timeout in seconds for expected output."""
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each turn with its own words; some words make it misbehave."""
+    """Answers each turn with its own words; some words select a fault."""
 
     daemon_threads = True
 
@@ -86,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.client_left.set()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture

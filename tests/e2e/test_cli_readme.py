@@ -1,4 +1,4 @@
-"""The README's examples give what the README says they give."""
+"""The README's examples have the results that the README shows."""
 
 import json
 import re
@@ -17,7 +17,7 @@ CURLS = [(command, json.loads(output)) for language, command, output in BLOCKS i
 SCRIPTS = [(script, output) for language, script, output in BLOCKS if language == "python"]
 
 OF_ONE_ANSWER = ("id", "created", "system_fingerprint")
-"""Fields that differ from answer to answer."""
+"""Fields that differ between answers."""
 
 
 def test_the_readme_has_examples_for_curl_and_for_the_sdk() -> None:

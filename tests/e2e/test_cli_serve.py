@@ -13,7 +13,7 @@ import pytest
 KAON = [sys.executable, "-m", "server"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "KAON_DTYPE": "float32", "KAON_CPU_KVCACHE_GIB": "0.25"}
 EMBEDDED = str(Path(__file__).parents[2] / "models" / "demo" / "checkpoint")
-"""Named, so that chats start servers of their own whatever listens on this machine."""
+"""A name, so that chats start servers of their own, even if another server listens on this machine."""
 PATIENCE = 120.0
 
 
@@ -37,7 +37,7 @@ def test_a_checkpoint_that_is_not_there_ends_serve_with_one_sentence_and_exit_co
 
 
 def test_quantize_writes_a_directory_once(tmp_path: Path) -> None:
-    """What it writes is checked in tests/parity/test_quantize.py."""
+    """Its output is checked in tests/parity/test_quantize.py."""
     out = tmp_path / "out"
     done = kaon("quantize", EMBEDDED, str(out), "--quantization", "mxfp4")
     assert (done.returncode, done.stderr) == (0, "")
@@ -48,7 +48,7 @@ def test_quantize_writes_a_directory_once(tmp_path: Path) -> None:
     assert again.stderr == f"kaon quantize: {out} exists; name a directory that does not, or remove it first\n"
 
 
-@pytest.mark.slow  # The sentence: tests/unit/test_settings.py.
+@pytest.mark.slow  # The error message: tests/unit/test_settings.py.
 def test_more_threads_than_cpus_end_serve_with_one_sentence_and_exit_code_1() -> None:
     done = kaon("serve", "--port", "0", "--cpu-threads", "1024", "--log-level", "error")
     cpus = len(os.sched_getaffinity(0))
@@ -68,13 +68,13 @@ def test_a_port_that_is_taken_ends_serve_with_one_sentence_and_exit_code_1() -> 
 
 
 def test_chat_with_a_server_of_its_own_answers_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What guards a server that others reach is not for this one.
+    # Environment variables for public servers do not apply to the chat's own server.
     for name in ("KAON_API_KEY_FILE", "KAON_SSL_CERTFILE", "KAON_SSL_KEYFILE", "KAON_SSL_CA_CERTS"):
         monkeypatch.setitem(ENVIRONMENT, name, "/nowhere")
     monkeypatch.setitem(ENVIRONMENT, "KAON_API_KEY", "k")
     monkeypatch.setitem(ENVIRONMENT, "KAON_ROOT_PATH", "/prefix")
     done = kaon("chat", EMBEDDED, "--temperature", "0", "--max-tokens", "20", input="hello\n")
-    # The server holds this stderr too: its end of file tells that the server has ended.
+    # The server inherits this stderr too, whose end of file shows that the server has ended.
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 

@@ -1,4 +1,4 @@
-"""`kaon verify` passes for the CPU's operators, and reports what it has shown."""
+"""`kaon verify` passes for the CPU's operators, and reports its results."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`CoreManager` and the core's process: their lives, deaths, and what they owe each other. The model is a stub."""
+"""`CoreManager` and the core's process: start, service, death and shutdown. The model is a stub."""
 
 import asyncio
 import gc
@@ -60,7 +60,7 @@ def ends(outputs: list[RequestOutput]) -> dict[int, str | None]:
 
 
 def first_tokens(manager: CoreManager) -> None:
-    """Wait until the core is in the middle of what it was given."""
+    """Wait until the core is in the middle of its work."""
     step = manager.get_outputs(WAIT_SECONDS)
     assert step is not None
 
@@ -152,7 +152,7 @@ def test_ten_thousand_requests_added_and_aborted_at_random_leave_nothing(manager
     added, outputs, sizes = 0, list[RequestOutput](), list[int]()
     for total in (5_000, 10_000):
         while len(outputs) < total:
-            # As many live at a time however fast the core is: memory for more would not be a leak.
+            # The number of live requests is bounded at any speed of the core: memory for more would not be a leak.
             if added < total and len(manager.live) < 500:
                 ids = range(added, added + 20)
                 manager.add_requests(

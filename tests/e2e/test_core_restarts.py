@@ -1,4 +1,4 @@
-"""`CoreManager` over cores that die: requests go on where they were, and who is at fault is found. Stub model."""
+"""`CoreManager` over cores that die: requests continue, and the request at fault is found. Stub model."""
 
 import asyncio
 import os
@@ -65,7 +65,7 @@ class Run:
         self.until(lambda: all(self.tokens[request_id] for request_id in request_ids))
 
     def until_replaced(self, pid: int) -> None:
-        """Until another core than that one serves."""
+        """Wait until another core than that one is ready."""
         self.until(lambda: pid not in self.manager.pids and len(self.manager.serving) == len(self.manager.pids))
 
     def kill(self) -> None:
@@ -80,7 +80,7 @@ class Run:
 
 @pytest.fixture(params=["off", pytest.param("on", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Waiting for each step, and one step ahead."""
+    """Synchronous steps, and asynchronous ones."""
     run = Run(async_scheduling=request.param)
     with run.manager:
         run.manager.wait_ready(WAIT_SECONDS)
@@ -120,7 +120,7 @@ def test_deaths_at_random_moments_lose_and_repeat_nothing(deaths: int) -> None:
         for _ in range(deaths):
             run.add(*range(added, added + 8), max_tokens=100)
             added += 8
-            # Those that were in the step come first: when a new one has begun, they have gone on.
+            # The requests of the fatal step are computed first: when a new one has begun, they have continued.
             run.until_begun(rng.randrange(added - 8, added))
             for _ in range(rng.randrange(40)):
                 run.until(lambda: True)
@@ -273,7 +273,7 @@ async def test_an_idle_core_that_is_stopped_is_replaced_before_anybody_comes() -
         assert manager.pid != pid
 
 
-@pytest.mark.slow  # When, and how often: tests/unit/test_restarts.py.
+@pytest.mark.slow  # When and how often it restarts: tests/unit/test_restarts.py.
 def test_cores_that_die_at_once_are_not_started_for_ever(stub_core: Callable[[str], None]) -> None:
     run = Run()
     with run.manager:
@@ -394,7 +394,7 @@ def test_a_killer_that_is_faster_than_the_start_ends_nothing_by_itself(run: Run)
     run.assert_complete(0)
 
 
-@pytest.mark.slow  # Its parts: the other tests of stopped cores.
+@pytest.mark.slow  # The parts of it: the other tests of stopped cores.
 def test_a_core_that_is_stopped_while_it_takes_another_s_place_is_noticed(run: Run) -> None:
     run.add(0)
     run.until_begun(0)
@@ -406,7 +406,7 @@ def test_a_core_that_is_stopped_while_it_takes_another_s_place_is_noticed(run: R
     run.assert_complete(0)
 
 
-@pytest.mark.slow  # Its parts: the other tests of stopped cores.
+@pytest.mark.slow  # The parts of it: the other tests of stopped cores.
 def test_a_stopped_core_is_noticed_where_it_only_owes_the_end_of_a_paused_request(run: Run) -> None:
     run.add(0)
     run.until_begun(0)

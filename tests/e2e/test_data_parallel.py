@@ -1,4 +1,4 @@
-"""Several replicas behind one `CoreManager`: each request is answered once, whatever becomes of a core. Stub model."""
+"""Several replicas behind one `CoreManager`: each request is answered once, also if cores die. Stub model."""
 
 import asyncio
 import os
@@ -213,7 +213,7 @@ def test_deaths_of_any_core_at_random_moments_lose_and_repeat_nothing() -> None:
         assert not run.manager.live
 
 
-@pytest.mark.slow  # Of one core: test_core_restarts.py.
+@pytest.mark.slow  # With one core: test_core_restarts.py.
 def test_a_stopped_core_is_replaced_and_the_others_go_on(run: Run) -> None:
     for request_id in range(10):
         run.add(request_id, max_tokens=1500)
@@ -226,7 +226,7 @@ def test_a_stopped_core_is_replaced_and_the_others_go_on(run: Run) -> None:
     assert run.manager.pids[1] != pids[1]
 
 
-@pytest.mark.slow  # Of one core: test_core_restarts.py.
+@pytest.mark.slow  # With one core: test_core_restarts.py.
 def test_a_request_that_kills_its_core_ends_alone(run: Run) -> None:
     for request_id in range(6):
         run.add(request_id, max_tokens=1000)
@@ -264,7 +264,7 @@ def test_a_core_that_is_started_no_more_ends_all_and_says_which() -> None:
 def test_requests_go_on_in_another_replica_where_theirs_does_not_come_back(
     stub_core: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that were queued at once, and those that may have killed it when no start takes that long."""
+    """Requests are queued again immediately; those that may have killed the core, if no start takes that long."""
     monkeypatch.setattr(relocation, "UNAVAILABLE_SECONDS", 0.2)
 
     async def serve() -> None:
@@ -333,7 +333,7 @@ def _rest(manager: CoreManager) -> StepOutputs | None:
         return None
 
 
-@pytest.mark.slow  # Killed ones: the test after the next.
+@pytest.mark.slow  # Killed replicas: the test after the next.
 def test_cores_that_cannot_start_are_reported_in_one_sentence_and_leave_nothing(
     stub_core: Callable[[str], None],
 ) -> None:

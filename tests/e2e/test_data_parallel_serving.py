@@ -1,4 +1,4 @@
-"""Replicas of the embedded model, by `LLMEngine` and behind HTTP: the answers of one, and what each tells."""
+"""Replicas of the embedded model, by `LLMEngine` and over HTTP: the answers of one engine, and the reports of each."""
 
 import re
 import signal
@@ -47,7 +47,7 @@ def alone() -> list[list[int]]:
         return answers(engine)
 
 
-@pytest.mark.slow  # Behind HTTP: the next test but one.
+@pytest.mark.slow  # Over HTTP: the next test but one.
 def test_replicas_answer_what_one_alone_does_also_when_one_is_killed(alone: list[list[int]]) -> None:
     with engine_of(2) as engine:
         assert answers(engine) == alone
@@ -91,7 +91,7 @@ def body(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def text_of(server: KaonServer, number: int, **fields: Any) -> str:
-    """One answer: streamed for every third, else whole."""
+    """One answer: streamed for every third, otherwise whole."""
     stream = number % 3 == 0
     with server.http() as http:
         response = http.post("/v1/completions", json=body(number, stream=stream, **fields))
@@ -123,7 +123,7 @@ def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer
 
 @pytest.fixture
 def pair(shared_pair: KaonServer) -> KaonServer:
-    """Two replicas, both of which serve; tests may kill them: others are started."""
+    """Two ready replicas; tests may kill them, and others are started."""
     for replica in (0, 1):
         eventually(lambda replica=replica: shared_pair.metric(serving(replica)) == 1)  # type: ignore[misc]
     return shared_pair
@@ -146,7 +146,7 @@ def counts(server: KaonServer, *names: str) -> list[float]:
 
 
 def test_mixed_load_is_answered_once_each_while_a_replica_is_killed(pair: KaonServer, server: KaonServer) -> None:
-    """The shared server has one replica, and answers the same in float32."""
+    """The shared server has one replica, and gives the same answers in float32."""
     counters = (
         "kaon_requests_received_total",
         'kaon_requests_finished_total{reason="length"}',
@@ -204,7 +204,7 @@ def test_choices_of_a_prompt_are_computed_once(pair: KaonServer) -> None:
     assert sorted(now - then for now, then in zip(counts(pair, *counters), before, strict=True)) == [0, 32]
 
 
-@pytest.mark.slow  # Of one core: tests/chaos/test_shutdown.py.
+@pytest.mark.slow  # With one core: tests/chaos/test_shutdown.py.
 def test_streams_end_first_when_the_server_is_asked_to_end(own_pair: KaonServer) -> None:
     cores = replicas_of(own_pair)
     texts: list[str] = []
@@ -222,7 +222,7 @@ def test_streams_end_first_when_the_server_is_asked_to_end(own_pair: KaonServer)
     wait_gone(core.pid for core in cores)
 
 
-@pytest.mark.slow  # Of one core, and in less easy moments: tests/chaos/test_shutdown.py.
+@pytest.mark.slow  # With one core, and at more difficult times: tests/chaos/test_shutdown.py.
 def test_no_replica_outlives_a_server_that_is_killed(own_pair: KaonServer) -> None:
     cores = replicas_of(own_pair)
     assert len(cores) == 2

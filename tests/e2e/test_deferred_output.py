@@ -1,4 +1,4 @@
-"""An engine that is one step ahead of what it reads answers as one that waits."""
+"""An engine with asynchronous steps gives the same answers as one with synchronous steps."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=[pytest.param("prefill_first", marks=pytest.mark.slow), "mixed"])
 def engines(request: pytest.FixtureRequest) -> Iterator[list[LLMEngine]]:
-    """One that waits for each step, and one that is ahead."""
+    """One with synchronous steps, and one with asynchronous steps."""
     fields: dict[str, Any] = {"num_kvcache_blocks": 96, "dtype": "float32", "scheduling_policy": request.param}
     with LLMEngine(**fields, async_scheduling="off") as off, LLMEngine(**fields, async_scheduling="on") as on:
         yield [off, on]
@@ -47,7 +47,7 @@ def assert_same(ahead: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> N
             assert numbers[0] == pytest.approx(numbers[1], abs=1e-3)
 
 
-@pytest.mark.slow  # All kinds at once: the next test.
+@pytest.mark.slow  # All kinds together: the next test.
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_request_gets_the_same_answer(engines: list[LLMEngine], kind: str) -> None:
     params = SamplingParams(**{"max_tokens": 16, **KINDS[kind]})

@@ -1,4 +1,4 @@
-"""Replicas that share experts out, as real processes: in step with each other, together in sleep, death and end."""
+"""Replicas that divide experts among themselves, as real processes: they step, sleep, die and end together."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6), prompt(50, seed=5)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small mixture of experts, of a size that the compiled operators take."""
+    """A small mixture of experts, of a size that the compiled operators support."""
     variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
     sizes = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size", "moe_intermediate_size"), 64)
     overrides = {**variant.overrides, **sizes, "max_position_embeddings": 512}
@@ -65,7 +65,7 @@ def tokens(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams =
 
 
 def run_faulty(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Have the replicas of the next engine run with a fault."""
+    """Run the replicas of the next engine with a fault."""
     monkeypatch.setattr(core_process, "CORE_MODULE", "faulty_replicas")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("FAULTY_REPLICA", fault)
@@ -80,8 +80,8 @@ def alone(checkpoint: Path) -> Iterator[LLMEngine]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[LLMEngine]:
-    """Two replicas, for tests that leave them alive. Steps are of few tokens, so that prompts come in parts, and each
-    is launched before the one before it is read."""
+    """Two replicas, for tests that leave them alive. Steps have few tokens, so that prompts are computed in chunks,
+    and each step is launched before the previous one is read."""
     with engine_of(checkpoint, 2, async_scheduling="on", **_IN_PARTS) as engine:
         yield engine
 
@@ -116,7 +116,7 @@ def test_so_it_does_by_gloo_and_over_several_ranks(
 
 @pytest.mark.slow  # One layer: tests/parity/test_expert_parallel.py.
 def test_in_bfloat16_the_tokens_are_those_of_one_rank_too(checkpoint: Path) -> None:
-    """Each expert's product is one rank's, and a token adds up what it gets in its own order."""
+    """Each expert's product is computed by one rank, and a token's results are added in its own order."""
     with engine_of(checkpoint, 1, dtype="bfloat16") as engine:
         expected = tokens(engine, PROMPTS)
     with engine_of(checkpoint, 2, dtype="bfloat16") as engine:
@@ -125,7 +125,7 @@ def test_in_bfloat16_the_tokens_are_those_of_one_rank_too(checkpoint: Path) -> N
 
 def test_dummies_of_an_idle_replica_leave_its_prefix_cache_alone(alone: LLMEngine, two: LLMEngine) -> None:
     expected = tokens(alone, PROMPTS[:1])
-    for _ in range(4):  # In turn: each replica has cached the prompt, and computed dummies behind that.
+    for _ in range(4):  # In turn: each replica has cached the prompt, and has then computed dummies.
         assert tokens(two, PROMPTS[:1]) == expected
 
 
@@ -137,7 +137,7 @@ def test_idle_replicas_use_no_processor(two: LLMEngine) -> None:
 
 @pytest.fixture(scope="module")
 def mortal(checkpoint: Path) -> Iterator[LLMEngine]:
-    """Two replicas, which tests may kill: others are started."""
+    """Two replicas, which tests may kill; others are started."""
     with engine_of(checkpoint, 2, max_core_restarts=100) as engine:
         yield engine
 
@@ -172,9 +172,9 @@ def test_an_idle_replica_that_is_killed_takes_the_others_along_and_all_serve_aga
     assert tokens(mortal, PROMPTS[:2]) == expected
 
 
-@pytest.mark.slow  # Replicas by themselves: test_data_parallel.py.
+@pytest.mark.slow  # Independent replicas: test_data_parallel.py.
 def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(mortal: LLMEngine, alone: LLMEngine) -> None:
-    """Those that wait for it learn that it will not come, and meet the next one."""
+    """Replicas that wait for it learn that it will not answer, and connect to the next one."""
     expected = tokens(alone, PROMPTS[:2])
     first = mortal._core.pids[0]
     os.kill(first, signal.SIGKILL)
@@ -187,7 +187,7 @@ def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(mortal: LL
     assert [result["token_ids"] for result in mortal.collect(ids)] == expected
 
 
-@pytest.mark.slow  # Part by part: tests/unit/test_supervisor_stalls.py.
+@pytest.mark.slow  # The parts of it: tests/unit/test_supervisor_stalls.py.
 def test_a_stopped_idle_replica_delays_others_for_a_bounded_time(mortal: LLMEngine, alone: LLMEngine) -> None:
     expected = tokens(alone, PROMPTS[:1], LONG)
     before = mortal._core.pids
@@ -198,7 +198,7 @@ def test_a_stopped_idle_replica_delays_others_for_a_bounded_time(mortal: LLMEngi
     assert not set(before) & set(mortal._core.pids)
 
 
-@pytest.mark.slow  # Part by part: tests/unit/test_dp_engine_core.py.
+@pytest.mark.slow  # The parts of it: tests/unit/test_dp_engine_core.py.
 @pytest.mark.parametrize(
     ("fault", "place"),
     [("raise", 0), ("raise", len(PROMPTS)), ("hang", len(PROMPTS))],
@@ -206,9 +206,9 @@ def test_a_stopped_idle_replica_delays_others_for_a_bounded_time(mortal: LLMEngi
 def test_a_request_that_no_step_can_compute_ends_alone(
     checkpoint: Path, alone: LLMEngine, monkeypatch: pytest.MonkeyPatch, fault: str, place: int
 ) -> None:
-    """Its replica dies of it twice, and takes the other along, whose requests nobody blames: not even new ones.
+    """Its replica dies of it twice, together with the other one, whose requests are not suspected, nor are new ones.
 
-    Nor where it hangs, and the other with it, which waits for it in the middle of a pass.
+    The same holds if it hangs, and the other one with it, which waits in the middle of a pass.
     """
     expected = tokens(alone, PROMPTS)
     guilty_token = (set(range(3, 300)) - {token for tokens in (*PROMPTS, *expected) for token in tokens}).pop()
@@ -233,7 +233,7 @@ def test_busy_replicas_end_together_with_an_output_for_each_request(checkpoint: 
     wait_gone(pids)
 
 
-@pytest.mark.slow  # Of ranks: test_tensor_parallel.py; of replicas by themselves: test_data_parallel_serving.py.
+@pytest.mark.slow  # Ranks: test_tensor_parallel.py; independent replicas: test_data_parallel_serving.py.
 def test_replicas_end_with_a_parent_that_is_killed(checkpoint: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom tests.e2e.test_expert_parallel import engine_of\n"
@@ -256,7 +256,7 @@ def test_replicas_end_with_a_parent_that_is_killed(checkpoint: Path) -> None:
 # -- what cannot be served --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # The sentence: tests/parity/test_expert_parallel.py.
+@pytest.mark.slow  # The error message: tests/parity/test_expert_parallel.py.
 @pytest.mark.parametrize(
     ("replicas", "size", "sentence"),
     [

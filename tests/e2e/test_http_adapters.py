@@ -1,4 +1,5 @@
-"""Adapters come and go while the server runs: streams go on, faults change nothing, and a new core has them all."""
+"""Adapters are loaded and unloaded while the server runs: streams continue, faults change nothing, new cores have
+all."""
 
 import fcntl
 import json
@@ -21,15 +22,15 @@ from tests.parity.paged_model import Reference, prompt
 
 TOKENS = 10
 LONG = 800
-"""Tokens of a stream that goes on while something else happens."""
+"""Tokens of a stream that runs during another action."""
 PROMPT = prompt(40, seed=1)
 NAMES = ("base", "wide", "narrow")
 FORMS = ["one", *(pytest.param(form, marks=pytest.mark.slow) for form in ("drafts", "ranks"))]
-"""Of an engine: one process, one that verifies a model's drafts, and two ranks that do."""
+"""Kinds of engines: one process, one that verifies a model's drafts, and two ranks that do."""
 
 
 def settings_of(form: str, checkpoint: Path) -> dict[str, Any]:
-    """The settings of an engine of this form, whose drafts are the model's own."""
+    """The settings of an engine of this kind, whose drafts are the model's own."""
     settings: dict[str, Any] = {}
     if form != "one":
         settings["speculative_config"] = {"speculative_model": str(checkpoint)}
@@ -45,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> dict[str, list[int]]:
-    """Greedy tokens after the prompt: transformers', of the base and of each adapter merged."""
+    """Greedy tokens after the prompt: transformers', of the base and of each merged adapter."""
     checkpoint = make_checkpoint(directory / "base", max_position_embeddings=4096)
     base = read_weights(checkpoint)
     paths = [checkpoint]
@@ -118,7 +119,7 @@ def tokens_of(answer: httpx.Response) -> list[int]:
 
 
 def connections(server: KaonServer) -> list[object]:
-    """Connections that clients have with the server."""
+    """Number of clients' connections to the server."""
     found = psutil.Process(server.process.pid).net_connections("tcp")
     return [each for each in found if each.status == psutil.CONN_ESTABLISHED and each.laddr.port == server.port]
 
@@ -205,7 +206,7 @@ def test_a_stream_ends_with_the_adapter_that_is_unloaded_or_replaced_meanwhile(
 
 
 def broken(directory: Path, kind: str) -> tuple[str, str]:
-    """An adapter with a fault, and words of the sentence that names it."""
+    """An adapter with a fault, and words of its error message."""
     path = directory / "allowed" / kind
     shutil.copytree(directory / "allowed" / "wide", path, dirs_exist_ok=True)
     config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
@@ -344,13 +345,13 @@ def test_a_core_that_is_killed_while_it_reads_an_adapter_loses_nothing(
     stream = Stream(served, "base", LONG)
     answer: list[httpx.Response] = []
     loading = threading.Thread(target=lambda: answer.append(load("late", "wide")))
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # By default it would end this process when the lease is asked for.
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # The default action of the lease's signal would end this process.
     with (directory / "allowed" / "wide" / "adapter_model.safetensors").open("rb+") as held:
-        # Whoever opens the file waits until the lease ends.
+        # A process that opens the file waits until the lease ends.
         fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         loading.start()
         eventually(lambda: stream.has_begun() and fcntl.fcntl(held, fcntl.F_GETLEASE) != fcntl.F_WRLCK)
-        # The last rank, where there are several.
+        # The last rank, if there are several.
         [*_, victim] = (served.core, *served.core.children())
         victim.kill()
         loading.join()

@@ -1,6 +1,6 @@
-"""Turns of coding agents through `/v1/responses`: what they send is read, and what they rely on is answered.
+"""Turns of coding agents through `/v1/responses`: their requests are read, and their expectations of answers are met.
 
-The model says what a script tells it, and its chat template shows all that it is given.
+The model is scripted, and its chat template shows its whole input.
 """
 
 import itertools
@@ -56,12 +56,12 @@ def http(scripted: ScriptedServer) -> Iterator[httpx.Client]:
 
 
 def frames(pieces: Iterator[bytes]) -> list[tuple[str | None, Any]]:
-    """The events of a stream that arrives in pieces, as the official client's decoder takes them."""
+    """The events of a stream that arrives in pieces, decoded by the official client."""
     return [(each.event, each.json()) for each in SSEDecoder().iter_bytes(pieces)]
 
 
 def turn(http: httpx.Client, body: dict[str, Any]) -> tuple[list[Any], httpx.Response]:
-    """The events of a turn. However its bytes are cut, the stream is the same."""
+    """The events of a turn. The stream does not depend on how its bytes are divided."""
     answer = http.post("/v1/responses", json=body, headers=CODEX_HEADERS)
     assert answer.status_code == 200, answer.text
     whole = frames(iter([answer.content]))
@@ -72,7 +72,7 @@ def turn(http: httpx.Client, body: dict[str, Any]) -> tuple[list[Any], httpx.Res
 
 
 def completed(events: list[Any]) -> list[Any]:
-    """The items of a response, which are those that its events ended."""
+    """The items of a response, which equal those that its events completed."""
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1]["type"] == "response.completed"
     response = events[-1]["response"]
@@ -230,7 +230,7 @@ def test_a_stored_conversation_goes_on_behind_a_custom_call(scripted: ScriptedSe
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    """A server for two keys, of which each may have one request at a time."""
+    """A server for two keys, each of which may have one request at a time."""
     folder = tmp_path_factory.mktemp("keyed")
     log, keys = folder / "log", folder / "keys"
     keys.write_text("sk-one\nsk-two\n")
@@ -274,7 +274,7 @@ def test_codex_reads_in_the_stream_when_to_try_again(keyed: ScriptedServer) -> N
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    """A server with a context that no turn of an agent fits."""
+    """A server whose context is too short for any turn of an agent."""
     log = tmp_path_factory.mktemp("narrow") / "log"
     running = ScriptedServer(log, RULES, context=512).ready()
     yield running
@@ -303,7 +303,7 @@ def test_a_conversation_beyond_the_context_is_compacted_from_its_end(narrow: Scr
             client.responses.compact(model=MODEL, input=long, instructions="Say hello. " * 60)
 
 
-# What agents sent, reduced to its structure by `tests.agents.record`.
+# Requests of agents, reduced to their structure by `tests.agents.record`.
 
 RECORDS = Path(__file__).parents[1] / "agents"
 RECORDED = [
@@ -313,11 +313,11 @@ RECORDED = [
     for number, line in enumerate(file.read_text().splitlines())
 ]
 ACCEPTED = re.compile(r"tools\[\d+\] \(\w+\)|reasoning \(encrypted_content of another server\)")
-"""What of a recorded request may be left out."""
+"""The parts of a recorded request that may be omitted."""
 
 
 def said(answer: httpx.Response, path: str) -> str:
-    """The text of an answer. However the bytes of a stream are cut, its events are the same."""
+    """The text of an answer. A stream's events do not depend on how its bytes are divided."""
     if not answer.headers["content-type"].startswith("text/event-stream"):
         body = answer.json()
         if path == "/v1/chat/completions":
@@ -339,7 +339,7 @@ def test_what_agents_sent_is_answered(http: httpx.Client, recorded: dict[str, An
     body = {**recorded["body"], "model": MODEL}
     items = body.get("input", ())
     if any(item["type"] == "compaction" for item in items):
-        # Another server sealed it: a summary that is lost must not be left out in silence.
+        # Another server sealed it: a lost summary must be reported.
         refused = http.post(path, json=body, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_encrypted_content")
         return

@@ -1,4 +1,4 @@
-"""Bad input gets a 4xx and a sentence that names what is wrong, and disturbs nobody."""
+"""Bad input gets a 4xx and a sentence that names the fault, and does not disturb other requests."""
 
 import asyncio
 import json

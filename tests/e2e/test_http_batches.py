@@ -1,4 +1,5 @@
-"""Files and batches over HTTP, by OpenAI's client, and `kaon run-batch`: each line is answered once, whatever dies."""
+"""Files and batches over HTTP, by OpenAI's client, and `kaon run-batch`: each line is answered once, after any
+death."""
 
 import json
 import random
@@ -208,7 +209,7 @@ def test_no_line_is_lost_or_doubled_through_fifty_kills(
 def test_a_file_is_answered_without_a_server_and_gone_on_with(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(jsonl([chat(number) for number in range(6)] + [chat(6, temperature=9)]))
-    # An earlier run answered one line, and was killed when it wrote the next.
+    # An earlier run answered one line, and was killed while it wrote the next.
     target.write_text('{"custom_id": "line-3", "response": {"earlier": true}}\n{"custom_id": "li')
     command = [sys.executable, "-m", "server", "run-batch", str(source), str(target), "--log-level", "error"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

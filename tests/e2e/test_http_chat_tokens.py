@@ -1,4 +1,4 @@
-"""Chats that show their tokens: prompt log probabilities, token ids, and usage in each chunk."""
+"""Chats that report tokens: prompt log probabilities, token ids, and usage in each chunk."""
 
 import json
 from typing import Any

@@ -1,7 +1,6 @@
-"""Turns of Claude Code through `/v1/messages`: what it sends is read, and what it relies on is answered.
+"""Turns of Claude Code through `/v1/messages`: its requests are read, and its expectations of answers are met.
 
-Its requests were recorded by `tests.agents.record`. The model says what a script tells it, in the embedded model's
-dialect of calls.
+Its requests were recorded by `tests.agents.record`. The model is scripted, in the embedded model's dialect of calls.
 """
 
 import itertools
@@ -54,7 +53,8 @@ def tool(name: str) -> dict[str, Any]:
 
 
 class Agent:
-    """Sends turns as Claude Code does: the recorded fields around a conversation, and another first line each time."""
+    """Sends turns as Claude Code does: the recorded fields around a conversation, with another first line each
+    time."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
@@ -63,7 +63,7 @@ class Agent:
         self.answer: httpx.Response
 
     def turn(self, *content: dict[str, Any]) -> dict[str, Any]:
-        """The message that answers `content`, put together from the stream as the client does."""
+        """The message that answers `content`, assembled from the stream as the client does."""
         self.messages.append({"role": "user", "content": list(content)})
         fields = RECORDED[0]["body"]
         line = f"x-anthropic-billing-header: cc_version=2.1.197.{next(self._number):03x}; cc_entrypoint=cli;"
@@ -82,12 +82,12 @@ class Agent:
 
 
 def frames(pieces: Iterator[bytes]) -> list[tuple[str | None, Any]]:
-    """The events of a stream that arrives in pieces, as the official client's decoder takes them."""
+    """The events of a stream that arrives in pieces, decoded by the official client."""
     return [(each.event, each.json()) for each in SSEDecoder().iter_bytes(pieces)]
 
 
 def assembled(stream: bytes) -> dict[str, Any]:
-    """The message of a stream, which is the same however its bytes are cut."""
+    """The message of a stream, which does not depend on how its bytes are divided."""
     whole = frames(iter([stream]))
     assert frames(bytes([each]) for each in stream) == whole
     message: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Fields of `/v1/completions` beyond the plain ones, through the official client."""
+"""Further fields of `/v1/completions`, through the official client."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ def complete(
 
 
 def events(server: KaonServer, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream as they are on the wire."""
+    """The chunks of a stream as they are sent."""
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
     with server.http() as http:
         text = http.post("/v1/completions", json={**body, "stream": True}).text

@@ -1,6 +1,6 @@
 """Calls, reasoning and structured answers in the dialects of known models, over HTTP.
 
-The models' weights are random: what they write is forced, or pulled towards a marker.
+The models' weights are random: their texts are forced, or biased towards a marker.
 """
 
 import json
@@ -39,7 +39,7 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 OPENING = {"deepseek": "</think>", "harmony": "<|channel|>", "mistral": "[TOOL_CALLS]"}
-"""What an answer is pulled towards, so that it comes to its point."""
+"""A bias of an answer towards a marker, so that it ends its reasoning."""
 
 
 class Dialect(NamedTuple):
@@ -57,7 +57,7 @@ class Dialect(NamedTuple):
         return {"model": "m", **body, **fields}
 
     def ask(self, **fields: Any) -> ChatCompletion:
-        """The answer, which is the same when it is streamed."""
+        """The answer, which is the same if it is streamed."""
         answer: ChatCompletion = self.client.chat.completions.create(**self.body(**fields))
         streamed: dict[int, dict[str, Any]] = {}
         usage = None
@@ -183,7 +183,8 @@ def test_responses_report_reasoning_calls_and_text_as_items(dialect: Dialect) ->
 
 @pytest.mark.parametrize("dialect", ["deepseek"], indirect=True)
 def test_a_budget_closes_the_reasoning_where_it_is_spent(dialect: Dialect) -> None:
-    """Streamed or not, alone or before a call or an answer in a form; the tokens up to there are what they were."""
+    """Streamed or not, alone or before a call or a structured answer; the tokens up to the end of reasoning do not
+    change."""
     forms: list[dict[str, Any]] = [
         {"max_tokens": 60},
         {"tools": [ROLL], "tool_choice": NAMED},
@@ -199,7 +200,7 @@ def test_a_budget_closes_the_reasoning_where_it_is_spent(dialect: Dialect) -> No
             (choice,) = answer.choices
             said = [each.token for each in choice.logprobs.content]
             closed = said.index("</think>")
-            # A grammar asks that a character is whole before the marker.
+            # The grammar allows the marker only after a whole character.
             assert 25 <= closed <= 28 if "max_tokens" not in fields else closed == 25
             assert said[:25] == tokens[:25]
             assert "</think>" not in said[closed + 1 :]

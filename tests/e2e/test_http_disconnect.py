@@ -1,4 +1,4 @@
-"""A client that leaves costs nothing more: its request is aborted and its blocks are free."""
+"""A client that disconnects costs nothing more: its request is aborted and its blocks are freed."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_while_it_sends_its_body_leaves_nothing(server: Kao
 
 
 def test_a_slow_client_gets_merged_chunks_and_delays_no_other(server: KaonServer) -> None:
-    """Many times what the sockets between hold."""
+    """Many times the capacity of the sockets between."""
     body = {**COMPLETION, "max_tokens": 60, "n": 32, "logprobs": 20}
     slow = server.connect("/v1/completions", {**body, "stream": True}, holds_little=True)
     received = receive_until(slow, b"data: ")

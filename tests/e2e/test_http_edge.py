@@ -1,6 +1,6 @@
-"""A server with few descriptors whose log nobody reads: idle connections, half-closed clients, large bodies.
+"""A server with few descriptors whose log is not read: idle connections, half-closed clients, large bodies.
 
-The descriptors are 64, of which the process itself holds about 30, and standard error is a pipe that is full.
+It has 64 descriptors, of which the process itself uses about 30, and its standard error is a full pipe.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.e2e.processes import END_SECONDS, run_config
 FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 HELD = 14
-"""More connections than this server keeps at a time."""
+"""More connections than this server accepts at a time."""
 
 
 class Edge:
@@ -42,7 +42,7 @@ class Edge:
         return float(value)
 
     def half_closed(self, path: str, body: dict[str, Any]) -> bytes:
-        """What a client gets that shuts down its sending side after the request."""
+        """The answer to a client that shuts down its sending side after the request."""
         content = json.dumps(body).encode()
         head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content))
         received = b""
@@ -84,7 +84,7 @@ def test_probes_and_requests_are_answered_while_silent_connections_come_and_stay
     for path in ("/livez", "/readyz", "/metrics"):
         assert httpx.get(edge.http.base_url.join(path), verify=PLAIN_HTTP).status_code == 200
     assert edge.http.post("/v1/completions", json=COMPLETION).json()["choices"] == expected
-    # One that makes room counts until it is closed.
+    # A connection that makes room counts until it is closed.
     eventually(lambda: edge.metric("kaon_connections_open") <= HELD)
     assert edge.metric('kaon_connections_closed_total{reason="evicted"}') >= 120 - HELD
     assert edge.metric('kaon_connections_closed_total{reason="descriptors"}') == 0

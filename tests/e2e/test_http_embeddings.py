@@ -1,4 +1,4 @@
-"""Embeddings, scores and classes over HTTP: real servers of small random models, and the clients that people use."""
+"""Embeddings, scores and classes over HTTP: real servers of small random models, and common clients."""
 
 import base64
 import json
@@ -52,7 +52,7 @@ def error(answer: httpx.Response) -> dict[str, str]:
 
 def test_openais_client_gets_the_same_vectors_in_both_encodings(embedder: KaonServer) -> None:
     with embedder.client() as client:
-        # The client asks for base64 by itself, and decodes it.
+        # The client requests base64 by default, and decodes it.
         decoded = client.embeddings.create(model="model", input=TEXTS)
         plain = client.embeddings.create(model="model", input=TEXTS, encoding_format="float")
     assert [each.embedding for each in decoded.data] == [each.embedding for each in plain.data]

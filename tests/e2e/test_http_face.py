@@ -1,4 +1,4 @@
-"""The HTTP face apart from generation: methods, headers, connections, the listing and the description."""
+"""HTTP apart from generation: methods, headers, connections, the list of models and the API's description."""
 
 import contextlib
 import http.client

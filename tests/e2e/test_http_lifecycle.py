@@ -18,7 +18,7 @@ ENDLESS = {"model": MODEL, "prompt": "A story", "max_tokens": 3000, "ignore_eos"
 
 
 def answers(server: KaonServer, path: str) -> int | None:
-    """The status of a GET; None while nothing listens."""
+    """The status of a GET; None while there is no listener."""
     try:
         return server.get(path).status_code
     except httpx.TransportError:
@@ -28,7 +28,7 @@ def answers(server: KaonServer, path: str) -> int | None:
 def receive_all(
     server: KaonServer, path: str, meanwhile: Callable[[], object] = lambda: None, max_tokens: int = 3000
 ) -> str:
-    """What a stream held, from its first event to its end; `meanwhile` runs after the first event."""
+    """The content of a stream, from its first event to its end; `meanwhile` runs after the first event."""
     body = {**ENDLESS, "max_tokens": max_tokens, "stream": True}
     with server.http() as http, http.stream("POST", path, json=body) as response:
         received = ""
@@ -40,7 +40,7 @@ def receive_all(
 
 
 def text_of(events: str) -> str:
-    """The text that a stream of one completion spells."""
+    """The text of a stream of one completion."""
     data = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: {")]
     chunks = [json.loads(each) for each in data]
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
@@ -86,7 +86,7 @@ def test_a_signal_lets_streams_end_and_takes_no_more(start_server: StartServer, 
     meanwhile: list[httpx.Response] = []
 
     def end() -> None:
-        # As long as this client stays, there is something to drain.
+        # While this client stays connected, there is a request to drain.
         with server.connect("/v1/completions", {**ENDLESS, "max_tokens": 3900, "stream": True}):
             eventually(lambda: server.metric("kaon_requests_received_total") == 2)
             server.process.send_signal(number)
@@ -176,7 +176,7 @@ def test_when_the_engine_dies_streams_go_on(start_server: StartServer, tmp_path:
             eventually(lambda: answers(server, "/readyz") == 503)
             states.append(answers(server, "/livez"))
 
-    # Longer, so that it has not ended by then however late this process is.
+    # Longer, so that it has not ended by then, even if this process is late.
     events = receive_all(server, "/v1/completions", kill, max_tokens=1200)
     assert text_of(events).startswith(text_of(undisturbed))
     assert events.endswith("data: [DONE]\n\n")

@@ -1,4 +1,4 @@
-"""Several models at one address: each is loaded for its requests, and no eviction or fault of one costs another's."""
+"""Several models at one address: each is loaded for its requests, and an eviction or fault of one affects no other."""
 
 import fcntl
 import os
@@ -30,11 +30,11 @@ NAMES = ["one", "two", "three", "broken"]
 LENGTH = 2000
 """Tokens of a stream, which takes seconds."""
 FIRST_TOKEN = 1000 + len(PROMPT)
-"""Of a stub core, whose tokens count."""
+"""Fields of a stub core, whose tokens count."""
 
 
 class ModelsServer(KaonServer):
-    """Its models are stubs; `gate` holds back the cores that start while it is locked."""
+    """Its models are stubs; `gate` blocks the cores that start while it is locked."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.gate = directory / "gate"
@@ -71,7 +71,7 @@ class ModelsServer(KaonServer):
             assert tokens_of(complete(self, name)) == list(range(FIRST_TOKEN, FIRST_TOKEN + 10))
 
     def load(self, *names: str) -> None:
-        """Have these two models loaded, the first of them used longest ago."""
+        """Load these two models; the first of them is the least recently used."""
         # Another owner's model may stay for a while after it was loaded, so that one of these two makes room.
         eventually(lambda: self.use(*names) is None and self.loaded() == [name for name in NAMES if name in names])
 
@@ -173,7 +173,7 @@ def test_no_stream_is_cut_and_none_keeps_another_model_out(server: ModelsServer)
     with ThreadPoolExecutor() as threads:
         third = threads.submit(server.use, "three")
         eventually(lambda: "queued" in server.get("/kaon/limits").text and queued(server) == 1)
-        # Both are in use, so that new requests for one of them wait until the third model has had its turn.
+        # Both are in use, so that new requests for one of them wait until the third model has been served.
         more = [threads.submit(server.use, name) for name in ("one", "two")]
         assert [stream.join() for stream in streams] == [list(range(FIRST_TOKEN, FIRST_TOKEN + LENGTH))] * 2
         for each in (third, *more):
@@ -221,7 +221,7 @@ def test_owners_take_turns_at_having_models_loaded(server: ModelsServer) -> None
 
 
 def complete_from(address: str, server: ModelsServer, model: str = "two") -> httpx.Response:
-    """A completion that another owner asks for: on a server without keys, another address."""
+    """A completion for another owner: on a server without keys, another address."""
     with client_at(address, server) as http:
         return http.post("/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": 2})
 
@@ -256,7 +256,7 @@ def test_a_model_that_cannot_be_loaded_costs_no_other_and_serves_once_it_can(ser
 def test_a_core_that_is_killed_while_its_model_loads_costs_no_other_and_the_model_is_served_later(
     server: ModelsServer,
 ) -> None:
-    """A model that is loaded for the first time is refused then; one that was loaded before gets another core."""
+    """A model that is loaded for the first time is then refused; one that was loaded before gets another core."""
     server.load("one", "two")
     stream = Stream(server, "one", LENGTH)
     eventually(stream.has_begun)

@@ -1,4 +1,4 @@
-"""`/openapi.json` says what the server does: its examples work, and real answers are as it describes them."""
+"""`/openapi.json` describes the server: its examples work, and real answers match it."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.e2e.kaon_server import MODEL, KaonServer
 
 GENERATES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
 POOLS = {"/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
-"""Those that the shared server's model does not do: `test_http_embeddings` has servers of models that do."""
+"""Endpoints that the shared server's model does not have: `test_http_embeddings` has servers of models that do."""
 COUNTS = {"/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize"}
 READS = sorted({*GENERATES, *POOLS, *COUNTS, "/v1/responses/compact", "/detokenize"})
 GETS = ["/", "/v1/models", "/v1/models/{model}", "/version", "/livez", "/readyz", "/health", "/ping", "/metrics"]
@@ -32,11 +32,11 @@ BATCHES = {
     "/v1/messages/batches/{batch_id}/cancel",
     "/v1/messages/batches/{batch_id}/results",
 }
-"""`test_http_batches` answers with these."""
+"""Endpoints that `test_http_batches` covers."""
 GETS += ["/kaon/limits", "/kaon/owners"]
 ADMIN = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/kaon/reload"}
 ADMIN |= {"/update_weights"}
-"""`test_http_adapters`, `test_http_sleep`, `test_http_weights` and `test_reload` answer with these."""
+"""Endpoints that `test_http_adapters`, `test_http_sleep`, `test_http_weights` and `test_reload` cover."""
 STORED = {
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",
@@ -56,7 +56,7 @@ def document(http: httpx.Client) -> dict[str, Any]:
 
 
 def check(document: dict[str, Any], operation: dict[str, Any], answer: httpx.Response) -> None:
-    """Hold `answer` to what `operation` says of its status, its content type and its body."""
+    """Compare `answer` with the status, content type and body that `operation` describes."""
     responses = operation["responses"]
     status = str(answer.status_code)
     described = responses.get(status) or responses[f"{status[0]}XX"]
@@ -67,7 +67,7 @@ def check(document: dict[str, Any], operation: dict[str, Any], answer: httpx.Res
 
 
 def example(document: dict[str, Any], operation: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of what an operation reads, which refers to its neighbours, and an example of it."""
+    """The schema of an operation's body, which refers to other schemas, and an example of it."""
     name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
     schema = document["components"]["schemas"][name]
     return {**schema, "components": document["components"]}, dict(schema["examples"][0])

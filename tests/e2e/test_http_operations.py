@@ -1,4 +1,4 @@
-"""One server with everything that operators turn on: traces, metrics for routers, KV events, a service manager."""
+"""One server with all optional interfaces for operators: traces, metrics for routers, KV events, a service manager."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def post(operated: Operated, path: str, body: dict[str, Any], **headers: str) ->
 
 
 def spans(operated: Operated, trace_id: str, root: str = "POST") -> dict[str, Any]:
-    """The spans of a trace by name, once the one of the HTTP request, which ends last, has come."""
+    """The spans of a trace by name, once that of the HTTP request, which ends last, has arrived."""
     eventually(lambda: any(span.name.startswith(root) for span in operated.receiver.of_trace(trace_id)))
     found = operated.receiver.of_trace(trace_id)
     return {span.name: span for span in found}
@@ -105,7 +105,7 @@ def test_a_trace_goes_from_the_client_s_context_to_the_last_token(operated: Oper
     assert given["gen_ai.response.finish_reasons"] in (["length"], ["stop"])
     phases = [found[name] for name in ("queue", "prefill", "decode")]
     assert all(phase.parent_span_id == chat.span_id for phase in phases)
-    # One begins where the other ends, within the HTTP request.
+    # Each begins where the previous one ends, within the HTTP request.
     times = [(span.start_time_unix_nano, span.end_time_unix_nano) for span in phases]
     assert all(start <= end for start, end in times)
     assert [end for _, end in times[:-1]] == [start for start, _ in times[1:]]
@@ -135,7 +135,7 @@ def test_a_context_that_is_not_sampled_is_respected(operated: Operated) -> None:
     response = operated.server.post("/v1/completions", body, traceparent=f"00-{other}-{PARENT}-00")
     assert int(response.headers["traceresponse"][-2:], 16) & 1 == 0
     _, trace_id = post(operated, "/v1/completions", {"prompt": "A", "max_tokens": 2})
-    spans(operated, trace_id)  # The later one has come.
+    spans(operated, trace_id)  # The later one has arrived.
     assert operated.receiver.of_trace(other) == []
 
 
@@ -156,7 +156,7 @@ def test_the_json_log_names_the_trace(operated: Operated) -> None:
 
 
 def test_a_preemption_is_an_event_of_the_request_that_lost_its_blocks(operated: Operated) -> None:
-    """24 blocks of 16 tokens do not hold four sequences of 120."""
+    """24 blocks of 16 tokens are too few for four sequences of 120."""
     before = operated.server.metric("kaon_preemptions_total")
     body = {"prompt": "A", "max_tokens": 120, "n": 4, "ignore_eos": True, "temperature": 1.0}
     _, trace_id = post(operated, "/v1/completions", body)
@@ -209,7 +209,7 @@ def test_a_router_sees_the_prefix_that_was_cached(operated: Operated) -> None:
     prompt = [300 + number for number in range(40)]
     stored: list[int] = []
     number = 0
-    while not stored:  # A subscriber joins some time after it has connected.
+    while not stored:  # A subscriber is connected some time after its call.
         number += 1
         post(operated, "/v1/completions", {"prompt": [number, *prompt], "max_tokens": 1})
         while socket.poll(200):
@@ -255,5 +255,5 @@ def test_what_cannot_be_exported_ends_the_start_with_a_sentence(variables: dict[
     command = [sys.executable, "-m", "server", "serve", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert ended.returncode == 2  # Which a service manager does not try again after.
+    assert ended.returncode == 2  # The exit code after which a service manager does not retry.
     assert sentence in ended.stderr

@@ -1,4 +1,5 @@
-"""A server with more to do than it can: who is turned away, who gets in later, and who is late."""
+"""A server with more load than its capacity: which requests are refused, which are admitted later, and which are
+late."""
 
 import json
 import socket
@@ -46,8 +47,8 @@ def waiting(server: KaonServer) -> float:
 
 
 def busy(server: KaonServer, queued: int = 2) -> list[socket.socket]:
-    """Connections of one request that runs and of some that wait behind it."""
-    # The engine tells of the end of earlier requests after the front end: they are not to be taken for these.
+    """Connections of one running request and of some that wait for it."""
+    # The engine reports the end of earlier requests after the front end: they must not be counted as these.
     eventually(lambda: server.metric("kaon_requests_live") == server.metric("kaon_requests_running") == 0)
     running = server.connect("/v1/completions", {**ENDLESS, "stream": True})
     eventually(lambda: server.metric("kaon_requests_running") == 1)
@@ -91,7 +92,7 @@ def test_a_background_response_over_the_bound_is_a_429_and_not_kept(narrow: Kaon
 
 
 def test_a_client_that_obeys_gets_in(narrow: KaonServer) -> None:
-    """The official client, which retries as it is asked, once the queue moves."""
+    """The official client, which retries as it is asked, when the queue moves."""
     connections = busy(narrow)
     rejected = narrow.metric('kaon_requests_rejected_total{reason="queue_requests"}')
 
@@ -148,7 +149,7 @@ def test_a_late_answer_is_a_408_that_clients_do_not_repeat(narrow: KaonServer, p
 def test_a_late_stream_ends_with_an_error_event(narrow: KaonServer) -> None:
     eventually(lambda: narrow.metric("kaon_requests_live") == 0)
     with narrow.http() as http:
-        # Long enough for some tokens, on whatever machine, and too short for all of them.
+        # Long enough for some tokens on any machine, and too short for all of them.
         for seconds in (0.3, 1.0, 3.0):
             answer = http.post("/v1/completions", json={**ENDLESS, "stream": True, "timeout": seconds})
             *chunks, last, rest = answer.text.split("\n\n")

@@ -1,4 +1,4 @@
-"""Several keys at one server: nobody sees another's prompts, takes what others need, or waits for their work."""
+"""Several keys at one server: none sees another's prompts, takes what others need, or waits for their work."""
 
 import asyncio
 import json
@@ -144,12 +144,12 @@ def test_an_exceeded_quota_gives_429_with_openais_headers_to_its_owner_only(team
 
 
 def costly_schema(number: int) -> dict[str, Any]:
-    """One whose check takes all the time that a check may take."""
+    """A grammar whose check takes the whole time limit."""
     return {"type": "object", "properties": {f"p{number}_{each}": {"type": "integer"} for each in range(3000)}}
 
 
 async def others_first(team: Team, path: str, heavy: list[dict[str, Any]], light: dict[str, Any]) -> None:
-    """Send all of `heavy` at once and then `light`, which is answered while most of the others wait."""
+    """Send all of `heavy` and then `light`, which is answered while most of the others wait."""
     async with team.client("grammars") as busy, team.client("light") as quick:
         tasks = [asyncio.create_task(busy.post(path, json=body)) for body in heavy]
         while team.limits("grammars")["in_use"]["jobs"] < len(heavy) // 2:
@@ -183,7 +183,7 @@ async def test_a_template_does_not_wait_for_another_keys_costly_ones(team: Team)
 
 
 async def test_whoever_overloads_the_server_is_refused_and_the_others_are_not(team: Team) -> None:
-    """Five keys send a kind of load each, as fast as they are answered; another key asks from time to time."""
+    """Five keys send a kind of load each, as fast as they are answered; another key sends requests at intervals."""
     statuses: dict[str, Counter[int]] = {name: Counter() for name in (*HEAVY, "light")}
     stop = asyncio.Event()
 
@@ -246,7 +246,7 @@ async def test_whoever_overloads_the_server_is_refused_and_the_others_are_not(te
 
 
 async def cancel_background(team: Team) -> None:
-    """End what the key `background` still runs: its answers were not read."""
+    """End what the key `background` still runs, whose answers were not read."""
     async with team.client("admin") as admin:
 
         async def running() -> int:

@@ -43,7 +43,7 @@ def streamed(client: OpenAI, prompt: Any = PROMPT, **fields: Any) -> list[Comple
 
 
 def log_softmax(reference: Qwen3ForCausalLM, ids: list[int]) -> torch.Tensor:
-    """What transformers says of each place but the first. # [len(ids) - 1, V]"""
+    """transformers' log probabilities of each position but the first. # [len(ids) - 1, V]"""
     with torch.inference_mode():
         return reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 

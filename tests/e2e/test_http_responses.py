@@ -1,4 +1,4 @@
-"""`/v1/responses` through the official client: answers, events, conversations, the store, and the background."""
+"""`/v1/responses` through the official client: answers, events, conversations, the store, and background responses."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Streams that are cut off anywhere go on where they were, byte for byte, with the header `Last-Event-ID`."""
+"""Streams that are cut at any point continue byte for byte with the header `Last-Event-ID`."""
 
 import json
 import random
@@ -18,7 +18,7 @@ COMMON = {"model": "kaon-demo", "temperature": 0, "max_tokens": 30, "stream": Tr
 
 
 def events(response: httpx.Response) -> Iterator[str]:
-    """The stream's events as they come, without comments."""
+    """The stream's events as they arrive, without comments."""
     text = ""
     for chunk in response.iter_text():
         text += chunk
@@ -27,7 +27,7 @@ def events(response: httpx.Response) -> Iterator[str]:
 
 
 def cut_and_resumed(http: httpx.Client, path: str, body: dict[str, Any], cuts: list[int]) -> list[str]:
-    """The events that a client received whose connection was lost after each of so many events."""
+    """The events for a client whose connection is lost after each of these numbers of events."""
     received: list[str] = []
     while not received or "[DONE]" not in received[-1]:
         headers = {"x-kaon-resumable": "true"}
@@ -45,7 +45,7 @@ def cut_and_resumed(http: httpx.Client, path: str, body: dict[str, Any], cuts: l
 
 
 def texts(received: list[str]) -> dict[int, str]:
-    """The text of each choice. How it is divided into events depends on how fast the client reads."""
+    """The text of each choice. Its division into events depends on how fast the client reads."""
     found: dict[int, str] = {}
     for event in received[:-1]:
         for choice in json.loads(event.partition("data: ")[2])["choices"]:

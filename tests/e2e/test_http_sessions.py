@@ -1,4 +1,4 @@
-"""A server as it stands on a network: keys, TLS, a prefix, templates of its own, and a log of who came."""
+"""A server on a network: keys, TLS, a path prefix, templates of its own, and an access log."""
 
 import json
 import re
@@ -22,7 +22,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
-    """Over TLS, with a key, a prefix, a template and names of its own."""
+    """With TLS, a key, a prefix, a template and names of its own."""
     directory = tmp_path_factory.mktemp("guarded")
     certificate, key = directory / "server.pem", directory / "server.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc"]
@@ -81,7 +81,7 @@ def test_a_stream_over_tls_carries_its_request_id_and_is_logged_once_it_ends(
     entry = logged(guarded, "stream-1")
     assert (entry["method"], entry["path"], entry["status"]) == ("POST", "/llm/v1/chat/completions", 200)
     assert entry["bytes"] == len(answer.content)
-    assert guarded.stderr.count("stream-1") == 1  # one line a request
+    assert guarded.stderr.count("stream-1") == 1  # one line per request
 
 
 def test_the_official_client_with_a_wrong_key_gets_an_authentication_error(

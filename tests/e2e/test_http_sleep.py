@@ -1,4 +1,4 @@
-"""A server that sleeps gives memory back, refuses requests in words, and continues every stream where it was."""
+"""A sleeping server frees memory, refuses requests in words, and continues every stream after wake-up."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LENGTH = 800
 
 @pytest.fixture(autouse=True)
 def _awake(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that fails leaves no server asleep for the next."""
+    """After a test that fails, no server stays asleep for the next."""
     yield
     if "served" in request.fixturenames:
         assert call(request.getfixturevalue("served"), "/wake_up").status_code == 200
@@ -53,7 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, form: str) -> Iterator[Kaon
 
 @pytest.fixture(scope="module")
 def alone(served: KaonServer) -> list[int]:
-    """The stream's tokens when nothing happens meanwhile."""
+    """The stream's tokens without an interruption."""
     return Stream(served, "base", LENGTH).join()
 
 
@@ -66,7 +66,7 @@ def call(server: KaonServer, path: str) -> httpx.Response:
 
 
 def cache_bytes(server: KaonServer) -> int:
-    """Memory of the core that is its own, and not of a file."""
+    """Private memory of the core, without mapped files."""
     return int(psutil.Process(server.core.pid).memory_full_info().uss)
 
 
@@ -110,7 +110,7 @@ def test_level_1_gives_the_pages_of_the_kv_cache_back(served: KaonServer, form: 
     before = cache_bytes(served)
     assert call(served, "/sleep").status_code == 200
     asleep = cache_bytes(served)
-    # 32 MiB and more are committed under load, of 256.
+    # Under load, 32 MiB of 256 or more are committed.
     assert before - asleep > 16 * 2**20
     assert call(served, "/wake_up").status_code == 200
     assert served.post("/v1/completions", bodies[0]).json()["usage"]["prompt_tokens_details"] in (
@@ -157,7 +157,7 @@ def test_a_sleeping_server_ends_in_order(tmp_path: Path) -> None:
 
 
 def test_replicas_and_a_batch_sleep_together(tmp_path: Path) -> None:
-    """Lines that run are held, and those that begin meanwhile are tried again until the server is awake."""
+    """Running lines are suspended, and those that begin meanwhile are retried until the server is awake."""
     running = KaonServer(
         tmp_path / "log",
         free_port(),

@@ -1,4 +1,4 @@
-"""A reader that lags holds up only its own request, of which the server keeps no more than a bound."""
+"""A slow reader delays only its own request, of which the server buffers a bounded amount."""
 
 import json
 import re
@@ -20,12 +20,12 @@ BODY: dict[str, Any] = {
     "n": 8,
     "stream": True,
 }
-"""Some 800 KB of events, where the connection and the server hold 200."""
+"""About 800 KB of events; the connection and the server buffer 200."""
 
 
 @pytest.fixture(scope="module", params=["pause", "end"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
-    """A server that holds 64 KiB for a reader."""
+    """A server that buffers 64 KiB for a reader."""
     settings = {"slow_readers": request.param, "stream_buffer_bytes": 64 * 2**10}
     running = KaonServer(tmp_path_factory.mktemp("slow") / "log", free_port(), server_config=settings).ready()
     yield running

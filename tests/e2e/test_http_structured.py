@@ -1,4 +1,5 @@
-"""Structured output over HTTP: what the answer is held to, what is refused, and that others notice nothing."""
+"""Structured output over HTTP: answers follow their format, invalid formats are refused, and others are not
+affected."""
 
 import contextlib
 import json
@@ -192,7 +193,7 @@ def test_hostile_grammars_leave_the_streams_of_others_and_the_engine_alone(serve
     with ThreadPoolExecutor() as pool:
         neighbour = pool.submit(stream)
         for number, name in enumerate(hostile):
-            # Not one of those whose verdict is remembered.
+            # Not one of those whose result is cached.
             asked = json.loads(json.dumps(HOSTILE[name]).replace("x", f"x{number}"))
             with pytest.raises(openai.BadRequestError):
                 complete(client, structured_outputs=asked)

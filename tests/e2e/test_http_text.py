@@ -1,4 +1,4 @@
-"""Text under way: stop strings at every split, and characters of several bytes."""
+"""Streamed text: stop strings at every division, and characters of several bytes."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ TOKENS = 16
 REQUEST: dict[str, Any] = {"model": MODEL, "prompt": "Tell me of", "max_tokens": TOKENS, "temperature": 0}
 LONG: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
 CHARACTERS = 10
-"""Of a greedy output, this many are cut at every place."""
+"""Number of positions of a greedy output at which it is divided."""
 
 
 async def whole(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str | None]:
@@ -55,12 +55,12 @@ async def test_a_stop_string_stays_in_the_text_where_asked(server: KaonServer) -
 
 @pytest.mark.parametrize("character", ["é", "漢", pytest.param("😀", marks=pytest.mark.slow)])
 async def test_characters_of_several_tokens_are_never_split(server: KaonServer, character: str) -> None:
-    """The model may write the character's bytes only, each as often as the others, in an order left to chance."""
+    """The model may write only the character's bytes, all equally often, in random order."""
     tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
     single_bytes = {tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size)}
     bias = {str(single_bytes[bytes([byte])]): 100 for byte in character.encode()}
     length = len(character.encode())
-    # 32 of each byte: a higher count's penalty would outweigh the bias.
+    # 32 of each byte: with more, the penalty would outweigh the bias.
     fields: dict[str, Any] = {"logit_bias": bias, "frequency_penalty": 2, "temperature": 2, "max_tokens": 32 * length}
     async with server.async_client() as client:
 

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize` over the embedded model: what a prompt costs, exactly."""
+"""`/tokenize` and `/detokenize` over the embedded model: the exact number of a prompt's tokens."""
 
 from collections.abc import Iterator
 from typing import Any

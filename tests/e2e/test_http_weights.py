@@ -1,4 +1,5 @@
-"""Weights are replaced while the server runs: streams go on, faults leave the present ones, and no prefix is found."""
+"""Weights are replaced while the server runs: streams continue, faults leave the present ones, and no prefix is
+found."""
 
 import fcntl
 import json
@@ -33,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> dict[str, list[int]]:
-    """Greedy tokens after the prompt, of two checkpoints that differ in their weights alone."""
+    """Greedy tokens after the prompt, of two checkpoints that differ only in their weights."""
     (directory / "allowed").mkdir()
     paths = {
         name: make_checkpoint(directory / "allowed" / name, seed=seed, max_position_embeddings=4096)
@@ -66,7 +67,7 @@ def update(server: KaonServer, path: Path, **fields: Any) -> httpx.Response:
 
 
 def kept(answer: httpx.Response) -> str:
-    """The sentence of an answer that says why nothing has changed."""
+    """The answer's message that explains why nothing has changed."""
     message: str = answer.json()["error"]["message"]
     assert answer.status_code in (400, 503), message
     assert message.startswith("the present weights stay in use: ")
@@ -74,7 +75,7 @@ def kept(answer: httpx.Response) -> str:
 
 
 class Traffic:
-    """Streams one after another: each ends whole, and began with the tokens `first` or, of later ones, `then`."""
+    """Streams one after another: each is complete, and begins with the tokens `first` or, for later ones, `then`."""
 
     def __init__(self, server: KaonServer, first: list[int], then: list[int]) -> None:
         self._server, self._first, self._then = server, first, then
@@ -110,9 +111,9 @@ def test_streams_go_on_with_the_new_weights(
     with Traffic(served, expected["old"], expected["new"]):
         answer = update(served, new, alongside=True)
         assert (answer.status_code, answer.json()["model_path"]) == (200, str(new))
-        # The prompt was computed before: its prefix is not found any more.
+        # The prompt was computed before, but its prefix is no longer found.
         assert tokens_of(complete(served, "base")) == expected["new"]
-    # A core that is started again has the new weights too.
+    # A core that is restarted has the new weights too.
     served.core.kill()
     assert tokens_of(complete(served, "base")) == expected["new"]
     with Traffic(served, expected["new"], expected["old"]):
@@ -122,7 +123,7 @@ def test_streams_go_on_with_the_new_weights(
 
 
 def broken(directory: Path, kind: str) -> tuple[Path, str]:
-    """A checkpoint with a fault, and words of the sentence that names it."""
+    """A checkpoint with a fault, and words of its error message."""
     path = directory / "allowed" / kind
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(directory / "allowed" / "new", path)
@@ -174,9 +175,9 @@ def test_a_core_that_is_killed_while_it_reads_the_weights_costs_nothing(
 ) -> None:
     new = directory / "allowed" / "new"
     before = {each.pid for each in cores(served)}
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # By default it would end this process when the lease is asked for.
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # The default action of the lease's signal would end this process.
     with (new / "generation_config.json").open("rb+") as held, Traffic(served, expected["old"], expected["old"]):
-        # Whoever opens the file waits until the lease ends.
+        # A process that opens the file waits until the lease ends.
         fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         answer: list[httpx.Response] = []
         updating = threading.Thread(target=lambda: answer.append(update(served, new, alongside=alongside)))
@@ -192,7 +193,7 @@ def test_a_core_that_is_killed_while_it_reads_the_weights_costs_nothing(
 
 
 def update_while_a_process_dies(server: KaonServer, new: Path, parallel: str) -> httpx.Response:
-    """Of several new processes, kill the last one as it starts: it takes longer to import torch than to be seen."""
+    """Kill the last of several new processes as it starts: importing torch takes it longer than being detected."""
     before = {each.pid for each in cores(server)}
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(update, server, new, alongside=True)
@@ -202,7 +203,7 @@ def update_while_a_process_dies(server: KaonServer, new: Path, parallel: str) ->
 
 
 def parts_of_new_cores(server: KaonServer, before: set[int], parallel: str) -> list[psutil.Process]:
-    """The two replicas, or the rank of one core that is a process of its own, once they are there."""
+    """The two replicas, or the rank of one core that is a process of its own, once they exist."""
     new = [each for each in cores(server) if each.pid not in before]
     if parallel == "data_parallel_size":
         return new if len(new) == 2 else []

@@ -1,4 +1,4 @@
-"""`LLMEngine` with the embedded model: what a user of the offline API relies on."""
+"""`LLMEngine` with the embedded model: the behaviour of the offline API."""
 
 import json
 import shutil
@@ -71,13 +71,13 @@ def test_prompts_are_read_for_their_log_probabilities(engine: LLMEngine) -> None
     [
         {"async_scheduling": "off"},
         {"async_scheduling": "on"},
-        # Of ranks in one process: tests/parity/test_speculative_decoding.py.
+        # Ranks in one process: tests/parity/test_speculative_decoding.py.
         pytest.param({"parallel_config": {"tensor_parallel_size": 2}}, marks=pytest.mark.slow),
     ],
     ids=["waiting", "one step ahead", "two ranks"],
 )
 def test_answers_with_drafts_are_answers_without(engine: LLMEngine, more: dict[str, Any]) -> None:
-    """Prompts that repeat themselves, of which some are drafted well and others badly."""
+    """Repetitive prompts, some of which are drafted well and others badly."""
     prompts = ["Hello", "a b c d a b c d a b c d a b", "1, 2, 3, 1, 2, 3, 1, 2,", "The capital of France is"]
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=1),
@@ -92,7 +92,7 @@ def test_answers_with_drafts_are_answers_without(engine: LLMEngine, more: dict[s
     with LLMEngine(num_kvcache_blocks=128, speculative_config=drafts, **more) as drafting:
         found = answers(drafting)
     if "parallel_config" in more:
-        # Sums of ranks are rounded by the number of rows.
+        # How sums over ranks are rounded depends on the number of rows.
         with LLMEngine(num_kvcache_blocks=128, **more) as plain:
             expected = answers(plain)
         assert [each[:2] for each in found] == [each[:2] for each in expected]

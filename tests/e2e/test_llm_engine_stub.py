@@ -1,4 +1,4 @@
-"""`LLMEngine` over a model that samples one and the same token: what it checks, keeps apart, and survives."""
+"""`LLMEngine` over a model that always samples the same token: its checks, its isolation of requests, its recovery."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def shared() -> Iterator[LLMEngine]:
 
 @pytest.fixture
 def engine(shared: LLMEngine) -> LLMEngine:
-    """For tests that leave it as it was; the others take `own_engine`."""
+    """For tests that leave it unchanged; the others use `own_engine`."""
     assert not shared._core.live
     return shared
 

@@ -1,4 +1,4 @@
-"""Two network namespaces as two hosts, which reach each other through one cable of the kernel's."""
+"""Two network namespaces as two hosts, connected by one virtual cable."""
 
 import json
 import os
@@ -30,7 +30,7 @@ _FIRST = (
 
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
-    """Names of two, whose addresses are 10.213.7.1 and 10.213.7.2."""
+    """Names of two namespaces with the addresses 10.213.7.1 and 10.213.7.2."""
     ip = shutil.which("ip")
     if ip is None or os.geteuid():
         pytest.skip("network namespaces need root and the ip tool")

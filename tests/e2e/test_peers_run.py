@@ -1,4 +1,4 @@
-"""A contestant of the peers' benchmarks from its start to its end, with a server that makes up its words."""
+"""A contestant of the peers' benchmarks from its start to its end, with a server that invents its answers."""
 
 import sys
 from collections.abc import Sequence

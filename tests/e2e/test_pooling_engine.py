@@ -1,4 +1,4 @@
-"""Pooled prompts in real engine processes: over ranks, ahead of the host, with compiled operators, after a death."""
+"""Pooled prompts in real engine processes: over ranks, asynchronously, with compiled operators, after a death."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reference(path: Path, texts: list[str] = TEXTS) -> list[list[float]]:
-    """Normalised last states, or means of an encoder, by transformers."""
+    """Normalised last states, or an encoder's means, by transformers."""
     model, tokenizer = AutoModel.from_pretrained(path, dtype=torch.float32).eval(), Tokenizer.from_checkpoint(path)
     vectors = []
     for text in texts:

@@ -1,4 +1,4 @@
-"""The Python API, `kaon`, with the embedded model: chats as the server answers them, and many at a time."""
+"""The Python API, `kaon`, with the embedded model: chats with the server's answers, and many at the same time."""
 
 import asyncio
 import json

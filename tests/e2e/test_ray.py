@@ -37,7 +37,7 @@ _TWO_NODES = (
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """Address of a cluster of two nodes with room for one rank each."""
+    """Address of a cluster of two nodes with capacity for one rank each."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
@@ -67,7 +67,7 @@ def on_ray(**parallel: Any) -> LLMEngine:
 
 
 def actors() -> list[int]:
-    """Processes of Ray that are a rank's."""
+    """Ray's processes that are ranks."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -119,7 +119,7 @@ def test_two_nodes_have_a_replica_each_and_an_actor_s_death_is_its_replica_s(
         os.kill(actor, 9)
         wait_gone([cores[1]])
         assert [result["token_ids"] for result in engine.collect(ids)] == [whole["token_ids"]] * 4
-        # They may have moved to the other replica, and ended there before this one serves again.
+        # They may have moved to the other replica, and ended there before this one is ready again.
         until_replaced(engine, cores[1])
         [another] = actors()
         assert another != actor
@@ -138,7 +138,7 @@ def test_a_cluster_without_room_is_reported_in_a_sentence(cluster: str, monkeypa
 
 
 def test_without_a_cluster_the_engine_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Played by a module that finds none: a real one would find that of another test."""
+    """Simulated by a module that finds no cluster: a real one would find that of another test."""
     (tmp_path / "ray" / "util" / "scheduling_strategies").mkdir(parents=True)
     (tmp_path / "ray" / "__init__.py").write_text("def init(**_): raise ConnectionError('none')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

@@ -1,4 +1,4 @@
-"""What changes without a restart: limits and the log level by SIGHUP or a call, keys and certificates as files."""
+"""Changes without a restart: limits and the log level by SIGHUP or a call, keys and certificates as files."""
 
 import signal
 import ssl
@@ -76,7 +76,7 @@ def test_limits_and_the_log_level_change_by_a_call(served: Server) -> None:
         "need_restart": ["max_num_seqs"],
     }
     assert served.most_requests() == 7
-    # What the environment sets goes on to hold.
+    # Settings of the environment keep their precedence.
     assert served.ask("GET", "/kaon/limits", served.user).json()["quotas"]["requests"]["limit"] == 50
 
 
@@ -120,5 +120,5 @@ def test_new_connections_get_a_certificate_that_replaces_the_last(served: Server
                 return False
 
         eventually(is_renewed)
-        # The connection that had begun goes on.
+        # The established connection continues.
         assert old.get("/v1/models").status_code == 200

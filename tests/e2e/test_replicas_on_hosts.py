@@ -1,4 +1,4 @@
-"""Replicas on two hosts, which share nothing but TCP: each request is answered once, whatever becomes of either."""
+"""Replicas on two hosts, which share only TCP: each request is answered once, also if either host fails."""
 
 import asyncio
 import os
@@ -82,7 +82,7 @@ def test_a_host_ends_with_a_server_that_is_asked_to_end_or_fails_while_its_cores
 
 @pytest.fixture
 def two(port: int, start_host: Callable[..., CoreHost]) -> Iterator[tuple[Run, CoreHost]]:
-    """A manager that serves, and the host that has its replica 1."""
+    """A ready manager, and the host that has its replica 1."""
     host = start_host(port)
     run = first_host(port)
     with run.manager:
@@ -111,7 +111,7 @@ def test_requests_go_on_when_a_core_on_another_host_is_killed(
 
 
 def begin_on_both(run: Run) -> list[int]:
-    """Eight long requests, which have begun; those of the other host."""
+    """Start eight long requests. Returns those of the other host."""
     for request_id in range(8):
         run.add(request_id, max_tokens=800)
     there = [request_id for request_id in range(8) if homes(run.manager, request_id) == [1]]
@@ -136,7 +136,7 @@ def test_requests_of_a_host_that_is_lost_go_on_in_the_others_which_serve_meanwhi
     run.assert_complete(*(set(range(8)) - {away[0]}), max_tokens=800)
     run.assert_complete(8, 9)
     assert run.manager.serving == [0]
-    # It is away for longer than a stall would be: who waits for a host does not stall.
+    # It is away for longer than a stall: a core that waits for a host does not stall.
     supervisor = run.manager._replicas[1].supervisor
     supervisor._first_start_seconds, supervisor._watchdog._timeout = 0.0, 0.5
     deadline = time.monotonic() + 1.0
@@ -168,7 +168,7 @@ def test_a_host_that_joins_again_at_once_goes_on_with_its_own_requests(
     assert again.wait() == 0
 
 
-@pytest.mark.slow  # What moves and what stays: tests/unit/test_relocation.py.
+@pytest.mark.slow  # Which requests move: tests/unit/test_relocation.py.
 def test_a_host_that_joins_again_later_is_given_new_requests_only(
     two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_core_on_another_host_that_hangs_writes_its_stacks_and_another_goes_on
     run.add(1, max_tokens=2000)
     run.until_begun(0, 1)
     core.suspend()
-    # What a signal has stopped on another host is known by its silence.
+    # A process on another host that a signal has stopped is detected by its silence.
     run.manager._replicas[1].supervisor._watchdog._timeout = 2.0
     run.until_ended(0, 1)
     run.assert_complete(0, 1, max_tokens=2000)
@@ -214,7 +214,7 @@ def test_a_request_that_kills_cores_on_another_host_is_found_out(two: tuple[Run,
     home = homes(run.manager, 0)[0]
     run.add(1, max_tokens=4000)
     run.until_begun(1)
-    # To the one that is less busy for the moment, whichever it is; the next of them goes to the other.
+    # It goes to the less busy host, whichever that is; the next one goes to the other.
     run.add(2, prompt=[DEADLY])
     run.add(3, prompt=[DEADLY])
     run.until_ended(0, 1, 2, 3)
@@ -256,17 +256,17 @@ def test_cores_end_with_a_server_that_is_killed_and_the_host_waits_for_another(
 def test_on_an_event_loop_nothing_that_came_before_something_was_sent_is_missed(
     port: int, start_host: Callable[..., CoreHost]
 ) -> None:
-    """Both go through one socket, whose descriptor tells of changes only, and a send takes the news from it."""
+    """Both use one socket, whose descriptor reports changes only; a send consumes the notification."""
 
     async def serve() -> None:
-        # Nobody looks from time to time.
+        # There is no periodic poll.
         for replica in run.manager._replicas:
             replica.supervisor._watchdog.interval = 2.0 * WAIT_SECONDS
         run.manager.attach(asyncio.get_running_loop(), run.take)
         await run.manager.wait_ready_async(WAIT_SECONDS)
         for request_id in range(20):
             run.add(request_id, max_tokens=1)
-            # The loop reads nothing, until the core has answered and forgotten the request.
+            # The loop reads nothing until the core has answered and forgotten the request.
             time.sleep(0.02)
             run.manager.abort([request_id])
         deadline = time.monotonic() + WAIT_SECONDS
@@ -292,7 +292,7 @@ def test_a_host_that_never_joins_ends_the_start_in_a_sentence(port: int) -> None
     assert raised.value.usage
 
 
-@pytest.mark.slow  # Of ranks: test_several_hosts.py.
+@pytest.mark.slow  # Ranks: test_several_hosts.py.
 def test_a_host_that_differs_gets_the_difference_and_so_does_the_server(
     port: int, start_host: Callable[..., CoreHost]
 ) -> None:

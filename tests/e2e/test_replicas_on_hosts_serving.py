@@ -1,4 +1,4 @@
-"""Replicas of the embedded model on two hosts: the answers of one engine, and what a server tells of them."""
+"""Replicas of the embedded model on two hosts: the answers of one engine, and the server's reports of them."""
 
 import threading
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def host_kind() -> Callable[..., KaonHost]:
     return make
 
 
-@pytest.mark.slow  # Of stubs: test_replicas_on_hosts.py; of ranks: test_several_hosts.py.
+@pytest.mark.slow  # With stubs: test_replicas_on_hosts.py; ranks: test_several_hosts.py.
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_hosts_answer_what_one_engine_does_also_when_a_core_is_killed(
     ranks: int, port: int, start_host: Callable[..., KaonHost]

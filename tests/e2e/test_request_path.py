@@ -1,8 +1,8 @@
-"""How many files a chat request passes from its route to `run_model`, in the front end and in the engine core.
+"""Number of files that a chat request passes from its route to `run_model`, in the front end and in the engine core.
 
 A file counts if the request itself is an argument of a function in it: the HTTP request, the validated body, the
 checked prompt, the message for the core, the sequence or the batch. A file that gets only text, ids or counts of it
-does not, nor do `LEAVES`, which the request reaches and does not pass.
+does not count, nor do `LEAVES`, which the request reaches and does not pass.
 """
 
 import os

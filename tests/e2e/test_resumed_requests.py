@@ -1,4 +1,5 @@
-"""Requests that go on in another core, over the embedded model: the same tokens and probabilities as uninterrupted."""
+"""Requests that continue in another core, over the embedded model: the same tokens and probabilities as
+uninterrupted."""
 
 from collections.abc import Iterator
 
@@ -45,13 +46,13 @@ def make_core(async_scheduling: str) -> Iterator[CoreManager]:
 
 @pytest.fixture(scope="module")
 def core() -> Iterator[CoreManager]:
-    """A core that waits for each step."""
+    """A core with synchronous steps."""
     yield from make_core("off")
 
 
 @pytest.fixture(scope="module")
 def core_ahead() -> Iterator[CoreManager]:
-    """A core that is one step ahead."""
+    """A core with asynchronous steps."""
     yield from make_core("on")
 
 
@@ -86,13 +87,13 @@ def test_so_does_one_of_a_core_that_is_one_step_ahead(core_ahead: CoreManager, n
 
 
 def assert_goes_on(core: CoreManager, name: str) -> None:
-    """Cut anywhere, a request gets the rest of what it gets uncut."""
+    """A request that is cut at any point gets the same remaining tokens as one that is not."""
     params = msgspec.structs.replace(PARAMS[name], max_tokens=LENGTH, ignore_eos=name not in ("late end", "grammar"))
     whole = AddRequest(0, PROMPT, params)
     tokens, logprobs, end = run(core, [whole])[0]
     assert len(tokens) > 8
     for cut in (1, 5, len(tokens) // 2, len(tokens) - 1):
-        # The id keys what is drawn without a seed; company and the prefix cache must make no difference.
+        # The request's id keys the noise of requests without a seed; batch and prefix cache must make no difference.
         resumed = msgspec.structs.replace(
             whole,
             resumed_token_ids=tokens[:cut],

@@ -1,7 +1,7 @@
-"""A rolling update as a Deployment does it: no request fails, and no stream is cut.
+"""A rolling update as by a Deployment: no request fails, and no stream is cut.
 
 The new server becomes ready and joins the list of endpoints; the old one leaves the list, gets SIGTERM, completes its
-streams and ends. A proxy of connections stands for the Service, as kube-proxy does.
+streams and ends. A proxy of connections represents the Service, as kube-proxy does.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ ENDLESS = {**FIELDS, "prompt": "A story", "max_tokens": 3900}
 
 
 class Service(socketserver.ThreadingTCPServer):
-    """Forwards each connection to one of `endpoints`, for as long as it is open."""
+    """Forwards each connection to one of `endpoints` while it is open."""
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(self) -> None:
         self.endpoints: tuple[int, ...] = ()
-        """The ports of the servers that are ready; replaced as a whole."""
+        """The ports of the ready servers; the list is replaced as a whole."""
         self.forwarded: Counter[int] = Counter()
         super().__init__(("127.0.0.1", free_port()), _Connection)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -53,7 +53,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 def _forward(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # The other side is gone.
+    with contextlib.suppress(OSError):  # The other side has closed.
         while data := source.recv(65536):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
@@ -68,8 +68,8 @@ def service() -> Iterator[Service]:
 
 
 def streamed(url: str, prompt: str) -> str:
-    """The text of a completion; an error where its stream does not come to its end."""
-    # Each request has a connection of its own, so that each goes to an endpoint of its time.
+    """The text of a completion. Raises an error if its stream is not complete."""
+    # Each request has a connection of its own, so that each goes to a current endpoint.
     fields, headers = {**FIELDS, "prompt": prompt}, {"Connection": "close"}
     with httpx.stream("POST", f"{url}/v1/completions", json=fields, headers=headers, timeout=100) as response:
         assert response.status_code == 200, response.read()
@@ -90,7 +90,7 @@ def test_an_update_fails_no_request_and_cuts_no_stream(start_server: StartServer
 
     def load(prompt: str) -> None:
         try:
-            # Bounded, whatever becomes of the test.
+            # The load is bounded, also if the test fails.
             for _ in range(2000):
                 if ended.is_set():
                     return
@@ -115,7 +115,7 @@ def test_an_update_fails_no_request_and_cuts_no_stream(start_server: StartServer
             service.endpoints = (old.port, new.port)
             eventually(lambda: service.forwarded[new.port] > 0)
             service.endpoints = (new.port,)
-            # A pod waits for so long in preStop: until no connection is on its way to it any more.
+            # A pod's preStop hook waits for this time, after which no connection is on its way to it.
             wait_for_answers()
             old.process.send_signal(signal.SIGTERM)
             eventually(lambda: old.get("/readyz").status_code == 503)

@@ -1,6 +1,6 @@
-"""Tensor parallel over several hosts: processes that share nothing but TCP, at two loopback addresses.
+"""Tensor parallel over several hosts: processes that share only TCP, at two loopback addresses.
 
-The same answers, and what becomes of both sides when one cannot join, dies or ends.
+The answers are the same, and both sides end correctly if one cannot join, dies or ends.
 """
 
 import os
@@ -56,7 +56,7 @@ class Joined(NamedTuple):
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
-    """Tests may kill the engine and the rank: others are started."""
+    """Tests may kill the engine and the rank; others are started."""
     port = free_ports()
     host = KaonHost(tmp_path_factory.mktemp("host") / "log", port)
     try:
@@ -95,7 +95,7 @@ def test_two_hosts_with_two_ranks_each_answer_what_one_does(
 
 @pytest.mark.slow  # Experts: test_expert_parallel.py; hosts: the tests here.
 def test_experts_are_spread_over_two_hosts(port: int, start_host: Callable[..., KaonHost], tmp_path: Path) -> None:
-    """Whole experts on each: what ranks of one engine add up goes over TCP like any layer's sums."""
+    """Whole experts on each rank: sums over ranks use TCP, like any layer's sums."""
     variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
     settings = {"model": str(make_checkpoint(tmp_path, variant.family, **variant.overrides)), "max_model_len": 64}
     spread = {"enable_expert_parallel": True}
@@ -177,7 +177,7 @@ def test_a_host_that_differs_gets_the_difference_and_so_does_the_server(
 def test_a_second_host_of_the_same_number_is_refused_and_disturbs_no_other(
     joined: Joined, start_host: Callable[..., KaonHost]
 ) -> None:
-    # Both are there before the second comes.
+    # Both have joined before the second one starts.
     joined.engine.generate(["Hello"], SamplingParams(max_tokens=4), use_tqdm=False)
     core, ranks = joined.engine._core.pid, joined.host.ranks()
     second = start_host(joined.port)
@@ -197,13 +197,13 @@ def test_a_port_in_use_is_named_and_nothing_stays(offset: int, port: int) -> Non
     assert raised.value.usage
 
 
-@pytest.mark.slow  # The sentence: tests/unit/test_cluster.py.
+@pytest.mark.slow  # The error message: tests/unit/test_cluster.py.
 def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
     with pytest.raises(EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which is no address of this machine"):
         first_host(port, parallel={"master_addr": "203.0.113.9"})
 
 
-@pytest.mark.slow  # The sentence: tests/unit/test_cluster.py.
+@pytest.mark.slow  # The error message: tests/unit/test_cluster.py.
 def test_without_a_key_no_socket_listens_for_other_machines(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLUSTER_KEY_ENV)
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_without_a_key_no_socket_listens_for_other_machines(port: int, monkeypat
         first_host(port, parallel={"master_addr": "203.0.113.9"})
 
 
-@pytest.mark.slow  # Of replicas: test_replicas_on_hosts.py.
+@pytest.mark.slow  # Replicas: test_replicas_on_hosts.py.
 def test_what_the_engine_cannot_load_ends_the_other_host_too(port: int, start_host: Callable[..., KaonHost]) -> None:
     host = start_host(port, max_model_len=99999999)
     with pytest.raises(EngineDeadError, match="max_model_len is 99999999"):
@@ -257,7 +257,7 @@ def test_the_host_joins_again_when_the_engine_is_killed(joined: Joined) -> None:
     wait_gone(ranks)
 
 
-@pytest.mark.slow  # Of replicas: test_replicas_on_hosts.py.
+@pytest.mark.slow  # Replicas: test_replicas_on_hosts.py.
 def test_requests_go_on_when_a_host_is_killed_and_started_again(
     port: int, start_host: Callable[..., KaonHost], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,13 +289,13 @@ def test_a_host_that_is_asked_to_end_leaves_no_rank(port: int, start_host: Calla
             engine.generate(["Hello"], LONG, use_tqdm=False)
 
 
-@pytest.mark.slow  # Of replicas: test_replicas_on_hosts.py.
+@pytest.mark.slow  # Replicas: test_replicas_on_hosts.py.
 def test_a_host_ends_with_a_server_that_is_asked_to_end_while_it_loads(
     port: int, start_host: Callable[..., KaonHost], start_server: Callable[..., KaonServer]
 ) -> None:
     host = start_host(port, **{**SETTINGS, **FIELDS})
     server = start_server(**FIELDS, parallel_config=parallel_fields(port))
-    # Which are started as the host joins; the first rank waits for what they load.
+    # They are started when the host joins; the first rank waits until they have loaded.
     eventually(lambda: bool(host.ranks()))
     ranks = host.ranks()
     assert server.stop() == 0
@@ -305,7 +305,7 @@ def test_a_host_ends_with_a_server_that_is_asked_to_end_while_it_loads(
     assert "Traceback" not in host.stderr + server.stderr
 
 
-@pytest.mark.slow  # Part by part: tests/unit/test_front_end_failure.py.
+@pytest.mark.slow  # The parts of it: tests/unit/test_front_end_failure.py.
 def test_a_host_says_why_the_server_failed_beside_an_engine_that_loads(
     port: int, start_host: Callable[..., KaonHost]
 ) -> None:

@@ -1,4 +1,5 @@
-"""Drafts of a model in real cores: over two ranks, and through the death of a core, answers are those without."""
+"""Drafts of a model in real cores: over two ranks, and through the death of a core, answers equal those without
+drafts."""
 
 import os
 import signal
@@ -26,7 +27,7 @@ SIZES = {"num_kvcache_blocks": 256, "max_model_len": 512}
 
 @pytest.mark.slow
 def test_drafts_of_two_ranks_go_on_in_another_core() -> None:
-    """The model drafts for itself, so that most of what is sampled was drafted."""
+    """The model drafts for itself, so that most sampled tokens were drafted."""
     with LLMEngine(num_speculative_tokens=0, **SIZES) as engine:
         expected = [output["token_ids"] for output in engine.generate(PROMPTS, PARAMS)]
     drafting = {"speculative_model": str(CHECKPOINT_DIR), "num_speculative_tokens": 3, "tensor_parallel_size": 2}

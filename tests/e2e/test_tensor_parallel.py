@@ -1,4 +1,4 @@
-"""Tensor parallel through real processes: the same answers, and what becomes of the ranks when one fails or dies."""
+"""Tensor parallel in real processes: the same answers, and the end of all ranks if one fails or dies."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def engine_of(size: int, *, collectives: str = "shared_memory", dtype: str = "fl
 
 
 def answers(engine: LLMEngine) -> list[object]:
-    """Greedy, seeded, a mixture of both, and log probabilities to three digits."""
+    """Greedy, seeded and mixed requests, and log probabilities to three digits."""
     reported: list[object] = []
     mixed = [GREEDY, SEEDED, GREEDY, SEEDED]
     for params in (GREEDY, SEEDED, mixed):
@@ -59,7 +59,7 @@ def alone() -> list[object]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[LLMEngine]:
-    """Two ranks, which tests may kill: others are started."""
+    """Two ranks, which tests may kill; others are started."""
     with engine_of(2, max_core_restarts=100) as engine:
         yield engine
 
@@ -88,7 +88,7 @@ def test_ranks_answer_what_one_alone_does(
 @pytest.mark.slow  # In float32: the tests above.
 @needs_operators
 def test_in_bfloat16_ranks_agree_with_one_alone_on_what_is_clear() -> None:
-    """Sums are rounded elsewhere, so only the embedded model's sure answers are compared."""
+    """Sums are rounded differently, so only the embedded model's clear answers are compared."""
     chats = [[{"role": "user", "content": text}] for text in ("What is 3+4?", "What is the capital of France?")]
     texts = []
     for size in (1, 2):
@@ -107,7 +107,7 @@ def ranks_of(core: psutil.Process) -> list[psutil.Process]:
 
 
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-"""Far from its end when what is done next reaches a rank."""
+"""Far from its end when the next action reaches a rank."""
 
 
 def test_requests_go_on_when_a_rank_is_killed(pair: LLMEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +144,7 @@ def test_requests_go_on_when_a_rank_is_stopped(
     assert "engine/runner/rank_process.py" in stacks
 
 
-@pytest.mark.slow  # With its parent: the next test.
+@pytest.mark.slow  # Together with its parent: the next test.
 def test_ranks_end_with_a_core_that_is_killed() -> None:
     with engine_of(2, max_core_restarts=0) as engine:
         core = psutil.Process(engine._core.pid)
@@ -257,7 +257,7 @@ def test_a_rank_that_cannot_start_is_reported_in_a_sentence_and_leaves_nothing(
     wait_gone([pid for pid in children() if pid not in before])
 
 
-@pytest.mark.slow  # Of one rank: test_cli_serve.py.
+@pytest.mark.slow  # With one rank: test_cli_serve.py.
 def test_threads_that_ranks_do_not_have_are_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     before = children()
     with pytest.raises(EngineDeadError, match="cpu_threads is 1000, but each of 2 ranks may use") as raised:
