@@ -3,6 +3,7 @@
 import gzip
 import http.server
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,8 +66,11 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                body = gzip.decompress(body)
+            match self.headers["Content-Encoding"]:
+                case "gzip":
+                    body = gzip.decompress(body)
+                case "deflate":
+                    body = zlib.decompress(body)
             answer = receiver.receive(self.path, body)
             self.send_response(200)
             self.send_header("Content-Type", "application/x-protobuf")
