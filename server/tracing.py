@@ -16,6 +16,7 @@ import functools
 import gzip
 import os
 import random
+import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.trace import SpanContext
     from starlette.types import Scope
 
@@ -42,7 +43,7 @@ _LOCAL_PARENT, _REMOTE_PARENT = 0x100, 0x200
 _MAX_CACHED_LENGTH = 100
 """Longer attributes are encoded for each span; the cache of attributes is small."""
 _COMPRESSIONS: dict[Any, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
-_CLOSE_MILLISECONDS = 3000
+_CLOSE_SECONDS = 3
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -161,11 +162,20 @@ class Tracing:
                 self._histograms[name].record(value, attributes, current)
 
     def close(self) -> None:
-        """Send the remaining data, within a few seconds, and stop."""
-        for provider in (None if self.spans is None else self.spans.provider, self._meters):
-            if provider is not None:
-                provider.force_flush(_CLOSE_MILLISECONDS)
-                provider.shutdown()
+        """Send the remaining data and stop. Data that a collector has not taken after a few seconds are lost."""
+
+        def flush(provider: "TracerProvider | MeterProvider") -> None:
+            provider.force_flush()
+            provider.shutdown()
+
+        # The SDK's retries end at no time limit of these calls; a daemon's thread does not delay the process's end.
+        providers = [each for each in (None if self.spans is None else self.spans.provider, self._meters) if each]
+        threads = [threading.Thread(target=flush, args=(provider,), daemon=True) for provider in providers]
+        end = time.monotonic() + _CLOSE_SECONDS
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 class RequestTrace:

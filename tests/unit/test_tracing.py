@@ -1,7 +1,9 @@
 """Spans of a request as a collector receives them, and that an untraced request makes none."""
 
+import http.server
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +138,27 @@ def test_a_request_that_is_not_sampled_makes_no_span(
     assert trace.spans == []
     tracing.close()
     assert receiver.spans == []
+
+
+def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK waits and retries for ten seconds a batch; a process would be killed at the end of its grace period."""
+    released, answered = threading.Event(), []
+
+    class Silent(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            released.wait(30)
+            answered.append(self.path)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{served.server_port}")
+        monkeypatch.setattr("server.tracing._CLOSE_SECONDS", 0.1)
+        tracing = Tracing({"TRACES", "METRICS"}, "1")
+        begin(tracing, time.monotonic()).end(200)
+        tracing.close()
+        assert answered == []
+        released.set()
+        served.shutdown()
 
 
 def test_nothing_of_opentelemetry_is_imported_where_no_variable_asks_for_it() -> None:
