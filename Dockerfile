@@ -15,12 +15,15 @@ FROM ${PYTHON_BASE} AS build
 ARG TORCH_INDEX=
 # For CUDA: --build-arg TORCH_LOCK=deploy/locks/torch-cuda.txt checks the hashes of torch, too (docs/dependencies.md).
 ARG TORCH_LOCK=
+# Equal sources on an equal base give equal layers: docs/dependencies.md.
+ARG SOURCE_DATE_EPOCH
 COPY . /opt/kaon
 WORKDIR /opt/kaon
 RUN PIP_EXTRA_INDEX_URL=${TORCH_INDEX} KAON_TORCH_LOCK=${TORCH_LOCK} sh deploy/container.sh
 
 # Without the compiler, which nothing needs that runs on a CPU: over torch it is less than 250 MB.
 FROM ${PYTHON_BASE} AS cpu
+ARG SOURCE_DATE_EPOCH
 COPY --from=build /opt/kaon /opt/kaon
 WORKDIR /opt/kaon
 RUN sh deploy/container.sh user
@@ -51,6 +54,7 @@ CMD ["serve", "--host", "0.0.0.0"]
 
 # The last one is what `docker build` makes when it is not told otherwise.
 FROM ${ROCM_BASE} AS rocm
+ARG SOURCE_DATE_EPOCH
 COPY . /opt/kaon
 WORKDIR /opt/kaon
 RUN sh deploy/container.sh rocm

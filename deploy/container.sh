@@ -30,6 +30,10 @@ trim() {
     echo "{\"custom_id\": \"1\", \"method\": \"POST\", \"url\": \"/v1/completions\", \"body\": $body}" >"$scratch/requests"
     # The variable is the installation's, and no setting of the server.
     env -u KAON_TORCH_LOCK .venv/bin/kaon run-batch "$scratch/requests" "$scratch/answers" --cpu-kvcache-gib 0.1 --device cpu
+    # Bytecode goes by hashes of its sources: times differ in each build, and a builder may set them all to one.
+    find "$PWD" -path '*/__pycache__/*.pyc' | sed 's|/__pycache__/\([^/]*\)\.cpython-[^/]*$|/\1.py|' | LC_ALL=C sort >"$scratch/sources"
+    find "$PWD" -depth -type d -name __pycache__ -exec rm -r {} +
+    PYTHONHASHSEED=0 .venv/bin/python -m compileall -q --invalidation-mode checked-hash -i "$scratch/sources"
     rm -r "$scratch"
 }
 

@@ -42,6 +42,8 @@ MOST_BYTES = 250 * 10**6
 OF_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy")
 """Packages that torch requires, which the image installs, since the base has only torch."""
 BASE, IMAGE = "localhost/kaon-test-base", "localhost/kaon"
+EPOCH = "1700000000"
+"""The time of everything in the image, as `SOURCE_DATE_EPOCH` gives it."""
 
 
 class Buildah:
@@ -95,6 +97,20 @@ def num_bytes(directory: Path) -> int:
     return sum(path.lstat().st_size for path in files)
 
 
+def make_context(directory: Path) -> Path:
+    """A copy of the repository's files, as a fresh clone is: with times of its own."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, directory / name, follow_symlinks=False)
+    return directory
+
+
+def build(buildah: Buildah, context: Path, name: str, target: str, *arguments: str) -> None:
+    options = ("--isolation", "chroot", "--layers=false", "--target", target, "--timestamp", EPOCH)
+    buildah("bud", *options, *arguments, "--build-arg", f"SOURCE_DATE_EPOCH={EPOCH}", "-t", name, context)
+
+
 @pytest.fixture(scope="module")
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     directory = tmp_path_factory.mktemp("image")
@@ -103,14 +119,7 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     container = run("from", "scratch")
     run("add", "--quiet", container, directory / "base", "/")
     run("commit", "--quiet", "--rm", container, BASE)
-    context = directory / "context"
-    context.mkdir()
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        (context / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, context / name, follow_symlinks=False)
-    built = ("--isolation", "chroot", "--layers=false", "--target", "cpu", "--build-arg", f"PYTHON_BASE={BASE}")
-    run("bud", *built, "-t", IMAGE, context)
+    build(run, make_context(directory / "context"), IMAGE, "cpu", "--build-arg", f"PYTHON_BASE={BASE}")
     yield run
     # The files of a build belong to other users, and have gigabytes.
     shutil.rmtree(directory)
@@ -168,6 +177,52 @@ def test_it_holds_what_its_bill_of_materials_lists(buildah: Buildah, container: 
     names = {name for name, _ in found}
     assert {"kaon", "pip", "opentelemetry-sdk", "pyjwt", "pyzmq"} <= names
     assert {each for each in found if each[0] not in ("kaon", "pip", *OF_TORCH)} - listed == set()
+
+
+def layers(buildah: Buildah, image: str) -> list[str]:
+    found: list[str] = json.loads(buildah("inspect", "--type", "image", image))["OCIv1"]["rootfs"]["diff_ids"]
+    return found
+
+
+def test_equal_sources_give_equal_layers(buildah: Buildah, container: str, tmp_path: Path) -> None:
+    again = "localhost/kaon-again"
+    build(buildah, make_context(tmp_path / "clone"), again, "cpu", "--build-arg", f"PYTHON_BASE={BASE}")
+    roots = [Path(buildah("mount", each)) for each in (container, buildah("from", again))]
+    differing = subprocess.run(
+        ["diff", "-rq", "--no-dereference", *(root / "opt/kaon" for root in roots)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert differing.stdout == ""
+    assert layers(buildah, again) == layers(buildah, IMAGE)
+
+
+@pytest.mark.parametrize(
+    ("target", "argument", "build_of"), [("cuda", "PYTHON_BASE", "cuda"), ("rocm", "ROCM_BASE", "hip")]
+)
+def test_the_images_for_gpus_are_built_on_a_base_that_says_it_has_their_torch(
+    target: str, argument: str, build_of: str, buildah: Buildah, tmp_path: Path
+) -> None:
+    """Each line of the Dockerfile runs. No vendor's base is here: torch is the one for CPUs under another name."""
+    base, image = f"localhost/kaon-{target}-base", f"localhost/kaon-{target}"
+    made = buildah("from", BASE)
+    (version,) = Path(buildah("mount", made)).glob("usr/local/lib/python3*/dist-packages/torch/version.py")
+    with version.open("a") as file:
+        file.write(f"\n{build_of} = '99.9'\n")
+    buildah("commit", "--quiet", "--rm", made, base)
+    build(buildah, make_context(tmp_path / "clone"), image, target, "--build-arg", f"{argument}={base}")
+    made = buildah("from", image)
+    config = json.loads(buildah("inspect", "--type", "image", image))["OCIv1"]["config"]
+    assert config["User"] == "kaon"
+    assert run(buildah, made, "/opt/kaon/.venv/bin/kaon", "--version").startswith("kaon ")
+    assert run(buildah, made, "sh", "-c", "command -v cc && id -u").endswith("10001")
+    assert run(buildah, made, "sh", "-c", 'touch "$TRITON_CACHE_DIR" && echo written') == "written"
+
+
+def test_a_base_without_a_torch_for_rocm_is_refused(buildah: Buildah, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="torch is not built for ROCm: name a base image"):
+        build(buildah, make_context(tmp_path / "clone"), "localhost/none", "rocm", "--build-arg", f"ROCM_BASE={BASE}")
 
 
 READ_ONLY = """
